@@ -1,0 +1,323 @@
+"""What a run is, as frozen values.
+
+`RunConfig` is what all islands must agree on: it has one fingerprint. `IslandConfig`
+is announced by each island at join. `Placement` says where processes live and what
+goes wrong on purpose; it is nobody's business but this machine's. A `configs/*.py`
+file is a function `config()` that returns a `Config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+from typing import Any, Literal, Mapping
+
+CodecName = Literal["f32", "bf16", "int8", "int4"]
+Weighting = Literal["tokens", "tokens_times_rate", "uniform"]
+MergeRule = Literal["rda", "mean"]
+AdoptRule = Literal["rebase", "overwrite", "blend"]
+
+# A field with this metadata is local to a machine and outside the fingerprint.
+LOCAL = {"local": True}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run: names the field, its value and the remedy."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer (sizes in elements)."""
+
+    vocab_size: int = 256
+    d_model: int = 192
+    num_layers: int = 4
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    mlp_dim: int = 512
+    tied_embeddings: bool = False
+    rope_base: float = 10_000.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The corpus. `digest` is filled in when the run is created."""
+
+    paths: tuple[str, ...] = dataclasses.field(default=(), metadata=LOCAL)
+    """Text files or folders; empty means the Python standard library's sources."""
+    validation_fraction: float = 0.02
+    """Share of the documents held out for validation."""
+    digest: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InnerConfig:
+    """The inner optimizer; its learning rate follows the progress of the run."""
+
+    optimizer: Literal["adamw", "lion", "sgd", "muon"] = "adamw"
+    learning_rate: float = 1e-3
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_fraction: float = 0.05
+    """Share of the run's progress over which the learning rate rises from 0."""
+    final_fraction: float = 0.1
+    """Learning rate at the end, as a share of the peak."""
+    rewarm_steps: int = 10
+    """Steps over which a fresh or returned island's learning rate rises."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down; 0 = never."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OuterConfig:
+    """The outer optimizer. None = from the preset table, by merges per fragment."""
+
+    optimizer: Literal["sgd", "nesterov"] | None = None
+    learning_rate: float | None = None
+    momentum: float | None = None
+    warmup_merges: int = 0
+    """Merges of a fragment over which the outer learning rate rises."""
+    norm_guard: float = 10.0
+    """A merged delta longer than this many times the running mean is cut; 0 = never."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """How islands' work is put together."""
+
+    steps_per_cycle: int = 24
+    """H: inner steps of the pacing island between two merges of one fragment."""
+    fragments: int = 24
+    """P."""
+    overlap_steps: int = 2
+    """tau: steps an island may do between its take and the adoption."""
+    quorum: int = 1
+    """K: deltas without which a fragment is not merged."""
+    grace: float = 0.8
+    """gamma: share of the slack spent on waiting for more than K; 0 = none."""
+    max_staleness: int = 1
+    """Versions by which a delta's base may lag the version it is merged into."""
+    weighting: Weighting = "tokens"
+    merge: MergeRule = "rda"
+    adopt: AdoptRule = "rebase"
+    blend_alpha: float = 0.5
+    """Share of the local value kept by `adopt = "blend"`."""
+    codec_up: CodecName = "int8"
+    codec_down: CodecName = "int8"
+    error_feedback: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All that islands must agree on."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    inner: InnerConfig = InnerConfig()
+    outer: OuterConfig = OuterConfig()
+    sync: SyncConfig = SyncConfig()
+    sequence_length: int = 128
+    total_tokens: int = 1_000_000
+    seed: int = 0
+
+    def fingerprint(self) -> str:
+        """16 hex digits over every field that is not local to a machine."""
+        text = json.dumps(shared_fields(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IslandConfig:
+    """One island: what it computes with. Free to differ between islands."""
+
+    batch_size: int = 8
+    """Sequences per step, over all devices and accumulation rounds."""
+    accumulation: int = 1
+    """Rounds of gradient accumulation that a batch is cut into."""
+    mesh_data: int = 1
+    mesh_fsdp: int = 1
+    remat: Literal["none", "full", "dots"] = "none"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    attention: Literal["dot_product"] = "dot_product"
+    step_seconds: float = 0.0
+    """Emulated step time: a step takes at least this long; 0 = as fast as it goes."""
+    stands_for: str = ""
+    """What this island stands in for, for people: "v6e-16"."""
+
+    @property
+    def devices(self) -> int:
+        """Devices of the island's mesh."""
+        return self.mesh_data * self.mesh_fsdp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where processes live, how long they wait, and what is broken on purpose."""
+
+    workdir: str = ""
+    """Folder of the run; empty = `runs/<config>-<time>`."""
+    bind: str = "127.0.0.1:0"
+    """Coordinator's address; port 0 = any free one."""
+    advertise: str = ""
+    """Address that islands dial, where it is not the bound one."""
+    certificates: str = ""
+    """Folder made by `diloco certs`; required on any but a loopback address."""
+    insecure: bool = False
+    """Serve a non-loopback address without TLS."""
+    bulk_channels: int = 4
+    """Connections per island for fragments, besides the control one."""
+    time_budget_s: float = 10.0
+    """The one time budget: silence after which a peer counts as gone. Leases,
+    retries and deadlines are derived from it."""
+    outage_budget_s: float = 60.0
+    """Seconds of data an island holds, to train through a coordinator's outage."""
+    compile_budget_s: float = 600.0
+    """Longest time that an island may report "compiling"."""
+    merge_buffer_bytes: int = 4 << 30
+    """Bound on the encoded deltas that the coordinator holds."""
+    snapshot_every_s: float = 30.0
+    snapshots_kept: int = 2
+    evaluate_every_steps: int = 0
+    """Local steps between an island's own validation passes; 0 = none."""
+    evaluate_batches: int = 8
+    restarts: int = 5
+    """Times that `diloco run` restarts one crashed process."""
+    restart_delay_s: float = 1.0
+    faults: tuple[str, ...] = ()
+    """Faults to inject, `WHO@STEP:ACTION`: `v5p-a@40:kill`, `v5p-a@40:pause15`,
+    `coordinator@12:kill` (its step is a merge)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A run, its islands by name, and where they live."""
+
+    run: RunConfig = RunConfig()
+    islands: dict[str, IslandConfig] = dataclasses.field(
+        default_factory=lambda: {"a": IslandConfig()}
+    )
+    placement: Placement = Placement()
+
+    def validate(self) -> Config:
+        """Returns self; raises ConfigError naming field, values and remedy."""
+        run, sync = self.run, self.run.sync
+        if not self.islands:
+            raise ConfigError("islands is empty; name at least one island")
+        for field, value in _numbers(run):
+            if value < 0 or not math.isfinite(value):
+                raise ConfigError(f"{field} = {value}; it must be finite and >= 0")
+        for field, value in (
+            ("sync.steps_per_cycle", sync.steps_per_cycle),
+            ("sync.fragments", sync.fragments),
+            ("sync.quorum", sync.quorum),
+            ("sequence_length", run.sequence_length),
+            ("total_tokens", run.total_tokens),
+            ("model.num_kv_heads", run.model.num_kv_heads),
+        ):
+            if value < 1:
+                raise ConfigError(f"{field} = {value}; it must be at least 1")
+        if sync.quorum > len(self.islands):
+            raise ConfigError(
+                f"sync.quorum = {sync.quorum}, but there are {len(self.islands)} "
+                f"islands ({', '.join(self.islands)}): no fragment could ever merge; "
+                f"lower sync.quorum or add islands"
+            )
+        if run.model.num_heads % run.model.num_kv_heads:
+            raise ConfigError(
+                f"model.num_heads = {run.model.num_heads} is not a multiple of "
+                f"model.num_kv_heads = {run.model.num_kv_heads}"
+            )
+        if not 0 < run.data.validation_fraction < 1:
+            raise ConfigError(
+                f"data.validation_fraction = {run.data.validation_fraction}; "
+                f"choose a share between 0 and 1"
+            )
+        for name, island in self.islands.items():
+            _validate_island(name, island)
+        return self
+
+    def island(self, name: str) -> IslandConfig:
+        """The island's config; ConfigError with the nearest name if there is none."""
+        if name not in self.islands:
+            raise ConfigError(
+                f"no island {name!r} in this config{suggest(name, self.islands)}; "
+                f"it has {', '.join(self.islands)}"
+            )
+        return self.islands[name]
+
+    def merges_per_fragment(self) -> float:
+        """Merges each fragment will see if all islands are equally fast."""
+        per_step = sum(i.batch_size for i in self.islands.values())
+        steps = self.run.total_tokens / (per_step * self.run.sequence_length)
+        return steps / self.run.sync.steps_per_cycle
+
+
+def _validate_island(name: str, island: IslandConfig) -> None:
+    where = f"islands.{name}"
+    allowed = set("abcdefghijklmnopqrstuvwxyz0123456789-_.")
+    if not name or not set(name.lower()) <= allowed:
+        raise ConfigError(
+            f"island name {name!r} has characters outside letters, digits, '-_.'"
+        )
+    for field in ("batch_size", "accumulation", "mesh_data", "mesh_fsdp"):
+        value = getattr(island, field)
+        if value < 1:
+            raise ConfigError(f"{where}.{field} = {value}; it must be at least 1")
+    if island.step_seconds < 0:
+        raise ConfigError(
+            f"{where}.step_seconds = {island.step_seconds}; it must be >= 0"
+        )
+    rounds = island.devices * island.accumulation
+    if island.batch_size % rounds:
+        raise ConfigError(
+            f"{where}.batch_size = {island.batch_size} is not divided by "
+            f"mesh_data * mesh_fsdp * accumulation = {island.mesh_data} * "
+            f"{island.mesh_fsdp} * {island.accumulation} = {rounds}; choose a "
+            f"multiple of {rounds}"
+        )
+
+
+def suggest(name: str, known: Mapping[str, Any] | list[str]) -> str:
+    """`; did you mean 'x'?` or the empty string."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def shared_fields(config: Any) -> dict[str, Any]:
+    """A dataclass as nested builtins, without the fields local to a machine."""
+    return {
+        field.name: shared_fields(value)
+        if dataclasses.is_dataclass(value := getattr(config, field.name))
+        else value
+        for field in dataclasses.fields(config)
+        if not field.metadata.get("local")
+    }
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """`field: ours here, theirs there` for every leaf in which two configs differ."""
+    found = []
+    for name in sorted({*ours, *theirs}):
+        a, b = ours.get(name), theirs.get(name)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += [f"{name}.{line}" for line in differences(a, b)]
+        elif a != b:
+            found.append(f"{name}: {a!r} here, {b!r} there")
+    return found
+
+
+def _numbers(config: Any, prefix: str = "") -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found += _numbers(value, f"{prefix}{field.name}.")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found.append((f"{prefix}{field.name}", float(value)))
+    return found

@@ -1,0 +1,309 @@
+"""What can happen to the policy, and what it decides: its whole interface.
+
+Events go in with a time, effects come out in the order in which the shell must carry
+them out. A `Persist` is durable before any later effect of the same step is visible.
+Steps count from 0 within an incarnation; intervals of steps are half-open; `tokens`
+are of one island.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+Phase = Literal["joining", "compiling", "training", "stopped"]
+Verdict = Literal["merged", "pending", "refused", "none"]
+
+
+class Version(NamedTuple):
+    """A fragment's version. A coordinator that lost its state opens a new term."""
+
+    term: int = 1
+    number: int = 0
+
+    def next(self) -> Version:
+        """The version that the next merge makes."""
+        return Version(self.term, self.number + 1)
+
+
+class Span(NamedTuple):
+    """Half-open range of positions in the global shuffled index."""
+
+    start: int
+    stop: int
+
+
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One asynchronous fact of an island's life, numbered per incarnation by `seq`.
+
+    kind: `took` (fragment, tick, start: the interval [start, step) entered the delta,
+    version: of the anchor it is against), `adopted` (fragment, version), `reopened`
+    (fragment, tick: a refused delta's steps are in the local parameters still),
+    `dropped` (fragment, tick: they are not), `granted` (start, stop: data positions),
+    `progress` (value: others' tokens on which the learning rate is based).
+    """
+
+    seq: int
+    kind: Literal["took", "adopted", "reopened", "dropped", "granted", "progress"]
+    step: int
+    fragment: int = -1
+    tick: int = -1
+    version: Version = Version()
+    start: int = 0
+    stop: int = 0
+    value: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outstanding:
+    """A take whose verdict an island does not know; it still holds the bytes."""
+
+    fragment: int
+    tick: int
+    start: int
+    end: int
+    base: Version
+
+
+# ---- events -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """An island asks to join, or a known incarnation is back on a new connection."""
+
+    island: str
+    incarnation: int
+    session: str
+    """Drawn once per process: tells a reconnection from another process."""
+    run_id: str
+    fingerprint: str
+    tokens_per_step: int
+    sequences_per_step: int
+    steps: int = 0
+    step_seconds: float = 0.0
+    phase: Phase = "joining"
+    outstanding: tuple[Outstanding, ...] = ()
+    sequences_granted: int = 0
+    """Sequences that this incarnation has been granted and knows of."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """A sign of life; `records` come in order and may repeat ones already seen."""
+
+    island: str
+    session: str
+    phase: Phase
+    steps: int
+    step_seconds: float
+    records: tuple[Record, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Goodbye:
+    """An island leaves for good; what it did not send is lost."""
+
+    island: str
+    session: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaArrived:
+    """All bytes of a take are here and checked; `refusal` says if they are unfit."""
+
+    island: str
+    incarnation: int
+    fragment: int
+    tick: int
+    refusal: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MergeComputed:
+    """The merge that the policy ordered is computed and its publish is encoded."""
+
+    fragment: int
+    version: Version
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Timer:
+    """Time passed."""
+
+
+Event = Hello | Report | Goodbye | DeltaArrived | MergeComputed | Timer
+
+# ---- effects ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Persist:
+    """Write a record to the log (and the tape), durably, before what follows."""
+
+    record: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """Write a record to the tape."""
+
+    record: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Welcome:
+    """The island is in. `resumed`: it is the incarnation that was here before."""
+
+    island: str
+    session: str
+    resumed: bool
+    versions: tuple[Version, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Refuse:
+    """The peer is not let in, or is put out: its session ends with this reason."""
+
+    island: str
+    session: str
+    code: str
+    message: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AskTake:
+    """The island is to take the fragment at its next step boundary."""
+
+    island: str
+    fragment: int
+    tick: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AskResend:
+    """The island is to send a delta that it still holds once more."""
+
+    island: str
+    fragment: int
+    tick: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DropDelta:
+    """The bytes of a delta are not needed any more."""
+
+    island: str
+    incarnation: int
+    fragment: int
+    tick: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TellVerdict:
+    """What became of a take; `version` is the fragment's current one."""
+
+    island: str
+    fragment: int
+    tick: int
+    verdict: Verdict
+    reason: str
+    version: Version
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Contribution:
+    """One delta in a merge."""
+
+    island: str
+    incarnation: int
+    tick: int
+    start: int
+    end: int
+    tokens: int
+    weight: float
+    base: Version
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Merge:
+    """Merge these deltas, in this order, into `version` of the fragment. `final`:
+    as the flush does it (weighted mean, learning rate 1, momentum untouched)."""
+
+    fragment: int
+    version: Version
+    contributions: tuple[Contribution, ...]
+    final: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Publish:
+    """Send the fragment's new version to every connected island; `verdicts` says,
+    by island, (tick, verdict, reason) of its outstanding take."""
+
+    fragment: int
+    version: Version
+    verdicts: dict[str, tuple[int, Verdict, str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Grant:
+    """Positions of data for the island, after those it has; `offset` is the number
+    of sequences granted to this incarnation before."""
+
+    island: str
+    span: Span
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Tokens of the whole run that are not lost; acknowledges records."""
+
+    island: str
+    tokens: int
+    own_tokens: int
+    records_through: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StopStepping:
+    """The run has its tokens: the island ends its step and answers takes only."""
+
+    island: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Finish:
+    """Everything that could be merged is merged: the run is over."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Alert:
+    """Something a person should look at."""
+
+    text: str
+
+
+Effect = (
+    Persist
+    | Note
+    | Welcome
+    | Refuse
+    | AskTake
+    | AskResend
+    | DropDelta
+    | TellVerdict
+    | Merge
+    | Publish
+    | Grant
+    | Progress
+    | StopStepping
+    | Finish
+    | Alert
+)

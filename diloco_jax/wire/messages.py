@@ -1,0 +1,237 @@
+"""The control messages: what travels on an island's control stream.
+
+MessagePack of tagged structs; unknown tags, missing fields and wrong types are
+refused by the decoder with the field's path. Bulk (deltas, published fragments) goes
+elsewhere, as raw chunks: see `frames.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from diloco_jax.policy.events import Outstanding, Phase, Record, Span, Verdict, Version
+
+MAX_CONTROL_BYTES = 4 << 20
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all control messages; the class name is the tag."""
+
+
+# ---- from an island -------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message on every control stream."""
+
+    run_id: str
+    """Empty at an island's first join: it learns it from the Welcome."""
+    fingerprint: str
+    run: dict[str, Any]
+    """`config.shared_fields` of the RunConfig, to name what differs."""
+    island: str
+    island_config: dict[str, Any]
+    incarnation: int
+    session: str
+    environment: dict[str, Any]
+    """Versions, device kind, host, thread and process counts: for the tape."""
+    tokens_per_step: int
+    sequences_per_step: int
+    phase: Phase
+    steps: int
+    step_seconds: float
+    outstanding: tuple[Outstanding, ...] = ()
+    sequences_granted: int = 0
+
+
+class Measures(msgspec.Struct, frozen=True, kw_only=True):
+    """What an incarnation measured of itself since it started (seconds)."""
+
+    steps: int = 0
+    median_step_seconds: float = 0.0
+    max_step_gap_seconds: float = 0.0
+    step_seconds_total: float = 0.0
+    stalled_seconds: float = 0.0
+    eval_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    loss: float = float("nan")
+    """Training loss, mean over the last few steps, nats per token."""
+    eval_loss: float = float("nan")
+    learning_rate: float = 0.0
+    first_step_unix: float = 0.0
+    last_step_unix: float = 0.0
+    bytes_up: int = 0
+    """Bytes of deltas sent, headers included."""
+    bytes_down: int = 0
+    """Bytes of published fragments received, headers included, joins apart."""
+    bytes_join: int = 0
+
+
+class Report(Message):
+    """Where the island is; sent at least every third of the time budget."""
+
+    phase: Phase
+    steps: int
+    step_seconds: float
+    """Running median, 0 before the second step."""
+    records: tuple[Record, ...] = ()
+    measures: Measures = Measures()
+
+
+class Goodbye(Message):
+    """The island leaves."""
+
+    reason: str
+
+
+# ---- from the coordinator -------------------------------------------------------
+
+
+class Welcome(Message):
+    """The island is in."""
+
+    run_id: str
+    term: int
+    resumed: bool
+    versions: tuple[Version, ...]
+    """Current version of every fragment."""
+
+
+class Refused(Message):
+    """The coordinator ends this session; the island exits with code 3."""
+
+    code: str
+    message: str
+
+
+class TakeRequest(Message):
+    """Take the fragment at the next step boundary and send it."""
+
+    fragment: int
+    tick: int
+
+
+class ResendRequest(Message):
+    """Send the delta of this take once more."""
+
+    fragment: int
+    tick: int
+
+
+class Published(Message):
+    """A fragment has a new version; fetch it. The verdict is on this island's take."""
+
+    fragment: int
+    version: Version
+    tick: int = -1
+    verdict: Verdict = "none"
+    reason: str = ""
+
+
+class TakeVerdict(Message):
+    """What became of a take, apart from a publish."""
+
+    fragment: int
+    tick: int
+    verdict: Verdict
+    reason: str
+    version: Version
+
+
+class Granted(Message):
+    """More data: these positions follow the first `offset` ones."""
+
+    span: Span
+    offset: int
+
+
+class Progress(Message):
+    """How far the run is: tokens of all islands that are not lost, and how many of
+    them are this island's; records up to `records_through` need no resending."""
+
+    tokens: int
+    own_tokens: int
+    records_through: int
+
+
+class Stop(Message):
+    """The run has its tokens: no more steps, answer takes."""
+
+
+class Finished(Message):
+    """The run is over; the island may leave."""
+
+
+FromIsland = Hello | Report | Goodbye
+FromCoordinator = (
+    Welcome
+    | Refused
+    | TakeRequest
+    | ResendRequest
+    | Published
+    | TakeVerdict
+    | Granted
+    | Progress
+    | Stop
+    | Finished
+)
+
+_encoder = msgspec.msgpack.Encoder()
+decode_from_island = msgspec.msgpack.Decoder(FromIsland).decode
+decode_from_coordinator = msgspec.msgpack.Decoder(FromCoordinator).decode
+encode = _encoder.encode
+
+
+# ---- bulk: the first message of an upload or a fetch ---------------------------
+
+
+class UploadStart(Message):
+    """Announces a contiguous stripe of one delta's payload."""
+
+    run_id: str
+    island: str
+    incarnation: int
+    session: str
+    fragment: int
+    tick: int
+    offset: int
+    """First byte of this stripe in the fragment's payload."""
+    length: int
+    total: int
+    """Bytes of the whole payload."""
+
+
+class FetchRequest(Message):
+    """Asks for a stripe of a fragment: encoded publishes since `have`, or all of A."""
+
+    run_id: str
+    island: str
+    incarnation: int
+    session: str
+    fragment: int
+    want: Version
+    have: Version | None
+    """None: send the anchor in full (f32)."""
+    offset: int = 0
+    length: int = -1
+    """-1: to the end."""
+
+
+class FetchStart(Message):
+    """First frame of a fetch: what follows is bytes `offset` on of `total`."""
+
+    version: Version
+    full: bool
+    """True: A_v in f32; False: `count` encoded publishes, oldest first."""
+    count: int
+    total: int
+    offset: int
+    length: int
+
+
+class UploadDone(Message):
+    """The stripe is stored; `complete` if it was the delta's last one."""
+
+    complete: bool
