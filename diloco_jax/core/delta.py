@@ -1,0 +1,16 @@
+"""An island's outer gradient."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.jit
+def delta(anchor: jax.Array, local: jax.Array) -> jax.Array:
+    """anchor - local in f32: a step along *minus* the delta leads to `local`.
+
+    Theta - theta[m] of Decoupled DiLoCo (arXiv 2604.21428), with the anchor, which the
+    island has, in the place of Theta, which it has not.
+    """
+    return anchor.astype(jnp.float32) - local.astype(jnp.float32)

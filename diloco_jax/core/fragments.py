@@ -1,0 +1,228 @@
+"""Which parts of the parameters are merged together.
+
+A *piece* is one tensor, or one layer of a stacked tensor. A *fragment* is a set of
+pieces that is merged at the same tick. Fragments are balanced by size alone: which
+tensors share a fragment does not matter for quality, peak bandwidth does (Decoupled
+DiLoCo, arXiv 2604.21428, "balanced tensor fragmentation").
+
+Parameters are a nested dict of arrays. `P` is the number of fragments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Params = dict[str, Any]
+"""Nested dicts with string keys and arrays at the leaves."""
+
+LAYERS = "layers"
+VOCAB = "vocab"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Piece:
+    """One tensor, or one layer of a stacked one. Pieces sort by path, then layer."""
+
+    path: tuple[str, ...]
+    """Keys that lead to the leaf."""
+    layer: int
+    """Index along the leaf's leading axis; -1: the whole leaf."""
+    shape: tuple[int, ...]
+    """Of the piece, the layer axis apart."""
+    embedding: bool
+    """Has a vocabulary axis: merged by weighted mean under every rule."""
+
+    @property
+    def name(self) -> str:
+        """The path joined by "/", and the layer last: "blocks/attn/wq/3"."""
+        tail = () if self.layer < 0 else (str(self.layer),)
+        return "/".join(self.path + tail)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class FragmentPlan:
+    """Pieces by fragment; the order of both is part of the plan."""
+
+    fragments: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All pieces, fragment by fragment."""
+        return tuple(piece for fragment in self.fragments for piece in fragment)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of parameters of each fragment."""
+        return tuple(sum(p.size for p in fragment) for fragment in self.fragments)
+
+    @property
+    def total(self) -> int:
+        """Number of parameters of the model."""
+        return sum(self.sizes)
+
+    def digest(self) -> str:
+        """16 hex digits over every piece and its place."""
+        text = json.dumps(
+            [
+                [[p.name, p.layer, p.shape, p.embedding] for p in fragment]
+                for fragment in self.fragments
+            ]
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def plan_fragments(
+    shapes: Mapping[str, Any], axes: Mapping[str, Any], num_fragments: int
+) -> FragmentPlan:
+    """Spreads all pieces over `num_fragments` fragments of about equal size.
+
+    The largest piece goes first, each into the fragment with the fewest parameters
+    so far (ties: the lowest index; pieces of equal size: by path and layer).
+
+    Args:
+      shapes: nested dict; leaves are tuples of ints or have a `.shape`.
+      axes: the same nesting; leaves are tuples with the logical name (or None) of
+        every axis. A leading "layers" makes one piece per layer; "vocab" anywhere
+        marks an embedding.
+      num_fragments: P.
+
+    Raises:
+      ValueError: P is below 1 or above the number of pieces; shapes and axes do not
+        match; two pieces have one name.
+    """
+    pieces = sorted(_pieces(shapes, axes, ()), key=lambda p: (-p.size, p))
+    if not 1 <= num_fragments <= len(pieces):
+        raise ValueError(
+            f"num_fragments = {num_fragments}, but the parameters have "
+            f"{len(pieces)} pieces (tensors, stacked ones counted by layer); choose "
+            f"num_fragments between 1 and {len(pieces)}"
+        )
+    names = {piece.name for piece in pieces}
+    if len(names) < len(pieces):
+        raise ValueError(
+            f"{len(pieces)} pieces have only {len(names)} names; rename the "
+            f"parameters whose keys contain '/' or look like a layer index"
+        )
+    fragments: list[list[Piece]] = [[] for _ in range(num_fragments)]
+    sizes = [0] * num_fragments
+    for piece in pieces:
+        emptiest = sizes.index(min(sizes))
+        fragments[emptiest].append(piece)
+        sizes[emptiest] += piece.size
+    return FragmentPlan(tuple(tuple(sorted(fragment)) for fragment in fragments))
+
+
+def get_piece(params: Mapping[str, Any], piece: Piece) -> Any:
+    """The piece's values, shape `piece.shape`; a whole leaf is returned itself."""
+    leaf: Any = params
+    for key in piece.path:
+        leaf = leaf[key]
+    return leaf if piece.layer < 0 else leaf[piece.layer]
+
+
+def set_piece(params: Mapping[str, Any], piece: Piece, value: Any) -> Params:
+    """New parameters with one piece replaced; all other leaves are shared."""
+    replaced: Params = _replace(params, piece.path, piece.layer, value)
+    return replaced
+
+
+def to_pieces(plan: FragmentPlan, params: Mapping[str, Any]) -> dict[str, Any]:
+    """All pieces by name, in the plan's order."""
+    return {piece.name: get_piece(params, piece) for piece in plan.pieces}
+
+
+def from_pieces(plan: FragmentPlan, arrays: Mapping[str, Any]) -> Params:
+    """Parameters from all their pieces by name; layers are stacked again.
+
+    numpy pieces make numpy leaves, anything else makes jax ones.
+
+    Raises:
+      ValueError: pieces are missing or unknown, or one has another shape.
+    """
+    expected = {piece.name for piece in plan.pieces}
+    if expected != set(arrays):
+        raise ValueError(
+            f"the plan has {len(expected)} pieces and {len(arrays)} were given: "
+            f"missing {sorted(expected - set(arrays))}, "
+            f"unknown {sorted(set(arrays) - expected)}"
+        )
+    params: Params = {}
+    for piece in sorted(plan.pieces):
+        value = arrays[piece.name]
+        if value.shape != piece.shape:
+            raise ValueError(
+                f"piece {piece.name} has shape {value.shape}; the plan says "
+                f"{piece.shape}"
+            )
+        node = params
+        for key in piece.path[:-1]:
+            node = node.setdefault(key, {})
+        if piece.layer < 0:
+            node[piece.path[-1]] = value
+        else:
+            node.setdefault(piece.path[-1], []).append(value)
+    stacked: Params = jax.tree.map(
+        _stack, params, is_leaf=lambda x: isinstance(x, list)
+    )
+    return stacked
+
+
+def digest_arrays(arrays: Iterable[Any]) -> str:
+    """64 hex digits of SHA-256 over the arrays' bytes (row-major, little-endian)."""
+    sha = hashlib.sha256()
+    for array in arrays:
+        sha.update(np.ascontiguousarray(array).data)
+    return sha.hexdigest()
+
+
+def _pieces(shapes: Any, axes: Any, path: tuple[str, ...]) -> Iterator[Piece]:
+    where = "/".join(path) or "the parameters"
+    if isinstance(shapes, Mapping):
+        if not isinstance(axes, Mapping) or set(shapes) != set(axes):
+            found = sorted(axes) if isinstance(axes, Mapping) else axes
+            raise ValueError(
+                f"{where}: shapes have the keys {sorted(shapes)}, axes have {found}; "
+                f"both must be nested alike"
+            )
+        for key in sorted(shapes):
+            yield from _pieces(shapes[key], axes[key], (*path, key))
+        return
+    shape = tuple(getattr(shapes, "shape", shapes))
+    if isinstance(axes, Mapping) or len(axes) != len(shape):
+        raise ValueError(
+            f"{where}: shape {shape} has {len(shape)} axes, but they are named {axes}; "
+            f"give one name (or None) per axis"
+        )
+    embedding = VOCAB in axes
+    if axes and axes[0] == LAYERS:
+        for layer in range(shape[0]):
+            yield Piece(path, layer, shape[1:], embedding)
+    else:
+        yield Piece(path, -1, shape, embedding)
+
+
+def _replace(node: Any, path: Sequence[str], layer: int, value: Any) -> Any:
+    if path:
+        return {**node, path[0]: _replace(node[path[0]], path[1:], layer, value)}
+    return value if layer < 0 else jnp.asarray(node).at[layer].set(value)
+
+
+def _stack(leaf: Any) -> Any:
+    if not isinstance(leaf, list):
+        return leaf
+    xp = np if all(isinstance(x, np.ndarray) for x in leaf) else jnp
+    return xp.stack(leaf)

@@ -1,0 +1,134 @@
+"""The inner optimizer of an island: optax with learning rate 1, times a rate that
+follows the progress of the whole run.
+
+Progress (tokens of all islands / tokens of the run) is not a count of local steps, so
+a late or returned island is in step with the others. Axis names say what may decay
+and what Muon may orthogonalise: stacking layers makes no matrix of a vector.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import optax
+
+from diloco_jax.core.fragments import LAYERS, VOCAB
+
+InnerName = Literal["adamw", "lion", "sgd", "muon"]
+Schedule = Literal["cosine", "constant"]
+
+
+def make_inner(
+    name: InnerName,
+    *,
+    axes: Mapping[str, Any],
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    weight_decay: float = 0.0,
+    clip_norm: float = 0.0,
+) -> optax.GradientTransformation:
+    """The optimizer at learning rate 1: scale its updates by `learning_rate(...)`.
+
+    Args:
+      name: "sgd" has no momentum and ignores the betas. "muon" orthogonalises the
+        matrices (two axes besides "layers", none of them "vocab"), layer by layer,
+        with momentum beta1; all else goes through Adam
+        with Nesterov momentum.
+      axes: nested like the parameters; leaves are tuples of logical axis names.
+      weight_decay: of parameters with at least two axes besides "layers".
+      clip_norm: longest global gradient norm; 0 = any.
+
+    Raises:
+      ValueError: unknown name.
+    """
+    decays = _map_axes(lambda names: len(_matrix_axes(names)) >= 2, axes)
+    if name == "adamw":
+        optimizer = optax.adamw(
+            1.0, beta1, beta2, weight_decay=weight_decay, mask=decays
+        )
+    elif name == "lion":
+        optimizer = optax.lion(
+            1.0, beta1, beta2, weight_decay=weight_decay, mask=decays
+        )
+    elif name == "sgd":
+        decay = optax.add_decayed_weights(weight_decay, decays)
+        optimizer = optax.chain(decay, optax.sgd(1.0))
+    elif name == "muon":
+        # 0.2 brings Muon's updates to the size of AdamW's, so that one learning rate
+        # serves both (arXiv 2502.16982).
+        direction = optax.contrib.muon(
+            1.0,
+            beta=beta1,
+            adam_b1=beta1,
+            adam_b2=beta2,
+            muon_weight_dimension_numbers=_map_axes(_muon_numbers, axes),
+            consistent_rms=0.2,
+        )
+        # Its own decay of what is not a matrix takes no mask.
+        decay = optax.add_decayed_weights(-weight_decay, decays)
+        optimizer = optax.chain(direction, decay)
+    else:
+        raise ValueError(
+            f"inner.optimizer = {name!r}; choose 'adamw', 'lion', 'sgd' or 'muon'"
+        )
+    if clip_norm:
+        return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+    return optimizer
+
+
+def learning_rate(
+    *,
+    peak: float,
+    schedule: Schedule,
+    warmup_fraction: float,
+    final_fraction: float,
+    progress: float,
+    rewarm: float = 1.0,
+) -> float:
+    """The rate at a point of the run: up in a line from 0, then down by the schedule.
+
+    Args:
+      peak: rate after the warm-up.
+      schedule: "cosine" ends at final_fraction * peak, "constant" stays.
+      warmup_fraction: share of the run over which the rate rises.
+      progress: share of the run that is done; anything outside [0, 1] is cut.
+      rewarm: share in [0, 1] that an island with fresh moments may use.
+
+    Raises:
+      ValueError: unknown schedule.
+    """
+    progress = min(max(progress, 0.0), 1.0)
+    if progress < warmup_fraction:
+        share = progress / warmup_fraction
+    elif schedule == "constant":
+        share = 1.0
+    elif schedule == "cosine":
+        done = (progress - warmup_fraction) / max(1 - warmup_fraction, 1e-9)
+        share = (
+            final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * done)) / 2
+        )
+    else:
+        raise ValueError(
+            f"inner.schedule = {schedule!r}; choose 'cosine' or 'constant'"
+        )
+    return peak * share * min(max(rewarm, 0.0), 1.0)
+
+
+def _map_axes(function: Any, axes: Mapping[str, Any]) -> Any:
+    return jax.tree.map(function, axes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def _matrix_axes(names: tuple[str | None, ...]) -> tuple[int, ...]:
+    return tuple(i for i, name in enumerate(names) if name != LAYERS)
+
+
+def _muon_numbers(
+    names: tuple[str | None, ...],
+) -> optax.contrib.MuonDimensionNumbers | None:
+    matrix = _matrix_axes(names)
+    if len(matrix) != 2 or VOCAB in names:
+        return None
+    return optax.contrib.MuonDimensionNumbers(*matrix)

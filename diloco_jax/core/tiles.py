@@ -1,0 +1,83 @@
+"""Tiles of an array, and where they lie in a fragment's payload.
+
+Tiles are chosen from an array's shape alone, so every island and the coordinator cut
+it alike, whatever their meshes. A mesh whose shards end on tile boundaries encodes
+without communication.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy.typing as npt
+
+ArrayLike = jax.Array | npt.NDArray[Any]
+"""What the functions of this package take: an array of jax or of numpy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TileGrid:
+    """`grid` tiles of shape `tile` each: shape = grid * tile, axis by axis."""
+
+    tile: tuple[int, ...]
+    grid: tuple[int, ...]
+
+    @staticmethod
+    @functools.cache
+    def of(shape: tuple[int, ...]) -> TileGrid:
+        """The tiling of an array of that shape.
+
+        Starting from the whole array, even extents are halved, the one halved least
+        so far first (ties: the largest, then the lowest axis), until a tile has at
+        most clip(size / 256, 1024, 16384) elements or no extent is even.
+
+        Raises:
+          ValueError: the array has no elements.
+        """
+        size = math.prod(shape)
+        if size < 1:
+            raise ValueError(f"shape {shape} has no elements; leave the piece out")
+        limit = min(max(size / 256, 1024), 16384)
+        tile, halvings = list(shape), [0] * len(shape)
+        while math.prod(tile) > limit:
+            even = [axis for axis, extent in enumerate(tile) if extent % 2 == 0]
+            if not even:
+                break
+            axis = min(even, key=lambda a: (halvings[a], -tile[a], a))
+            tile[axis] //= 2
+            halvings[axis] += 1
+        return TileGrid(tuple(tile), tuple(2**h for h in halvings))
+
+    @property
+    def elements(self) -> int:
+        """Elements of one tile."""
+        return math.prod(self.tile)
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles."""
+        return math.prod(self.grid)
+
+    # Axes are split and merged one at a time: explicit sharding allows no more.
+
+    def split(self, x: Any) -> Any:
+        """[shape] -> [*grid, elements]: the grid's axes stay apart, as shards are."""
+        rank = len(self.grid)
+        for axis in reversed(range(rank)):
+            pair = (self.grid[axis], self.tile[axis])
+            x = x.reshape((*x.shape[:axis], *pair, *x.shape[axis + 1 :]))
+        x = x.transpose([*range(0, 2 * rank, 2), *range(1, 2 * rank, 2)])
+        return x.reshape((*self.grid, self.elements))
+
+    def join(self, tiles: Any) -> Any:
+        """[*grid, elements] -> [shape]: the inverse of `split`."""
+        rank = len(self.grid)
+        x = tiles.reshape((*self.grid, *self.tile))
+        x = x.transpose([axis for i in range(rank) for axis in (i, rank + i)])
+        for axis in range(rank):
+            x = x.reshape((*x.shape[:axis], -1, *x.shape[axis + 2 :]))
+        return x

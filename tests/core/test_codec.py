@@ -1,0 +1,206 @@
+"""Codecs: error bounds, byte counts, exact decoding, nothing non-finite hidden."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_jax.core.codec import (
+    SMALLEST_NORMAL,
+    all_finite,
+    encode_with_feedback,
+    get_codec,
+)
+from diloco_jax.core.tiles import TileGrid
+
+NAMES = ("f32", "bf16", "int8", "int4")
+SHAPE = (40, 100)  # tiles of (20, 50): 1000 elements, the last block is cut
+BLOCK = {"int8": 256, "int4": 32}
+PEAK = {"int8": 127, "int4": 7}
+
+
+def sample(seed: int, exponent: float, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
+    """Heavy tails around 10**exponent, some blocks empty."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_t(3, shape) * 10.0**exponent
+    x[rng.random(shape) < 0.1] = 0.0
+    return np.clip(x, -1e38, 1e38).astype(np.float32)
+
+
+def roundtrip(name: str, x: np.ndarray) -> np.ndarray:
+    codec = get_codec(name)
+    return np.asarray(codec.decode(codec.encode(x), x.shape))
+
+
+def block_maxima(name: str, x: np.ndarray) -> np.ndarray:
+    """For every element, the largest magnitude in its block."""
+    grid, block = TileGrid.of(x.shape), BLOCK[name]
+    tiles = grid.split(np.abs(x))
+    starts = np.arange(0, tiles.shape[-1], block)
+    widths = np.diff([*starts, tiles.shape[-1]])
+    maxima = np.repeat(np.maximum.reduceat(tiles, starts, axis=-1), widths, axis=-1)
+    return grid.join(maxima)
+
+
+@given(st.integers(0, 1000), st.floats(-30, 30))
+@settings(deadline=None, max_examples=25)
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_error_is_half_a_step_of_the_block(
+    name: str, seed: int, exponent: float
+) -> None:
+    x = sample(seed, exponent)
+    error = np.abs(roundtrip(name, x) - x)
+    assert np.all(error <= block_maxima(name, x) / PEAK[name] * 0.51)
+
+
+@given(st.integers(0, 1000), st.floats(-30, 30))
+@settings(deadline=None, max_examples=25)
+def test_floats_round_to_nearest_even(seed: int, exponent: float) -> None:
+    x = sample(seed, exponent)
+    np.testing.assert_array_equal(roundtrip("f32", x), x)
+    bits = x.view(np.uint32).astype(np.uint64)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    expected = nearest.astype(np.uint32).view(np.float32)
+    np.testing.assert_array_equal(roundtrip("bf16", x), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_decoded_encodes_to_itself(name: str) -> None:
+    once = roundtrip(name, sample(3, 0.0))
+    np.testing.assert_allclose(roundtrip(name, once), once, rtol=2e-2, atol=1e-6)
+    np.testing.assert_array_equal(roundtrip(name, np.zeros(SHAPE, np.float32)), 0)
+
+
+def test_int4_planes_and_scales_lie_as_documented() -> None:
+    x = np.zeros(64, np.float32)
+    x[0], x[32], x[33] = 7.0, -14.0, 6.0
+    encoded = np.asarray(get_codec("int4").encode(x))[0]
+    assert encoded.shape == (32 + 2 * 2,)
+    assert encoded[0] == 0x90 | 0x07  # element 32 is -7 = 0x9, element 0 is 7
+    assert encoded[1] == 0x30  # element 33 is 6 / 2
+    scales = encoded[32:].view(np.uint16)
+    assert scales.tolist() == [0x3F80, 0x4000]  # 1.0 and 2.0 in bf16
+
+
+def test_int8_scale_follows_the_payload() -> None:
+    x = np.zeros(257, np.float32)
+    x[0], x[256] = 127.0, -254.0
+    encoded = np.asarray(get_codec("int8").encode(x))[0]
+    assert encoded.shape == (257 + 2 * 2,)
+    assert encoded[[0, 1, 256]].tolist() == [127, 0, 256 - 127]
+    assert encoded[257:].view(np.uint16).tolist() == [0x3F80, 0x4000]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_non_finite_values_stay_visible(name: str, bad: float) -> None:
+    codec, x = get_codec(name), sample(0, 0.0)
+    assert all_finite(codec, codec.encode(x), x.shape)
+    x[39, 99] = bad
+    encoded = codec.encode(x)
+    assert not all_finite(codec, encoded, x.shape)
+    decoded = np.asarray(codec.decode(encoded, x.shape))
+    assert not np.isfinite(decoded[39, 99])
+    assert np.isfinite(decoded[:20]).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_subnormals_are_zero(name: str) -> None:
+    x = np.full(SHAPE, SMALLEST_NORMAL / 2, np.float32)
+    x[::2] *= -1
+    assert not np.any(get_codec(name).encode(x))
+    tiny = np.full(SHAPE, SMALLEST_NORMAL * 2, np.float32)
+    decoded = roundtrip(name, tiny)
+    assert np.all((decoded == 0) | (decoded >= SMALLEST_NORMAL))
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+def test_foreign_bytes_with_subnormal_scales_decode_to_zero(name: str) -> None:
+    codec = get_codec(name)
+    encoded = np.zeros(codec.encoded_shape(SHAPE), np.uint8)
+    encoded[..., 0::2] = 1
+    assert not np.any(codec.decode(encoded, SHAPE)[0, :2])
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=3).map(tuple))
+def test_bytes_per_parameter(shape: tuple[int, ...]) -> None:
+    size = int(np.prod(shape))
+    if size < 32768:
+        shape, size = (*shape, 32768), size * 32768
+    for name, limit in (("f32", 4), ("bf16", 2), ("int8", 1.03), ("int4", 0.60)):
+        total = np.prod([float(n) for n in get_codec(name).encoded_shape(shape)])
+        assert total / size <= limit
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fusing_does_not_change_bits(name: str) -> None:
+    codec, x = get_codec(name), sample(5, -3.0)
+    base = sample(6, 0.0)
+
+    @jax.jit
+    def fused(x: jax.Array, base: jax.Array) -> tuple[jax.Array, jax.Array]:
+        encoded, residual = encode_with_feedback(codec, x, base)
+        return base + codec.decode(encoded, x.shape), residual
+
+    encoded, residual = encode_with_feedback(codec, x, base)
+    decoded = np.asarray(codec.decode(encoded, x.shape))
+    together = fused(x, base)
+    np.testing.assert_array_equal(together[0], base + decoded)
+    np.testing.assert_array_equal(together[1], residual)
+    np.testing.assert_array_equal(residual, (x + base) - decoded)
+
+
+@given(st.integers(0, 1000))
+@settings(deadline=None, max_examples=10)
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+def test_feedback_brings_everything_across(name: str, seed: int) -> None:
+    codec, rounds = get_codec(name), 30
+    x = sample(seed, 0.0)
+    residual, sent = np.zeros_like(x), np.zeros(x.shape, np.float64)
+    for _ in range(rounds):
+        encoded, residual = encode_with_feedback(codec, x, residual)
+        sent += np.asarray(codec.decode(encoded, x.shape), np.float64)
+    missing = rounds * x.astype(np.float64) - sent
+    np.testing.assert_allclose(missing, residual, atol=1e-3 * np.abs(x).max())
+    assert np.abs(missing).max() <= np.abs(x).max() / 4
+
+
+def test_wrong_shapes_and_names_are_named() -> None:
+    codec = get_codec("int8")
+    with pytest.raises(ValueError, match=r"\(2, 2, 1008\), got \(2, 2, 7\)"):
+        codec.decode(np.zeros((2, 2, 7), np.uint8), SHAPE)
+    with pytest.raises(ValueError, match="'int3'; choose one of f32, bf16"):
+        get_codec("int3")
+
+
+def test_sharded_on_tile_boundaries_needs_no_communication() -> None:
+    """Four virtual devices, in a process of its own."""
+    flags = "--xla_force_host_platform_device_count=4"
+    environment = {**os.environ, "XLA_FLAGS": flags, "NPROC": "16"}
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("sharded_codec.py")],
+        env={**environment, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads(done.stdout)
+    assert len(results) == 5
+    for result in results:
+        case = result.pop("case")
+        assert result == {
+            "shards": 4,
+            "collectives": [],
+            "same_bytes": True,
+            "same_rest": True,
+            "same_values": True,
+        }, case

@@ -1,0 +1,103 @@
+"""Inner optimizers on stacked parameters, and the rate by progress."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from diloco_jax.core.inner import learning_rate, make_inner
+
+AXES = {
+    "embed": ("vocab", "embed"),
+    "w": ("layers", "embed", "mlp"),
+    "norm": ("layers", "embed"),
+}
+NAMES = ["adamw", "lion", "sgd", "muon"]
+RATE = {
+    "peak": 2.0,
+    "schedule": "cosine",
+    "warmup_fraction": 0.1,
+    "final_fraction": 0.25,
+}
+
+
+def params() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = {"embed": (12, 4), "w": (3, 4, 6), "norm": (3, 4)}
+    return {
+        n: jnp.asarray(rng.standard_normal(s), jnp.float32) for n, s in shapes.items()
+    }
+
+
+def updates(
+    tx: optax.GradientTransformation, grads: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    tree = params()
+    return jax.jit(tx.update)(grads, tx.init(tree), tree)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decay_spares_vectors_stacked_or_not(name: str) -> None:
+    zeros = jax.tree.map(jnp.zeros_like, params())
+    moved = updates(make_inner(name, axes=AXES, weight_decay=0.1), zeros)
+    for leaf in ("embed", "w"):
+        np.testing.assert_allclose(moved[leaf], -0.1 * params()[leaf], rtol=1e-5)
+    np.testing.assert_array_equal(moved["norm"], 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_updates_go_down_at_rate_1(name: str) -> None:
+    grads = jax.tree.map(lambda p: 0.01 * p, params())
+    moved = updates(make_inner(name, axes=AXES), grads)
+    for leaf in moved:
+        assert float(jnp.vdot(moved[leaf], grads[leaf])) < 0
+    if name == "sgd":
+        np.testing.assert_array_equal(moved["w"], -grads["w"])
+
+
+def test_muon_orthogonalises_every_layer_for_itself() -> None:
+    grads = params()
+    muon = make_inner("muon", axes=AXES)
+    moved = updates(muon, grads)
+    together, embed = moved["w"], np.abs(moved["embed"])
+    alone = {**grads, "w": grads["w"].at[1:].set(0)}
+    np.testing.assert_allclose(updates(muon, alone)["w"][0], together[0], atol=1e-4)
+    spectrum = np.linalg.svd(together, compute_uv=False)
+    assert float(spectrum.max() / spectrum.min()) < 2.5
+    np.testing.assert_allclose(embed, embed[0, 0], rtol=1e-3)  # Adam's first step
+
+
+def test_clipping_bounds_the_gradient() -> None:
+    grads = params()
+    clipped = updates(make_inner("sgd", axes=AXES, clip_norm=0.5), grads)
+    assert float(optax.tree.norm(clipped)) == pytest.approx(0.5, rel=1e-5)
+    free = updates(make_inner("sgd", axes=AXES, clip_norm=1e6), grads)
+    np.testing.assert_array_equal(free["w"], -grads["w"])
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"inner\.optimizer = 'adam'"):
+        make_inner("adam", axes=AXES)
+    with pytest.raises(ValueError, match=r"inner\.schedule = 'linear'"):
+        learning_rate(**{**RATE, "schedule": "linear"}, progress=0.5)
+
+
+@pytest.mark.parametrize(
+    ("progress", "expected"),
+    [(-1, 0), (0, 0), (0.05, 1), (0.1, 2), (0.55, 1.25), (1, 0.5), (2, 0.5)],
+)
+def test_rate_by_progress(progress: float, expected: float) -> None:
+    rate = learning_rate(**RATE, progress=progress)
+    assert rate == pytest.approx(expected)
+    assert learning_rate(**RATE, progress=progress, rewarm=0.5) == pytest.approx(
+        expected / 2
+    )
+
+
+def test_constant_rate_stays() -> None:
+    flat = {**RATE, "schedule": "constant"}
+    assert learning_rate(**flat, progress=0.05) == 1.0
+    assert learning_rate(**flat, progress=1.0) == 2.0
+    no_warm_up = {**flat, "warmup_fraction": 0.0}
+    assert learning_rate(**no_warm_up, progress=0.0) == 2.0

@@ -1,0 +1,161 @@
+"""Merge rules against float64 references and their invariants."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_jax.core.fragments import Piece
+from diloco_jax.core.merge import MergeRule, add, init, merge_deltas, rule_for, weight
+
+SHAPE = (6, 5)
+weights_of = st.lists(st.floats(0.01, 1e9), min_size=1, max_size=5)
+rules = st.sampled_from(["rda", "mean"])
+few = settings(deadline=None, max_examples=30)
+
+
+def deltas_of(seed: int, count: int) -> list[np.ndarray]:
+    """Deltas of very different lengths."""
+    rng = np.random.default_rng(seed)
+    scales = 10.0 ** rng.uniform(-6, 3, count)
+    return [(rng.standard_normal(SHAPE) * s).astype(np.float32) for s in scales]
+
+
+def reference(
+    deltas: Sequence[np.ndarray], weights: Sequence[float], rule: MergeRule
+) -> np.ndarray:
+    """The module's formulas in float64."""
+    stacked = np.stack(deltas).astype(np.float64)
+    w = np.array(weights) / np.sum(weights)
+    if rule == "mean":
+        return np.einsum("m,mij->ij", w, stacked)
+    norms = np.linalg.norm(stacked.reshape(len(w), -1), axis=1)
+    direction = np.einsum("m,mij->ij", w / norms, stacked)
+    return w @ norms * direction / np.linalg.norm(direction)
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@given(st.integers(0, 1000), weights_of, rules)
+@few
+def test_merge_is_the_formula(seed: int, weights: list[float], rule: MergeRule) -> None:
+    deltas = deltas_of(seed, len(weights))
+    merged = merge_deltas(deltas, weights, rule)
+    assert distance(merged, reference(deltas, weights, rule)) < 1e-5
+
+
+@given(st.integers(0, 1000), weights_of, st.floats(1e-6, 1e6), rules)
+@few
+def test_only_ratios_of_weights_matter(
+    seed: int, weights: list[float], factor: float, rule: MergeRule
+) -> None:
+    deltas = deltas_of(seed, len(weights))
+    scaled = [w * factor for w in weights]
+    one, other = merge_deltas(deltas, weights, rule), merge_deltas(deltas, scaled, rule)
+    assert distance(np.asarray(one), np.asarray(other)) < 1e-6
+
+
+@given(st.integers(0, 1000), weights_of)
+@few
+def test_rda_keeps_the_weighted_mean_length(seed: int, weights: list[float]) -> None:
+    deltas = deltas_of(seed, len(weights))
+    norms = [float(np.linalg.norm(d.astype(np.float64))) for d in deltas]
+    expected = np.dot(weights, norms) / np.sum(weights)
+    merged = np.asarray(merge_deltas(deltas, weights, "rda"), np.float64)
+    assert abs(np.linalg.norm(merged) / expected - 1) < 1e-5
+
+
+@given(st.randoms(use_true_random=False), rules)
+@few
+def test_same_order_gives_same_bits_and_another_order_the_same_value(
+    random: object, rule: MergeRule
+) -> None:
+    pairs = list(zip(deltas_of(7, 5), [1.0, 2.0, 3.0, 4.0, 5.0], strict=True))
+    first = np.asarray(merge_deltas(*zip(*pairs, strict=True), rule))
+    again = np.asarray(merge_deltas(*zip(*pairs, strict=True), rule))
+    assert first.tobytes() == again.tobytes()
+    random.shuffle(pairs)
+    shuffled = np.asarray(merge_deltas(*zip(*pairs, strict=True), rule))
+    assert distance(shuffled, first) < 1e-5
+
+
+@pytest.mark.parametrize("rule", ["rda", "mean"])
+def test_equal_deltas_merge_to_themselves(rule: MergeRule) -> None:
+    (delta,) = deltas_of(0, 1)
+    assert distance(merge_deltas([delta] * 3, [1, 5, 2], rule), delta) < 1e-6
+
+
+def test_orthogonal_deltas_keep_their_length_under_rda_only() -> None:
+    deltas = [np.eye(4, dtype=np.float32)[i : i + 1] for i in range(4)]
+    lengths = {
+        rule: float(jnp.linalg.norm(merge_deltas(deltas, [1] * 4, rule)))
+        for rule in ("rda", "mean")
+    }
+    assert lengths == {"rda": pytest.approx(1), "mean": pytest.approx(0.5)}
+
+
+def test_a_zero_delta_shortens_and_does_not_turn() -> None:
+    (delta,) = deltas_of(1, 1)
+    merged = merge_deltas([np.zeros_like(delta), delta], [3, 1], "rda")
+    assert distance(merged, delta / 4) < 1e-6
+
+
+def test_cancelled_directions_fall_back_to_the_mean() -> None:
+    (delta,) = deltas_of(2, 1)
+    merged = merge_deltas([delta, -3 * delta], [1, 1], "rda")
+    assert distance(merged, -delta) < 1e-6
+    np.testing.assert_array_equal(merge_deltas([0 * delta] * 2, [1, 1], "rda"), 0)
+
+
+def test_rounding_is_not_taken_for_a_direction() -> None:
+    (delta,) = deltas_of(3, 1)
+    almost = (-delta * np.float32(1 + 1e-6)).astype(np.float32)
+    merged = merge_deltas([delta, almost], [1, 1], "rda")
+    assert np.linalg.norm(merged) < 1e-5 * np.linalg.norm(delta)
+
+
+def test_norms_of_large_pieces_are_accurate() -> None:
+    x = np.random.default_rng(0).random(4_000_000, np.float32) + 1
+    exact = np.sqrt(np.sum(np.square(x, dtype=np.float64)))
+    state = add(init(x), x, 1.0, "mean")
+    assert abs(float(state.weighted_norm) / exact - 1) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("deltas", "weights", "message"),
+    [
+        (1, [1.0, 2.0], "1 deltas and 2 weights"),
+        (0, [], "0 deltas and 0 weights"),
+        (2, [1.0, -1.0], "must be finite, not negative"),
+        (2, [0.0, 0.0], "not all zero"),
+        (2, [1.0, float("nan")], "must be finite"),
+        (1, [float("inf")], "must be finite"),
+    ],
+)
+def test_unfit_weights_are_refused(
+    deltas: int, weights: list[float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        merge_deltas(deltas_of(0, deltas), weights, "rda")
+    with pytest.raises(ValueError, match="no merge rule 'median'"):
+        merge_deltas(deltas_of(0, 1), [1.0], "median")
+
+
+def test_weightings() -> None:
+    assert weight("tokens", 600, 3) == 600
+    assert weight("tokens_times_rate", 600, 3) == 600 * 200
+    assert weight("uniform", 600, 3) == 1
+    for name in ("tokens", "tokens_times_rate", "uniform"):
+        assert weight(name, 0, 0) == 0
+    with pytest.raises(ValueError, match="no weighting 'loss'"):
+        weight("loss", 1, 1)
+
+
+def test_embeddings_are_merged_by_mean() -> None:
+    for embedding, expected in ((True, "mean"), (False, "rda")):
+        assert rule_for(Piece(("w",), -1, SHAPE, embedding), "rda") == expected

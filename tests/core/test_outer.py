@@ -1,0 +1,167 @@
+"""Outer steps against their formulas, presets, guard, and momentum after a crash."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.core.outer import (
+    OuterSettings,
+    advance_over_publish,
+    flush_step,
+    make_outer,
+    outer_step,
+    preset,
+)
+
+NESTEROV = OuterSettings(optimizer="nesterov", learning_rate=0.7, momentum=0.9)
+
+
+def fragment(seed: int, scale: float = 1.0) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(seed)
+    return tuple(
+        jnp.asarray(scale * rng.standard_normal(s), jnp.float32) for s in (3, 4)
+    )
+
+
+def flat(arrays: tuple[jax.Array, ...]) -> np.ndarray:
+    return np.concatenate([np.asarray(a, np.float64).ravel() for a in arrays])
+
+
+def norms(settings: OuterSettings, deltas: list[tuple[jax.Array, ...]]) -> list[float]:
+    """Length of the outer step for each delta in turn, from zero parameters."""
+    tx, theta, lengths = make_outer(settings), fragment(0, 0.0), []
+    state, before = tx.init(theta), flat(theta)
+    for delta in deltas:
+        theta, state = outer_step(tx, theta, state, delta)
+        lengths.append(float(np.linalg.norm(flat(theta) - before)))
+        before = flat(theta)
+    return lengths
+
+
+def test_nesterov_is_the_formula() -> None:
+    tx, theta = make_outer(NESTEROV), fragment(0)
+    state, expected, b = tx.init(theta), flat(theta), 0.0
+    for n in range(1, 4):
+        delta = fragment(n)
+        b = 0.9 * b + flat(delta)
+        expected = expected - 0.7 * (flat(delta) + 0.9 * b)
+        theta, state = outer_step(tx, theta, state, delta)
+        np.testing.assert_allclose(flat(theta), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_sgd_at_rate_1_goes_to_the_merged_island() -> None:
+    settings = OuterSettings(optimizer="sgd", learning_rate=1.0, momentum=0.9)
+    tx, theta, delta = make_outer(settings), fragment(0), fragment(1)
+    expected = flat(theta) - flat(delta)
+    state = tx.init(theta)
+    for _ in range(2):
+        theta, state = outer_step(tx, theta, state, delta)
+    np.testing.assert_allclose(
+        flat(theta), expected - flat(delta), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_flush_is_a_full_step() -> None:
+    theta, delta = fragment(0), fragment(1)
+    expected = flat(theta) - flat(delta)
+    np.testing.assert_allclose(flat(flush_step(theta, delta)), expected, rtol=1e-6)
+
+
+def test_warm_up_rises_to_the_full_rate() -> None:
+    settings = OuterSettings(optimizer="sgd", learning_rate=0.8, warmup_merges=3)
+    delta = fragment(1)
+    lengths = np.array(norms(settings, [delta] * 6)) / np.linalg.norm(flat(delta))
+    np.testing.assert_allclose(lengths, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8], rtol=1e-5)
+
+
+def test_guard_cuts_long_deltas_after_three_merges() -> None:
+    settings = OuterSettings(optimizer="sgd", learning_rate=1.0, norm_guard=2.0)
+    scales = [1.0, 5.0, 3.0, 60.0, 1.0, 8.0, 20.0]
+    unit = 1 / np.linalg.norm(flat(fragment(1)))
+    lengths = norms(settings, [fragment(1, s * unit) for s in scales])
+    # Means before merges 4, 6, 7: 9 / 3, (9 + 6 + 1) / 5, (16 + 6.4) / 6.
+    expected = [1.0, 5.0, 3.0, 6.0, 1.0, 6.4, 2 * 22.4 / 6]
+    np.testing.assert_allclose(lengths, expected, rtol=1e-5)
+
+
+def test_guard_measures_the_whole_fragment() -> None:
+    settings = OuterSettings(optimizer="sgd", learning_rate=1.0, norm_guard=2.0)
+    one, two = fragment(1), fragment(2)
+    long = tuple(jnp.concatenate([10 * a]) for a in one)
+    tx, theta = make_outer(settings), fragment(0, 0.0)
+    state = tx.init(theta)
+    for delta in (one, two, one):
+        theta, state = outer_step(tx, theta, state, delta)
+    before = flat(theta)
+    theta, state = outer_step(tx, theta, state, long)
+    step = before - flat(theta)
+    np.testing.assert_allclose(
+        step / np.linalg.norm(step), flat(one) / np.linalg.norm(flat(one)), rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        NESTEROV,
+        OuterSettings(
+            optimizer="nesterov",
+            learning_rate=0.7,
+            momentum=0.9,
+            warmup_merges=5,
+            norm_guard=10.0,
+        ),
+        OuterSettings(optimizer="sgd", learning_rate=0.5, warmup_merges=4),
+    ],
+)
+def test_state_after_a_crash_is_the_one_that_was_lost(settings: OuterSettings) -> None:
+    tx, theta = make_outer(settings), fragment(0)
+    state = replayed = tx.init(theta)
+    for n in range(1, 6):
+        state, before = jax.tree.map(jnp.copy, state), flat(theta)
+        theta, state = outer_step(tx, theta, state, fragment(n))
+        moved = np.split((flat(theta) - before).astype(np.float32), [3])
+        change = tuple(jnp.asarray(part) for part in moved)
+        replayed = advance_over_publish(settings, replayed, change)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        state,
+        replayed,
+    )
+
+
+def test_equal_settings_compile_once() -> None:
+    same = OuterSettings(optimizer="nesterov", learning_rate=0.7, momentum=0.9)
+    assert make_outer(same) is make_outer(NESTEROV)
+
+
+@pytest.mark.parametrize(
+    ("merges", "islands", "expected"),
+    [
+        (12, 8, ("sgd", 1.0, 0.0)),
+        (29.9, 1, ("sgd", 1.0, 0.0)),
+        (30, 3, ("nesterov", 0.7, 0.9)),
+        (199, 8, ("nesterov", 0.7, 0.9)),
+        (200, 1, ("nesterov", 0.4, 0.9)),
+        (1e4, 2, ("nesterov", 0.6, 0.9)),
+        (1e4, 4, ("nesterov", 0.6, 0.9)),
+        (1e4, 8, ("nesterov", 0.8, 0.9)),
+        (float("inf"), 99, ("nesterov", 0.8, 0.9)),
+    ],
+)
+def test_presets(
+    merges: float, islands: int, expected: tuple[str, float, float]
+) -> None:
+    row = preset(merges, islands)
+    assert (row.optimizer, row.learning_rate, row.momentum) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("optimizer", "adam"), ("learning_rate", 0.0), ("momentum", 1.0)],
+)
+def test_unfit_settings_are_named(field: str, value: object) -> None:
+    fields = {"optimizer": "nesterov", "learning_rate": 0.7, field: value}
+    with pytest.raises(ValueError, match=f"outer.{field} = {value!r}"):
+        OuterSettings(**fields)

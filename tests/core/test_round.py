@@ -1,0 +1,207 @@
+"""The oracle against what can be known without it."""
+
+import hashlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.core.fragments import Params, plan_fragments, to_pieces
+from diloco_jax.core.outer import OuterSettings
+from diloco_jax.core.round import RoundIsland, RoundResult, RoundSettings, run
+
+AXES = {
+    "embed": ("vocab", "embed"),
+    "w": ("layers", "embed", "embed"),
+    "bias": ("embed",),
+}
+SHAPES = {"embed": (8, 8), "w": (2, 8, 8), "bias": (8,)}
+PLAN = plan_fragments(SHAPES, AXES, 3)
+SGD = OuterSettings(optimizer="sgd", learning_rate=1.0)
+NESTEROV = OuterSettings(optimizer="nesterov", learning_rate=0.7, momentum=0.9)
+H = 8
+TICKS = 3 * len(PLAN.fragments)  # three cycles
+
+
+def initial() -> Params:
+    rng = np.random.default_rng(0)
+    return {
+        name: 0.3 * rng.standard_normal(shape).astype(np.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+def loss(params: Params, token: jax.Array, target: jax.Array) -> jax.Array:
+    x = params["embed"][token]
+    for layer in range(2):
+        x = jnp.tanh(x @ params["w"][layer])
+    return jnp.mean((x + params["bias"][None] - target) ** 2)
+
+
+@jax.jit
+def _train(
+    carry: tuple[jax.Array, jax.Array], params: Params, steps: int
+) -> tuple[tuple[jax.Array, jax.Array], Params]:
+    """SGD; the carry is (seed, steps done), which is also the place in the data."""
+
+    def step(i: jax.Array, params: Params) -> Params:
+        key = jax.random.fold_in(jax.random.key(carry[0]), carry[1] + i)
+        token = jax.random.randint(key, (4,), 0, 8)
+        target = jax.random.normal(key, (4, 8))
+        grads = jax.grad(loss)(params, token, target)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    return (carry[0], carry[1] + steps), jax.lax.fori_loop(0, steps, step, params)
+
+
+def islands(*seeds: int, tokens: Sequence[int] = (32, 32, 32)) -> list[RoundIsland]:
+    """One island per seed of its data."""
+    return [
+        RoundIsland("abc"[i], (jnp.int32(seed), jnp.int32(0)), _train, tokens[i])
+        for i, seed in enumerate(seeds)
+    ]
+
+
+def rounds(members: Sequence[RoundIsland], ticks: int = TICKS, **fields) -> RoundResult:
+    settings = RoundSettings(**{"steps_per_cycle": H, "outer": SGD, **fields})
+    return run(initial(), PLAN, members, settings, ticks)
+
+
+def theta(result: RoundResult) -> dict[str, np.ndarray]:
+    names = [[piece.name for piece in fragment] for fragment in PLAN.fragments]
+    return {
+        name: np.asarray(array)
+        for fragment, arrays in zip(names, result.theta, strict=True)
+        for name, array in zip(fragment, arrays, strict=True)
+    }
+
+
+def assert_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+    """Relative norm of the difference at most 1e-5, piece by piece."""
+    assert set(ours) == set(theirs)
+    for name, expected in theirs.items():
+        difference = np.linalg.norm(np.asarray(ours[name]) - np.asarray(expected))
+        assert difference <= 1e-5 * np.linalg.norm(expected), name
+
+
+@pytest.mark.parametrize("adopt", ["rebase", "overwrite"])
+def test_one_island_with_plain_outer_step_is_plain_training(adopt: str) -> None:
+    result = rounds(islands(1), adopt=adopt)
+    _, plain = _train((jnp.int32(1), jnp.int32(0)), initial(), 3 * H)
+    assert_same(to_pieces(PLAN, result.local["a"]), to_pieces(PLAN, plain))
+    last = PLAN.fragments[-1]
+    expected = {p.name: to_pieces(PLAN, plain)[p.name] for p in last}
+    assert_same({name: theta(result)[name] for name in expected}, expected)
+
+
+def test_one_island_that_overlaps_is_plain_training_under_rebase() -> None:
+    result = rounds(islands(1), overlap_steps=5)
+    _, plain = _train((jnp.int32(1), jnp.int32(0)), initial(), 3 * H)
+    assert_same(to_pieces(PLAN, result.local["a"]), to_pieces(PLAN, plain))
+
+
+@pytest.mark.parametrize("merge", ["rda", "mean"])
+def test_islands_on_the_same_data_are_one_island(merge: str) -> None:
+    fields = {"merge": merge, "overlap_steps": 2, "outer": NESTEROV}
+    many = rounds(islands(1, 1, 1, tokens=(8, 32, 5)), **fields)
+    one = rounds(islands(1), **fields)
+    assert_same(theta(many), theta(one))
+    for name in "abc":
+        assert_same(to_pieces(PLAN, many.local[name]), to_pieces(PLAN, one.local["a"]))
+
+
+def test_adopt_rules_agree_without_overlap() -> None:
+    results = [
+        rounds(islands(1, 2, 3), outer=NESTEROV, **rule)
+        for rule in (
+            {"adopt": "rebase"},
+            {"adopt": "overwrite"},
+            {"adopt": "blend", "blend_alpha": 0.0},
+        )
+    ]
+    for result in results[1:]:
+        assert_same(theta(result), theta(results[0]))
+        for name in "abc":
+            ours, theirs = result.local[name], results[0].local[name]
+            assert_same(to_pieces(PLAN, ours), to_pieces(PLAN, theirs))
+
+
+def test_adopt_rules_differ_with_overlap() -> None:
+    results = [
+        theta(rounds(islands(1, 2), adopt=rule, overlap_steps=2))["w/0"]
+        for rule in ("rebase", "overwrite", "blend")
+    ]
+    assert len({array.tobytes() for array in results}) == 3
+
+
+def test_repeats_bit_for_bit_whatever_the_order_of_the_list() -> None:
+    fields = {"overlap_steps": 2, "codec_up": "int4", "codec_down": "int8"}
+    members = islands(1, 2, 3)
+    result = rounds(members, **fields)
+    assert rounds(members[::-1], **fields).history == result.history
+
+
+def test_anchors_of_coordinator_and_islands_are_the_same_bits() -> None:
+    codecs = {"codec_up": "int4", "codec_down": "int8"}
+    result = rounds(islands(1, 2), adopt="overwrite", **codecs)
+    for name in "ab":  # adopted at the last step: local is the anchor
+        local = to_pieces(PLAN, result.local[name])
+        for piece, anchor in zip(PLAN.fragments[-1], result.anchors[-1], strict=True):
+            np.testing.assert_array_equal(local[piece.name], anchor)
+
+
+def test_history_says_when_and_what() -> None:
+    result = rounds(islands(1, 2))
+    assert [(r.tick, r.fragment, r.step) for r in result.history] == [
+        (n, (n - 1) % 3, n * H // 3) for n in range(1, TICKS + 1)
+    ]
+    last = b"".join(np.asarray(a).tobytes() for a in result.theta[-1])
+    assert result.history[-1].digest == hashlib.sha256(last).hexdigest()
+    assert len({record.digest for record in result.history}) == TICKS
+
+
+def test_weights_follow_tokens() -> None:
+    """Two islands, one of them with all the tokens but few: the mean is nearly its."""
+    big = rounds(islands(1, 2, tokens=(10**6, 1)), merge="mean", ticks=1)
+    alone = rounds(islands(1), merge="mean", ticks=1)
+    even = rounds(islands(1, 2), merge="mean", ticks=1)
+    for ours, one, mean in zip(
+        big.theta[0], alone.theta[0], even.theta[0], strict=True
+    ):
+        np.testing.assert_allclose(ours, one, atol=1e-6)
+        assert np.abs(mean - one).max() > 1e-4
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+def test_codecs_stay_near_f32(codec: str) -> None:
+    exact = theta(rounds(islands(1, 2)))
+    coded = theta(rounds(islands(1, 2), codec_up=codec, codec_down=codec))
+    tolerance = {"bf16": 2e-3, "int8": 1e-2, "int4": 0.1}[codec]
+    for name, expected in exact.items():
+        difference = np.linalg.norm(coded[name] - expected)
+        assert 0 < difference < tolerance * np.linalg.norm(expected), name
+
+
+def test_error_feedback_reaches_the_next_delta() -> None:
+    with_it = rounds(islands(1), codec_up="int4", ticks=4)
+    without = rounds(islands(1), codec_up="int4", ticks=4, error_feedback=False)
+    digests = [[r.digest for r in result.history] for result in (with_it, without)]
+    assert digests[0][:3] == digests[1][:3]
+    assert digests[0][3] != digests[1][3]
+
+
+def test_the_parameters_given_are_left_alone() -> None:
+    params = jax.tree.map(jnp.asarray, initial())
+    settings = RoundSettings(steps_per_cycle=H, outer=SGD)
+    run(params, PLAN, islands(1), settings, 2)
+    jax.tree.map(np.testing.assert_array_equal, params, initial())
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="overlap_steps = 8 with steps_per_cycle = 8"):
+        rounds(islands(1), overlap_steps=8)
+    twins = [islands(1)[0]] * 2
+    with pytest.raises(ValueError, match=r"island names \['a', 'a'\]"):
+        rounds(twins)
