@@ -17,13 +17,14 @@ MAX_CONTROL_BYTES = 4 << 20
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all control messages; the class name is the tag."""
+    """Base of all control messages; the class name is the tag. Its options are said
+    again by every message because type checkers do not inherit them."""
 
 
 # ---- from an island -------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True, kw_only=True, tag=True):
     """First message on every control stream."""
 
     run_id: str
@@ -69,7 +70,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     bytes_join: int = 0
 
 
-class Report(Message):
+class Report(Message, frozen=True, kw_only=True, tag=True):
     """Where the island is; sent at least every third of the time budget."""
 
     phase: Phase
@@ -80,7 +81,7 @@ class Report(Message):
     measures: Measures = Measures()
 
 
-class Goodbye(Message):
+class Goodbye(Message, frozen=True, kw_only=True, tag=True):
     """The island leaves."""
 
     reason: str
@@ -89,7 +90,7 @@ class Goodbye(Message):
 # ---- from the coordinator -------------------------------------------------------
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True, kw_only=True, tag=True):
     """The island is in."""
 
     run_id: str
@@ -99,28 +100,28 @@ class Welcome(Message):
     """Current version of every fragment."""
 
 
-class Refused(Message):
+class Refused(Message, frozen=True, kw_only=True, tag=True):
     """The coordinator ends this session; the island exits with code 3."""
 
     code: str
     message: str
 
 
-class TakeRequest(Message):
+class TakeRequest(Message, frozen=True, kw_only=True, tag=True):
     """Take the fragment at the next step boundary and send it."""
 
     fragment: int
     tick: int
 
 
-class ResendRequest(Message):
+class ResendRequest(Message, frozen=True, kw_only=True, tag=True):
     """Send the delta of this take once more."""
 
     fragment: int
     tick: int
 
 
-class Published(Message):
+class Published(Message, frozen=True, kw_only=True, tag=True):
     """A fragment has a new version; fetch it. The verdict is on this island's take."""
 
     fragment: int
@@ -130,7 +131,7 @@ class Published(Message):
     reason: str = ""
 
 
-class TakeVerdict(Message):
+class TakeVerdict(Message, frozen=True, kw_only=True, tag=True):
     """What became of a take, apart from a publish."""
 
     fragment: int
@@ -140,14 +141,14 @@ class TakeVerdict(Message):
     version: Version
 
 
-class Granted(Message):
+class Granted(Message, frozen=True, kw_only=True, tag=True):
     """More data: these positions follow the first `offset` ones."""
 
     span: Span
     offset: int
 
 
-class Progress(Message):
+class Progress(Message, frozen=True, kw_only=True, tag=True):
     """How far the run is: tokens of all islands that are not lost, and how many of
     them are this island's; records up to `records_through` need no resending."""
 
@@ -156,11 +157,11 @@ class Progress(Message):
     records_through: int
 
 
-class Stop(Message):
+class Stop(Message, frozen=True, kw_only=True, tag=True):
     """The run has its tokens: no more steps, answer takes."""
 
 
-class Finished(Message):
+class Finished(Message, frozen=True, kw_only=True, tag=True):
     """The run is over; the island may leave."""
 
 
@@ -187,7 +188,7 @@ encode = _encoder.encode
 # ---- bulk: the first message of an upload or a fetch ---------------------------
 
 
-class UploadStart(Message):
+class UploadStart(Message, frozen=True, kw_only=True, tag=True):
     """Announces a contiguous stripe of one delta's payload."""
 
     run_id: str
@@ -203,7 +204,7 @@ class UploadStart(Message):
     """Bytes of the whole payload."""
 
 
-class FetchRequest(Message):
+class FetchRequest(Message, frozen=True, kw_only=True, tag=True):
     """Asks for a stripe of a fragment: encoded publishes since `have`, or all of A."""
 
     run_id: str
@@ -219,7 +220,7 @@ class FetchRequest(Message):
     """-1: to the end."""
 
 
-class FetchStart(Message):
+class FetchStart(Message, frozen=True, kw_only=True, tag=True):
     """First frame of a fetch: what follows is bytes `offset` on of `total`."""
 
     version: Version
@@ -231,7 +232,7 @@ class FetchStart(Message):
     length: int
 
 
-class UploadDone(Message):
+class UploadDone(Message, frozen=True, kw_only=True, tag=True):
     """The stripe is stored; `complete` if it was the delta's last one."""
 
     complete: bool

@@ -1,0 +1,91 @@
+"""HOST:PORT: parsing it, and which addresses may be served without TLS."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+
+from diloco_jax.config import ConfigError
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """`HOST:PORT` or `[IPv6]:PORT` -> (host without brackets, port).
+
+    Raises ConfigError naming the address.
+    """
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    valid = colon and host and port.isascii() and port.isdigit() and int(port) < 65536
+    if not valid or (":" in host) != bracketed:
+        raise ConfigError(
+            f"address {address!r} is not HOST:PORT with a port from 0 to 65535; "
+            f"write 10.0.0.1:7077, name:7077 or [::1]:7077"
+        )
+    return host, int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """The inverse of `parse_address`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine can reach `host`. Names are not looked up."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def require_tls(address: str, *, tls: bool, insecure: bool) -> None:
+    """Raises ConfigError if the address needs TLS, has none and nobody insisted."""
+    host, _ = parse_address(address)
+    if not (tls or insecure or is_loopback(host)):
+        raise ConfigError(
+            f"address {address} is not loopback and no certificates are given: "
+            f"anyone could read and change the model; make them with `diloco certs` "
+            f"and give their folder, or spell out --insecure"
+        )
+
+
+def resolve(address: str) -> str:
+    """The one numeric address that a server binds; ConfigError if there is none.
+
+    A name that stands for several addresses would else be bound in part when one of
+    them is in use.
+    """
+    host, port = parse_address(address)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot bind {address}: {host!r} is not an address or a known name "
+            f"({error.strerror}); give an address of this machine"
+        ) from error
+    numeric = min(found, key=lambda entry: entry[0] != socket.AF_INET)[4]
+    return format_address(str(numeric[0]), port)
+
+
+def bind_error(address: str) -> ConfigError:
+    """Why `address`, which a server has just failed to bind, cannot be bound."""
+    host, port = parse_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    reason, remedy = "unknown reason", "give another address"
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if error.errno == errno.EADDRINUSE:
+                remedy = (
+                    "another process listens there: stop it, or give another port "
+                    "(0 = any free one)"
+                )
+            elif error.errno == errno.EADDRNOTAVAIL:
+                remedy = "it is no address of this machine: give one, or 0.0.0.0"
+    return ConfigError(f"cannot bind {address}: {reason}; {remedy}")

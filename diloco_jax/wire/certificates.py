@@ -1,0 +1,185 @@
+"""Makes a run's own certificate authority and the certificates of its two roles.
+
+Folder: `ca.pem`, `ca.key` (needed only to add hosts; keep it off the islands),
+`coordinator.pem`, `coordinator.key`, `island.pem`, `island.key`. EC P-256 throughout.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from diloco_jax.wire.errors import SecurityError
+
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+CA_DAYS = 3650
+
+
+def make_certificates(
+    folder: str | Path,
+    names: Iterable[str],
+    days: int,
+    *,
+    replace: bool = False,
+) -> None:
+    """Writes a new authority and both roles' certificates, valid for `days`.
+
+    `names` are host names and IP addresses at which islands reach the coordinator.
+    Raises SecurityError if the folder has an authority already, unless `replace`.
+    """
+    folder = Path(folder)
+    if (folder / "ca.pem").exists() and not replace:
+        raise SecurityError(
+            f"{folder / 'ca.pem'} exists: a new authority would shut out everyone who "
+            f"has its certificates; add names to it (`diloco certs --add`), choose "
+            f"another folder, or replace it on purpose (`diloco certs --replace`)"
+        )
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = _name("diloco authority")
+    certificate = (
+        _builder(subject, subject, key.public_key(), CA_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(authority=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    leaves = _leaves(certificate, key, [*LOCAL_NAMES, *names], days)
+    _write(folder, {"ca": (certificate, key), **leaves})
+
+
+def add_names(folder: str | Path, names: Iterable[str], days: int) -> None:
+    """Signs both roles' certificates anew, the coordinator's with further names.
+
+    Certificates given out before stay valid. Raises SecurityError if the folder does
+    not hold the authority with its key.
+    """
+    folder = Path(folder)
+    try:
+        authority = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+        coordinator = x509.load_pem_x509_certificate(
+            (folder / "coordinator.pem").read_bytes()
+        )
+        key = serialization.load_pem_private_key(
+            (folder / "ca.key").read_bytes(), password=None
+        )
+    except (OSError, ValueError, TypeError) as error:
+        raise SecurityError(
+            f"cannot add names to the certificates in {folder}: {error}; it needs "
+            f"ca.pem, ca.key and coordinator.pem as `diloco certs` made them"
+        ) from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise SecurityError(
+            f"{folder / 'ca.key'} is no EC key; make a new authority with "
+            f"`diloco certs --replace`"
+        )
+    known = coordinator.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    known_names = [str(entry.value) for entry in known.value]
+    _write(folder, _leaves(authority, key, [*known_names, *names], days))
+
+
+_Signed = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
+
+
+def _leaves(
+    authority: x509.Certificate,
+    authority_key: ec.EllipticCurvePrivateKey,
+    names: Iterable[str],
+    days: int,
+) -> dict[str, _Signed]:
+    signed = {}
+    for role, usage in (
+        ("coordinator", ExtendedKeyUsageOID.SERVER_AUTH),
+        ("island", ExtendedKeyUsageOID.CLIENT_AUTH),
+    ):
+        key = ec.generate_private_key(ec.SECP256R1())
+        builder = (
+            _builder(_name(f"diloco {role}"), authority.subject, key.public_key(), days)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
+            .add_extension(_key_usage(authority=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        )
+        if role == "coordinator":
+            builder = builder.add_extension(_alternative_names(names), critical=False)
+        signed[role] = (builder.sign(authority_key, hashes.SHA256()), key)
+    return signed
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    public_key: ec.EllipticCurvePublicKey,
+    days: int,
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        # An hour back, for machines whose clocks are late.
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _key_usage(*, authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not authority,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _alternative_names(names: Iterable[str]) -> x509.SubjectAlternativeName:
+    entries: list[x509.GeneralName] = []
+    for name in dict.fromkeys(names):
+        try:
+            entries.append(x509.IPAddress(ipaddress.ip_address(name)))
+        except ValueError:
+            try:
+                entries.append(x509.DNSName(name))
+            except ValueError as error:
+                raise SecurityError(
+                    f"name {name!r} is neither an IP address nor an ASCII host name"
+                ) from error
+    return x509.SubjectAlternativeName(entries)
+
+
+def _write(folder: Path, signed: dict[str, _Signed]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for role, (certificate, key) in signed.items():
+        private = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        public = certificate.public_bytes(serialization.Encoding.PEM)
+        _replace(folder / f"{role}.key", private, 0o600)
+        _replace(folder / f"{role}.pem", public, 0o644)
+
+
+def _replace(path: Path, content: bytes, mode: int) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+    os.replace(partial, path)

@@ -1,0 +1,186 @@
+"""An island's end of the wire: one control channel, several bulk channels.
+
+On a long link one connection gets a fraction of the bandwidth, so payloads are cut
+into contiguous stripes, one per bulk channel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from typing import Any
+
+import grpc
+
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.wire import addresses, errors, frames, messages
+from diloco_jax.wire.control import ControlStream
+from diloco_jax.wire.errors import ConnectionLost, RemoteProtocolError, WireError
+from diloco_jax.wire.reachability import explain
+from diloco_jax.wire.server import PROBE_BYTES, PROBE_REQUEST, PROBE_S, SERVICE
+from diloco_jax.wire.threads import IdleWatch
+from diloco_jax.wire.tls import TlsFiles
+from diloco_jax.wire.transfers import Fetched, Transfers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PathTest:
+    """What a bulk connection to the coordinator is like."""
+
+    rtt_s: float
+    bytes_per_s: float
+    """Coordinator to here, over one connection, at most 4 MiB or about a second."""
+
+
+class Client:
+    """Connects to a coordinator as needed; every call is bounded in time."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: TlsFiles | None,
+        deadlines: Deadlines,
+        bulk_channels: int,
+        insecure: bool = False,
+    ) -> None:
+        """Raises ConfigError if `address` is malformed or must not go without TLS."""
+        addresses.require_tls(address, tls=tls is not None, insecure=insecure)
+        self.address = address
+        self._tls, self._deadlines = tls, deadlines
+        self._control_channel, *self._bulk_channels = (
+            self._channel() for _ in range(1 + bulk_channels)
+        )
+        self._watch = IdleWatch("diloco-client-watch")
+        self._transfers = Transfers(
+            self._bulk_channels, SERVICE, address, deadlines, self._watch
+        )
+        self._lock = threading.Lock()
+        self._streams: list[ControlStream] = []
+
+    def open_control(self, hello: messages.Hello) -> ControlStream:
+        """Says hello; returns when the Welcome is here, within about `connect_s`.
+
+        Raises Refused, Busy, ConnectionLost, SecurityError or ProtocolError.
+        """
+        method = self._control_channel.stream_stream(f"/{SERVICE}/Control")
+        stream = ControlStream(method, self.address, hello)
+        try:
+            stream.await_welcome(self._deadlines.connect_s)
+        except ConnectionLost as error:
+            raise self._explained(error) from error
+        with self._lock:
+            self._streams = [s for s in self._streams if s.alive] + [stream]
+        return stream
+
+    def upload(
+        self, start: messages.UploadStart, payload: bytes | bytearray | memoryview
+    ) -> int:
+        """Sends bytes `offset` to `offset + length` of a payload, in parallel stripes.
+
+        Returns the bytes sent, headers included. Raises Refused, Busy, ConnectionLost
+        or ProtocolError; the whole upload may then be repeated.
+        """
+        return self._transfers.upload(start, payload)
+
+    def fetch(self, request: messages.FetchRequest, *, max_bytes: int) -> Fetched:
+        """Fetches one version of a fragment whole; the request's offset and length
+        are set here.
+
+        A stripe that breaks is resumed after its last good byte, until `pin_s` after
+        the call. Raises VersionGone if the version is not kept any more, Refused,
+        ConnectionLost, or RemoteProtocolError: before anything is allocated if the
+        payload has more than `max_bytes`.
+        """
+        return self._transfers.fetch(request, max_bytes)
+
+    def status(self, timeout_s: float) -> dict[str, Any]:
+        """The coordinator's state, as its handlers give it."""
+        method = self._control_channel.unary_unary(f"/{SERVICE}/Status")
+        try:
+            raw = method(b"", timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise self._explained(errors.from_rpc(error, self.address)) from error
+        try:
+            state = json.loads(raw)
+        except ValueError as error:
+            raise RemoteProtocolError(
+                f"{self.address} sent a status that is not JSON: {error}"
+            ) from error
+        if not isinstance(state, dict):
+            raise RemoteProtocolError(
+                f"{self.address} sent a status of type {type(state).__name__}, "
+                f"expected an object"
+            )
+        return state
+
+    def probe(self) -> PathTest:
+        """Tests the path: round trip and bandwidth. Takes about a second at most on
+        a working path; raises ConnectionLost or SecurityError on another."""
+        try:
+            self._probe(0)  # connects
+            rtt_s, _ = self._probe(0)
+            seconds, received = self._probe(PROBE_BYTES)
+        except grpc.RpcError as error:
+            raise self._explained(errors.from_rpc(error, self.address)) from error
+        # The first byte takes a round trip, which is not the bandwidth's fault.
+        transfer_s = max(seconds - rtt_s, 1e-6)
+        return PathTest(rtt_s=rtt_s, bytes_per_s=received / transfer_s)
+
+    def close(self) -> None:
+        """Ends streams and transfers and closes all channels, within `stop_s`."""
+        deadline = time.monotonic() + self._deadlines.stop_s
+        with self._lock:
+            streams, self._streams = self._streams, []
+        for stream in streams:
+            # Half of what is left, so that the transfers' threads get theirs.
+            stream.close(max(0.0, deadline - time.monotonic()) / 2)
+        self._transfers.cancel()
+        for channel in (self._control_channel, *self._bulk_channels):
+            channel.close()
+        self._transfers.close(max(0.0, deadline - time.monotonic()))
+        self._watch.close(1.0)
+
+    def _probe(self, wanted: int) -> tuple[float, int]:
+        method = self._bulk_channels[0].unary_stream(f"/{SERVICE}/Probe")
+        began = time.monotonic()
+        timeout_s = self._deadlines.connect_s + PROBE_S
+        received = sum(
+            len(part) for part in method(PROBE_REQUEST.pack(wanted), timeout=timeout_s)
+        )
+        return time.monotonic() - began, received
+
+    def _explained(self, error: WireError) -> WireError:
+        """The error, or a better one if the socket knows more."""
+        if not isinstance(error, ConnectionLost):
+            return error
+        # Short: the caller has waited already, and a socket answers or does not.
+        return explain(self.address, self._tls, self._deadlines.connect_s / 4) or error
+
+    def _channel(self) -> Any:
+        options = channel_options(self._deadlines)
+        if self._tls is None:
+            return grpc.insecure_channel(self.address, options)
+        return grpc.secure_channel(
+            self.address, self._tls.channel_credentials(), options
+        )
+
+
+def channel_options(deadlines: Deadlines) -> list[tuple[str, Any]]:
+    """gRPC's options: a connection of its own, sizes, reconnection and keepalive."""
+    half_budget_ms = int(deadlines.budget_s * 500)
+    return [
+        *frames.SIZE_OPTIONS,
+        ("grpc.use_local_subchannel_pool", 1),
+        # Islands dial the advertised address itself.
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.initial_reconnect_backoff_ms", int(deadlines.retry_min_s * 1000)),
+        ("grpc.min_reconnect_backoff_ms", int(deadlines.connect_s * 1000)),
+        ("grpc.max_reconnect_backoff_ms", int(deadlines.retry_max_s * 1000)),
+        ("grpc.keepalive_time_ms", half_budget_ms),
+        ("grpc.keepalive_timeout_ms", half_budget_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]

@@ -1,0 +1,165 @@
+"""An island's end of one control stream."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from diloco_jax.wire import errors, messages
+from diloco_jax.wire.decoding import decoded
+from diloco_jax.wire.errors import (
+    ConnectionLost,
+    LocalProtocolError,
+    Refused,
+    RemoteProtocolError,
+    WireError,
+)
+from diloco_jax.wire.threads import ByteQueue, QueueClosed
+
+logger = logging.getLogger(__name__)
+
+OUTBOX_BYTES = 4 * messages.MAX_CONTROL_BYTES
+INBOX_BYTES = 4 * messages.MAX_CONTROL_BYTES
+"""When it is full the stream is not read on, and the coordinator's queue fills."""
+
+
+class ControlStream:
+    """Messages both ways. `send` never blocks; `receive` has a deadline."""
+
+    welcome: messages.Welcome
+    """The coordinator's first message."""
+
+    def __init__(self, method: Any, peer: str, hello: messages.Hello) -> None:
+        self._peer = peer
+        self._outbox = ByteQueue(OUTBOX_BYTES)
+        self.send(hello)
+        self._inbox = ByteQueue(INBOX_BYTES)
+        self._call = method(self._requests())
+        if not self._call.add_callback(self._outbox.close):
+            self._outbox.close()
+        self._reader = threading.Thread(
+            target=self._read, name="diloco-control", daemon=True
+        )
+        self._reader.start()
+
+    def await_welcome(self, connect_s: float) -> None:
+        """Waits at most `connect_s` for the answer to the hello.
+
+        Raises Refused, Busy, ConnectionLost or ProtocolError, the stream being closed.
+        """
+        try:
+            first = self.receive(connect_s)
+            if first is None:
+                raise ConnectionLost(
+                    f"{self._peer} did not answer a Hello within {connect_s:g} s; is "
+                    f"it a diloco coordinator, and is it running?"
+                )
+            if not isinstance(first, messages.Welcome):
+                raise RemoteProtocolError(
+                    f"first message from {self._peer} is {type(first).__name__}, "
+                    f"expected Welcome or Refused"
+                )
+            self.welcome = first
+        except WireError:
+            self.cancel()
+            raise
+
+    def send(self, message: messages.FromIsland) -> None:
+        """Queues a message and returns at once.
+
+        Raises LocalProtocolError if it is too large, ConnectionLost if the stream is
+        dead or the coordinator reads so slowly that the queue is full.
+        """
+        raw = messages.encode(message)
+        if len(raw) > messages.MAX_CONTROL_BYTES:
+            raise LocalProtocolError(
+                f"{type(message).__name__} to {self._peer} has {len(raw)} bytes, the "
+                f"limit is {messages.MAX_CONTROL_BYTES}; send it in parts"
+            )
+        try:
+            stored = self._outbox.put(raw)
+        except QueueClosed:
+            raise self._dead() from None
+        if not stored:
+            self.cancel()
+            raise ConnectionLost(
+                f"{self._peer} left {OUTBOX_BYTES} bytes of control messages unread; "
+                f"connect again"
+            )
+
+    def receive(self, timeout_s: float) -> messages.FromCoordinator | None:
+        """The next message, or None after `timeout_s`.
+
+        Raises Refused if that is the coordinator's last word, ConnectionLost (or the
+        error that ended it) when the stream is dead and all that came is read.
+        """
+        try:
+            raw = self._inbox.get(timeout_s)
+        except QueueClosed as closed:
+            raise closed.error or self._dead() from None
+        if raw is None:
+            return None
+        message: messages.FromCoordinator = decoded(
+            messages.decode_from_coordinator, raw, self._peer
+        )
+        if isinstance(message, messages.Refused):
+            raise Refused(message.code, message.message)
+        return message
+
+    @property
+    def alive(self) -> bool:
+        """Whether the stream is open still."""
+        return self._reader.is_alive()
+
+    def close(self, timeout_s: float) -> None:
+        """Sends what is queued, then ends the stream; cuts it off at `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        self._outbox.close()
+        # Nobody may be reading any more, and a full inbox would hold up the end.
+        self._inbox.close(discard=True)
+        self._reader.join(max(0.0, deadline - time.monotonic()))
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Ends the stream at once."""
+        self._outbox.close(discard=True)
+        self._inbox.close(discard=True)
+        self._call.cancel()
+
+    def _requests(self) -> Iterator[bytes]:
+        while True:
+            try:
+                raw = self._outbox.get()
+            except QueueClosed:
+                return
+            if raw is not None:
+                yield raw
+
+    def _read(self) -> None:
+        error: WireError = self._dead()
+        try:
+            for raw in self._call:
+                self._inbox.put(raw, wait=True)
+        except QueueClosed:
+            self._drain()
+        except grpc.RpcError as rpc_error:
+            error = errors.from_rpc(rpc_error, self._peer)
+        finally:
+            self._outbox.close()
+            self._inbox.close(error)
+
+    def _drain(self) -> None:
+        """Reads on without keeping anything, until the coordinator ends the stream."""
+        try:
+            for _ in self._call:
+                pass
+        except grpc.RpcError as error:
+            logger.debug("%s: while closing: %s", self._peer, error)
+
+    def _dead(self) -> ConnectionLost:
+        return ConnectionLost(f"the control stream to {self._peer} has ended")

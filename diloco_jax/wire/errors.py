@@ -1,0 +1,115 @@
+"""What can go wrong on the wire, by cause, and its table of gRPC status codes.
+
+Who is to blame decides the class: the path (`ConnectionLost`), this process
+(`LocalProtocolError`), the peer (`RemoteProtocolError`), the peer's policy
+(`Refused`, `Busy`, `VersionGone`) or the certificates (`SecurityError`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+MAX_DETAIL_CHARS = 2000
+CODE_KEY = "diloco-code"
+
+
+class WireError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConnectionLost(WireError):  # noqa: N818
+    """The peer is gone, cannot be reached, or did not answer in time. Try again."""
+
+
+class ProtocolError(WireError):
+    """One side broke the rules of the wire; the session or transfer is over."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This process sent, or was about to send, what it must not."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer sent what it must not: corrupt, oversized, unknown or out of order."""
+
+
+class Refused(WireError):  # noqa: N818
+    """The peer's policy said no, for good: `code` for programs, `message` for people.
+
+    The process that is refused exits with code 3.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class Busy(WireError):  # noqa: N818
+    """The peer has no room for this transfer now. Try again later."""
+
+
+class VersionGone(WireError):  # noqa: N818
+    """The version asked for is not kept any more. Start this fragment again."""
+
+
+class SecurityError(WireError):
+    """A certificate or key is missing, wrong, expired or unreadable."""
+
+
+# What a server answers with, and what its client makes of it. An error that blames
+# the peer blames this process at the other end.
+_STATUS: tuple[tuple[type[WireError], grpc.StatusCode, type[WireError]], ...] = (
+    (Refused, grpc.StatusCode.FAILED_PRECONDITION, Refused),
+    (Busy, grpc.StatusCode.ABORTED, Busy),
+    (VersionGone, grpc.StatusCode.NOT_FOUND, VersionGone),
+    (RemoteProtocolError, grpc.StatusCode.INVALID_ARGUMENT, LocalProtocolError),
+    (SecurityError, grpc.StatusCode.UNAUTHENTICATED, SecurityError),
+    (ConnectionLost, grpc.StatusCode.UNAVAILABLE, ConnectionLost),
+    (WireError, grpc.StatusCode.INTERNAL, RemoteProtocolError),
+)
+# What gRPC itself raises.
+_RAISED: dict[grpc.StatusCode, type[WireError]] = {
+    **{code: there for _, code, there in _STATUS},
+    grpc.StatusCode.DEADLINE_EXCEEDED: ConnectionLost,
+    grpc.StatusCode.CANCELLED: ConnectionLost,
+    grpc.StatusCode.UNKNOWN: ConnectionLost,
+    grpc.StatusCode.UNIMPLEMENTED: RemoteProtocolError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: LocalProtocolError,
+}
+
+
+def status_of(error: WireError) -> tuple[grpc.StatusCode, str]:
+    """The status with which a server ends a call because of `error`."""
+    for kind, code, _ in _STATUS:
+        if isinstance(error, kind):
+            return code, str(error)[:MAX_DETAIL_CHARS]
+    raise AssertionError(f"no status for {error!r}")
+
+
+def abort(context: Any, error: WireError) -> None:
+    """Ends the call of a `grpc.ServicerContext` with `error`; never returns."""
+    code, details = status_of(error)
+    if isinstance(error, Refused):
+        context.set_trailing_metadata(((CODE_KEY, error.code),))
+    context.abort(code, details)
+
+
+def from_rpc(error: Any, peer: str) -> WireError:
+    """The error behind a `grpc.RpcError` that a client got from `peer`."""
+    code, details = error.code(), error.details() or "no details"
+    kind = _RAISED.get(code, RemoteProtocolError)
+    if kind is Refused:
+        metadata = dict(error.trailing_metadata() or ())
+        return Refused(str(metadata.get(CODE_KEY, "refused")), details)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and details.startswith("CLIENT:"):
+        kind = RemoteProtocolError
+    if code is grpc.StatusCode.INTERNAL and "RST_STREAM" in details:
+        kind = ConnectionLost
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return kind(f"{peer} is no coordinator of this version of diloco: {details}")
+    if kind is LocalProtocolError:
+        return kind(f"{peer} rejected what this process sent: {details}")
+    return kind(f"{peer}: {details}")

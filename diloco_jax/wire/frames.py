@@ -1,0 +1,74 @@
+"""Chunks: how the bytes of a delta or a published fragment travel.
+
+A chunk is a header of 20 bytes (magic, CRC-32 of the payload, offset in the whole
+payload u64, length u32; little-endian) and at most 1 MiB of payload.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+
+from diloco_jax.wire.errors import RemoteProtocolError
+from diloco_jax.wire.messages import MAX_CONTROL_BYTES
+
+CHUNK_BYTES = 1 << 20
+MAGIC = b"DLC1"
+_HEADER = struct.Struct("<4sIQI")
+HEADER_BYTES = _HEADER.size
+MAX_FRAME_BYTES = HEADER_BYTES + CHUNK_BYTES
+MAX_MESSAGE_BYTES = max(MAX_FRAME_BYTES, MAX_CONTROL_BYTES)
+MESSAGE_PREFIX_BYTES = 5
+"""What gRPC adds to every message; counted in `wire_bytes`. HTTP/2 and TLS are not."""
+
+SIZE_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+
+def chunks(payload: memoryview, offset: int = 0) -> Iterator[bytes]:
+    """Cuts bytes into framed chunks, one copy each; `offset` is that of the first."""
+    view = payload.cast("B")
+    for start in range(0, len(view), CHUNK_BYTES):
+        part = view[start : start + CHUNK_BYTES]
+        header = _HEADER.pack(MAGIC, zlib.crc32(part), offset + start, len(part))
+        yield b"".join((header, part))
+
+
+def check(frame: bytes, *, offset: int, room: int, peer: str) -> memoryview:
+    """The payload of a chunk that must begin at `offset` and hold 1..`room` bytes.
+
+    Raises RemoteProtocolError naming what was expected and what was found.
+    """
+    if len(frame) < HEADER_BYTES:
+        raise RemoteProtocolError(
+            f"chunk from {peer} at byte {offset} has {len(frame)} bytes, less than "
+            f"its header of {HEADER_BYTES}; send the transfer again"
+        )
+    magic, checksum, found_offset, length = _HEADER.unpack_from(frame)
+    payload = memoryview(frame)[HEADER_BYTES:]
+    limit = min(room, CHUNK_BYTES)
+    if magic != MAGIC:
+        raise RemoteProtocolError(
+            f"chunk from {peer} at byte {offset} begins with {magic!r}, expected "
+            f"{MAGIC!r}; both ends must run the same version of diloco"
+        )
+    if found_offset != offset:
+        raise RemoteProtocolError(
+            f"chunk from {peer} has offset {found_offset}, expected {offset}; "
+            f"send the transfer again"
+        )
+    if length != len(payload) or not 0 < length <= limit:
+        raise RemoteProtocolError(
+            f"chunk from {peer} at byte {offset} announces {length} bytes and holds "
+            f"{len(payload)}, expected 1 to {limit}; send the transfer again"
+        )
+    found = zlib.crc32(payload)
+    if found != checksum:
+        raise RemoteProtocolError(
+            f"chunk from {peer} at byte {offset} is damaged: checksum {found:08x}, "
+            f"expected {checksum:08x}; send the transfer again"
+        )
+    return payload

@@ -1,0 +1,97 @@
+"""Why a coordinator cannot be talked to: asks its socket, for a message people can use.
+
+gRPC says "unavailable" for nearly everything. Called after a failure, never before.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import tempfile
+from pathlib import Path
+
+from diloco_jax.wire.addresses import parse_address
+from diloco_jax.wire.errors import ConnectionLost, SecurityError, WireError
+from diloco_jax.wire.tls import TlsFiles
+
+
+def explain(address: str, tls: TlsFiles | None, timeout_s: float) -> WireError | None:
+    """The cause, with its remedy, or None if connecting works as it should."""
+    host, port = parse_address(address)
+    try:
+        connection = socket.create_connection((host, port), timeout_s)
+    except socket.gaierror as error:
+        return ConnectionLost(
+            f"{address}: host name {host!r} is not known ({error.strerror}); check the "
+            f"coordinator's address"
+        )
+    except ConnectionRefusedError:
+        return ConnectionLost(
+            f"{address}: nothing listens there; check that the coordinator runs and "
+            f"that this is its address"
+        )
+    except OSError as error:
+        return ConnectionLost(
+            f"{address}: no connection within {timeout_s:g} s ({error}); check the "
+            f"address, the network between and its firewalls"
+        )
+    with connection:
+        if tls is None:
+            return _without_tls(address, connection)
+        return _with_tls(address, host, connection, tls)
+
+
+def _without_tls(address: str, connection: socket.socket) -> WireError | None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        context.wrap_socket(connection).close()
+    except OSError:  # no TLS there, as expected
+        return None
+    return SecurityError(
+        f"{address} speaks TLS and this process has no certificates; give the folder "
+        f"made by `diloco certs`"
+    )
+
+
+def _with_tls(
+    address: str, host: str, connection: socket.socket, tls: TlsFiles
+) -> WireError | None:
+    context = ssl.create_default_context(cadata=tls.authority_pem.decode())
+    context.set_alpn_protocols(["h2"])
+    with tempfile.TemporaryDirectory() as folder:
+        # The standard library reads keys only from files; mkdtemp's are private.
+        pair = Path(folder) / "pair.pem"
+        pair.touch(0o600)
+        pair.write_bytes(tls.certificate_pem + tls.key_pem)
+        context.load_cert_chain(pair)
+    try:
+        secured = context.wrap_socket(connection, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        return SecurityError(
+            f"{address}: the coordinator's certificate does not fit "
+            f"{tls.folder / 'ca.pem'} or this address: {error.verify_message}; use "
+            f"certificates of the same authority, and add the address with "
+            f"`diloco certs --add` if it is not named there"
+        )
+    except OSError as error:
+        return SecurityError(
+            f"{address} does not answer with TLS ({error}) and this process has "
+            f"certificates; give the coordinator its own too, or neither"
+        )
+    # In TLS 1.3 the server judges our certificate after our side of the handshake.
+    verdict = "it closed the connection"
+    with secured:
+        try:
+            if secured.recv(1):
+                return None
+        except TimeoutError:
+            return None
+        except OSError as error:
+            verdict = str(error)
+    return SecurityError(
+        f"{address} does not accept {tls.folder / tls.role}.pem ({verdict}); use "
+        f"certificates of the coordinator's authority, and see the coordinator's log"
+    )

@@ -1,0 +1,331 @@
+"""The coordinator's end of the wire: one gRPC server for control and bulk.
+
+Control streams hold a thread each; uploads and fetches have a bounded number of
+places and are answered "busy" beyond it, so that Status and Probe always get through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.policy.events import Version
+from diloco_jax.wire import addresses, decoding, errors, frames
+from diloco_jax.wire.decoding import decoded
+from diloco_jax.wire.errors import Busy, RemoteProtocolError, WireError
+from diloco_jax.wire.messages import (
+    FetchRequest,
+    FetchStart,
+    UploadDone,
+    UploadStart,
+    encode,
+)
+from diloco_jax.wire.session import ControlHandlers, Session, internal_error
+from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
+from diloco_jax.wire.tls import TlsFiles
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "diloco.Coordinator"
+PROBE_BYTES = 4 << 20
+PROBE_CHUNK_BYTES = 256 << 10
+PROBE_S = 1.0
+PROBE_REQUEST = struct.Struct("<Q")
+_SPARE_THREADS = 8
+_PROBES_AT_ONCE = 4
+_STREAMS_PER_CONNECTION = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FetchSource:
+    """What a fetch is served from; `buffers`, end to end, are the payload."""
+
+    version: Version
+    full: bool
+    """True: A_v in f32; False: `count` encoded publishes, oldest first."""
+    count: int
+    buffers: Sequence[bytes | bytearray | memoryview]
+    total: int
+    """Bytes of the payload: the sum of the buffers'."""
+
+
+class Handlers(ControlHandlers, Protocol):
+    """What the coordinator does about calls; called from many threads at once."""
+
+    def upload_begin(self, start: UploadStart) -> memoryview:
+        """The writable place, `start.length` bytes, of this stripe.
+
+        May raise Refused, Busy or RemoteProtocolError.
+        """
+
+    def upload_end(self, start: UploadStart) -> bool:
+        """The stripe is in its place, checked; returns whether it was the last."""
+
+    def upload_abort(self, start: UploadStart) -> None:
+        """The stripe broke off after `upload_begin`."""
+
+    def fetch(self, request: FetchRequest) -> FetchSource:
+        """The bytes to serve a stripe from; may raise Refused or VersionGone."""
+
+    def status(self) -> dict[str, Any]:
+        """JSON-compatible state for `diloco status`."""
+
+
+class Server:
+    """Listens for islands. Four verbs: make, `start`, serve, `stop`."""
+
+    def __init__(
+        self,
+        bind: str,
+        handlers: Handlers,
+        *,
+        tls: TlsFiles | None,
+        deadlines: Deadlines,
+        max_islands: int,
+        bulk_channels: int,
+        insecure: bool = False,
+    ) -> None:
+        """Raises ConfigError if `bind` is malformed or must not go without TLS."""
+        addresses.require_tls(bind, tls=tls is not None, insecure=insecure)
+        self._bind, self._handlers, self._tls = bind, handlers, tls
+        self._deadlines = deadlines
+        # Twice: a lost island may be back before its old stream is known to be dead.
+        self._max_sessions = 2 * max_islands
+        self._bulk_places = threading.Semaphore(2 * bulk_channels * max_islands)
+        self._probe_places = threading.Semaphore(_PROBES_AT_ONCE)
+        self._threads = (
+            self._max_sessions + 2 * bulk_channels * max_islands + _SPARE_THREADS
+        )
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._sessions: dict[int, Session] = {}
+
+    def start(self) -> str:
+        """Binds and serves; returns `HOST:PORT` with the port that was bound.
+
+        Raises ConfigError naming the address if it cannot be bound.
+        """
+        host, _ = addresses.parse_address(self._bind)
+        numeric = addresses.resolve(self._bind)
+        self._watch = IdleWatch("diloco-server-watch")
+        self._pool = DaemonPool(self._threads, "diloco-server")
+        self._grpc = grpc.server(
+            self._pool,
+            handlers=(grpc.method_handlers_generic_handler(SERVICE, self._methods()),),
+            options=server_options(self._deadlines),
+        )
+        try:
+            if self._tls is None:
+                port = self._grpc.add_insecure_port(numeric)
+            else:
+                port = self._grpc.add_secure_port(
+                    numeric, self._tls.server_credentials()
+                )
+        except RuntimeError as error:
+            self.stop(0.0)
+            raise addresses.bind_error(numeric) from error
+        self._grpc.start()
+        return addresses.format_address(host, port)
+
+    def stop(self, grace_s: float) -> None:
+        """No new calls; sessions get what is queued for them; what still runs after
+        `grace_s` is cut off."""
+        stopped = self._grpc.stop(grace_s)
+        with self._lock:
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            session.close()
+        stopped.wait(grace_s + 1.0)
+        self._pool.close(1.0)
+        self._watch.close(1.0)
+
+    def _methods(self) -> dict[str, Any]:
+        return {
+            "Control": grpc.stream_stream_rpc_method_handler(self._control),
+            "Upload": grpc.stream_unary_rpc_method_handler(self._upload),
+            "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
+            "Status": grpc.unary_unary_rpc_method_handler(self._status),
+            "Probe": grpc.unary_stream_rpc_method_handler(self._probe),
+        }
+
+    def _control(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        with self._answering(context):
+            session = self._register(context)
+        try:
+            yield from session.serve(
+                requests, self._handlers, self._watch, self._deadlines
+            )
+        finally:
+            with self._lock:
+                del self._sessions[session.id]
+
+    def _upload(self, requests: Iterator[bytes], context: Any) -> bytes:
+        with self._transfer(context) as guard:
+            first = next(requests, None)
+            if first is None:
+                raise RemoteProtocolError(f"{context.peer()} sent an empty upload")
+            start = decoded(decoding.upload_start, first, context.peer())
+            if not 0 <= start.offset <= start.offset + start.length <= start.total:
+                raise RemoteProtocolError(
+                    f"{context.peer()} announced bytes {start.offset} to "
+                    f"{start.offset + start.length} of a payload of {start.total}"
+                )
+            place = self._handlers.upload_begin(start).cast("B")
+            try:
+                _store(requests, start, place, guard, context.peer())
+            except BaseException:
+                self._handlers.upload_abort(start)
+                raise
+            return encode(UploadDone(complete=self._handlers.upload_end(start)))
+
+    def _fetch(self, request: bytes, context: Any) -> Iterator[bytes]:
+        with self._transfer(context) as guard:
+            wanted = decoded(decoding.fetch_request, request, context.peer())
+            source = self._handlers.fetch(wanted)
+            if not (0 <= wanted.offset <= source.total and wanted.length >= -1):
+                raise RemoteProtocolError(
+                    f"{context.peer()} asked for {wanted.length} bytes from "
+                    f"{wanted.offset} on, of a payload of {source.total}"
+                )
+            length = source.total - wanted.offset
+            if wanted.length >= 0:
+                length = min(length, wanted.length)
+            yield encode(
+                FetchStart(
+                    version=source.version,
+                    full=source.full,
+                    count=source.count,
+                    total=source.total,
+                    offset=wanted.offset,
+                    length=length,
+                )
+            )
+            for frame in _frames(source.buffers, wanted.offset, length):
+                guard.touch()
+                yield frame
+
+    def _status(self, request: bytes, context: Any) -> bytes:
+        with self._answering(context):
+            return json.dumps(self._handlers.status()).encode()
+
+    def _probe(self, request: bytes, context: Any) -> Iterator[bytes]:
+        with self._answering(context), _place(self._probe_places, "path tests"):
+            if len(request) != PROBE_REQUEST.size:
+                raise RemoteProtocolError(
+                    f"{context.peer()} sent a probe of {len(request)} bytes, expected "
+                    f"{PROBE_REQUEST.size}"
+                )
+            left = min(PROBE_REQUEST.unpack(request)[0], PROBE_BYTES)
+            deadline = time.monotonic() + PROBE_S
+            yield b"\0"
+            while left > 0 and time.monotonic() < deadline:
+                size = min(left, PROBE_CHUNK_BYTES)
+                yield bytes(size)
+                left -= size
+
+    def _register(self, context: Any) -> Session:
+        with self._lock:
+            if len(self._sessions) >= self._max_sessions:
+                raise Busy(
+                    f"{len(self._sessions)} control streams are open, the limit is "
+                    f"{self._max_sessions}; islands that are gone free theirs soon"
+                )
+            session = Session(next(self._numbers), context)
+            self._sessions[session.id] = session
+            return session
+
+    @contextlib.contextmanager
+    def _transfer(self, context: Any) -> Iterator[Guard]:
+        with (
+            self._answering(context),
+            _place(self._bulk_places, "transfers"),
+            self._watch.guard(self._deadlines.idle_s, context.cancel) as guard,
+        ):
+            yield guard
+
+    @contextlib.contextmanager
+    def _answering(self, context: Any) -> Iterator[None]:
+        """Turns what is raised inside into the status that the peer gets."""
+        try:
+            yield
+        except grpc.RpcError:
+            logger.info("a call from %s broke off", context.peer())
+            raise
+        except WireError as error:
+            logger.info("answered %s: %s", context.peer(), error)
+            errors.abort(context, error)
+        except Exception as error:
+            logger.exception("a call from %s failed", context.peer())
+            errors.abort(context, internal_error(error))
+
+
+def server_options(deadlines: Deadlines) -> list[tuple[str, Any]]:
+    """gRPC's options: sizes, keepalive within the time budget, no shared port."""
+    half_budget_ms = int(deadlines.budget_s * 500)
+    return [
+        *frames.SIZE_OPTIONS,
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", _STREAMS_PER_CONNECTION),
+        ("grpc.keepalive_time_ms", half_budget_ms),
+        ("grpc.keepalive_timeout_ms", half_budget_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Clients ping as often; gRPC would count that as abuse.
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def _store(
+    requests: Iterator[bytes],
+    start: UploadStart,
+    place: memoryview,
+    guard: Guard,
+    peer: str,
+) -> None:
+    """Checks an upload's chunks and copies them to their place."""
+    stored = 0
+    for frame in requests:
+        part = frames.check(
+            frame, offset=start.offset + stored, room=start.length - stored, peer=peer
+        )
+        place[stored : stored + len(part)] = part
+        stored += len(part)
+        guard.touch()
+    if stored != start.length:
+        raise RemoteProtocolError(
+            f"{peer} announced {start.length} bytes and sent {stored}"
+        )
+
+
+def _frames(
+    buffers: Sequence[bytes | bytearray | memoryview], offset: int, length: int
+) -> Iterator[bytes]:
+    """Frames bytes `offset` to `offset + length` of buffers laid end to end."""
+    begin, end = 0, offset + length
+    for buffer in buffers:
+        view = memoryview(buffer).cast("B")
+        low, high = max(offset - begin, 0), min(end - begin, len(view))
+        if low < high:
+            yield from frames.chunks(view[low:high], begin + low)
+        begin += len(view)
+
+
+@contextlib.contextmanager
+def _place(places: threading.Semaphore, what: str) -> Iterator[None]:
+    if not places.acquire(blocking=False):
+        raise Busy(f"all places for {what} are taken; try again")
+    try:
+        yield
+    finally:
+        places.release()

@@ -1,0 +1,185 @@
+"""The coordinator's end of one control stream.
+
+Two threads per session: gRPC's sends what `Session.send` queued, a daemon one reads
+and calls the handlers, always in the order connect, receive ..., disconnect.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import grpc
+
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.wire import errors, messages
+from diloco_jax.wire.decoding import decoded
+from diloco_jax.wire.errors import Refused, RemoteProtocolError, WireError
+from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
+
+logger = logging.getLogger(__name__)
+
+OUTBOX_BYTES = 4 * messages.MAX_CONTROL_BYTES
+
+
+class ControlHandlers(Protocol):
+    """What a session calls, from its own reading thread."""
+
+    def connect(self, hello: messages.Hello, session: Session) -> None:
+        """A peer said hello; whatever it is answered goes through `session.send`.
+
+        May raise Refused; then neither `receive` nor `disconnect` is called.
+        """
+
+    def receive(
+        self, session: Session, message: messages.Report | messages.Goodbye
+    ) -> None:
+        """The peer's next message."""
+
+    def disconnect(self, session: Session) -> None:
+        """The session is over, whoever ended it. Called once."""
+
+
+class Session:
+    """One island's control stream, as the coordinator sees it."""
+
+    hello: messages.Hello
+    """The first message; set before `connect` is called."""
+
+    def __init__(self, number: int, context: Any) -> None:
+        self.id = number
+        self.peer: str = context.peer()
+        self._context = context
+        self._outbox = ByteQueue(OUTBOX_BYTES)
+
+    def send(self, message: messages.FromCoordinator) -> None:
+        """Queues a message and returns at once; does nothing on a closed session.
+
+        A peer that leaves more than `OUTBOX_BYTES` unread is too slow to follow: its
+        session ends, and it may come back.
+        """
+        try:
+            stored = self._outbox.put(messages.encode(message))
+        except QueueClosed:
+            return
+        if not stored:
+            logger.warning(
+                "%s: more than %d bytes of control messages unread; the session ends",
+                self,
+                OUTBOX_BYTES,
+            )
+            self._outbox.close(discard=True)
+            self._context.cancel()
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes that are queued for the peer."""
+        return self._outbox.held_bytes
+
+    def close(self, refused: Refused | None = None) -> None:
+        """Ends the session after what is queued, with a last word if refused."""
+        if refused is not None:
+            self.send(messages.Refused(code=refused.code, message=refused.message))
+        self._outbox.close()
+
+    def fail(self, error: WireError) -> None:
+        """Ends the session after what is queued; the peer is told of the error."""
+        self._outbox.close(error)
+
+    def serve(
+        self,
+        requests: Iterator[bytes],
+        handlers: ControlHandlers,
+        watch: IdleWatch,
+        deadlines: Deadlines,
+    ) -> Iterator[bytes]:
+        """The stream's answers, until the session ends."""
+        if not self._context.add_callback(self._outbox.close):
+            return
+        threading.Thread(
+            target=self._read,
+            args=(requests, handlers, watch, deadlines),
+            name=f"diloco-session-{self.id}",
+            daemon=True,
+        ).start()
+        error: WireError | None = None
+        while True:
+            try:
+                raw = self._outbox.get()
+            except QueueClosed as closed:
+                error = closed.error
+                break
+            if raw is not None:
+                with watch.guard(deadlines.idle_s, self._context.cancel):
+                    yield raw
+        if error is not None:
+            errors.abort(self._context, error)
+
+    def _read(
+        self,
+        requests: Iterator[bytes],
+        handlers: ControlHandlers,
+        watch: IdleWatch,
+        deadlines: Deadlines,
+    ) -> None:
+        connected = False
+        silent = RemoteProtocolError(
+            f"{self.peer} opened a control stream and sent no Hello within "
+            f"{deadlines.connect_s:g} s"
+        )
+        try:
+            with watch.guard(deadlines.connect_s, lambda: self.fail(silent)):
+                first = next(requests, None)
+            if first is None:
+                return
+            hello = self._decode(first)
+            if not isinstance(hello, messages.Hello):
+                raise RemoteProtocolError(
+                    f"first message from {self.peer} is {type(hello).__name__}, "
+                    f"expected Hello"
+                )
+            self.hello = hello
+            handlers.connect(hello, self)
+            connected = True
+            for raw in requests:
+                message = self._decode(raw)
+                if isinstance(message, messages.Hello):
+                    raise RemoteProtocolError(
+                        f"{self.peer} sent a second Hello; open a new stream for it"
+                    )
+                handlers.receive(self, message)
+        except grpc.RpcError:
+            logger.info("%s: the connection is gone", self)
+        except Refused as refused:
+            logger.info("%s: refused (%s): %s", self, refused.code, refused.message)
+            self.close(refused)
+        except WireError as error:
+            logger.warning("%s: %s", self, error)
+            self.fail(error)
+        except Exception as error:
+            logger.exception("%s: failed", self)
+            self.fail(internal_error(error))
+        finally:
+            self.close()
+            if connected:
+                handlers.disconnect(self)
+
+    def _decode(self, raw: bytes) -> messages.FromIsland:
+        message: messages.FromIsland = decoded(
+            messages.decode_from_island, raw, self.peer
+        )
+        return message
+
+    def __str__(self) -> str:
+        hello = getattr(self, "hello", None)
+        who = f"island {hello.island}" if hello else "no hello yet"
+        return f"session {self.id} ({who}, {self.peer})"
+
+
+def internal_error(error: Exception) -> WireError:
+    """What a peer is told of a bug or a full disk at this end."""
+    return WireError(
+        f"the coordinator failed on this call ({type(error).__name__}); see its log"
+    )

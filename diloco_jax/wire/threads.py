@@ -1,0 +1,217 @@
+"""Queues that are bounded, waits that end, threads that hold up nobody.
+
+gRPC's synchronous interface has no deadline on one message of a stream; `IdleWatch`
+adds it. Its threads, and those of the standard library's pools, outlive their owner;
+`DaemonPool`'s do not keep a process from ending.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+from diloco_jax.wire.errors import WireError
+
+_ITEM_OVERHEAD_BYTES = 64
+_POLL_S = 60.0
+
+
+class QueueClosed(Exception):  # noqa: N818
+    """The queue is closed and, to its reader, empty. `error` says why, if anything."""
+
+    def __init__(self, error: WireError | None) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class ByteQueue:
+    """First in, first out; bounded by the bytes it holds; ends when closed."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.held_bytes = 0
+        """What the items take, a little extra for each included."""
+        self._items: collections.deque[bytes] = collections.deque()
+        self._condition = threading.Condition()
+        self._closed = False
+        self._error: WireError | None = None
+
+    def put(self, item: bytes, *, wait: bool = False) -> bool:
+        """False if there is no room; `wait` waits for it. QueueClosed if closed."""
+        size = len(item) + _ITEM_OVERHEAD_BYTES
+        with self._condition:
+            while True:
+                if self._closed:
+                    raise QueueClosed(self._error)
+                if not self._items or self.held_bytes + size <= self._limit_bytes:
+                    break
+                if not wait:
+                    return False
+                self._condition.wait(_POLL_S)
+            self._items.append(item)
+            self.held_bytes += size
+            self._condition.notify_all()
+            return True
+
+    def get(self, timeout_s: float = _POLL_S) -> bytes | None:
+        """None after `timeout_s` without an item; QueueClosed after the last one."""
+        deadline = time.monotonic() + timeout_s
+        with self._condition:
+            while not self._items:
+                if self._closed:
+                    raise QueueClosed(self._error)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return None
+                self._condition.wait(left_s)
+            item = self._items.popleft()
+            self.held_bytes -= len(item) + _ITEM_OVERHEAD_BYTES
+            self._condition.notify_all()
+            return item
+
+    def close(self, error: WireError | None = None, *, discard: bool = False) -> None:
+        """No more items; what is held is still read unless `discard`. The first
+        call's error stays."""
+        with self._condition:
+            if not self._closed:
+                self._closed, self._error = True, error
+            if discard:
+                self._items.clear()
+                self.held_bytes = 0
+            self._condition.notify_all()
+
+
+class Guard:
+    """One wait or transfer under an `IdleWatch`."""
+
+    def __init__(self, limit_s: float, on_expiry: Callable[[], Any]) -> None:
+        self.limit_s = limit_s
+        self.expired = False
+        self._on_expiry = on_expiry
+        self._touched = time.monotonic()
+
+    def touch(self) -> None:
+        """There was progress: the limit starts anew."""
+        self._touched = time.monotonic()
+
+    @property
+    def expires(self) -> float:
+        """Time, on the monotonic clock, at which it expires unless touched."""
+        return self._touched + self.limit_s
+
+    def expire(self) -> None:
+        """Ends what is guarded."""
+        self.expired = True
+        self._on_expiry()
+
+
+class IdleWatch:
+    """Ends what makes no progress: one daemon thread for any number of guards."""
+
+    def __init__(self, name: str) -> None:
+        self._guards: set[Guard] = set()
+        self._condition = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def guard(self, limit_s: float, on_expiry: Callable[[], Any]) -> Iterator[Guard]:
+        """Calls `on_expiry` (which must not block) if, inside, nothing touches the
+        guard for `limit_s`."""
+        guard = Guard(limit_s, on_expiry)
+        with self._condition:
+            self._guards.add(guard)
+            self._condition.notify()
+        try:
+            yield guard
+        finally:
+            with self._condition:
+                self._guards.discard(guard)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread; guards expire no more."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                if self._closed:
+                    return
+                now = time.monotonic()
+                expired = [guard for guard in self._guards if guard.expires <= now]
+                self._guards.difference_update(expired)
+                if not expired:
+                    first = min(
+                        (g.expires for g in self._guards), default=now + _POLL_S
+                    )
+                    self._condition.wait(first - now)
+            for guard in expired:
+                guard.expire()
+
+
+class DaemonPool(futures.Executor):
+    """At most `limit` daemon threads, started as they are needed."""
+
+    def __init__(self, limit: int, name: str) -> None:
+        self._limit, self._name = limit, name
+        self._condition = threading.Condition()
+        self._tasks: collections.deque[Callable[[], None]] = collections.deque()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._closed = False
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
+        """As `concurrent.futures.Executor.submit`; RuntimeError after `close`."""
+        future: futures.Future[Any] = futures.Future()
+
+        def task() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = fn(*args, **kwargs)
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+
+        with self._condition:
+            if self._closed:
+                raise RuntimeError(f"{self._name} is closed")
+            self._tasks.append(task)
+            if self._idle < len(self._tasks) and len(self._threads) < self._limit:
+                name = f"{self._name}-{len(self._threads)}"
+                thread = threading.Thread(target=self._work, name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._condition.notify()
+        return future
+
+    def close(self, timeout_s: float) -> None:
+        """Takes no more tasks and waits for those it has, at most `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                self._idle += 1
+                while not self._tasks and not self._closed:
+                    self._condition.wait(_POLL_S)
+                self._idle -= 1
+                if not self._tasks:
+                    return
+                task = self._tasks.popleft()
+            task()
+            del task  # holds its arguments, a whole payload, while the thread idles

@@ -1,0 +1,85 @@
+"""Addresses: parsing, TLS where it is needed, ports that cannot be bound."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from diloco_jax.config import ConfigError
+from diloco_jax.wire.addresses import format_address, is_loopback, parse_address
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port"),
+    [
+        ("127.0.0.1:0", "127.0.0.1", 0),
+        ("coordinator.example:7077", "coordinator.example", 7077),
+        ("[::1]:65535", "::1", 65535),
+    ],
+)
+def test_address_round_trip(address, host, port):
+    assert parse_address(address) == (host, port)
+    assert format_address(host, port) == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "host", "host:", ":1", "::1:7077", "h:65536", "h:-1", "h:x", "[h]:1", "h:²"],
+)
+def test_malformed_address_is_named(address):
+    with pytest.raises(ConfigError, match="is not HOST:PORT"):
+        parse_address(address)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.0.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("localhost.example", False),
+    ],
+)
+def test_loopback(host, loopback):
+    assert is_loopback(host) is loopback
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "10.0.0.1:7077", "host:7077"])
+def test_non_loopback_without_tls_is_refused_at_both_ends(serve, connect, address):
+    with pytest.raises(ConfigError, match=r"diloco certs.*--insecure"):
+        serve(bind=address)
+    with pytest.raises(ConfigError, match=r"diloco certs.*--insecure"):
+        connect(address)
+
+
+def test_insecure_may_be_spelled_out(serve, connect):
+    _, address = serve(bind="0.0.0.0:0", insecure=True)
+    _, port = parse_address(address)
+    assert connect(f"127.0.0.1:{port}").status(20.0)["islands"]
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1", "localhost", "[::1]"])
+def test_port_in_use(serve, bind):
+    if bind == "[::1]" and not _has_ipv6():
+        pytest.skip("no IPv6 on this machine")
+    _, address = serve(bind=f"{bind}:0")
+    with pytest.raises(ConfigError, match=r"Address already in use; .*another port"):
+        serve(bind=address)
+
+
+def test_address_of_another_machine_cannot_be_bound(serve):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0.*no address of this"):
+        serve(bind="192.0.2.1:0", insecure=True)
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,245 @@
+"""Control streams: order, refusals, broken peers, slow peers, ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import grpc
+import pytest
+from wire_support import WAIT_S, hello, report
+
+from diloco_jax.policy.events import Version
+from diloco_jax.wire import messages
+from diloco_jax.wire.errors import (
+    Busy,
+    ConnectionLost,
+    LocalProtocolError,
+    Refused,
+    RemoteProtocolError,
+)
+from diloco_jax.wire.session import OUTBOX_BYTES
+
+
+def test_messages_arrive_in_order_both_ways(serve, connect, handlers):
+    _, address = serve()
+    stream = connect(address).open_control(hello())
+    assert stream.welcome.run_id == "r"
+    island, session = handlers.next("connect")
+    assert island == "a"
+    assert session.hello == hello()
+    for steps in range(100):
+        stream.send(report(steps))
+        session.send(messages.TakeRequest(fragment=steps, tick=steps))
+    for steps in range(100):
+        assert handlers.next("receive")[1].steps == steps
+        assert stream.receive(WAIT_S).fragment == steps
+    assert stream.receive(0.0) is None
+    stream.close(WAIT_S)
+    assert handlers.next("disconnect")[1] is session
+
+
+def test_what_is_queued_is_sent_before_the_stream_closes(serve, connect, handlers):
+    _, address = serve()
+    stream = connect(address).open_control(hello())
+    handlers.next("connect")
+    for steps in range(50):
+        stream.send(report(steps))
+    stream.send(messages.Goodbye(reason="preempted"))
+    stream.close(WAIT_S)
+    for steps in range(50):
+        assert handlers.next("receive")[1].steps == steps
+    assert handlers.next("receive")[1] == messages.Goodbye(reason="preempted")
+    with pytest.raises(ConnectionLost):
+        stream.send(report(0))
+
+
+def test_refusal_at_hello(serve, connect, handlers):
+    _, address = serve()
+    handlers.refusal = Refused("name-in-use", "island 'a' is alive elsewhere")
+    with pytest.raises(Refused, match="alive elsewhere") as refused:
+        connect(address).open_control(hello())
+    assert refused.value.code == "name-in-use"
+    handlers.refusal = None
+    connect(address).open_control(hello())  # the first one left nothing behind
+    handlers.next("connect")
+
+
+def test_refusal_in_mid_session_comes_after_what_was_queued(serve, connect, handlers):
+    _, address = serve()
+    stream = connect(address).open_control(hello())
+    _, session = handlers.next("connect")
+    session.send(messages.Stop())
+    session.close(Refused("fenced", "incarnation 2 is here, this is 1"))
+    assert stream.receive(WAIT_S) == messages.Stop()
+    with pytest.raises(Refused, match="incarnation 2"):
+        stream.receive(WAIT_S)
+    handlers.next("disconnect")
+
+
+@pytest.mark.parametrize(
+    ("raw", "cause"),
+    [
+        (b"\xc1", "cannot be understood"),
+        (messages.encode({"type": "Nonsense"}), "Nonsense"),
+        (messages.encode({"type": "Hello", "island": 7}), "Hello|island|field"),
+        (messages.encode(report(1)), "is Report, expected Hello"),
+    ],
+)
+def test_a_broken_peer_is_told_and_disturbs_nobody(
+    serve, connect, raw_channel, handlers, raw, cause
+):
+    _, address = serve()
+    stream = connect(address).open_control(hello())
+    _, session = handlers.next("connect")
+    call = raw_channel(address).stream_stream("/diloco.Coordinator/Control")
+    with pytest.raises(grpc.RpcError, match=cause) as error:
+        list(call(iter([raw]), timeout=WAIT_S))
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    stream.send(report(5))
+    assert handlers.next("receive")[1].steps == 5
+    session.send(messages.Stop())
+    assert stream.receive(WAIT_S) == messages.Stop()
+
+
+def test_second_hello_ends_the_session(serve, connect, handlers):
+    _, address = serve()
+    stream = connect(address).open_control(hello())
+    stream.send(hello())
+    with pytest.raises(LocalProtocolError, match="second Hello"):
+        stream.receive(WAIT_S)
+    handlers.next("connect")
+    handlers.next("disconnect")
+
+
+def test_silent_peer_is_dropped_after_the_deadline(serve, raw_channel):
+    _, address = serve(budget_s=0.6)
+    never = threading.Event()
+    call = raw_channel(address).stream_stream("/diloco.Coordinator/Control")
+    with pytest.raises(grpc.RpcError, match=r"no Hello within 0\.3 s"):
+        list(call(iter(never.wait, None), timeout=WAIT_S))
+    never.set()
+
+
+def test_oversized_control_message_is_refused_here_and_there(
+    serve, connect, raw_channel
+):
+    _, address = serve()
+    stream = connect(address).open_control(hello())
+    too_large = messages.Goodbye(reason="x" * messages.MAX_CONTROL_BYTES)
+    with pytest.raises(LocalProtocolError, match=r"Goodbye.*4194304"):
+        stream.send(too_large)
+    call = raw_channel(address).stream_stream("/diloco.Coordinator/Control")
+    with pytest.raises(grpc.RpcError) as error:
+        list(call(iter([messages.encode(too_large)]), timeout=WAIT_S))
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    stream.send(report(1))
+
+
+def test_peer_that_does_not_read_is_put_out_and_memory_stays_bounded(
+    serve, raw_channel, handlers
+):
+    _, address = serve()
+    open_end = threading.Event()
+    call = raw_channel(address).stream_stream("/diloco.Coordinator/Control")(
+        (part for part in [messages.encode(hello()), None] if part or open_end.wait()),
+        timeout=WAIT_S,
+    )
+    _, session = handlers.next("connect")
+    word = messages.TakeVerdict(
+        fragment=0,
+        tick=0,
+        verdict="refused",
+        reason="r" * (1 << 20),
+        version=Version(),
+    )
+    began = time.monotonic()
+    sent = 0
+    while handlers.events.empty() and time.monotonic() - began < WAIT_S:
+        session.send(word)
+        sent += 1
+        assert session.unread_bytes <= OUTBOX_BYTES
+    handlers.next("disconnect")
+    assert time.monotonic() - began < 6  # well before the idle deadline of 10 s
+    assert sent > OUTBOX_BYTES >> 20
+    open_end.set()
+    call.cancel()
+
+
+def test_more_sessions_than_places(serve, connect, handlers):
+    _, address = serve(max_islands=1)
+    client = connect(address)
+    streams = [client.open_control(hello()) for _ in range(2)]
+    with pytest.raises(Busy, match="limit is 2"):
+        client.open_control(hello())
+    assert client.status(WAIT_S)["islands"]
+    streams[0].close(WAIT_S)
+    client.open_control(hello())
+
+
+def test_lost_server_ends_the_stream(serve, connect, handlers):
+    server, address = serve()
+    stream = connect(address).open_control(hello())
+    server.stop(0.1)
+    with pytest.raises(ConnectionLost):
+        stream.receive(WAIT_S)
+    handlers.next("connect")
+    handlers.next("disconnect")
+
+
+def test_first_message_must_be_welcome(serve, connect, handlers, monkeypatch):
+    _, address = serve()
+    monkeypatch.setattr(
+        handlers, "connect", lambda hello, session: session.send(messages.Stop())
+    )
+    with pytest.raises(RemoteProtocolError, match="Stop, expected Welcome"):
+        connect(address).open_control(hello())
+
+
+def test_no_welcome_within_the_deadline(serve, connect, handlers, monkeypatch):
+    _, address = serve()
+    monkeypatch.setattr(handlers, "connect", lambda hello, session: None)
+    began = time.monotonic()
+    with pytest.raises(ConnectionLost, match=r"did not answer a Hello within 0\.5"):
+        connect(address, budget_s=1.0).open_control(hello())
+    assert time.monotonic() - began < 3
+
+
+def test_handler_that_fails_ends_only_its_session(
+    serve, connect, handlers, monkeypatch
+):
+    _, address = serve()
+    client = connect(address)
+    good = client.open_control(hello("good"))
+    handlers.next("connect")
+
+    def fail(session, message):
+        if session.hello.island == "bad":
+            raise KeyError("bug")
+        handlers.events.put(("receive", "good", message))
+
+    monkeypatch.setattr(handlers, "receive", fail)
+    bad = client.open_control(hello("bad"))
+    handlers.next("connect")
+    bad.send(report(1))
+    with pytest.raises(RemoteProtocolError, match="KeyError"):
+        bad.receive(WAIT_S)
+    handlers.next("disconnect")
+    good.send(report(2))
+    handlers.next("receive")
+
+
+def test_stop_ends_everything_within_its_grace(serve, connect, handlers):
+    server, address = serve()
+    client = connect(address)
+    stream = client.open_control(hello())
+    _, session = handlers.next("connect")
+    session.send(messages.Finished())
+    began = time.monotonic()
+    server.stop(5.0)
+    assert time.monotonic() - began < 4.0
+    assert stream.receive(WAIT_S) == messages.Finished()
+    client.close()
+    left = [t.name for t in threading.enumerate() if t.name.startswith("diloco")]
+    assert left == []
+    assert all(t.daemon for t in threading.enumerate() if t.name != "MainThread")

@@ -1,0 +1,46 @@
+"""Status, the path test, and what the package leaves to gRPC."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from wire_support import WAIT_S
+
+from diloco_jax.wire.errors import RemoteProtocolError
+
+
+def test_status_and_probe(serve, connect):
+    _, address = serve()
+    client = connect(address)
+    assert client.status(WAIT_S) == {"islands": {"a": {"state": "training"}}}
+    path = client.probe()
+    assert 0 < path.rtt_s < 1
+    assert path.bytes_per_s > 1e6
+
+
+def test_failing_status_points_to_the_log(serve, connect, handlers, monkeypatch):
+    _, address = serve()
+    monkeypatch.setattr(handlers, "status", lambda: {"x": object()})
+    with pytest.raises(RemoteProtocolError, match=r"TypeError\); see its log"):
+        connect(address).status(WAIT_S)
+
+
+def test_a_process_that_forgets_to_close_ends_quietly():
+    code = """
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.wire.client import Client
+from diloco_jax.wire.server import Server
+class Handlers:
+    def status(self): return {}
+server = Server("127.0.0.1:0", Handlers(), tls=None, deadlines=Deadlines(10.0),
+                max_islands=1, bulk_channels=1)
+client = Client(server.start(), tls=None, deadlines=Deadlines(10.0), bulk_channels=1)
+client.status(10.0)
+print("done")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -1,0 +1,176 @@
+"""Certificates: made, checked before use, and asked for on every connection."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from wire_support import WAIT_S, hello
+
+from diloco_jax.wire.certificates import add_names, make_certificates
+from diloco_jax.wire.errors import ConnectionLost, SecurityError
+from diloco_jax.wire.tls import TlsFiles
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("other")
+    make_certificates(folder, [], 1)
+    return folder
+
+
+@pytest.fixture
+def copy(certificates, tmp_path) -> Path:
+    return Path(shutil.copytree(certificates, tmp_path / "copy"))
+
+
+def test_control_over_tls(serve, connect, handlers, tls):
+    _, address = serve(tls=tls["coordinator"])
+    stream = connect(address, tls=tls["island"]).open_control(hello())
+    assert stream.welcome.run_id == "r"
+
+
+def test_private_keys_are_private(certificates):
+    keys = sorted(path.name for path in certificates.glob("*.key"))
+    assert keys == ["ca.key", "coordinator.key", "island.key"]
+    for name in keys:
+        assert (certificates / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_authority_is_not_overwritten_unless_told(copy):
+    before = (copy / "ca.pem").read_bytes()
+    with pytest.raises(SecurityError, match=r"--add.*--replace"):
+        make_certificates(copy, [], 1)
+    assert (copy / "ca.pem").read_bytes() == before
+    make_certificates(copy, [], 1, replace=True)
+    assert (copy / "ca.pem").read_bytes() != before
+
+
+def test_names_added_later_serve_islands_with_old_certificates(
+    serve, connect, copy, tls
+):
+    add_names(copy, ["127.0.0.2", "coordinator.example"], 1)
+    add_names(copy, ["127.0.0.3"], 1)
+    _, address = serve(bind="127.0.0.2:0", tls=TlsFiles.load(copy, "coordinator"))
+    client = connect(address, tls=tls["island"])
+    assert client.status(WAIT_S)["islands"]
+
+
+def test_names_cannot_be_added_without_the_authoritys_key(copy):
+    (copy / "ca.key").unlink()
+    with pytest.raises(SecurityError, match=r"ca\.key"):
+        add_names(copy, ["x"], 1)
+
+
+@pytest.mark.parametrize("name", ["ca.pem", "island.pem", "island.key"])
+def test_missing_and_garbled_files_are_named(copy, name):
+    (copy / name).write_bytes(b"nonsense")
+    with pytest.raises(SecurityError, match=rf"{name}.*diloco certs"):
+        TlsFiles.load(copy, "island")
+    (copy / name).unlink()
+    with pytest.raises(SecurityError, match=rf"{name}.*No such file.*diloco certs"):
+        TlsFiles.load(copy, "island")
+
+
+def test_files_of_different_authorities_are_refused(copy, other):
+    shutil.copy(other / "island.key", copy)
+    with pytest.raises(SecurityError, match=r"island\.key does not belong"):
+        TlsFiles.load(copy, "island")
+    shutil.copy(other / "island.pem", copy)
+    with pytest.raises(SecurityError, match=r"island\.pem is not signed by .*ca\.pem"):
+        TlsFiles.load(copy, "island")
+
+
+@pytest.mark.parametrize("days", [-2, 2])
+def test_certificate_is_refused_outside_its_dates(certificates, monkeypatch, days):
+    real = datetime.datetime
+
+    class Shifted(real):
+        @classmethod
+        def now(cls, tz=None):
+            return real.now(tz) + datetime.timedelta(days=days)
+
+    monkeypatch.setattr("diloco_jax.wire.tls.datetime.datetime", Shifted)
+    with pytest.raises(SecurityError, match=r"\.pem is valid from .* renew"):
+        TlsFiles.load(certificates, "island")
+
+
+@pytest.mark.parametrize(
+    ("server", "client", "cause"),
+    [
+        ("ours", "other", "does not fit .*ca.pem"),
+        ("ours", "other-but-trusting", "does not accept .*island.pem"),
+        ("ours", None, "speaks TLS and this process has no certificates"),
+        (None, "ours", "does not answer with TLS"),
+    ],
+)
+def test_mismatch_names_the_cause_in_time(
+    serve, connect, certificates, other, copy, server, client, cause
+):
+    if client == "other-but-trusting":
+        shutil.copy(other / "island.pem", copy)
+        shutil.copy(other / "island.key", copy)
+        tls = TlsFiles(
+            copy,
+            "island",
+            *((copy / n).read_bytes() for n in ("ca.pem", "island.pem", "island.key")),
+        )
+    elif client:
+        folder = certificates if client == "ours" else other
+        tls = TlsFiles.load(folder, "island")
+    else:
+        tls = None
+    _, address = serve(
+        tls=TlsFiles.load(certificates, "coordinator") if server else None
+    )
+    began = time.monotonic()
+    for call in ("open_control", "status", "probe"):
+        island = connect(address, budget_s=4.0, tls=tls)
+        arguments = {"open_control": (hello(),), "status": (2.0,)}.get(call, ())
+        with pytest.raises(SecurityError, match=cause):
+            getattr(island, call)(*arguments)
+    assert time.monotonic() - began < 12
+
+
+def test_address_that_the_certificate_does_not_name(serve, connect, tls):
+    _, address = serve(bind="127.0.0.2:0", tls=tls["coordinator"])
+    with pytest.raises(SecurityError, match=r"not valid for '127\.0\.0\.2'.*--add"):
+        connect(address, tls=tls["island"]).open_control(hello())
+
+
+def test_peer_without_a_certificate_gets_nothing(serve, raw_channel, certificates):
+    _, address = serve(tls=TlsFiles.load(certificates, "coordinator"))
+    credentials = grpc.ssl_channel_credentials((certificates / "ca.pem").read_bytes())
+    call = raw_channel(address, credentials).unary_unary("/diloco.Coordinator/Status")
+    with pytest.raises(grpc.RpcError) as error:
+        call(b"", timeout=WAIT_S)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("address", "cause"),
+    [
+        ("127.0.0.1:1", "nothing listens there"),
+        ("no-such-host.invalid:7077", "host name 'no-such-host.invalid' is not known"),
+    ],
+)
+def test_wrong_address_names_the_cause_in_time(connect, address, cause):
+    client = connect(address, budget_s=4.0, insecure=True)
+    began = time.monotonic()
+    with pytest.raises(ConnectionLost, match=cause):
+        client.open_control(hello())
+    assert time.monotonic() - began < 6
+
+
+def test_listener_that_never_answers_is_bounded(connect):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(ConnectionLost, match=r"did not answer|timed out"):
+            connect(address, budget_s=1.0).open_control(hello())
+        assert time.monotonic() - began < 4

@@ -1,0 +1,359 @@
+"""Uploads and fetches: bytes, overhead, damage, bounds, resuming."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import grpc
+import numpy as np
+import pytest
+from wire_support import WAIT_S, fetch_request, hello, report, upload_start
+
+from diloco_jax.policy.events import Version
+from diloco_jax.wire import frames, messages
+from diloco_jax.wire.errors import (
+    Busy,
+    ConnectionLost,
+    LocalProtocolError,
+    Refused,
+    RemoteProtocolError,
+    VersionGone,
+)
+from diloco_jax.wire.transfers import stripes
+
+MIB = 1 << 20
+
+
+def random_bytes(size: int) -> bytes:
+    return np.random.default_rng(size).bytes(size)
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_upload_in_stripes(serve, connect, handlers, tls, secured):
+    options = tls if secured else {"coordinator": None, "island": None}
+    _, address = serve(tls=options["coordinator"])
+    client = connect(address, tls=options["island"])
+    payload = random_bytes(20 * MIB + 17)
+    sent = client.upload(upload_start(len(payload)), payload)
+    assert handlers.stored == payload
+    assert len(payload) < sent < 1.001 * len(payload)
+    lengths = sorted(handlers.next("stripe")[1] for _ in range(4))
+    assert sum(lengths) == len(payload)
+    assert lengths[-1] - lengths[0] <= 1
+
+
+@pytest.mark.parametrize("size", [0, 1, MIB, 2 * MIB, 2 * MIB + 1, 20 * MIB + 17])
+def test_fetch_in_stripes(serve, connect, handlers, size):
+    _, address = serve()
+    handlers.published = random_bytes(size)
+    fetched = connect(address).fetch(fetch_request(), max_bytes=size)
+    assert fetched.payload == handlers.published
+    assert (fetched.version, fetched.full) == (Version(1, 5), True)
+    assert fetched.wire_bytes < 1.001 * size + 200
+    rest = [request.offset for request in handlers.requests[1:]]
+    assert len(rest) == {2 * MIB + 1: 1, 20 * MIB + 17: 4}.get(size, 0)
+
+
+def test_fetch_over_tls(serve, connect, handlers, tls):
+    _, address = serve(tls=tls["coordinator"])
+    handlers.published = random_bytes(9 * MIB)
+    client = connect(address, tls=tls["island"])
+    assert client.fetch(fetch_request(), max_bytes=9 * MIB).payload == (
+        handlers.published
+    )
+
+
+def test_array_is_uploaded_without_a_copy_of_its_own(serve, connect, handlers):
+    _, address = serve()
+    array = np.arange(1000, dtype=np.float32).reshape(10, 100)
+    client = connect(address)
+    client.upload(upload_start(array.nbytes), memoryview(array))
+    assert np.array_equal(np.frombuffer(handlers.stored, np.float32), array.ravel())
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (lambda f: f[:-1] + bytes([f[-1] ^ 1]), r"checksum \w{8}, expected \w{8}"),
+        (lambda f: b"HTTP" + f[4:], "begins with b'HTTP', expected b'DLC1'"),
+        (lambda f: f[:-1], "announces 1000 bytes and holds 999"),
+        (lambda f: f + f, "announces 1000 bytes and holds"),
+        (lambda f: f[:10], "less than its header"),
+        (lambda f: next(frames.chunks(memoryview(f)[20:], 5)), "offset 5, expected 0"),
+        (lambda f: next(frames.chunks(memoryview(bytes(MIB)))), "expected 1 to 1000"),
+        (lambda f: b"", "0 bytes, less than its header"),
+    ],
+)
+def test_broken_chunk_is_refused_and_others_go_on(
+    serve, connect, raw_channel, handlers, damage, cause
+):
+    _, address = serve()
+    client = connect(address)
+    stream = client.open_control(hello())
+    handlers.next("connect")
+    payload = random_bytes(1000)
+    frame = damage(next(frames.chunks(memoryview(payload))))
+    call = raw_channel(address).stream_unary("/diloco.Coordinator/Upload")
+    with pytest.raises(grpc.RpcError, match=cause) as error:
+        call(iter([messages.encode(upload_start(1000)), frame]), timeout=WAIT_S)
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert handlers.next("abort") == (0,)
+    stream.send(report(1))
+    handlers.next("receive")
+    client.upload(upload_start(1000), payload)
+    assert handlers.stored == payload
+
+
+@pytest.mark.parametrize(
+    ("parts", "cause"),
+    [
+        ([], "empty upload"),
+        ([b"\xc1"], "cannot be understood"),
+        ([messages.encode(upload_start(10, offset=5))], "bytes 5 to 15 of .* 10"),
+        ([messages.encode(upload_start(10, length=-1))], "bytes 0 to -1"),
+        ([messages.encode(upload_start(10))], "announced 10 bytes and sent 0"),
+    ],
+)
+def test_upload_that_does_not_add_up(serve, raw_channel, parts, cause):
+    _, address = serve()
+    call = raw_channel(address).stream_unary("/diloco.Coordinator/Upload")
+    with pytest.raises(grpc.RpcError, match=cause):
+        call(iter(parts), timeout=WAIT_S)
+
+
+def test_oversized_message_is_refused_before_it_is_read(serve, raw_channel, handlers):
+    _, address = serve()
+    call = raw_channel(address).stream_unary("/diloco.Coordinator/Upload")
+    huge = bytes(frames.MAX_MESSAGE_BYTES + 1)
+    with pytest.raises(grpc.RpcError) as error:
+        call(
+            iter([messages.encode(upload_start(len(huge))), huge]),
+            timeout=WAIT_S,
+        )
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    handlers.next("abort")
+
+
+def test_fetch_larger_than_allowed_is_refused_before_allocation(
+    serve, connect, handlers
+):
+    _, address = serve()
+    handlers.published = bytes(3 * MIB)
+    with pytest.raises(RemoteProtocolError, match=r"3145728 bytes .* at most 100"):
+        connect(address).fetch(fetch_request(), max_bytes=100)
+    assert len(handlers.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        Refused("fenced", "incarnation 2 is here"),
+        Busy("the merge buffer is full"),
+        RemoteProtocolError("fragment 3 has 8 bytes, 10000000 announced"),
+    ],
+)
+def test_what_the_handlers_refuse_reaches_the_uploader(
+    serve, connect, handlers, refusal
+):
+    _, address = serve()
+    handlers.refusal = refusal
+    # What is the peer's fault to the coordinator is this end's fault to the island.
+    blamed = (
+        LocalProtocolError
+        if isinstance(refusal, RemoteProtocolError)
+        else type(refusal)
+    )
+    client = connect(address)
+    with pytest.raises(blamed, match=str(refusal)) as error:
+        client.upload(upload_start(10_000_000), bytes(10_000_000))
+    assert getattr(error.value, "code", None) == getattr(refusal, "code", None)
+    handlers.refusal = None
+    client.upload(upload_start(10_000_000), bytes(10_000_000))
+
+
+def test_announced_length_must_be_the_payloads(connect):
+    with pytest.raises(LocalProtocolError, match="announces 10 bytes and has 9"):
+        connect("127.0.0.1:1").upload(upload_start(10), bytes(9))
+
+
+class Dribble:
+    """Serves the first `good` chunks of every stripe and then waits to be stopped."""
+
+    def __init__(self, handlers, good: int) -> None:
+        self.reached = threading.Semaphore(0)
+        self.gone = threading.Event()
+        self._good, self._chunks = good, frames.chunks
+
+    def chunks(self, payload, offset=0):
+        for number, frame in enumerate(self._chunks(payload, offset)):
+            if number == self._good:
+                self.reached.release()
+                self.gone.wait(WAIT_S)
+                return
+            yield frame
+
+
+def test_fetch_resumes_at_the_byte_after_the_server_comes_back(
+    serve, connect, handlers, monkeypatch
+):
+    server, address = serve()
+    handlers.published = random_bytes(22 * MIB)
+    client = connect(address)
+    fetched = []
+    fetching = threading.Thread(
+        target=lambda: fetched.append(
+            client.fetch(fetch_request(), max_bytes=22 * MIB)
+        ),
+        daemon=True,
+    )
+    dribble = Dribble(handlers, good=2)
+    monkeypatch.setattr("diloco_jax.wire.server.frames.chunks", dribble.chunks)
+    fetching.start()
+    for _ in range(4):  # each of the four stripes of 5 MiB
+        assert dribble.reached.acquire(timeout=WAIT_S)
+    monkeypatch.undo()
+    server.stop(0.0)
+    dribble.gone.set()
+    before = len(handlers.requests)
+    serve(bind=address)
+    fetching.join(WAIT_S)
+    assert fetched
+    assert fetched[0].payload == handlers.published
+    resumed = handlers.requests[before:]
+    # A stripe goes on where it broke off: what was received is not sent again.
+    assert all(r.offset > 2 * MIB and r.length <= 5 * MIB for r in resumed)
+    assert sum(r.length for r in resumed) < 20 * MIB
+    assert fetched[0].wire_bytes < 1.001 * 22 * MIB
+
+
+def test_version_that_goes_away_in_mid_fetch(serve, connect, handlers, monkeypatch):
+    _, address = serve()
+    handlers.published = bytes(12 * MIB)
+    original = handlers.fetch
+
+    def fetch_once(request):
+        if request.offset:
+            handlers.version = Version(1, 6)
+        return original(request)
+
+    monkeypatch.setattr(handlers, "fetch", fetch_once)
+    with pytest.raises(VersionGone, match="number=6"):
+        connect(address).fetch(fetch_request(), max_bytes=12 * MIB)
+
+
+def test_all_stripes_ask_for_the_version_of_the_first_answer(
+    serve, connect, handlers, monkeypatch
+):
+    _, address = serve()
+    handlers.published = random_bytes(12 * MIB)
+    original = handlers.fetch
+
+    def newest_at_first(request):
+        if not request.offset:
+            request = fetch_request(want=handlers.version)
+        return original(request)
+
+    monkeypatch.setattr(handlers, "fetch", newest_at_first)
+    request = fetch_request(want=Version(1, 4))
+    fetched = connect(address).fetch(request, max_bytes=12 * MIB)
+    assert fetched.version == Version(1, 5)
+    assert fetched.payload == handlers.published
+    assert {r.want for r in handlers.requests} == {Version(1, 5)}
+
+
+def test_fetch_gives_up_at_its_deadline(connect):
+    began = time.monotonic()
+    with pytest.raises(ConnectionLost, match=r"given up at byte 0, 1\.2 s after"):
+        connect("127.0.0.1:1", budget_s=0.2).fetch(fetch_request(), max_bytes=1)
+    assert time.monotonic() - began < 4
+
+
+def test_stalled_upload_is_broken_off_at_both_ends(
+    serve, connect, handlers, raw_channel, monkeypatch
+):
+    _, address = serve(budget_s=0.5)
+    never = threading.Event()
+    call = raw_channel(address).stream_unary("/diloco.Coordinator/Upload")
+    first = messages.encode(upload_start(10))
+    with pytest.raises(grpc.RpcError) as error:
+        call((p for p in (first, None) if p or never.wait()), timeout=WAIT_S)
+    assert error.value.code() is grpc.StatusCode.CANCELLED
+    handlers.next("abort")
+    never.set()
+
+    server_hangs = threading.Event()
+    monkeypatch.setattr(
+        handlers, "upload_end", lambda start: server_hangs.wait(WAIT_S) and False
+    )
+    client = connect(address, budget_s=0.5)
+    with pytest.raises(ConnectionLost):
+        client.upload(upload_start(10), bytes(10))
+    server_hangs.set()
+
+
+def test_transfers_beyond_the_places_are_busy_and_status_gets_through(
+    serve, connect, handlers, monkeypatch
+):
+    _, address = serve(max_islands=1, bulk_channels=1)
+    entered, leave = threading.Semaphore(0), threading.Event()
+    original = handlers.upload_end
+
+    def upload_end(start):
+        entered.release()
+        leave.wait(WAIT_S)
+        return original(start)
+
+    monkeypatch.setattr(handlers, "upload_end", upload_end)
+    client = connect(address, bulk_channels=2)
+    uploading = threading.Thread(
+        target=client.upload, args=(upload_start(2 * MIB), bytes(2 * MIB)), daemon=True
+    )
+    uploading.start()
+    for _ in range(2):
+        assert entered.acquire(timeout=WAIT_S)
+    with pytest.raises(Busy, match="transfers are taken"):
+        connect(address).upload(upload_start(10), bytes(10))
+    assert client.status(WAIT_S)["islands"]
+    assert client.probe().bytes_per_s > 0
+    leave.set()
+    uploading.join(WAIT_S)
+    assert not uploading.is_alive()
+
+
+def test_close_ends_running_transfers(serve, connect, handlers, monkeypatch):
+    _, address = serve()
+    handlers.published = bytes(12 * MIB)
+    dribble = Dribble(handlers, good=1)
+    monkeypatch.setattr("diloco_jax.wire.server.frames.chunks", dribble.chunks)
+    client = connect(address)
+    errors = []
+
+    def fetch():
+        try:
+            client.fetch(fetch_request(), max_bytes=12 * MIB)
+        except ConnectionLost as error:
+            errors.append(error)
+
+    fetching = threading.Thread(target=fetch, daemon=True)
+    fetching.start()
+    assert dribble.reached.acquire(timeout=WAIT_S)
+    began = time.monotonic()
+    client.close()
+    fetching.join(WAIT_S)
+    assert time.monotonic() - began < 5
+    assert errors
+    dribble.gone.set()
+    with pytest.raises(ConnectionLost, match="closed"):
+        client.fetch(fetch_request(), max_bytes=1)
+
+
+def test_stripes_tile_the_payload():
+    for total in (0, 1, MIB - 1, MIB, 3 * MIB + 1, 100 * MIB + 7):
+        cut = stripes(total, 4)
+        assert sum(size for _, size in cut) == total
+        assert [low for low, _ in cut] == [
+            sum(size for _, size in cut[:i]) for i in range(len(cut))
+        ]
+        assert len(cut) == 1 or min(size for _, size in cut) >= MIB
+        assert len(cut) <= 4

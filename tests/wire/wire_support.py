@@ -1,0 +1,136 @@
+"""Messages with every field filled in, and handlers that keep what they are given."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+from diloco_jax.policy.events import Version
+from diloco_jax.wire import messages
+from diloco_jax.wire.errors import VersionGone, WireError
+from diloco_jax.wire.server import FetchSource, Session
+
+WAIT_S = 20.0
+
+
+def hello(island: str = "a", **changes: Any) -> messages.Hello:
+    fields: dict[str, Any] = {
+        "run_id": "",
+        "fingerprint": "f",
+        "run": {},
+        "island": island,
+        "island_config": {},
+        "incarnation": 1,
+        "session": "s",
+        "environment": {},
+        "tokens_per_step": 1,
+        "sequences_per_step": 1,
+        "phase": "joining",
+        "steps": 0,
+        "step_seconds": 0.0,
+    }
+    return messages.Hello(**(fields | changes))
+
+
+def upload_start(total: int, **changes: Any) -> messages.UploadStart:
+    fields: dict[str, Any] = {
+        "run_id": "r",
+        "island": "a",
+        "incarnation": 1,
+        "session": "s",
+        "fragment": 3,
+        "tick": 7,
+        "offset": 0,
+        "length": total,
+        "total": total,
+    }
+    return messages.UploadStart(**(fields | changes))
+
+
+def fetch_request(**changes: Any) -> messages.FetchRequest:
+    fields: dict[str, Any] = {
+        "run_id": "r",
+        "island": "a",
+        "incarnation": 1,
+        "session": "s",
+        "fragment": 3,
+        "want": Version(1, 5),
+        "have": None,
+    }
+    return messages.FetchRequest(**(fields | changes))
+
+
+def report(steps: int) -> messages.Report:
+    return messages.Report(phase="training", steps=steps, step_seconds=0.5)
+
+
+class Recorder:
+    """Handlers that welcome everyone and store every upload in one buffer."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self.stored = bytearray()
+        self.published = b""
+        self.version = Version(1, 5)
+        self.refusal: WireError | None = None
+        self.requests: list[messages.FetchRequest] = []
+        self._lock = threading.Lock()
+        self._complete = 0
+
+    def connect(self, hello: messages.Hello, session: Session) -> None:
+        if self.refusal:
+            raise self.refusal
+        self.events.put(("connect", hello.island, session))
+        session.send(
+            messages.Welcome(
+                run_id="r", term=1, resumed=False, versions=(self.version,)
+            )
+        )
+
+    def receive(self, session: Session, message: Any) -> None:
+        self.events.put(("receive", session.hello.island, message))
+
+    def disconnect(self, session: Session) -> None:
+        self.events.put(("disconnect", session.hello.island, session))
+
+    def upload_begin(self, start: messages.UploadStart) -> memoryview:
+        if self.refusal:
+            raise self.refusal
+        with self._lock:
+            if len(self.stored) != start.total:
+                self.stored = bytearray(start.total)
+        return memoryview(self.stored)[start.offset : start.offset + start.length]
+
+    def upload_end(self, start: messages.UploadStart) -> bool:
+        with self._lock:
+            self._complete += start.length
+            complete = self._complete == start.total
+        self.events.put(("stripe", start.offset, start.length))
+        return complete
+
+    def upload_abort(self, start: messages.UploadStart) -> None:
+        self.events.put(("abort", start.offset))
+
+    def fetch(self, request: messages.FetchRequest) -> FetchSource:
+        self.requests.append(request)
+        if request.want != self.version:
+            raise VersionGone(f"want {request.want}, have {self.version}")
+        middle = len(self.published) // 3
+        view = memoryview(self.published)
+        return FetchSource(
+            version=self.version,
+            full=True,
+            count=0,
+            buffers=[view[:middle], view[middle:]],
+            total=len(view),
+        )
+
+    def status(self) -> dict[str, Any]:
+        return {"islands": {"a": {"state": "training"}}}
+
+    def next(self, kind: str) -> tuple[Any, ...]:
+        """The next event, which must be of this kind."""
+        event = self.events.get(timeout=WAIT_S)
+        assert event[0] == kind, event
+        return event[1:]
