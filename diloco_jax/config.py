@@ -186,6 +186,8 @@ class Placement:
     evaluate_every_steps: int = 0
     """Local steps between an island's own validation passes; 0 = none."""
     evaluate_batches: int = 8
+    baseline_learning_rate: float = 0.0
+    """Of `diloco run --baseline`, swept for its batch size; 0 = the inner one."""
     restarts: int = 5
     """Times that `diloco run` restarts one crashed process."""
     restart_delay_s: float = 1.0

@@ -1,0 +1,41 @@
+"""The first run: three unequal islands, one of which is killed and comes back.
+
+Purpose: see one model trained by a v6e slice and two v5p slices that differ in batch
+size and speed, and what it costs when one of them dies in mid-run.
+Cost: at the given step times 250 s of training on two CPU cores, after compilation;
+nothing is downloaded (the text is the Python standard library's own sources).
+Expected: the killed island merges again within a cycle of its return, and the others
+do not notice. The loss to expect is not recorded yet.
+Command: `diloco run configs/quickstart.py` (or `bash launch/local.sh`); with
+`--baseline` it is compared with plain training on as many tokens.
+"""
+
+from diloco_jax.config import (
+    Config,
+    InnerConfig,
+    IslandConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+)
+from diloco_jax.models.presets import preset
+
+
+def config() -> Config:
+    """The run."""
+    return Config(
+        run=RunConfig(
+            model=preset("2m"),
+            inner=InnerConfig(learning_rate=2e-3),
+            sync=SyncConfig(steps_per_cycle=12, fragments=6, quorum=2),
+            sequence_length=128,
+            total_tokens=1_200_000,
+        ),
+        islands={
+            # The step times leave the two cores of a laptop with slack.
+            "v6e": IslandConfig(batch_size=8, step_seconds=0.45, stands_for="v6e-16"),
+            "v5p-a": IslandConfig(batch_size=6, step_seconds=0.6, stands_for="v5p-8"),
+            "v5p-b": IslandConfig(batch_size=6, step_seconds=0.6, stands_for="v5p-8"),
+        },
+        placement=Placement(faults=("v5p-b@40:kill",)),
+    )

@@ -1,0 +1,329 @@
+"""The `diloco` command.
+
+Exit codes: 0 done, 2 bad arguments or config, 3 refused by the peer, 1 anything else.
+Results that programs read go to standard output (`--json`), all else to standard error.
+Nothing heavy is imported before a command needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+from diloco_jax.config import Config, ConfigError, Placement, suggest
+
+T = TypeVar("T")
+
+EXIT_FAILED, EXIT_CONFIG, EXIT_REFUSED = 1, 2, 3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        print(f"diloco {metadata.version('diloco-jax')}")
+        return 0
+    if name not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        return _fail(
+            f"no command {name!r}{suggest(name, list(COMMANDS))}; there are {known}",
+            EXIT_CONFIG,
+        )
+    from diloco_jax.cluster.cluster import ClusterError
+    from diloco_jax.wire.errors import Refused, SecurityError, WireError
+
+    try:
+        return COMMANDS[name][0](arguments[1:])
+    except (ConfigError, SecurityError) as error:
+        return _fail(str(error), EXIT_CONFIG)
+    except Refused as error:
+        return _fail(str(error), EXIT_REFUSED)
+    except ClusterError as error:
+        return _fail(str(error), error.exit_code)
+    except WireError as error:
+        return _fail(str(error), EXIT_FAILED)
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_FAILED)
+
+
+# ---- commands that take a config ------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """Of `diloco run`."""
+
+    baseline: bool = False
+    """Afterwards train the same model plainly on as many tokens, and compare."""
+    json: bool = False
+    """Print the summary to standard output as one JSON object."""
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """`diloco run CONFIG`: coordinator and all islands on this machine."""
+    path, config, options = _config_and_options("run", arguments, RunOptions())
+    from rich.console import Console
+
+    from diloco_jax.cluster.run import run
+
+    code, summary = run(config, path, Console(stderr=True), baseline=options.baseline)
+    if options.json:
+        print(json.dumps(summary))
+    return code
+
+
+@dataclasses.dataclass(frozen=True)
+class CoordinatorOptions:
+    """Of `diloco coordinator`."""
+
+    init: bool = False
+    """Begin a new run in WORKDIR; without it the run there goes on."""
+
+
+def coordinator_command(arguments: Sequence[str]) -> int:
+    """`diloco coordinator CONFIG --workdir DIR --bind HOST:PORT`."""
+    _, config, options = _config_and_options(
+        "coordinator", arguments, CoordinatorOptions()
+    )
+    workdir = _workdir(config)
+    from diloco_jax.coordinator.main import run
+    from diloco_jax.loading import resolve
+    from diloco_jax.observability.logs import setup_logging
+
+    setup_logging()
+    code: int = run(resolve(config), workdir, init=options.init)
+    return code
+
+
+@dataclasses.dataclass(frozen=True)
+class IslandOptions:
+    """Of `diloco island`."""
+
+    name: str = ""
+    """The island's name in the config."""
+    coordinator: str = ""
+    """HOST:PORT of the coordinator."""
+    incarnation: int = 0
+    """Number of this attempt, higher than any before; 0 = counted in WORKDIR."""
+
+
+def island_command(arguments: Sequence[str]) -> int:
+    """`diloco island CONFIG --name NAME --coordinator HOST:PORT --workdir DIR`."""
+    _, config, options = _config_and_options("island", arguments, IslandOptions())
+    workdir = _workdir(config)
+    from diloco_jax.island.environment import prepare_environment
+
+    for field in ("name", "coordinator"):
+        if not getattr(options, field):
+            raise ConfigError(f"--{field} is missing; see diloco island --help")
+    # Before anything imports jax.
+    prepare_environment(config.island(options.name).devices)
+    incarnation = options.incarnation
+    if not incarnation:
+        from diloco_jax.cluster.attempts import Attempts
+
+        workdir.mkdir(parents=True, exist_ok=True)
+        incarnation = Attempts(workdir / "attempts.json").next(options.name)
+    from diloco_jax.island.main import run
+    from diloco_jax.loading import resolve
+    from diloco_jax.observability.logs import setup_logging
+
+    setup_logging()
+    code: int = run(
+        resolve(config), options.name, options.coordinator, workdir, incarnation
+    )
+    return code
+
+
+def _config_and_options(
+    command: str, arguments: Sequence[str], options: T
+) -> tuple[str, Config, T]:
+    """CONFIG comes first, its path is returned; help needs none."""
+    from diloco_jax.loading import parse_options, read_config
+
+    prog = f"diloco {command} CONFIG"
+    if arguments and arguments[0] in ("-h", "--help"):
+        parse_options(Config(), ["--help"], options, prog)
+    if not arguments or arguments[0].startswith("-"):
+        raise ConfigError(
+            f"CONFIG comes first: {prog} [options], with the path to a configs/*.py"
+            f"{f'; found {arguments[0]!r}' if arguments else ''}"
+        )
+    path = arguments[0]
+    config, parsed = parse_options(
+        read_config(path), arguments[1:], options, f"diloco {command} {path}"
+    )
+    return path, config, parsed
+
+
+def _workdir(config: Config) -> Path:
+    if not config.placement.workdir:
+        raise ConfigError("--workdir is missing; give the folder of this run")
+    return Path(config.placement.workdir).absolute()
+
+
+# ---- commands that do not --------------------------------------------------------
+
+
+def status_command(arguments: Sequence[str]) -> int:
+    """`diloco status HOST:PORT or WORKDIR [--json]`."""
+    parser = _parser("status", "Shows who is alive, who takes part, and how far it is.")
+    parser.add_argument("target", metavar="HOST:PORT or WORKDIR")
+    parser.add_argument("--json", action="store_true", help="one object, on stdout")
+    parser.add_argument(
+        "--certificates", default="", metavar="DIR", help="made by `diloco certs`"
+    )
+    parser.add_argument(
+        "--insecure", action="store_true", help="ask a non-loopback address without TLS"
+    )
+    options = parser.parse_args(arguments)
+    from rich.console import Console
+
+    from diloco_jax.cluster.status import read_status
+    from diloco_jax.observability.report import closing_report
+    from diloco_jax.observability.terminal import render
+
+    placement = Placement(certificates=options.certificates, insecure=options.insecure)
+    status = read_status(options.target, placement)
+    if options.json:
+        print(json.dumps(status))
+    elif "wall_seconds" in status:
+        Console(stderr=True).print(
+            closing_report(status, {}), highlight=False, soft_wrap=True
+        )
+    else:
+        Console(stderr=True).print(render(status, None))
+    return 0
+
+
+def eval_command(arguments: Sequence[str]) -> int:
+    """`diloco eval WORKDIR [--json]`."""
+    parser = _parser("eval", "Loss of a run's final parameters on all validation text.")
+    parser.add_argument("workdir", type=Path, metavar="WORKDIR")
+    parser.add_argument("--json", action="store_true", help="one object, on stdout")
+    options = parser.parse_args(arguments)
+    from diloco_jax.loading import read_config_json
+
+    config = read_config_json(options.workdir / "config.json")
+    from diloco_jax.evaluation import run
+    from diloco_jax.observability.logs import setup_logging
+
+    setup_logging()
+    result = run(config, options.workdir)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        for name, value in result.items():
+            print(f"{name} {value}", file=sys.stderr)
+    return 0
+
+
+def certs_command(arguments: Sequence[str]) -> int:
+    """`diloco certs DIR --hosts NAME...`."""
+    parser = _parser("certs", "Makes a run's authority and certificates (mutual TLS).")
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument(
+        "--hosts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names and addresses at which islands reach the coordinator, besides "
+        "localhost",
+    )
+    parser.add_argument(
+        "--days", type=int, default=365, help="validity (default: %(default)s)"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--add", action="store_true", help="add hosts to the authority in DIR"
+    )
+    how.add_argument(
+        "--replace", action="store_true", help="replace the authority in DIR"
+    )
+    options = parser.parse_args(arguments)
+    from diloco_jax.wire.certificates import add_names, make_certificates
+
+    if options.add:
+        add_names(options.folder, options.hosts, options.days)
+    else:
+        make_certificates(
+            options.folder, options.hosts, options.days, replace=options.replace
+        )
+    print(
+        f"certificates in {options.folder}: give it to every process as "
+        f"--certificates, without ca.key",
+        file=sys.stderr,
+    )
+    return 0
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
+    "run": (
+        run_command,
+        "CONFIG [--workdir DIR] [--baseline] [options]",
+        "coordinator and all islands of CONFIG on this machine",
+    ),
+    "coordinator": (
+        coordinator_command,
+        "CONFIG --workdir DIR --bind HOST:PORT",
+        "the coordinator alone; --init begins a new run",
+    ),
+    "island": (
+        island_command,
+        "CONFIG --name NAME --coordinator HOST:PORT --workdir DIR",
+        "one island",
+    ),
+    "status": (
+        status_command,
+        "HOST:PORT or WORKDIR [--json]",
+        "who is alive, who takes part, versions, tokens, goodput",
+    ),
+    "eval": (
+        eval_command,
+        "WORKDIR [--json]",
+        "loss on the whole validation split",
+    ),
+    "certs": (
+        certs_command,
+        "DIR --hosts NAME... [--add]",
+        "certificates for mutual TLS",
+    ),
+}
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"diloco {command}", description=description, allow_abbrev=False
+    )
+
+
+def _help() -> str:
+    lines = ["usage: diloco COMMAND ...   (diloco COMMAND --help tells more)", ""]
+    for name, (_, usage, does) in COMMANDS.items():
+        lines += [f"  diloco {name} {usage}", f"      {does}"]
+    lines += [
+        "",
+        "CONFIG is a path to a configs/*.py file; options such as --sync.quorum 2 or",
+        "--islands.NAME.batch-size 4 override its fields.",
+        "Exit codes: 0 done, 2 bad arguments or config, 3 refused, 1 anything else.",
+    ]
+    return "\n".join(lines)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

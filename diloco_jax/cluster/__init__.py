@@ -1,0 +1,1 @@
+"""Coordinator and islands as processes of one machine: what `diloco run` does."""

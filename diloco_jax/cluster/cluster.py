@@ -1,0 +1,188 @@
+"""The processes of one run: start them, look after them, stop them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.cluster import commands
+from diloco_jax.cluster.attempts import Attempts
+from diloco_jax.cluster.interrupt import Interrupt
+from diloco_jax.cluster.processes import POLL_S, ManagedProcess, log_tail, wait_all
+from diloco_jax.config import Config
+from diloco_jax.deadlines import Deadlines
+
+ADDRESS_FILE = "coordinator.address"
+ALIVE = ("running", "restarting")
+
+
+class ClusterError(Exception):
+    """The run cannot start or go on: the process, why, and the end of its log."""
+
+    def __init__(self, process: ManagedProcess, what: str, exit_code: int = 1):
+        tail = "\n".join(f"  {line}" for line in log_tail(process.log, 15))
+        super().__init__(
+            f"{process.name} {what}{': ' if process.reason else ''}{process.reason}"
+            f"\n{process.log}:\n{tail or '  (empty)'}"
+        )
+        self.exit_code = exit_code
+
+
+class Cluster:
+    """Coordinator and islands. Call everything from the main thread."""
+
+    def __init__(self, config: Config, workdir: Path):
+        self.config = config
+        self.workdir = workdir
+        self.address = ""
+        """Where islands reach the coordinator; empty before it is up."""
+        self.outages = Outages()
+        self._deadlines = Deadlines(config.placement.time_budget_s)
+        self.coordinator = self._managed(
+            "coordinator", self._coordinator_command, commands.coordinator_environment()
+        )
+        self.islands: dict[str, ManagedProcess] = {}
+
+    def start(self, interrupt: Interrupt) -> None:
+        """Starts the coordinator and, once it has an address, the islands.
+
+        Raises ClusterError if the coordinator ends or says nothing for
+        `compile_budget_s`. Returns early, without islands, if interrupted.
+        """
+        self.coordinator.start()
+        deadline = time.monotonic() + self.config.placement.compile_budget_s
+        while not (address := self._read_address()):
+            if interrupt.count:
+                return
+            if self.coordinator.poll() != "running":
+                code = self.coordinator.exit_code
+                raise ClusterError(
+                    self.coordinator, "did not start", code if code in (2, 3) else 1
+                )
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    self.coordinator,
+                    f"wrote no {ADDRESS_FILE} within placement.compile_budget_s = "
+                    f"{self.config.placement.compile_budget_s:g} s",
+                )
+            interrupt.wait(POLL_S)
+        self.address = address
+        attempts = Attempts(self.workdir / "attempts.json")
+        for name in self.config.islands:
+
+            def command(start: int, name: str = name) -> list[str]:
+                return commands.island_command(
+                    self.workdir, name, self.address, attempts.next(name)
+                )
+
+            self.islands[name] = self._managed(
+                name, command, commands.island_environment()
+            )
+            self.islands[name].start()
+
+    def poll(self) -> bool:
+        """Looks after all processes; False once the coordinator has ended for good."""
+        for name, island in self.islands.items():
+            starts = island.starts
+            if island.poll() == "restarting" or island.starts != starts:
+                self.outages.down(name, time.monotonic())
+        return self.coordinator.poll() in ALIVE
+
+    def alone(self) -> bool:
+        """Whether no island is left, or ever will be."""
+        return not any(p.state in ALIVE for p in self.islands.values())
+
+    def stop(self, interrupt: Interrupt) -> None:
+        """Ends the islands, which say goodbye, then the coordinator, which sums up.
+
+        Within twice `stop_s`, and at once when a further signal arrives.
+        """
+        asked = interrupt.count
+        for group in (tuple(self.islands.values()), (self.coordinator,)):
+            for process in group:
+                process.stop()
+
+            def wait(seconds: float) -> None:
+                interrupt.wait(seconds)
+                if interrupt.count > asked:
+                    self.kill()
+
+            wait_all(group, self._deadlines.stop_s + 1, wait)
+
+    def kill(self) -> None:
+        """Ends everything now."""
+        for process in (*self.islands.values(), self.coordinator):
+            process.kill()
+
+    def overlay(self, status: Mapping[str, Any]) -> dict[str, Any]:
+        """The coordinator's status with what the launcher knows of its processes."""
+        known = status.get("islands", {})
+        islands = {name: {"state": "starting"} for name in self.islands}
+        islands |= {name: dict(island) for name, island in known.items()}
+        for name, process in self.islands.items():
+            if process.state in ("restarting", "refused", "failed"):
+                islands[name]["state"] = process.state
+        return {**status, "islands": islands}
+
+    def _coordinator_command(self, start: int) -> list[str]:
+        bind = self.config.placement.bind
+        if bind.endswith(":0") and self.address:
+            # The same port again: islands know no other.
+            bind = bind.removesuffix("0") + self.address.rpartition(":")[2]
+        return commands.coordinator_command(self.workdir, bind, init=start == 1)
+
+    def _read_address(self) -> str:
+        try:
+            return (self.workdir / ADDRESS_FILE).read_text().strip()
+        except OSError:
+            return ""
+
+    def _managed(
+        self,
+        name: str,
+        command: Callable[[int], list[str]],
+        environment: Mapping[str, str],
+    ) -> ManagedProcess:
+        return ManagedProcess(
+            name,
+            command,
+            self.workdir / "logs" / f"{name}.log",
+            environment=environment,
+            restarts=self.config.placement.restarts,
+            restart_delay_s=self.config.placement.restart_delay_s,
+            stop_s=self._deadlines.stop_s,
+        )
+
+
+class Outages:
+    """How long islands were away: from a crash to a step of the next incarnation."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, list[float]] = {}
+        self._down: dict[str, float] = {}
+        self._incarnation: dict[str, int] = {}
+
+    def down(self, name: str, now: float) -> None:
+        """The island's process is gone (may be said again while it is)."""
+        self._down.setdefault(name, now)
+
+    def observe(self, status: Mapping[str, Any], now: float) -> None:
+        """Ends the outages of islands that are seen doing steps again."""
+        for name, island in status.get("islands", {}).items():
+            incarnation = island.get("incarnation", 0)
+            if name not in self._down:
+                self._incarnation[name] = incarnation
+            elif incarnation > self._incarnation.get(name, 0) and island.get("steps"):
+                away = now - self._down.pop(name)
+                self._seconds.setdefault(name, []).append(away)
+                self._incarnation[name] = incarnation
+
+    def by_island(self) -> dict[str, list[float | None]]:
+        """Seconds of each outage; None for one that did not end."""
+        names = [*self._seconds, *(n for n in self._down if n not in self._seconds)]
+        return {
+            name: [*self._seconds.get(name, ()), *([None] * (name in self._down))]
+            for name in names
+        }

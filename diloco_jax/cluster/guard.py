@@ -1,0 +1,28 @@
+"""Becomes the command after binding its life to the launcher's: PARENT_PID COMMAND...
+
+Run as a script, on Linux: the kernel kills the process when the launcher's main thread
+ends, which survives the exec. (Doing this between fork and exec in the launcher itself
+is not safe once it has threads.)
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Never returns."""
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        sys.exit(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != parent:  # it died before the line above
+        sys.exit("the launcher is gone")
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""`diloco run`: a whole run on this machine, from workdir to closing report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from diloco_jax.cluster import commands
+from diloco_jax.cluster.cluster import Cluster, ClusterError
+from diloco_jax.cluster.interrupt import Interrupt
+from diloco_jax.cluster.processes import kill_group, log_tail, start_child
+from diloco_jax.cluster.status import status_client
+from diloco_jax.config import Config, ConfigError
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.faults import parse_faults
+from diloco_jax.loading import read_config_json, resolve, write_config_json, write_json
+from diloco_jax.observability.report import closing_report, comparison
+from diloco_jax.observability.terminal import LINE_EVERY_S, Dashboard
+from diloco_jax.wire import addresses
+from diloco_jax.wire.client import Client
+from diloco_jax.wire.errors import WireError
+from diloco_jax.wire.tls import Role, TlsFiles
+
+logger = logging.getLogger(__name__)
+
+STATUS_EVERY_S = 1.0
+LOOP_S = 0.2
+EXIT_DONE, EXIT_FAILED = 0, 1
+ROLES: tuple[Role, ...] = ("coordinator", "island")
+# Any of these means that a workdir belongs to a run.
+RUN_FILES = ("config.json", "tape.jsonl", "summary.json", "attempts.json")
+
+
+def run(
+    config: Config, config_path: str, console: Console, *, baseline: bool
+) -> tuple[int, dict[str, Any]]:
+    """Runs it; returns the exit code and the summary (empty if there is none).
+
+    Progress and report go to `console`. Raises ConfigError or SecurityError before
+    anything is started, and ClusterError if the run cannot start.
+    """
+    _check_placement(config)
+    config = create_workdir(resolve(config), config_path)
+    workdir = Path(config.placement.workdir)
+    console.print(f"{len(config.islands)} islands, workdir {workdir}", highlight=False)
+    with Interrupt() as interrupt:
+        cluster = Cluster(config, workdir)
+        try:
+            code = _supervise(cluster, console, interrupt)
+        finally:
+            cluster.kill()
+        summary = _read_summary(workdir)
+        if code == EXIT_DONE and summary:
+            code = _evaluate(config, workdir, summary, console, interrupt)
+    if not summary:
+        console.print(f"no summary: see {workdir / 'logs'}", highlight=False)
+        return code or EXIT_FAILED, {}
+    report = closing_report(summary, cluster.outages.by_island())
+    console.print(f"\n{report}", highlight=False, soft_wrap=True)
+    if baseline and code == EXIT_DONE:
+        from diloco_jax.baseline import run as run_baseline
+
+        summary["baseline"] = run_baseline(config, _baseline_lines(console))
+        write_json(summary, workdir / "summary.json")
+        text = comparison(summary, summary["baseline"])
+        console.print(f"\n{text}", highlight=False, soft_wrap=True)
+    return code, summary
+
+
+def create_workdir(config: Config, config_path: str) -> Config:
+    """Makes the run's folder and writes the resolved `config.json` into it.
+
+    Returns the config with an absolute workdir. Raises ConfigError, and changes
+    nothing, if the folder holds a run already.
+    """
+    placement = config.placement
+    name = f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    workdir = Path(placement.workdir or Path("runs") / name).absolute()
+    if any((workdir / file).exists() for file in RUN_FILES):
+        raise ConfigError(
+            f"workdir {workdir} holds another run ({_describe(workdir)}); this one is "
+            f"{config_path} with fingerprint {config.run.fingerprint()}: give another "
+            f"--workdir, or remove that folder"
+        )
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make workdir {workdir}: {error.strerror}; give another --workdir"
+        ) from error
+    config = _with_absolute_paths(config, workdir)
+    write_config_json(config, workdir / "config.json")
+    return config
+
+
+def _with_absolute_paths(config: Config, workdir: Path) -> Config:
+    """The config as it is read from any folder."""
+    placement, data = config.placement, config.run.data
+    placement = dataclasses.replace(
+        placement,
+        workdir=str(workdir),
+        certificates=placement.certificates and _absolute(placement.certificates),
+    )
+    data = dataclasses.replace(data, paths=tuple(_absolute(p) for p in data.paths))
+    run = dataclasses.replace(config.run, data=data)
+    return dataclasses.replace(config, run=run, placement=placement)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def _check_placement(config: Config) -> None:
+    placement = config.placement
+    parse_faults(placement.faults, config.islands)
+    folder = placement.certificates
+    addresses.require_tls(placement.bind, tls=bool(folder), insecure=placement.insecure)
+    if folder:
+        for role in ROLES:
+            TlsFiles.load(folder, role)
+
+
+def _supervise(cluster: Cluster, console: Console, interrupt: Interrupt) -> int:
+    """Starts, watches and stops the processes; the exit code of the run so far."""
+    try:
+        cluster.start(interrupt)
+    except ClusterError:
+        # Nothing has run: the workdir may be used again.
+        (cluster.workdir / "config.json").unlink(missing_ok=True)
+        raise
+    if not interrupt.count:
+        client = status_client(cluster.address, cluster.config.placement)
+        try:
+            _watch(cluster, client, console, interrupt)
+        finally:
+            client.close()
+    if interrupt.count:
+        console.print("ending: islands say goodbye, the coordinator sums up")
+        cluster.stop(interrupt)
+        return EXIT_FAILED
+    cluster.stop(interrupt)
+    return _exit_code(cluster, console)
+
+
+def _watch(
+    cluster: Cluster, client: Client, console: Console, interrupt: Interrupt
+) -> None:
+    """Until the coordinator has ended, no island is left, or somebody interrupts."""
+    deadlines = Deadlines(cluster.config.placement.time_budget_s)
+    next_status_s = 0.0
+    give_up_s = float("inf")
+    with Dashboard(console) as dashboard:
+        while cluster.poll() and not interrupt.count:
+            now = time.monotonic()
+            if now > give_up_s:
+                return
+            if not cluster.alone():
+                give_up_s = float("inf")
+            elif give_up_s == float("inf"):
+                # Islands leave a little before a coordinator that sums up.
+                give_up_s = now + deadlines.flush_s
+            if now >= next_status_s:
+                next_status_s = now + STATUS_EVERY_S
+                try:
+                    status = client.status(STATUS_EVERY_S)
+                except WireError as error:  # it may be restarting
+                    logger.debug("no status: %s", error)
+                else:
+                    cluster.outages.observe(status, now)
+                    dashboard.show(cluster.overlay(status), now)
+            interrupt.wait(LOOP_S)
+
+
+def _exit_code(cluster: Cluster, console: Console) -> int:
+    for process in (*cluster.islands.values(), cluster.coordinator):
+        if process.state in ("refused", "failed"):
+            console.print(
+                f"{process.name} {process.state}: {process.reason} ({process.log})",
+                highlight=False,
+                soft_wrap=True,
+                markup=False,
+            )
+    if cluster.coordinator.state == "done" and any(
+        island.state == "done" for island in cluster.islands.values()
+    ):
+        return EXIT_DONE
+    refused = all(island.state == "refused" for island in cluster.islands.values())
+    return 3 if refused else EXIT_FAILED
+
+
+def _evaluate(
+    config: Config,
+    workdir: Path,
+    summary: dict[str, Any],
+    console: Console,
+    interrupt: Interrupt,
+) -> int:
+    """Adds the validation loss to the summary; the exit code."""
+    log = workdir / "logs" / "eval.log"
+    console.print("evaluating on the whole validation split", highlight=False)
+    with log.open("ab") as stderr:
+        process = start_child(
+            commands.eval_command(workdir),
+            commands.coordinator_environment(),
+            subprocess.PIPE,
+            stderr,
+        )
+    deadline = time.monotonic() + config.placement.compile_budget_s
+    output = b""
+    while not interrupt.count and time.monotonic() < deadline:
+        try:
+            output, _ = process.communicate(timeout=LOOP_S)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    if process.poll() is None:
+        kill_group(process)
+        process.communicate()
+    if process.returncode != 0:
+        tail = "\n".join(f"  {line}" for line in log_tail(log, 15))
+        console.print(
+            f"evaluation ended with code {process.returncode}\n{log}:\n{tail}",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+        )
+        return EXIT_FAILED
+    summary.update(json.loads(output))
+    write_json(summary, workdir / "summary.json")
+    return EXIT_DONE
+
+
+def _baseline_lines(console: Console) -> Callable[[int, int, float], None]:
+    """Told of every step of the baseline, prints a line now and then."""
+    next_line_s = 0.0
+
+    def report(tokens: int, total_tokens: int, loss: float) -> None:
+        nonlocal next_line_s
+        if time.monotonic() >= next_line_s:
+            next_line_s = time.monotonic() + LINE_EVERY_S
+            console.print(
+                f"baseline {tokens / total_tokens:.0%} of {total_tokens:,} tokens, "
+                f"loss {loss:.3f}",
+                highlight=False,
+            )
+
+    return report
+
+
+def _read_summary(workdir: Path) -> dict[str, Any]:
+    try:
+        summary: dict[str, Any] = json.loads((workdir / "summary.json").read_bytes())
+    except FileNotFoundError:
+        return {}
+    return summary
+
+
+def _describe(workdir: Path) -> str:
+    try:
+        fingerprint = read_config_json(workdir / "config.json").run.fingerprint()
+    except ConfigError:
+        return "its config.json cannot be read"
+    return f"fingerprint {fingerprint}"

@@ -1,0 +1,65 @@
+"""The state of a run, from its coordinator or from what it left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.cluster.cluster import ADDRESS_FILE
+from diloco_jax.config import ConfigError, Placement
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.loading import read_config_json
+from diloco_jax.wire.client import Client
+from diloco_jax.wire.errors import ConnectionLost
+from diloco_jax.wire.tls import TlsFiles
+
+
+def status_client(address: str, placement: Placement) -> Client:
+    """A connection for `status()` alone; close it."""
+    folder = placement.certificates
+    return Client(
+        address,
+        tls=TlsFiles.load(folder, "island") if folder else None,
+        deadlines=Deadlines(placement.time_budget_s),
+        bulk_channels=0,
+        insecure=placement.insecure,
+    )
+
+
+def read_status(target: str, placement: Placement) -> dict[str, Any]:
+    """Status of the run at a coordinator's HOST:PORT, or in a workdir.
+
+    A workdir whose coordinator is gone gives its summary, with `phase` "done" (or
+    ConnectionLost if it left none). Its own placement counts, not the one given.
+    """
+    workdir = Path(target)
+    if not workdir.is_dir():
+        if ":" not in target:
+            raise ConfigError(
+                f"{target!r} is no folder and not HOST:PORT; give a run's workdir or "
+                f"its coordinator's address"
+            )
+        return _ask(target, placement)
+    address_file, summary_file = workdir / ADDRESS_FILE, workdir / "summary.json"
+    if not address_file.exists() and not summary_file.exists():
+        raise ConfigError(
+            f"{workdir} has neither {ADDRESS_FILE} nor summary.json: no run was "
+            f"started there, or its coordinator is not up yet"
+        )
+    if address_file.exists():
+        config = read_config_json(workdir / "config.json")
+        try:
+            return _ask(address_file.read_text().strip(), config.placement)
+        except ConnectionLost:
+            if not summary_file.exists():
+                raise
+    return {"phase": "done", **json.loads(summary_file.read_bytes())}
+
+
+def _ask(address: str, placement: Placement) -> dict[str, Any]:
+    client = status_client(address, placement)
+    try:
+        return client.status(Deadlines(placement.time_budget_s).connect_s)
+    finally:
+        client.close()

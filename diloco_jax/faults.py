@@ -1,0 +1,100 @@
+"""Faults to inject, named by who and at which step: `WHO@STEP:ACTION`.
+
+WHO is an island (`v5p-a`; `v5p-a#2` for its second incarnation) or `coordinator`.
+STEP counts an incarnation's own inner steps; for the coordinator, its merges. ACTION
+is `kill` (SIGKILL, as a preempted or crashed host) or `pauseS` (SIGSTOP for S
+seconds, as a stalled one).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+
+from diloco_jax.config import ConfigError, suggest
+
+COORDINATOR = "coordinator"
+
+_FORMS = "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS' or 'NAME#INCARNATION@STEP:...'"
+_PATTERN = re.compile(
+    r"(?P<who>[^@#]+)(?:#(?P<incarnation>[1-9]\d*))?@(?P<step>\d+):"
+    r"(?:(?P<kill>kill)|pause(?P<pause>\d+(?:\.\d+)?))"
+)
+# Detached, so that it lives on while its parent is stopped.
+_WAKE = "import os,signal,sys,time;time.sleep({s});os.kill({pid},signal.SIGCONT)"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault. `pause_s` is None for a kill."""
+
+    who: str
+    incarnation: int
+    step: int
+    pause_s: float | None
+
+    def strike(self) -> None:
+        """Does it to this process; returns after a pause, and never from a kill."""
+        if self.pause_s is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return
+        subprocess.Popen(
+            [sys.executable, "-c", _WAKE.format(s=self.pause_s, pid=os.getpid())],
+            start_new_session=True,
+        )
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@dataclasses.dataclass(frozen=True)
+class Faults:
+    """The faults of one process, or of all of them before `for_who`."""
+
+    faults: tuple[Fault, ...] = ()
+
+    def for_who(self, name: str, incarnation: int = 1) -> Faults:
+        """Those that strike this incarnation of an island (or `coordinator`)."""
+        return Faults(
+            tuple(
+                fault
+                for fault in self.faults
+                if (fault.who, fault.incarnation) == (name, incarnation)
+            )
+        )
+
+    def fire(self, step: int) -> None:
+        """Strikes if a fault is set for this step. Call it once per step."""
+        for fault in self.faults:
+            if fault.step == step:
+                fault.strike()
+
+
+def parse_faults(texts: Iterable[str], islands: Iterable[str]) -> Faults:
+    """The faults that `texts` describe; ConfigError on an unknown form or name."""
+    known = [*islands, COORDINATOR]
+    return Faults(tuple(_parse(text, known) for text in texts))
+
+
+def _parse(text: str, known: list[str]) -> Fault:
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"placement.faults has {text!r}; the forms are {_FORMS}, "
+            f"as in 'v5p-a@40:pause15'"
+        )
+    who = match["who"]
+    if who not in known:
+        raise ConfigError(
+            f"placement.faults has {text!r}, but there is no {who!r}"
+            f"{suggest(who, known)}; known are {', '.join(known)}"
+        )
+    return Fault(
+        who=who,
+        incarnation=int(match["incarnation"] or 1),
+        step=int(match["step"]),
+        pause_s=float(match["pause"]) if match["pause"] else None,
+    )

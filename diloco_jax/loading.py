@@ -1,0 +1,200 @@
+"""From a path and command-line options to a `Config`, and to `config.json` and back.
+
+A configs file is a Python file with a function `config()` that returns a `Config`.
+Options override single fields: those of `RunConfig` and `Placement` by their names
+(`--sync.quorum 2`, `--workdir runs/x`), an island's as `--islands.NAME.batch-size 4`.
+Where a path to a config is asked for, the `config.json` of a run will do as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import runpy
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    IslandConfig,
+    Placement,
+    RunConfig,
+    suggest,
+)
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """A command without options of its own."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config at `path` with the fields named in `overrides` replaced, validated.
+
+    Raises ConfigError; an unknown or malformed option ends the process with code 2
+    and a suggestion on standard error, as argument parsers do.
+    """
+    return parse_options(
+        read_config(path), overrides, NoOptions(), f"diloco run {path}"
+    )[0]
+
+
+def parse_options(
+    config: Config, arguments: Sequence[str], options: T, prog: str
+) -> tuple[Config, T]:
+    """As `load_config`, with a command's own options beside the config's fields.
+
+    options: a dataclass instance whose fields, with their values as defaults, become
+    options of the same names. prog: what the help calls the command.
+    """
+    import tyro
+
+    bare = tyro.conf.arg(name="")
+    parsed_type = dataclasses.make_dataclass(
+        "Options",
+        [
+            ("own", Annotated[type(options), bare]),
+            ("run", Annotated[RunConfig, bare]),
+            ("islands", dict[str, IslandConfig]),
+            ("placement", Annotated[Placement, bare]),
+        ],
+        frozen=True,
+    )
+    parsed: Any = tyro.cli(
+        parsed_type,
+        prog=prog,
+        description="Options override what the config says.",
+        args=list(arguments),
+        default=parsed_type(options, config.run, config.islands, config.placement),
+    )
+    config = Config(run=parsed.run, islands=parsed.islands, placement=parsed.placement)
+    return config.validate(), parsed.own
+
+
+def read_config(path: str | Path) -> Config:
+    """The `Config` of a configs file or `config.json`, as it stands there."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"no config file {str(path)!r}{_suggest_file(path)}; give the path to a "
+            f"configs/*.py file or to a run's config.json"
+        )
+    if path.suffix == ".json":
+        return read_config_json(path)
+    if path.suffix != ".py":
+        raise ConfigError(
+            f"{str(path)!r} is neither a .py file nor a config.json; give the path to "
+            f"a configs/*.py file"
+        )
+    try:
+        names = runpy.run_path(str(path))
+    except Exception as error:
+        raise ConfigError(
+            f"{path} cannot be executed: {type(error).__name__}: {error}"
+        ) from error
+    make = names.get("config")
+    if not callable(make):
+        raise ConfigError(
+            f"{path} defines no function config(); add `def config() -> Config: ...`"
+        )
+    try:
+        config = make()
+    except Exception as error:
+        raise ConfigError(
+            f"config() of {path} failed: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"config() of {path} returned {type(config).__name__}; it must return a "
+            f"diloco_jax.config.Config"
+        )
+    return config
+
+
+def resolve(config: Config) -> Config:
+    """Fills in what a run decides once: the corpus digest and the outer optimizer.
+
+    Fields that are set are left alone, so resolving twice changes nothing. Reads the
+    corpus if its digest is not known; raises ConfigError if it cannot.
+    """
+    run = config.run
+    if not run.data.digest:
+        from diloco_jax.data.corpus import load_corpus
+
+        corpus = load_corpus(run.data.paths, run.data.validation_fraction)
+        data = dataclasses.replace(run.data, digest=corpus.digest)
+        run = dataclasses.replace(run, data=data)
+    outer = run.outer
+    if None in (outer.optimizer, outer.learning_rate, outer.momentum):
+        from diloco_jax.core.outer import preset
+
+        chosen = preset(config.merges_per_fragment(), len(config.islands))
+        missing = {
+            name: getattr(chosen, name)
+            for name in ("optimizer", "learning_rate", "momentum")
+            if getattr(outer, name) is None
+        }
+        run = dataclasses.replace(run, outer=dataclasses.replace(outer, **missing))
+    return dataclasses.replace(config, run=run)
+
+
+def write_config_json(config: Config, path: str | Path) -> None:
+    """Writes all fields, those local to this machine included, atomically."""
+    write_json(dataclasses.asdict(config), path)
+
+
+def read_config_json(path: str | Path) -> Config:
+    """What `write_config_json` wrote; ConfigError on unknown fields or wrong types."""
+    path = Path(path)
+    try:
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    _refuse_unknown(Config, fields, "", path)
+    try:
+        return msgspec.convert(fields, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def write_json(value: Mapping[str, Any], path: str | Path) -> None:
+    """Writes JSON so that the file is, at any moment, the old one or the new one."""
+    path = Path(path)
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with scratch.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def _refuse_unknown(expected: Any, value: Any, where: str, path: Path) -> None:
+    """Walks dataclasses and dicts of them; other values are msgspec's to check."""
+    if typing.get_origin(expected) is dict and isinstance(value, dict):
+        for name, item in value.items():
+            _refuse_unknown(typing.get_args(expected)[1], item, f"{where}{name}.", path)
+    if not dataclasses.is_dataclass(expected) or not isinstance(value, dict):
+        return
+    known = typing.get_type_hints(expected)
+    for name, item in value.items():
+        if name not in known:
+            raise ConfigError(
+                f"{path} has an unknown field {where}{name}"
+                f"{suggest(name, known)}; remove or rename it"
+            )
+        _refuse_unknown(known[name], item, f"{where}{name}.", path)
+
+
+def _suggest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return ""
+    return suggest(path.name, sorted(p.name for p in path.parent.glob("*.py")))

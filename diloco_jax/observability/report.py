@@ -1,0 +1,95 @@
+"""What a newcomer wants to know when a run is over, from its summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diloco_jax.observability.terminal import bytes_text, duration_text
+
+
+def closing_report(
+    summary: Mapping[str, Any], outages: Mapping[str, Sequence[float | None]]
+) -> str:
+    """Lines of plain text. outages: seconds away, by island, one per outage;
+    None for one that did not end."""
+    islands: Mapping[str, Mapping[str, Any]] = summary.get("islands", {})
+    lines = [
+        _result(summary),
+        f"goodput {summary.get('goodput', 0):.3f}, uptime "
+        f"{summary.get('uptime', 0):.1%}, {summary.get('merges', 0):,} merges in "
+        f"{duration_text(summary.get('wall_seconds', 0))}; "
+        f"{bytes_text(summary.get('bytes_up', 0))} up, "
+        f"{bytes_text(summary.get('bytes_down', 0))} down, "
+        f"{bytes_text(summary.get('bytes_join', 0))} for joins",
+        "",
+        "tokens      computed      merged        lost   in flight  share of merged",
+    ]
+    total = max(1, summary.get("tokens_merged", 0))
+    for name, island in [*islands.items(), ("total", summary)]:
+        merged = island.get("tokens_merged", 0)
+        lines.append(
+            f"{name:<8} {island.get('tokens_computed', 0):>11,} {merged:>11,} "
+            f"{_lost(island):>11,} {island.get('tokens_in_flight', 0):>11,}"
+            f"  {merged / total:>15.1%}"
+        )
+    cost = _outage_lines(islands, outages)
+    return "\n".join([*lines, *([""] if cost else []), *cost])
+
+
+def comparison(summary: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
+    """One sentence on the run and plain training on as many tokens."""
+    ours, theirs = summary.get("eval_loss"), baseline.get("eval_loss")
+    if ours is None or theirs is None:
+        return "no comparison: an evaluation is missing"
+    return (
+        f"plain data-parallel training on {baseline.get('tokens', 0):,} tokens "
+        f"(learning rate {baseline.get('learning_rate', 0):g}): loss {theirs:.4f}; "
+        f"this run {ours:.4f}, {ours / theirs - 1:+.1%}"
+    )
+
+
+def _result(summary: Mapping[str, Any]) -> str:
+    loss, bits = summary.get("eval_loss"), summary.get("eval_bits_per_byte")
+    if loss is None:
+        return "not evaluated"
+    per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
+    return f"validation loss {loss:.4f} nats per token{per_byte}"
+
+
+def _outage_lines(
+    islands: Mapping[str, Mapping[str, Any]],
+    outages: Mapping[str, Sequence[float | None]],
+) -> list[str]:
+    """What each victim's outages cost it, and what they cost the others."""
+    victims = [
+        name
+        for name, island in islands.items()
+        if island.get("joins", 1) > 1 or outages.get(name)
+    ]
+    lines = []
+    for name in victims:
+        island = islands[name]
+        seen = outages.get(name, ())
+        away = ", ".join("to the end" if s is None else f"for {s:.1f} s" for s in seen)
+        times = max(1, len(seen), island.get("joins", 1) - 1)
+        lost = _lost(island)
+        share = lost / max(1, island.get("tokens_computed", 0))
+        lines.append(
+            f"{name} went away {times} time(s)"
+            f"{f' ({away})' if away else ''}: it lost {lost:,} tokens of its own, "
+            f"{share:.1%} of what it computed"
+        )
+    others = [name for name in islands if name not in victims]
+    if victims and others:
+        lines.append("the others' longest gap between two steps:")
+    for name in others if victims else []:
+        median = islands[name].get("median_step_seconds", 0)
+        gap = islands[name].get("max_step_gap_seconds", 0)
+        ratio = f" = {gap / median:.1f} medians of {median:.3f} s" if median else ""
+        lines.append(f"  {name:<8} {gap:.3f} s{ratio}")
+    return lines
+
+
+def _lost(tokens: Mapping[str, Any]) -> int:
+    return int(sum(tokens.get("tokens_lost", {}).values()))

@@ -1,0 +1,145 @@
+"""Append-only JSON lines: the tape, whose lines are chained by hash, and plain ones.
+
+Every line of a tape carries `prev`, the first 16 hex digits of the SHA-256 of the line
+before it (without its newline; empty on the first line), so that a line which is
+missing, altered or out of order is found and named. What nobody can see is a tape that
+ends early.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+logger = logging.getLogger(__name__)
+
+BLOCK_BYTES = 1 << 16
+
+
+class TapeError(ValueError):
+    """A tape that is not what was written: names the line and both hashes."""
+
+
+class JsonLines:
+    """Appends JSON objects to a file, one flushed line each.
+
+    A line that a crash left unfinished is cut off when the file is opened again;
+    `cut_bytes` says how much that was. Use from one thread at a time.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = self.path.open("ab")
+        self.cut_bytes = _cut_torn_line(self.path)
+        if self.cut_bytes:
+            logger.warning(
+                "%s ended in an unfinished line; its %d bytes are cut off",
+                self.path,
+                self.cut_bytes,
+            )
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Writes the record as one line and hands it to the operating system."""
+        self._write(_line(record))
+
+    def close(self) -> None:
+        """Closes the file; appending afterwards is an error."""
+        self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        self._file.write(line + b"\n")
+        self._file.flush()
+
+
+class Tape(JsonLines):
+    """JSON lines of which each names the hash of the one before."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        last = _last_line(self.path)
+        self._prev = _digest(last) if last is not None else ""
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Writes the record, `prev` added; ValueError if it has a `prev` of its own."""
+        if "prev" in record:
+            raise ValueError(f"a tape record cannot have a field 'prev': {record!r}")
+        line = _line({**record, "prev": self._prev})
+        self._write(line)
+        self._prev = _digest(line)
+
+
+def read_tape(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The records of a tape in order, without `prev`, each checked before it is given.
+
+    An unfinished last line (its writer is at work, or died) is left out. Raises
+    TapeError with the number of the first line that is not JSON or does not follow
+    the one before it.
+    """
+    expected = ""
+    with Path(path).open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.endswith(b"\n"):
+                return
+            line = raw[:-1]
+            try:
+                record = json.loads(line)
+                prev = record.pop("prev")
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
+                raise TapeError(
+                    f"{path}, line {number}: not a record of a tape ({error!r}); "
+                    f"what follows cannot be trusted"
+                ) from error
+            if prev != expected:
+                raise TapeError(
+                    f"{path}, line {number}: it follows a line with hash "
+                    f"{prev or 'none'}, but the line before it has "
+                    f"{expected or 'none'}: line {max(1, number - 1)} was altered, or "
+                    f"lines before {number} are missing or out of order; what follows "
+                    f"cannot be trusted"
+                )
+            expected = _digest(line)
+            yield record
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode()
+
+
+def _digest(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()[:16]
+
+
+def _cut_torn_line(path: Path) -> int:
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        keep = _after_last_newline(file, size)
+        file.truncate(keep)
+    return size - keep
+
+
+def _last_line(path: Path) -> bytes | None:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            return None
+        start = _after_last_newline(file, size - 1)
+        file.seek(start)
+        return file.read(size - 1 - start)
+
+
+def _after_last_newline(file: BinaryIO, end: int) -> int:
+    """Offset just after the last newline before `end`; 0 if there is none."""
+    while end > 0:
+        start = max(0, end - BLOCK_BYTES)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0

@@ -1,0 +1,167 @@
+"""What people see of a run while it goes on: one row per island, and how far it is.
+
+Everything is drawn from the coordinator's status alone. On a terminal the table stays
+in place; elsewhere a line is written now and then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+LINE_EVERY_S = 10.0
+ALERTS_SHOWN = 3
+STATE_STYLES = {
+    "training": "green",
+    "compiling": "cyan",
+    "joining": "cyan",
+    "starting": "cyan",
+    "stopped": "dim",
+    "restarting": "yellow",
+    "absent": "yellow",
+    "refused": "red",
+    "failed": "red",
+}
+
+
+def render(status: Mapping[str, Any], seconds_left: float | None) -> RenderableType:
+    """The live view: table of islands, progress bar, latest alerts."""
+    bar = ProgressBar(total=1.0, completed=_number(status, "progress"))
+    headline = Text(_headline(status, seconds_left))
+    alerts = [
+        Text(f"! {text}", style="yellow")
+        for text in status.get("alerts", [])[-ALERTS_SHOWN:]
+    ]
+    return Group(island_table(status), bar, headline, *alerts)
+
+
+def island_table(status: Mapping[str, Any]) -> Table:
+    """One row per island."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("island", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    islands = status.get("islands", {})
+    # Eighty columns hold it only where somebody evaluates.
+    evaluated = any(_loss(i, "eval_loss") != "-" for i in islands.values())
+    losses = ("loss", "eval") if evaluated else ("loss",)
+    for name in ("step", "tok/s", *losses, "part.", "version", "up", "down"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, island in islands.items():
+        state = str(island.get("state", ""))
+        attempt = island.get("incarnation", 1)
+        table.add_row(
+            name,
+            Text(
+                f"{state} #{attempt}" if attempt > 1 else state,
+                style=STATE_STYLES.get(state, ""),
+            ),
+            f"{int(_number(island, 'steps')):,}",
+            f"{_number(island, 'tokens_per_second'):,.0f}",
+            _loss(island, "loss"),
+            *([_loss(island, "eval_loss")] if evaluated else []),
+            f"{_number(island, 'participation'):.0%}",
+            str(island.get("version", "-")),
+            bytes_text(_number(island, "bytes_up")),
+            bytes_text(_number(island, "bytes_down")),
+        )
+    return table
+
+
+def line(status: Mapping[str, Any], seconds_left: float | None) -> str:
+    """The same in one line, for logs and pipes."""
+    islands = ", ".join(
+        f"{name} {island.get('state', '')} {int(_number(island, 'steps')):,}"
+        f" loss {_loss(island, 'loss')}"
+        for name, island in status.get("islands", {}).items()
+    )
+    return f"{_headline(status, seconds_left)} | {islands}"
+
+
+class Dashboard:
+    """Shows each status it is given; a context manager."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._live = Live(
+            console=console, auto_refresh=False, transient=False, screen=False
+        )
+        self._began: tuple[float, float] | None = None
+        self._next_line_s = 0.0
+
+    def __enter__(self) -> Dashboard:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def show(self, status: Mapping[str, Any], now: float) -> None:
+        """Draws the status; `now` is on any clock of seconds."""
+        left = self.seconds_left(_number(status, "progress"), now)
+        if self._console.is_terminal:
+            self._live.update(render(status, left), refresh=True)
+        elif now >= self._next_line_s:
+            self._next_line_s = now + LINE_EVERY_S
+            self._console.print(line(status, left), soft_wrap=True, highlight=False)
+
+    def seconds_left(self, progress: float, now: float) -> float | None:
+        """By the mean speed since the first progress; None as long as there is none."""
+        if self._began is None:
+            if progress > 0:
+                self._began = (now, progress)
+            return None
+        began, at = self._began
+        if progress <= at:
+            return None
+        return max(0.0, 1 - progress) * (now - began) / (progress - at)
+
+
+def bytes_text(count: float) -> str:
+    """`12.3 MB`; decimal units, as bandwidths have."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def duration_text(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _headline(status: Mapping[str, Any], seconds_left: float | None) -> str:
+    left = "" if seconds_left is None else f" | {duration_text(seconds_left)} left"
+    return (
+        f"{status.get('phase', 'starting')} {_number(status, 'progress'):.0%} of "
+        f"{int(_number(status, 'total_tokens')):,} tokens"
+        f" | {int(_number(status, 'merges')):,} merges"
+        f" | goodput {_number(status, 'goodput'):.2f}{left}"
+    )
+
+
+def _number(values: Mapping[str, Any], name: str) -> float:
+    """0 for what is not known yet (NaN travels as null in JSON)."""
+    value = values.get(name)
+    return float(value) if value is not None and math.isfinite(value) else 0.0
+
+
+def _loss(values: Mapping[str, Any], name: str) -> str:
+    value = values.get(name)
+    return "-" if value is None or not math.isfinite(value) else f"{value:.3f}"

@@ -1,0 +1,210 @@
+"""Restart, refusal, stopping, and no orphans: with real children that do nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from diloco_jax.cluster.attempts import Attempts
+from diloco_jax.cluster.processes import ManagedProcess, log_tail, wait_all
+from diloco_jax.config import ConfigError
+
+pytestmark = pytest.mark.dist
+
+FOREVER = "import time\nprint('up', flush=True)\ntime.sleep(600)"
+DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(code, **options):
+        options = {"restarts": 2, "restart_delay_s": 0.01, "stop_s": 5.0, **options}
+
+        def command(start):
+            return [sys.executable, "-c", code, str(start)]
+
+        process = ManagedProcess(
+            "child", command, tmp_path / "logs" / "child.log", **options
+        )
+        made.append(process)
+        process.start()
+        return process
+
+    def make_with_environment(code, **options):
+        return make(code, **{"environment": {}, **options})
+
+    yield make_with_environment
+    for process in made:
+        process.kill()
+
+
+def text(process):
+    return process.log.read_text() if process.log.exists() else ""
+
+
+def test_a_child_that_ends_well_is_done(make, until):
+    process = make("pass")
+    until(lambda: process.poll() == "done", "done")
+    assert (process.starts, process.exit_code) == (1, 0)
+
+
+def test_output_and_errors_go_to_the_log_and_the_environment_is_added(make, until):
+    code = "import os,sys; print(os.environ['WHO']); print('oops', file=sys.stderr)"
+    process = make(code, environment={"WHO": "v6e"})
+    until(lambda: process.poll() == "done", "done")
+    assert sorted(text(process).split()) == ["oops", "v6e"]
+
+
+def test_a_crashed_child_is_restarted_as_the_next_attempt(make, until):
+    process = make("import sys; sys.exit(1 if sys.argv[1] == '1' else 0)")
+    until(lambda: process.poll() == "done", "done")
+    assert process.starts == 2
+
+
+def test_a_killed_child_is_restarted(make, until):
+    process = make(FOREVER)
+    first = process.pid
+    os.kill(first, signal.SIGKILL)
+    until(lambda: process.poll() == "running" and process.pid != first, "restart")
+    assert process.exit_code == -signal.SIGKILL
+
+
+def test_restarts_wait_for_the_delay(make, until):
+    now = [0.0]
+    process = make("raise SystemExit(1)", restart_delay_s=5.0, clock=lambda: now[0])
+    until(lambda: process.poll() == "restarting", "crash")
+    now[0] = 4.9
+    assert process.poll() == "restarting"
+    assert "exited 1; restarts in 5 s" in process.reason
+    now[0] = 5.0
+    process.poll()
+    assert process.starts == 2
+
+
+def test_restarts_are_bounded(make, until):
+    process = make("raise SystemExit(1)", restarts=2)
+    until(lambda: process.poll() == "failed", "failed")
+    assert process.starts == 3
+    assert "attempt 3" in process.reason
+
+
+@pytest.mark.parametrize(("code", "state"), [(3, "refused"), (2, "failed")])
+def test_what_another_attempt_cannot_cure_is_not_restarted(make, until, code, state):
+    process = make(f"import sys; print('first'); print('why'); sys.exit({code})")
+    until(lambda: process.poll() == state, state)
+    assert process.starts == 1
+    assert process.reason == "why"
+
+
+def test_stop_asks_first(make, until):
+    code = (
+        "import signal,sys,time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('bye') or 0))\n"
+    )
+    process = make(code + FOREVER)
+    until(lambda: "up" in text(process), "start")
+    process.stop()
+    until(lambda: process.poll() == "done", "end")
+    assert "bye" in text(process)
+
+
+def test_stop_kills_the_deaf_after_its_deadline(make, until):
+    now = [0.0]
+    process = make(DEAF, stop_s=5.0, clock=lambda: now[0])
+    until(lambda: "up" in text(process), "start")
+    process.stop()
+    assert process.poll() == "running"
+    now[0] = 5.1
+    until(lambda: process.poll() == "stopped", "kill")
+    assert process.starts == 1
+
+
+def test_stop_cancels_a_restart(make, until):
+    process = make("raise SystemExit(1)", restart_delay_s=60.0)
+    until(lambda: process.poll() == "restarting", "crash")
+    process.stop()
+    assert process.poll() == "stopped"
+
+
+def test_a_stopped_process_is_ended_too(make, until, alive):
+    process = make(FOREVER)
+    until(lambda: "up" in text(process), "start")
+    pid = process.pid
+    os.kill(pid, signal.SIGSTOP)
+    process.kill()
+    assert not alive(pid)
+    assert process.state == "stopped"
+
+
+def test_wait_all_is_bounded(make, until):
+    process = make(DEAF, stop_s=0.1)
+    until(lambda: "up" in text(process), "start")
+    began = time.monotonic()
+    wait_all([process], 0.2, time.sleep)
+    assert process.state == "stopped"
+    assert time.monotonic() - began < 10
+
+
+def test_children_of_a_crashed_child_are_ended_with_it(make, until, alive):
+    code = (
+        "import subprocess,sys\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(p.pid, flush=True)\n"
+        "sys.exit(3)"
+    )
+    process = make(code)
+    until(lambda: process.poll() == "refused", "end")
+    grandchild = int(text(process))
+    until(lambda: not alive(grandchild), "end of the grandchild")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's doing, on Linux")
+@pytest.mark.parametrize("child", [FOREVER, DEAF])
+def test_children_do_not_outlive_a_killed_launcher(tmp_path, until, alive, child):
+    log = tmp_path / "child.log"
+    launcher_code = (
+        "import pathlib, sys, time\n"
+        "from diloco_jax.cluster.processes import ManagedProcess\n"
+        f"p = ManagedProcess('c', lambda n: [sys.executable, '-c', {child!r}],"
+        f" pathlib.Path({str(log)!r}), environment={{}}, restarts=0,"
+        " restart_delay_s=1.0, stop_s=1.0)\n"
+        "p.start()\n"
+        "print(p.pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher_code], stdout=subprocess.PIPE
+    ) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        until(lambda: log.exists() and "up" in log.read_text(), "start of the child")
+        assert alive(pid)
+        launcher.kill()
+    until(lambda: not alive(pid), "end of the child")
+
+
+def test_log_tail_is_short_and_tolerant(tmp_path):
+    path = tmp_path / "x.log"
+    assert log_tail(path, 3) == []
+    path.write_text("".join(f"line {n}\n\n" for n in range(10_000)))
+    assert log_tail(path, 2) == ["line 9998", "line 9999"]
+
+
+def test_attempts_count_by_name_and_survive_the_process(tmp_path):
+    path = tmp_path / "attempts.json"
+    assert [Attempts(path).next(name) for name in ("a", "a", "b")] == [1, 2, 1]
+    assert [p.name for p in tmp_path.iterdir()] == ["attempts.json"]
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"a": "x"}'])
+def test_unreadable_attempts_are_an_error_that_names_the_remedy(tmp_path, content):
+    path = tmp_path / "attempts.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="--incarnation"):
+        Attempts(path).next("a")
+    assert path.read_text() == content

@@ -1,0 +1,313 @@
+"""`diloco run` from workdir to report, with children that only pretend."""
+
+import dataclasses
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from diloco_jax.cluster import commands
+from diloco_jax.cluster import run as run_module
+from diloco_jax.cluster.cluster import Cluster, ClusterError, Outages
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    IslandConfig,
+    OuterConfig,
+    Placement,
+    RunConfig,
+)
+from diloco_jax.loading import read_config_json
+from diloco_jax.wire.errors import SecurityError
+
+pytestmark = pytest.mark.dist
+
+# Arguments of a pretended coordinator: WORKDIR BIND INIT; of an island: WORKDIR NAME
+# ADDRESS INCARNATION; of an evaluation: WORKDIR.
+COORDINATOR = """
+import json, pathlib, signal, sys, time
+workdir, bind, init = pathlib.Path(sys.argv[1]), *sys.argv[2:]
+ended = []
+signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+with (workdir / "starts").open("a") as file:
+    print(bind, init, file=file)
+(workdir / "coordinator.address").write_text("127.0.0.1:1234")
+while not ended and len(list(workdir.glob("*.over"))) < 2:
+    time.sleep(0.01)
+(workdir / "order").open("a").write("coordinator ")
+(workdir / "summary.json").write_text(json.dumps({"merges": 3, "islands": {}}))
+"""
+ISLAND = """
+import os, pathlib, signal, sys, time
+workdir, name, address, incarnation = pathlib.Path(sys.argv[1]), *sys.argv[2:]
+with (workdir / f"{name}.starts").open("a") as file:
+    print(address, incarnation, file=file)
+"""
+OVER = "(workdir / f'{name}.over').touch()\n"
+UNTIL_TERM = """
+def goodbye(*_):
+    (workdir / "order").open("a").write("island ")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, goodbye)
+(workdir / f"{name}.ready").touch()
+while len(list(workdir.glob("*.ready"))) < 2:
+    time.sleep(0.01)
+if name == "a":
+    os.kill(os.getppid(), signal.SIGINT)
+time.sleep(600)
+"""
+EVAL = 'print(\'{"eval_loss": 1.5, "eval_bits_per_byte": 2.2}\')'
+
+
+@pytest.fixture
+def config(tmp_path):
+    outer = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
+    return Config(
+        run=RunConfig(data=DataConfig(digest="d"), outer=outer),
+        islands={"a": IslandConfig(), "b": IslandConfig()},
+        placement=Placement(
+            workdir=str(tmp_path / "run"), time_budget_s=5.0, restart_delay_s=0.01
+        ),
+    )
+
+
+@pytest.fixture
+def launch(config, monkeypatch):
+    """Runs it with the given children; (exit code, summary, what people saw)."""
+
+    def launch(coordinator=COORDINATOR, island=ISLAND + OVER, evaluate=EVAL, **fields):
+        def command(code, *arguments):
+            return [sys.executable, "-c", code, *map(str, arguments)]
+
+        def coordinator_command(workdir, bind, init):
+            return command(coordinator, workdir, bind, init)
+
+        def island_command(workdir, name, address, incarnation):
+            return command(island, workdir, name, address, incarnation)
+
+        monkeypatch.setattr(commands, "coordinator_command", coordinator_command)
+        monkeypatch.setattr(commands, "island_command", island_command)
+        monkeypatch.setattr(commands, "eval_command", lambda w: command(evaluate, w))
+        placement = dataclasses.replace(config.placement, **fields)
+        console = Console(file=io.StringIO(), width=200)
+        code, summary = run_module.run(
+            dataclasses.replace(config, placement=placement),
+            "configs/x.py",
+            console,
+            baseline=False,
+        )
+        return code, summary, console.file.getvalue()
+
+    return launch
+
+
+@pytest.fixture
+def workdir(config):
+    return Path(config.placement.workdir)
+
+
+def test_a_run_ends_with_its_evaluation_in_the_summary(launch, workdir):
+    code, summary, seen = launch()
+    assert code == 0
+    assert summary == {
+        "merges": 3,
+        "islands": {},
+        "eval_loss": 1.5,
+        "eval_bits_per_byte": 2.2,
+    }
+    assert json.loads((workdir / "summary.json").read_text()) == summary
+    assert "validation loss 1.5000" in seen
+    assert {p.stem for p in (workdir / "logs").iterdir()} == {
+        "a",
+        "b",
+        "coordinator",
+        "eval",
+    }
+    assert (workdir / "a.starts").read_text() == "127.0.0.1:1234 1\n"
+
+
+def test_a_crashed_island_comes_back_as_its_next_incarnation(launch, workdir):
+    crash = "if name == 'a' and incarnation == '1': os.kill(os.getpid(), 9)\n"
+    code, _, _ = launch(island=ISLAND + crash + OVER)
+    assert code == 0
+    assert (workdir / "a.starts").read_text().split()[1::2] == ["1", "2"]
+    assert json.loads((workdir / "attempts.json").read_text()) == {"a": 2, "b": 1}
+
+
+def test_a_crashed_coordinator_comes_back_on_its_port_and_does_not_begin_anew(
+    launch, workdir
+):
+    crash = "if init == 'True':\n    import os; os.kill(os.getpid(), 9)\n"
+    code, _, _ = launch(coordinator=COORDINATOR.replace("while", crash + "while", 1))
+    assert code == 0
+    assert (workdir / "starts").read_text().splitlines() == [
+        "127.0.0.1:0 True",
+        "127.0.0.1:1234 False",
+    ]
+
+
+def test_a_coordinator_that_does_not_start_shows_its_log_and_leaves_no_run(
+    launch, workdir
+):
+    with pytest.raises(ClusterError, match="port 7 is in use") as caught:
+        launch(coordinator="import sys; print('port 7 is in use'); sys.exit(2)")
+    assert caught.value.exit_code == 2
+    assert not (workdir / "config.json").exists()
+    assert launch()[0] == 0
+
+
+def test_a_silent_coordinator_is_given_up(launch):
+    with pytest.raises(ClusterError, match=r"compile_budget_s = 0\.2 s"):
+        launch(coordinator="import time; time.sleep(600)", compile_budget_s=0.2)
+
+
+def test_a_run_whose_islands_are_all_refused_ends_with_code_3(launch, workdir):
+    code, summary, seen = launch(
+        island="import sys; print('corpus differs'); sys.exit(3)", time_budget_s=0.5
+    )
+    assert code == 3
+    assert "a refused: corpus differs" in seen
+    assert summary["merges"] == 3
+    assert "eval_loss" not in summary
+
+
+def test_an_island_that_cannot_go_on_does_not_end_the_run(launch):
+    # b is over once the launcher has seen a's last attempt end.
+    fail = """
+if name == "a":
+    if incarnation == "2":
+        (workdir / "pid").write_text(str(os.getpid()))
+    sys.exit(1)
+while True:
+    time.sleep(0.01)
+    try:
+        os.kill(int((workdir / "pid").read_text()), 0)
+    except (FileNotFoundError, ValueError):
+        continue
+    except ProcessLookupError:
+        break
+(workdir / "a.over").touch()
+"""
+    code, _, seen = launch(island=ISLAND + fail + OVER, restarts=1)
+    assert code == 0
+    assert "a failed: exited 1 in attempt 2" in seen
+
+
+def test_ctrl_c_ends_islands_then_coordinator_and_gives_the_summary(launch, workdir):
+    code, summary, seen = launch(island=ISLAND + UNTIL_TERM)
+    assert code == 1
+    assert (workdir / "order").read_text() == "island island coordinator "
+    assert summary["merges"] == 3
+    assert "not evaluated" in seen
+
+
+def test_a_second_ctrl_c_does_not_wait(launch, workdir):
+    again = UNTIL_TERM.replace(
+        "sys.exit(0)", "os.kill(os.getppid(), signal.SIGINT)\n    time.sleep(600)"
+    )
+    code, summary, _ = launch(island=ISLAND + again, time_budget_s=600.0)
+    assert (code, summary) == (1, {})
+
+
+def test_a_failed_evaluation_is_told_and_the_summary_kept(launch, workdir):
+    evaluate = "import sys; sys.exit('no checkpoint')"
+    code, summary, seen = launch(evaluate=evaluate)
+    assert code == 1
+    assert "no checkpoint" in seen
+    assert summary == {"merges": 3, "islands": {}}
+
+
+def test_the_workdir_of_another_run_is_refused_and_left_alone(launch, config, workdir):
+    launch()
+    before = (workdir / "config.json").read_bytes()
+    other = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=1))
+    with pytest.raises(ConfigError) as caught:
+        run_module.create_workdir(other, "configs/other.py")
+    for shown in (
+        str(workdir),
+        config.run.fingerprint(),
+        other.run.fingerprint(),
+        "--workdir",
+    ):
+        assert shown in str(caught.value)
+    assert (workdir / "config.json").read_bytes() == before
+
+
+def test_without_a_workdir_the_run_is_named_after_its_config(
+    config, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    config = dataclasses.replace(config, placement=Placement())
+    made = Path(run_module.create_workdir(config, "configs/x.py").placement.workdir)
+    assert made.parent == tmp_path / "runs"
+    assert made.name.startswith("x-")
+
+
+def test_config_json_means_the_same_in_any_folder(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = dataclasses.replace(config.run.data, paths=("text",))
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, data=data))
+    run_module.create_workdir(config, "configs/x.py")
+    written = read_config_json(Path(config.placement.workdir) / "config.json")
+    assert written.run.data.paths == (str(tmp_path / "text"),)
+    assert written.placement.certificates == ""
+    assert written.run.fingerprint() == config.run.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"faults": ("c@4:kill",)}, "no 'c'"),
+        ({"bind": "0.0.0.0:0"}, "--insecure"),
+        ({"certificates": "/nonexistent"}, "nonexistent"),
+    ],
+)
+def test_bad_placement_is_refused_before_anything_is_made(
+    launch, workdir, fields, what
+):
+    with pytest.raises((ConfigError, SecurityError), match=what):
+        launch(**fields)
+    assert not workdir.exists()
+
+
+def test_what_the_launcher_knows_goes_before_what_the_coordinator_knew(config, workdir):
+    cluster = Cluster(config, workdir)
+    cluster.islands["a"] = cluster.coordinator
+    cluster.islands["a"].state = "restarting"
+    status = {"islands": {"a": {"state": "training", "steps": 3}}}
+    shown = cluster.overlay(status)
+    assert shown["islands"] == {"a": {"state": "restarting", "steps": 3}}
+    assert status["islands"]["a"]["state"] == "training"
+    assert cluster.overlay({})["islands"] == {"a": {"state": "restarting"}}
+
+
+def test_an_outage_lasts_until_the_next_incarnation_does_steps():
+    outages = Outages()
+
+    def seen(incarnation, steps, now):
+        outages.observe(
+            {"islands": {"a": {"incarnation": incarnation, "steps": steps}}}, now
+        )
+
+    seen(1, 40, 1.0)
+    outages.down("a", 2.0)
+    outages.down("a", 3.0)
+    seen(1, 40, 4.0)
+    seen(2, 0, 5.0)
+    assert outages.by_island() == {"a": [None]}
+    seen(2, 1, 6.5)
+    assert outages.by_island() == {"a": [4.5]}
+    outages.down("a", 9.0)
+    assert outages.by_island() == {"a": [4.5, None]}
+
+
+def test_islands_compute_on_the_cpu_unless_told_otherwise(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    assert commands.island_environment()["JAX_PLATFORMS"] == "cpu"
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    assert commands.island_environment()["JAX_PLATFORMS"] == "tpu"
+    assert commands.coordinator_environment()["JAX_PLATFORMS"] == "cpu"

@@ -1,0 +1,98 @@
+"""The tape finds every line that is missing, altered or out of order."""
+
+import pytest
+
+from diloco_jax.observability.tape import JsonLines, Tape, TapeError, read_tape
+
+
+@pytest.fixture
+def path(tmp_path):
+    tape = Tape(tmp_path / "tape.jsonl")
+    for n in range(5):
+        tape.append({"kind": "tick", "n": n})
+    tape.close()
+    return tmp_path / "tape.jsonl"
+
+
+def rewrite(path, change):
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(change(lines)))
+
+
+def test_reads_back_what_was_written_without_the_chain(path):
+    assert list(read_tape(path)) == [{"kind": "tick", "n": n} for n in range(5)]
+
+
+def test_first_line_has_no_predecessor(path):
+    assert b'"prev":""' in path.read_bytes().splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "bad"),
+    [
+        (lambda lines: lines[:2] + lines[3:], "line 3:.*missing"),
+        (lambda lines: lines[1:], "line 1:.*missing"),
+        (lambda lines: [lines[0], lines[2], lines[1], *lines[3:]], "line 2:.*order"),
+        (
+            lambda lines: [*lines[:3], lines[3].replace(b"3", b"7", 1), lines[4]],
+            "line 5:.*line 4 was altered",
+        ),
+        (lambda lines: [*lines[:2], b"not json\n", *lines[3:]], "line 3: not a record"),
+        (lambda lines: [*lines[:2], b"[1]\n", *lines[3:]], "line 3: not a record"),
+    ],
+)
+def test_the_first_bad_line_is_named_and_what_precedes_it_is_given(path, change, bad):
+    rewrite(path, change)
+    with pytest.raises(TapeError, match=bad):
+        list(read_tape(path))
+
+
+def test_goes_on_with_the_chain_after_a_restart(path):
+    tape = Tape(path)
+    tape.append({"kind": "restarted"})
+    tape.close()
+    assert [r["kind"] for r in read_tape(path)] == ["tick"] * 5 + ["restarted"]
+
+
+@pytest.mark.parametrize("size", [1, 200_000])
+def test_an_unfinished_last_line_is_left_out_then_cut_off_and_told(path, caplog, size):
+    whole = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(b"x" * size)
+    assert len(list(read_tape(path))) == 5
+    tape = Tape(path)
+    assert tape.cut_bytes == size
+    assert str(size) in caplog.text
+    assert path.stat().st_size == whole
+    tape.append({"kind": "restarted"})
+    tape.close()
+    assert len(list(read_tape(path))) == 6
+
+
+def test_lines_longer_than_a_block_chain_too(tmp_path):
+    for n in range(3):
+        tape = Tape(tmp_path / "tape.jsonl")
+        tape.append({"n": n, "text": "y" * 100_000})
+        tape.close()
+    assert [r["n"] for r in read_tape(tmp_path / "tape.jsonl")] == [0, 1, 2]
+
+
+def test_each_line_is_in_the_file_when_append_returns(tmp_path):
+    tape = Tape(tmp_path / "tape.jsonl")
+    tape.append({"n": 1})
+    assert len(list(read_tape(tmp_path / "tape.jsonl"))) == 1
+    tape.close()
+
+
+def test_a_record_cannot_bring_its_own_link(path):
+    tape = Tape(path)
+    with pytest.raises(ValueError, match="prev"):
+        tape.append({"prev": "0"})
+    tape.close()
+
+
+def test_plain_lines_carry_no_chain(tmp_path):
+    lines = JsonLines(tmp_path / "logs" / "metrics.jsonl")
+    lines.append({"loss": 2.5})
+    lines.close()
+    assert (tmp_path / "logs" / "metrics.jsonl").read_text() == '{"loss":2.5}\n'

@@ -1,0 +1,164 @@
+"""What people see, rendered to text."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from diloco_jax.observability.report import closing_report, comparison
+from diloco_jax.observability.terminal import (
+    Dashboard,
+    bytes_text,
+    duration_text,
+    render,
+)
+
+STATUS = {
+    "phase": "running",
+    "tokens": 250_000,
+    "total_tokens": 1_000_000,
+    "progress": 0.25,
+    "merges": 34,
+    "goodput": 0.93,
+    "alerts": ["one", "two", "three", "four"],
+    "islands": {
+        "v6e": {
+            "state": "training",
+            "incarnation": 1,
+            "steps": 1234,
+            "tokens_per_second": 2275.0,
+            "loss": 2.5,
+            "eval_loss": None,
+            "participation": 0.97,
+            "version": 12,
+            "bytes_up": 12_300_000,
+            "bytes_down": 999,
+        },
+        "v5p-b": {"state": "restarting", "incarnation": 2, "loss": float("nan")},
+    },
+}
+
+
+def text_of(renderable, width=160):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_table_has_a_row_per_island_with_what_is_known():
+    rows = {line.split()[0]: line for line in text_of(render(STATUS, 90)).splitlines()}
+    v6e = rows["v6e"]
+    for shown in ("training", "1,234", "2,275", "2.500", "97%", "12.3 MB", "999 B"):
+        assert shown in v6e
+    assert "restarting #2" in rows["v5p-b"]
+    assert "nan" not in rows["v5p-b"]
+
+
+def test_the_table_fits_into_eighty_columns():
+    text = text_of(render(STATUS, 90.0), width=80)
+    assert "12.3 MB" in text
+    assert "…" not in text
+
+
+def test_evaluations_have_a_column_once_there_are_any():
+    assert "eval" not in text_of(render(STATUS, None))
+    island = {"state": "training", "eval_loss": 2.25}
+    text = text_of(render({"islands": {"v6e": island}}, None))
+    assert "eval" in text
+    assert "2.250" in text
+
+
+def test_headline_tells_how_far_and_how_long():
+    text = text_of(render(STATUS, 90.0))
+    assert "25% of 1,000,000 tokens" in text
+    assert "1:30 left" in text
+
+
+def test_only_the_latest_alerts_are_shown():
+    text = text_of(render(STATUS, None))
+    assert "! four" in text
+    assert "! one" not in text
+
+
+def test_a_status_without_anything_renders():
+    assert "0%" in text_of(render({}, None))
+
+
+def test_time_left_follows_the_speed_since_the_first_progress():
+    dashboard = Dashboard(Console(file=io.StringIO()))
+    assert dashboard.seconds_left(0.0, 0.0) is None
+    assert dashboard.seconds_left(0.1, 100.0) is None
+    assert dashboard.seconds_left(0.3, 120.0) == pytest.approx(70.0)
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then():
+    console = Console(file=io.StringIO(), width=40)
+    with Dashboard(console) as dashboard:
+        for second in range(25):
+            dashboard.show(STATUS, float(second))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 3
+    assert "v6e training 1,234 loss 2.500" in lines[0]
+
+
+def test_units():
+    assert [bytes_text(n) for n in (12, 1500, 2e9, 3e13)] == [
+        "12 B",
+        "1.5 kB",
+        "2.0 GB",
+        "30.0 TB",
+    ]
+    assert [duration_text(s) for s in (5, 65, 3661)] == ["0:05", "1:05", "1:01:01"]
+
+
+def tokens(computed, merged, lost, joins=1, gap=0.7):
+    return {
+        "tokens_computed": computed,
+        "tokens_merged": merged,
+        "tokens_lost": {"killed": lost},
+        "tokens_in_flight": 0,
+        "joins": joins,
+        "median_step_seconds": 0.5,
+        "max_step_gap_seconds": gap,
+    }
+
+
+SUMMARY = {
+    **tokens(1000, 900, 100),
+    "eval_loss": 2.0,
+    "eval_bits_per_byte": 2.8854,
+    "goodput": 0.91,
+    "uptime": 1.0,
+    "merges": 24,
+    "wall_seconds": 300,
+    "islands": {"v6e": tokens(600, 600, 0), "v5p": tokens(400, 300, 100, joins=2)},
+}
+
+
+def test_report_tells_result_tokens_and_what_the_kill_cost_whom():
+    report = closing_report(SUMMARY, {"v5p": [7.25]})
+    assert "validation loss 2.0000 nats per token, 2.8854 bits per byte" in report
+    assert "goodput 0.910" in report
+    assert "v5p went away 1 time(s) (for 7.2 s): it lost 100 tokens" in report
+    assert "25.0% of what it computed" in report
+    assert "v6e      0.700 s = 1.4 medians of 0.500 s" in report
+
+
+def test_report_names_an_island_that_did_not_return():
+    report = closing_report(SUMMARY, {"v5p": [7.25, None]})
+    assert "v5p went away 2 time(s) (for 7.2 s, to the end)" in report
+
+
+def test_report_without_outages_or_evaluation():
+    summary = {"islands": {"v6e": tokens(1, 1, 0)}}
+    report = closing_report(summary, {})
+    assert "not evaluated" in report
+    assert "went away" not in report
+    assert "longest gap" not in report
+
+
+def test_comparison_is_relative_to_the_baseline():
+    baseline = {"eval_loss": 1.6, "tokens": 1000, "learning_rate": 1e-3}
+    text = comparison({"eval_loss": 2.0}, baseline)
+    assert "loss 1.6000; this run 2.0000, +25.0%" in text
+    assert "missing" in comparison({}, baseline)

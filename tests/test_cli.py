@@ -1,0 +1,257 @@
+"""The `diloco` command: exit codes, what goes where, and what is imported when."""
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+from diloco_jax import cli
+from diloco_jax.cluster.cluster import ClusterError
+from diloco_jax.cluster.processes import ManagedProcess
+from diloco_jax.config import Config, DataConfig, OuterConfig, RunConfig
+from diloco_jax.loading import write_config_json
+from diloco_jax.wire.errors import ConnectionLost, Refused
+
+FILE = """
+from diloco_jax.config import *
+def config():
+    outer = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
+    return Config(run=RunConfig(data=DataConfig(digest="d"), outer=outer),
+                  islands={"v6e": IslandConfig(), "v5p": IslandConfig()})
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "two.py").write_text(FILE)
+    return str(tmp_path / "two.py")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Puts a pretended module with a function `run` in place; gives its calls."""
+
+    def fake(module, result=0):
+        calls = []
+
+        def run(*arguments, **options):
+            calls.append((*arguments, *options.values()))
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(run=run))
+        return calls
+
+    return fake
+
+
+def test_help_is_quick_to_import_and_names_all_commands():
+    code = (
+        "import sys; from diloco_jax.cli import main; code = main(sys.argv[1:]);"
+        "heavy = {'jax', 'grpc', 'tyro', 'numpy', 'rich'} & set(sys.modules);"
+        "sys.exit(code or ' '.join(heavy) or None)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in cli.COMMANDS:
+        assert f"diloco {name} " in done.stdout
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_command_has_help_without_jax(name):
+    code = (
+        "import sys\nfrom diloco_jax.cli import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "except SystemExit as end:\n"
+        "    sys.exit('jax' if 'jax' in sys.modules else end.code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, name, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"diloco {name}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["rnu"], "did you mean 'run'"),
+        (["run"], "CONFIG comes first"),
+        (["run", "--workdir", "x"], "CONFIG comes first"),
+        (["run", "missing.py"], "no config file 'missing.py'"),
+        (["run", "PATH", "--sync.quorum", "3"], "2 islands (v6e, v5p)"),
+        (["coordinator", "PATH"], "--workdir is missing"),
+        (["island", "PATH", "--workdir", "w", "--name", "v6e"], "--coordinator is mi"),
+        (
+            [
+                "island",
+                "PATH",
+                "--workdir",
+                "w",
+                "--name",
+                "v6",
+                "--coordinator",
+                "h:1",
+            ],
+            "did you mean 'v6e'",
+        ),
+        (["status", "nowhere"], "no folder and not HOST:PORT"),
+        (["status", "h:x"], "port from 0 to 65535"),
+        (["status", "10.0.0.1:7"], "not loopback"),
+        (["status", "FOLDER"], "no run was started there"),
+        (["eval", "FOLDER"], "config.json"),
+    ],
+)
+def test_bad_arguments_and_configs_end_with_code_2(
+    path, tmp_path, capsys, monkeypatch, arguments, shown
+):
+    monkeypatch.chdir(tmp_path)
+    known = {"PATH": path, "FOLDER": str(tmp_path)}
+    assert cli.main([known.get(a, a) for a in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert shown in captured.err
+    assert not (tmp_path / "w").exists()
+
+
+def test_an_unknown_option_ends_with_code_2(path):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", path, "--sync.quorun", "2"])
+    assert caught.value.code == 2
+
+
+def test_run_with_json_prints_the_summary_and_nothing_else(path, fake, capsys):
+    calls = fake("diloco_jax.cluster.run", (0, {"merges": 3}))
+    assert cli.main(["run", path, "--json", "--baseline", "--sync.quorum", "2"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"merges": 3}
+    ((config, given, console, baseline),) = calls
+    assert (given, baseline, config.run.sync.quorum) == (path, True, 2)
+    assert console.stderr
+
+
+def test_run_without_json_leaves_standard_output_alone(path, fake, capsys):
+    fake("diloco_jax.cluster.run", (1, {"merges": 3}))
+    assert cli.main(["run", path]) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_coordinator_gets_config_workdir_and_init(path, fake, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    calls = fake("diloco_jax.coordinator.main")
+    arguments = ["coordinator", path, "--workdir", "w", "--bind", "127.0.0.1:7"]
+    assert cli.main([*arguments, "--init"]) == 0
+    assert cli.main(arguments) == 0
+    assert [call[1:] for call in calls] == [
+        (tmp_path / "w", True),
+        (tmp_path / "w", False),
+    ]
+    assert calls[0][0].placement.bind == "127.0.0.1:7"
+
+
+def test_island_counts_its_attempts_unless_told(path, fake, tmp_path, monkeypatch):
+    devices = []
+    monkeypatch.setattr(
+        "diloco_jax.island.environment.prepare_environment", devices.append
+    )
+    calls = fake("diloco_jax.island.main")
+    workdir = str(tmp_path / "w")
+    arguments = ["island", path, "--name", "v6e", "--coordinator", "h:1"]
+    arguments += ["--workdir", workdir]
+    assert cli.main(arguments) == 0
+    assert cli.main(arguments) == 0
+    assert cli.main([*arguments, "--incarnation", "7"]) == 0
+    assert devices == [1, 1, 1]
+    assert [call[1:] for call in calls] == [
+        ("v6e", "h:1", tmp_path / "w", incarnation) for incarnation in (1, 2, 7)
+    ]
+
+
+def dead_process(tmp_path):
+    (tmp_path / "x.log").write_text("last words\n")
+    return ManagedProcess(
+        "coordinator",
+        lambda start: [],
+        tmp_path / "x.log",
+        environment={},
+        restarts=0,
+        restart_delay_s=0.0,
+        stop_s=1.0,
+    )
+
+
+def test_exit_codes_follow_the_cause(path, fake, tmp_path, capsys):
+    process = dead_process(tmp_path)
+    for error, code in (
+        (Refused("fenced", "a newer incarnation is in"), 3),
+        (ConnectionLost("nobody answers"), 1),
+        (ClusterError(process, "did not start", 2), 2),
+        (KeyboardInterrupt(), 1),
+    ):
+        fake("diloco_jax.cluster.run", error)
+        assert cli.main(["run", path]) == code
+    shown = capsys.readouterr().err
+    for text in ("a newer incarnation", "nobody answers", "last words", "interrupted"):
+        assert text in shown
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A workdir whose coordinator is gone."""
+    outer = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
+    run = RunConfig(data=DataConfig(digest="d"), outer=outer)
+    write_config_json(Config(run=run), tmp_path / "config.json")
+    summary = {"wall_seconds": 5, "merges": 3, "goodput": 0.5, "islands": {}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "coordinator.address").write_text("127.0.0.1:1\n")
+    return tmp_path
+
+
+def test_status_of_a_finished_run_is_its_summary(finished, capsys):
+    assert cli.main(["status", str(finished), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["phase"], shown["merges"]) == ("done", 3)
+    assert cli.main(["status", str(finished)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "goodput 0.500" in captured.err
+
+
+def test_status_of_a_dead_coordinator_is_an_error(finished, capsys):
+    (finished / "summary.json").unlink()
+    assert cli.main(["status", str(finished), "--json"]) == 1
+    assert "127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_eval_prints_its_result(finished, fake, capsys):
+    calls = fake("diloco_jax.evaluation", {"eval_loss": 1.5})
+    assert cli.main(["eval", str(finished), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"eval_loss": 1.5}
+    assert calls[0][1] == finished
+    assert cli.main(["eval", str(finished)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "eval_loss 1.5" in captured.err
+
+
+def test_certs_makes_adds_and_does_not_replace_by_accident(tmp_path, capsys):
+    folder = tmp_path / "certificates"
+    assert cli.main(["certs", str(folder), "--hosts", "10.0.0.1"]) == 0
+    authority = (folder / "ca.pem").read_bytes()
+    assert cli.main(["certs", str(folder), "--hosts", "10.0.0.2"]) == 2
+    assert "--add" in capsys.readouterr().err
+    assert cli.main(["certs", str(folder), "--hosts", "10.0.0.2", "--add"]) == 0
+    assert (folder / "ca.pem").read_bytes() == authority

@@ -1,0 +1,263 @@
+"""Configs: from files and options, to `config.json` and back, and what is refused."""
+
+import dataclasses
+import json
+import sys
+import types
+
+import pytest
+
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    IslandConfig,
+    OuterConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+    differences,
+    shared_fields,
+)
+from diloco_jax.loading import (
+    load_config,
+    read_config_json,
+    resolve,
+    write_config_json,
+)
+
+FILE = """
+from diloco_jax.config import *
+def config():
+    return Config(islands={"v6e": IslandConfig(), "v5p_a": IslandConfig(batch_size=6)},
+                  placement=Placement(faults=("v6e@3:kill",)))
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "two.py").write_text(FILE)
+    return tmp_path / "two.py"
+
+
+# ---- files and options -----------------------------------------------------------
+
+
+def test_a_config_without_options_is_what_the_file_says(path):
+    config = load_config(path)
+    assert config.islands["v5p_a"].batch_size == 6
+    assert config.run == RunConfig()
+
+
+def test_run_and_placement_fields_are_named_without_prefix(path):
+    options = "--sync.quorum 2 --total-tokens 5000 --workdir runs/x --seed 3"
+    config = load_config(path, options.split())
+    assert config.run.sync.quorum == 2
+    assert (config.run.total_tokens, config.run.seed) == (5000, 3)
+    assert config.placement.workdir == "runs/x"
+
+
+def test_options_of_one_island_leave_the_others_alone(path):
+    config = load_config(path, ["--islands.v6e.step-seconds", "0.5"])
+    assert config.islands["v6e"] == IslandConfig(step_seconds=0.5)
+    assert config.islands["v5p_a"] == IslandConfig(batch_size=6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--islands.v5p-a.batch-size", "4", "--total-tokens", "9"],
+        ["--islands.v5p_a.batch_size=4", "--total_tokens=9"],
+    ],
+)
+def test_hyphen_and_underscore_are_one(path, options):
+    config = load_config(path, options)
+    assert config.islands["v5p_a"].batch_size == 4
+    assert config.run.total_tokens == 9
+
+
+def test_lists_take_any_number_of_values(path):
+    options = ["--data.paths", "a", "b", "--faults"]
+    config = load_config(path, options)
+    assert config.run.data.paths == ("a", "b")
+    assert config.placement.faults == ()
+
+
+def test_what_is_decided_by_the_preset_can_be_given_and_taken_back(path):
+    given = load_config(path, ["--outer.learning-rate", "0.7"])
+    assert given.run.outer.learning_rate == 0.7
+    assert load_config(path, ["--outer.learning-rate", "None"]).run.outer == (
+        OuterConfig()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (["--sync.quorun", "2"], "--sync.quorum"),
+        (["--sync.codec-up", "int9"], "int8"),
+        (["--total-tokens", "many"], "many"),
+        (["--islands.v4.batch-size", "2"], "--islands.v4"),
+    ],
+)
+def test_a_wrong_option_ends_with_code_2_and_what_was_meant(
+    path, capsys, options, shown
+):
+    with pytest.raises(SystemExit) as caught:
+        load_config(path, options)
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert shown in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("", r"defines no function config\(\)"),
+        ("config = 3", r"defines no function config\(\)"),
+        ("def config(): return 3", "returned int; it must return"),
+        ("def config(): return 1 / 0", "failed: ZeroDivisionError"),
+        ("import nonsense_xyz", "cannot be executed: ModuleNotFoundError"),
+        ("def config(:", "cannot be executed: SyntaxError"),
+    ],
+)
+def test_a_file_that_gives_no_config_is_named_with_the_remedy(path, content, what):
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=what) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_named_with_the_nearest_one(path):
+    with pytest.raises(ConfigError, match=r"'two\.py'"):
+        load_config(path.with_name("tow.py"))
+    with pytest.raises(ConfigError, match="neither"):
+        load_config(path.rename(path.with_suffix(".txt")))
+
+
+def test_every_config_of_the_repository_is_valid(pytestconfig):
+    files = sorted((pytestconfig.rootpath / "configs").glob("*.py"))
+    assert files
+    for file in files:
+        load_config(file)
+
+
+# ---- what validate() refuses -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "both_values"),
+    [
+        (["--sync.quorum", "3"], ["sync.quorum = 3", "2 islands"]),
+        (
+            ["--islands.v6e.mesh-fsdp", "3"],
+            ["islands.v6e.batch_size = 8", "1 * 3 * 1 = 3", "multiple of 3"],
+        ),
+        (["--sync.fragments", "0"], ["sync.fragments = 0", "at least 1"]),
+        (["--data.validation-fraction", "1"], ["data.validation_fraction = 1.0"]),
+        (["--inner.learning-rate", "nan"], ["inner.learning_rate = nan", "finite"]),
+        (["--model.num-kv-heads", "4"], ["model.num_heads = 6", "num_kv_heads = 4"]),
+    ],
+)
+def test_errors_name_field_and_both_values(path, options, both_values):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, options)
+    for shown in both_values:
+        assert shown in str(caught.value)
+
+
+def test_an_unknown_island_is_told_with_the_nearest(path):
+    with pytest.raises(ConfigError, match="did you mean 'v6e'"):
+        load_config(path).island("v6")
+
+
+# ---- fingerprint -----------------------------------------------------------------
+
+
+def test_fingerprint_covers_what_islands_share_and_nothing_local():
+    base = RunConfig()
+    assert base.fingerprint() == RunConfig().fingerprint()
+    local = dataclasses.replace(base, data=DataConfig(paths=("/elsewhere",)))
+    assert local.fingerprint() == base.fingerprint()
+    other = dataclasses.replace(base, data=DataConfig(digest="1"))
+    assert other.fingerprint() != base.fingerprint()
+
+
+def test_differences_name_the_leaves():
+    ours = shared_fields(RunConfig())
+    theirs = shared_fields(RunConfig(sync=SyncConfig(quorum=2), seed=1))
+    assert differences(ours, theirs) == [
+        "seed: 0 here, 1 there",
+        "sync.quorum: 1 here, 2 there",
+    ]
+
+
+# ---- config.json -----------------------------------------------------------------
+
+
+def test_config_json_gives_the_same_config(path, tmp_path):
+    config = load_config(path, ["--data.paths", "a", "--outer.momentum", "0.5"])
+    write_config_json(config, tmp_path / "config.json")
+    assert read_config_json(tmp_path / "config.json") == config
+    assert load_config(tmp_path / "config.json") == config
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (
+            lambda c: c["run"]["sync"].update(quorun=2),
+            r"run\.sync\.quorun; did you mean 'quorum'",
+        ),
+        (
+            lambda c: c["islands"]["v6e"].update(batchsize=2),
+            r"islands\.v6e\.batchsize; did you mean 'batch_size'",
+        ),
+        (lambda c: c["run"].update(seed="x"), r"\$\.run\.seed"),
+        (lambda c: c["run"]["sync"].update(merge="sum"), r"\$\.run\.sync\.merge"),
+    ],
+)
+def test_config_json_is_read_strictly(path, tmp_path, change, what):
+    target = tmp_path / "config.json"
+    write_config_json(load_config(path), target)
+    fields = json.loads(target.read_text())
+    change(fields)
+    target.write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=what):
+        read_config_json(target)
+
+
+def test_config_json_that_is_not_json_is_an_error(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read as JSON"):
+        read_config_json(tmp_path / "config.json")
+
+
+# ---- resolve ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def corpus(monkeypatch):
+    """A pretended corpus; the calls that were made for it."""
+    calls = []
+
+    def load_corpus(paths, validation_fraction):
+        calls.append((paths, validation_fraction))
+        return types.SimpleNamespace(digest="abc")
+
+    module = types.SimpleNamespace(load_corpus=load_corpus)
+    monkeypatch.setitem(sys.modules, "diloco_jax.data.corpus", module)
+    return calls
+
+
+def test_resolve_fills_in_digest_and_outer_preset_once(corpus):
+    config = Config(run=RunConfig(outer=OuterConfig(learning_rate=0.3)))
+    resolved = resolve(config)
+    assert resolved.run.data.digest == "abc"
+    assert resolved.run.outer.learning_rate == 0.3
+    assert None not in (resolved.run.outer.optimizer, resolved.run.outer.momentum)
+    assert resolve(resolved) == resolved
+    assert corpus == [((), 0.02)]
+    assert resolved.placement == Placement()
