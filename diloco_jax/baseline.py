@@ -1,0 +1,69 @@
+"""Plain data-parallel training of the same initial model, to compare a run with.
+
+One optimizer, one batch as large as all islands' batches together, the same text in
+the same order of the global index, the same schedule over as many tokens; the learning
+rate is the config's, swept for this batch size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from diloco_jax.config import Config, IslandConfig
+from diloco_jax.core import inner
+from diloco_jax.data.corpus import load_corpus
+from diloco_jax.data.windows import Windows
+from diloco_jax.evaluation import as_json, whole_validation
+from diloco_jax.island.main import build_trainer
+from diloco_jax.island.step import TrainState
+
+
+def run(
+    config: Config, report: Callable[[int, int, float], None] | None = None
+) -> dict[str, Any]:
+    """Trains; returns eval_loss, eval_bits_per_byte, tokens, steps, learning rate.
+
+    Args:
+      config: of the run that it is compared with, resolved.
+      report: called after each step with tokens, total tokens and loss.
+    """
+    run, began = config.run, time.monotonic()
+    rate = config.placement.baseline_learning_rate or run.inner.learning_rate
+    batch_size = sum(island.batch_size for island in config.islands.values())
+    model, trainer = build_trainer(run, IslandConfig(batch_size=batch_size))
+    corpus = load_corpus(run.data.paths, run.data.validation_fraction)
+    windows = Windows(corpus.train, run.sequence_length, run.seed)
+    params = trainer.place_params(jax.jit(model.init)(jax.random.key(run.seed)))
+    state = TrainState(params, trainer.init_inner(params))
+    per_step = batch_size * run.sequence_length
+    steps = -(-run.total_tokens // per_step)
+    settings = dataclasses.replace(run.inner, learning_rate=rate)
+    for step in range(steps):
+        positions = np.arange(step * batch_size, (step + 1) * batch_size)
+        batch = trainer.put_batch(windows.batch(positions))
+        now = inner.learning_rate(
+            peak=settings.learning_rate,
+            schedule=settings.schedule,
+            warmup_fraction=settings.warmup_fraction,
+            final_fraction=settings.final_fraction,
+            progress=step * per_step / run.total_tokens,
+            rewarm=min(1.0, (step + 1) / max(settings.rewarm_steps, 1)),
+        )
+        state, metrics = trainer.step(state, batch, now)
+        if report is not None:
+            report((step + 1) * per_step, run.total_tokens, float(metrics["loss"]))
+    evaluation = whole_validation(config, trainer, state.params)
+    return {
+        **as_json(evaluation),
+        "tokens": steps * per_step,
+        "steps": steps,
+        "batch_size": batch_size,
+        "learning_rate": rate,
+        "seconds": time.monotonic() - began,
+    }

@@ -1,0 +1,147 @@
+"""The record log: what must survive a crash, written before anyone can see it.
+
+A log is a row of numbered segments; a snapshot with number n holds everything up to
+segment n. A frame is a fixed header (magic, lengths, CRC-32 of all that follows), a
+JSON record and a payload of raw bytes. A frame that a crash left unfinished can only
+be the last one of the last segment; it is cut off. Anything else that does not read is
+damage, and an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+_HEADER = struct.Struct("<4sIQI")
+_MAGIC = b"dlc1"
+
+
+class DurableError(Exception):
+    """The log does not read back as it was written: names the file and the offset."""
+
+
+class Entry(NamedTuple):
+    """One record of the log with the bytes that belong to it."""
+
+    record: dict[str, Any]
+    payload: bytes
+
+
+class RecordLog:
+    """Appends durable records to the newest segment of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        numbers = _segments(folder)
+        self.segment = numbers[-1] if numbers else 0
+        self._file = _path(folder, self.segment).open("ab")
+
+    def append(self, record: Mapping[str, Any], payload: bytes = b"") -> None:
+        """Writes a record and its payload; on disk when this returns."""
+        head = json.dumps(record, separators=(",", ":")).encode()
+        crc = zlib.crc32(payload, zlib.crc32(head))
+        self._file.write(_HEADER.pack(_MAGIC, len(head), len(payload), crc))
+        self._file.write(head)
+        self._file.write(payload)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def rotate(self) -> int:
+        """Starts the next segment; returns the number of the one that ended."""
+        ended = self.segment
+        self._file.close()
+        self.segment += 1
+        self._file = _path(self._folder, self.segment).open("ab")
+        _sync_folder(self._folder)
+        return ended
+
+    def forget(self, through: int) -> None:
+        """Deletes the segments that a durable snapshot has made superfluous."""
+        for number in _segments(self._folder):
+            if number <= through:
+                _path(self._folder, number).unlink()
+
+    def close(self) -> None:
+        """Closes the newest segment."""
+        self._file.close()
+
+
+def read(folder: Path, after: int) -> Iterator[Entry]:
+    """All entries of the segments numbered above `after`, oldest first.
+
+    Raises DurableError where a frame does not read; cuts off an unfinished last one.
+    """
+    numbers = [n for n in _segments(folder) if n > after]
+    for number in numbers:
+        yield from _read_segment(_path(folder, number), last=number == numbers[-1])
+
+
+def _read_segment(path: Path, *, last: bool) -> Iterator[Entry]:
+    size = path.stat().st_size
+    with path.open("rb+") as file:
+        offset = 0
+        while offset < size:
+            raw = file.read(_HEADER.size)
+            torn = len(raw) < _HEADER.size
+            if not torn:
+                magic, head_bytes, payload_bytes, crc = _HEADER.unpack(raw)
+                if magic != _MAGIC:
+                    raise DurableError(
+                        f"{path}, byte {offset}: found {magic!r} where a record with "
+                        f"{_MAGIC!r} begins; the log is damaged, restore the workdir "
+                        f"from a copy"
+                    )
+                end = offset + _HEADER.size + head_bytes + payload_bytes
+                torn = end > size
+            if torn:
+                if not last:
+                    raise DurableError(
+                        f"{path} ends inside the record at byte {offset}, but later "
+                        f"segments exist; the log is damaged, restore the workdir "
+                        f"from a copy"
+                    )
+                logger.warning(
+                    "%s: the unfinished record at byte %d is cut off", path, offset
+                )
+                file.truncate(offset)
+                return
+            head, payload = file.read(head_bytes), file.read(payload_bytes)
+            found = zlib.crc32(payload, zlib.crc32(head))
+            if found != crc:
+                if last and end == size:
+                    logger.warning(
+                        "%s: the torn record at byte %d is cut off", path, offset
+                    )
+                    file.truncate(offset)
+                    return
+                raise DurableError(
+                    f"{path}, byte {offset}: checksum {found:08x}, written as "
+                    f"{crc:08x}; the log is damaged, restore the workdir from a copy"
+                )
+            yield Entry(json.loads(head), payload)
+            offset = end
+
+
+def _segments(folder: Path) -> list[int]:
+    return sorted(int(p.stem.split("-")[1]) for p in folder.glob("log-*.bin"))
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"log-{number:06d}.bin"
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,303 @@
+"""The coordinator's one thread of decisions: events in, policy, effects out.
+
+Everything that changes the run goes through the queue of this thread, so the policy
+needs no lock. Merges are computed on a thread of their own and come back as events;
+snapshots are written on another. A `Persist` is on disk before the effect after it is
+carried out.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from diloco_jax.coordinator.durable import RecordLog
+from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.coordinator.sessions import Sessions
+from diloco_jax.coordinator.store import Merged, Store
+from diloco_jax.faults import Faults
+from diloco_jax.observability.tape import JsonLines, Tape
+from diloco_jax.policy import policy
+from diloco_jax.policy.events import (
+    Alert,
+    AskResend,
+    AskTake,
+    DropDelta,
+    Effect,
+    Event,
+    Finish,
+    Grant,
+    Merge,
+    MergeComputed,
+    Note,
+    Persist,
+    Progress,
+    Publish,
+    Refuse,
+    StopStepping,
+    TellVerdict,
+    Timer,
+    Welcome,
+)
+from diloco_jax.policy.state import PolicyConfig, State
+from diloco_jax.wire import messages
+from diloco_jax.wire.errors import Refused
+
+logger = logging.getLogger(__name__)
+
+EVENTS_WAITING = 10_000
+"""Events that may wait; beyond it, those who post wait too."""
+LONGEST_WAIT_S = 0.5
+"""The thread looks at its housekeeping at least this often."""
+ALERTS_KEPT = 20
+
+Before = Callable[[], None]
+
+
+class Engine:
+    """Runs the policy. Make it, `run` it on one thread, `post` from any."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        state: State,
+        *,
+        store: Store,
+        inbox: Inbox,
+        log: RecordLog,
+        tape: Tape,
+        metrics: JsonLines,
+        sessions: Sessions,
+        faults: Faults,
+        housekeeping: Callable[[Engine], None],
+    ) -> None:
+        """`housekeeping` is called on the engine's thread at least twice a second."""
+        self.config = config
+        self.state = state
+        self.alerts: list[str] = []
+        self.finished = state.phase == "done"
+        self._store, self._inbox = store, inbox
+        self._log, self._tape, self._metrics = log, tape, metrics
+        self._sessions, self._faults = sessions, faults
+        self._housekeeping = housekeeping
+        self._queue: queue.Queue[tuple[Event | None, Before | None]] = queue.Queue(
+            EVENTS_WAITING
+        )
+        self._merger = ThreadPoolExecutor(1, "diloco-merge")
+        self._computed: dict[int, Merged] = {}
+        self._merges = sum(fragment.merges for fragment in state.fragments)
+        self._stopping = False
+        self._failure: BaseException | None = None
+
+    def post(self, event: Event | None, before: Before | None = None) -> None:
+        """Queues an event; `before` is called on the engine's thread just ahead."""
+        self._queue.put((event, before))
+
+    def stop(self) -> None:
+        """Ends `run` after what is queued. Safe in a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Until the run is over and every island has left, or `stop`.
+
+        Raises what went wrong in a merge or while carrying out an effect: the process
+        must end then, and start again from what is durable.
+        """
+        self._merger.submit(self._store.warm_up)
+        try:
+            while not self._stopping:
+                self._turn()
+                if self._failure is not None:
+                    raise self._failure
+        finally:
+            self._merger.shutdown(wait=True, cancel_futures=True)
+
+    def note(self, record: dict[str, Any]) -> None:
+        """Writes to the tape; on the engine's thread only."""
+        self._tape.append({**record, "time": time.time()})
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        due = policy.next_deadline(self.state, now)
+        wait = LONGEST_WAIT_S if due is None else min(LONGEST_WAIT_S, due - now)
+        event: Event | None = None
+        before: Before | None = None
+        try:
+            event, before = self._queue.get(timeout=max(wait, 0.0))
+        except queue.Empty:
+            event = Timer()
+        if before is not None:
+            before()
+        if event is not None:
+            self._step(event)
+        self._housekeeping(self)
+
+    def _step(self, event: Event) -> None:
+        self.state, effects = policy.step(
+            self.config, self.state, event, time.monotonic()
+        )
+        for effect in effects:
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: Effect) -> None:
+        send = self._sessions.send
+        match effect:
+            case Persist(record=record):
+                self._persist(record)
+            case Note(record=record):
+                self.note(record)
+            case Merge():
+                self._start_merge(effect)
+            case Publish():
+                self._publish(effect)
+            case Welcome():
+                self._sessions.welcomed(effect.island, effect.session)
+                welcome = messages.Welcome(
+                    run_id=self.config.run_id,
+                    term=self.state.fragments[0].version.term,
+                    resumed=effect.resumed,
+                    versions=effect.versions,
+                )
+                send(effect.island, welcome)
+            case Refuse():
+                logger.info(
+                    "island %s refused (%s): %s",
+                    effect.island,
+                    effect.code,
+                    effect.message,
+                )
+                self.note(
+                    {
+                        "kind": "turned_away",
+                        "island": effect.island,
+                        "code": effect.code,
+                        "message": effect.message,
+                    }
+                )
+                refused = Refused(effect.code, effect.message)
+                self._sessions.refuse(effect.island, effect.session, refused)
+            case AskTake():
+                ask = messages.TakeRequest(fragment=effect.fragment, tick=effect.tick)
+                send(effect.island, ask)
+            case AskResend():
+                again = messages.ResendRequest(
+                    fragment=effect.fragment, tick=effect.tick
+                )
+                send(effect.island, again)
+            case TellVerdict():
+                verdict = messages.TakeVerdict(
+                    fragment=effect.fragment,
+                    tick=effect.tick,
+                    verdict=effect.verdict,
+                    reason=effect.reason,
+                    version=effect.version,
+                )
+                send(effect.island, verdict)
+            case Grant():
+                send(
+                    effect.island,
+                    messages.Granted(span=effect.span, offset=effect.offset),
+                )
+            case Progress():
+                progress = messages.Progress(
+                    tokens=effect.tokens,
+                    own_tokens=effect.own_tokens,
+                    records_through=effect.records_through,
+                )
+                send(effect.island, progress)
+            case StopStepping():
+                send(effect.island, messages.Stop())
+            case DropDelta():
+                key = DeltaKey(
+                    effect.island, effect.incarnation, effect.fragment, effect.tick
+                )
+                self._inbox.drop(key)
+            case Alert(text=text):
+                logger.warning("%s", text)
+                self.alerts = [*self.alerts, text][-ALERTS_KEPT:]
+                self.note({"kind": "alert", "text": text})
+            case Finish():
+                for island in self._sessions.connected():
+                    send(island, messages.Finished())
+                self.finished = True
+
+    def _persist(self, record: dict[str, Any]) -> None:
+        payload = b""
+        if record["kind"] == "merged":
+            payload = self._computed[record["fragment"]].payload
+        self._log.append(record, payload)
+        self.note(record)
+        if record["kind"] == "joined":
+            self._inbox.drop_island(record["island"], record["incarnation"])
+        if record["kind"] == "merged":
+            self._merges += 1
+            self._faults.fire(self._merges)
+
+    def _start_merge(self, effect: Merge) -> None:
+        payloads = [
+            self._inbox.payload(
+                DeltaKey(c.island, c.incarnation, effect.fragment, c.tick)
+            )
+            for c in effect.contributions
+        ]
+        future = self._merger.submit(
+            self._store.merge,
+            effect.fragment,
+            effect.version,
+            effect.contributions,
+            payloads,
+            final=effect.final,
+        )
+        started = time.monotonic()
+
+        def done(future: Future[Merged]) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            if error is not None:
+                self._failure = error
+                self.post(None)
+                return
+            merged = future.result()
+            event = MergeComputed(
+                fragment=effect.fragment, version=effect.version, digest=merged.digest
+            )
+
+            def keep() -> None:
+                self._computed[effect.fragment] = merged
+                for c in effect.contributions:
+                    key = DeltaKey(c.island, c.incarnation, effect.fragment, c.tick)
+                    self._inbox.drop(key)
+                self._metrics.append(
+                    {
+                        "kind": "merge",
+                        "time": time.time(),
+                        "fragment": effect.fragment,
+                        "version": effect.version.number,
+                        "islands": [c.island for c in effect.contributions],
+                        "tokens": sum(c.tokens for c in effect.contributions),
+                        "norm": merged.norm,
+                        "seconds": time.monotonic() - started,
+                    }
+                )
+
+            self.post(event, keep)
+
+        future.add_done_callback(done)
+
+    def _publish(self, effect: Publish) -> None:
+        self._store.commit(effect.fragment, self._computed.pop(effect.fragment))
+        for island in self._sessions.connected():
+            tick, verdict, reason = effect.verdicts.get(island, (-1, "none", ""))
+            published = messages.Published(
+                fragment=effect.fragment,
+                version=effect.version,
+                tick=tick,
+                verdict=verdict,
+                reason=reason,
+            )
+            self._sessions.send(island, published)

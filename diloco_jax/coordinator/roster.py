@@ -1,0 +1,156 @@
+"""What islands measured of themselves, over all their incarnations.
+
+Kept beside the policy, since no decision depends on it, in a small file that is
+replaced about once a second, so that a coordinator's crash costs the summary nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from diloco_jax.observability.measures import IslandMeasure
+from diloco_jax.policy.events import Record
+from diloco_jax.wire.messages import Hello, Measures
+
+INTERVALS_KEPT = 64
+"""Activity intervals per island; when there are more, the oldest two become one."""
+
+
+class Member(msgspec.Struct, kw_only=True):
+    """One island. Times are unix seconds; `past` sums the ended incarnations."""
+
+    tokens_per_step: int
+    first_seen: float
+    last_seen: float
+    ended: bool = False
+    incarnation: int = 0
+    current: Measures = Measures()
+    past: Measures = Measures()
+    active: list[tuple[float, float]] = []
+    away_seconds: float = 0.0
+    """Between an incarnation's last sign of life and the next one's first step."""
+    last_sign: float = 0.0
+    waiting_since: float = 0.0
+    adopted: dict[int, int] = {}
+    """Version number by fragment."""
+
+
+class Roster:
+    """All islands that ever said hello. Used from the engine's thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.members: dict[str, Member] = {}
+        if path.exists():
+            self.members = msgspec.json.decode(
+                path.read_bytes(), type=dict[str, Member]
+            )
+
+    def hello(self, hello: Hello, now: float) -> None:
+        """An incarnation was let in."""
+        member = self.members.get(hello.island)
+        if member is None:
+            member = self.members[hello.island] = Member(
+                tokens_per_step=hello.tokens_per_step, first_seen=now, last_seen=now
+            )
+        if member.incarnation not in (0, hello.incarnation):
+            self._fold(member)
+            member.waiting_since = member.last_sign
+        member.incarnation = hello.incarnation
+        member.tokens_per_step = hello.tokens_per_step
+        member.ended = False
+        member.last_seen = now
+
+    def report(
+        self, island: str, measures: Measures, records: tuple[Record, ...], now: float
+    ) -> None:
+        """An island's newest measures of its incarnation."""
+        member = self.members.get(island)
+        if member is None:
+            return
+        if measures.steps and member.waiting_since:
+            member.away_seconds += max(
+                0.0, measures.first_step_unix - member.waiting_since
+            )
+            member.waiting_since = 0.0
+        member.current = measures
+        member.last_seen = member.last_sign = now
+        for record in records:
+            if record.kind == "adopted":
+                member.adopted[record.fragment] = record.version.number
+
+    def left(self, island: str, now: float) -> None:
+        """An island is gone for good."""
+        member = self.members.get(island)
+        if member is not None:
+            member.ended, member.last_seen = True, now
+
+    def save(self) -> None:
+        """Replaces the file, atomically."""
+        scratch = self._path.with_suffix(".tmp")
+        scratch.write_bytes(msgspec.json.encode(self.members))
+        os.replace(scratch, self._path)
+
+    def measures(self, island: str) -> Measures:
+        """Sums and extremes over all incarnations."""
+        member = self.members[island]
+        return _sum(member.past, member.current)
+
+    def measure(
+        self, island: str, computed: int, merged: int, now: float
+    ) -> IslandMeasure:
+        """What goodput is computed from."""
+        member = self.members[island]
+        until = member.last_seen if member.ended else now
+        active = [*member.active, *_activity(member.current)]
+        return IslandMeasure(
+            provisioned_seconds=until - member.first_seen,
+            tokens_per_step=member.tokens_per_step,
+            median_step_seconds=self.measures(island).median_step_seconds,
+            computed_tokens=computed,
+            merged_tokens=merged,
+            active=tuple(active),
+        )
+
+    def _fold(self, member: Member) -> None:
+        member.active += _activity(member.current)
+        while len(member.active) > INTERVALS_KEPT:
+            first, second, *rest = member.active
+            member.active = [(first[0], second[1]), *rest]
+        member.past = _sum(member.past, member.current)
+        member.current = Measures()
+        member.adopted = {}
+
+
+def _activity(measures: Measures) -> list[tuple[float, float]]:
+    if not measures.steps:
+        return []
+    return [(measures.first_step_unix, measures.last_step_unix)]
+
+
+def _sum(past: Measures, current: Measures) -> Measures:
+    """Seconds, bytes and steps added; the median of the longer one; newest losses."""
+    longer = current if current.steps >= past.steps else past
+    newest = current if current.steps else past
+    return Measures(
+        steps=past.steps + current.steps,
+        median_step_seconds=longer.median_step_seconds,
+        max_step_gap_seconds=max(
+            past.max_step_gap_seconds, current.max_step_gap_seconds
+        ),
+        step_seconds_total=past.step_seconds_total + current.step_seconds_total,
+        stalled_seconds=past.stalled_seconds + current.stalled_seconds,
+        eval_seconds=past.eval_seconds + current.eval_seconds,
+        compile_seconds=past.compile_seconds + current.compile_seconds,
+        loss=newest.loss,
+        eval_loss=newest.eval_loss,
+        learning_rate=newest.learning_rate,
+        first_step_unix=past.first_step_unix or current.first_step_unix,
+        last_step_unix=max(past.last_step_unix, current.last_step_unix),
+        bytes_up=past.bytes_up + current.bytes_up,
+        bytes_down=past.bytes_down + current.bytes_down,
+        bytes_join=past.bytes_join + current.bytes_join,
+    )

@@ -1,0 +1,223 @@
+"""What the coordinator does about calls: messages become events of the policy.
+
+Called from many threads; decides nothing. Reads of the engine's state are reads of
+one immutable value.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from diloco_jax.config import RunConfig, differences, shared_fields
+from diloco_jax.coordinator.engine import Engine
+from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.coordinator.roster import Roster
+from diloco_jax.coordinator.sessions import Sessions
+from diloco_jax.coordinator.store import Store
+from diloco_jax.observability.tape import JsonLines
+from diloco_jax.policy.events import (
+    DeltaArrived,
+    Disconnected,
+    Goodbye,
+    Hello,
+    Report,
+)
+from diloco_jax.wire import messages
+from diloco_jax.wire.errors import Refused
+from diloco_jax.wire.server import FetchSource
+from diloco_jax.wire.session import Session
+
+logger = logging.getLogger(__name__)
+
+METRICS_EVERY_S = 1.0
+
+
+class Service:
+    """The `Handlers` of the wire's server."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        engine: Engine,
+        store: Store,
+        inbox: Inbox,
+        sessions: Sessions,
+        roster: Roster,
+        metrics: JsonLines,
+        status: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._shared = shared_fields(run)
+        self._fingerprint = run.fingerprint()
+        self._engine, self._store, self._inbox = engine, store, inbox
+        self._sessions, self._roster, self._metrics = sessions, roster, metrics
+        self._status = status
+        self._written: dict[str, float] = {}
+
+    def connect(self, hello: messages.Hello, session: Session) -> None:
+        """A control stream said hello."""
+        if hello.fingerprint != self._fingerprint:
+            lines = differences(self._shared, hello.run)
+            raise Refused(
+                "config",
+                f"the run's config has fingerprint {self._fingerprint}, island "
+                f"{hello.island!r} has {hello.fingerprint}; they differ in "
+                f"{'; '.join(lines) or 'nothing that was sent'} (here: the "
+                f"coordinator). Start the island with the run's config.json",
+            )
+        self._sessions.arrived(session)
+        event = Hello(
+            island=hello.island,
+            incarnation=hello.incarnation,
+            session=hello.session,
+            run_id=hello.run_id,
+            fingerprint=hello.fingerprint,
+            tokens_per_step=hello.tokens_per_step,
+            sequences_per_step=hello.sequences_per_step,
+            steps=hello.steps,
+            step_seconds=hello.step_seconds,
+            phase=hello.phase,
+            outstanding=hello.outstanding,
+            sequences_granted=hello.sequences_granted,
+        )
+
+        def introduce() -> None:
+            self._engine.note(
+                {
+                    "kind": "hello",
+                    "island": hello.island,
+                    "incarnation": hello.incarnation,
+                    "config": hello.island_config,
+                    "environment": hello.environment,
+                    "peer": session.peer,
+                }
+            )
+
+        self._engine.post(event, introduce)
+        # The roster follows the policy's answer, which stands when this comes up.
+        self._engine.post(None, lambda: self._let_in(hello, session))
+
+    def receive(
+        self, session: Session, message: messages.Report | messages.Goodbye
+    ) -> None:
+        """An island reports, or leaves."""
+        hello = session.hello
+        if not self._sessions.serves(session):
+            return
+        if isinstance(message, messages.Goodbye):
+            goodbye = Goodbye(
+                island=hello.island, session=hello.session, reason=message.reason
+            )
+            self._engine.post(
+                goodbye, lambda: self._roster.left(hello.island, time.time())
+            )
+            return
+        report = Report(
+            island=hello.island,
+            session=hello.session,
+            phase=message.phase,
+            steps=message.steps,
+            step_seconds=message.step_seconds,
+            records=message.records,
+        )
+        self._engine.post(report, lambda: self._measured(hello.island, message))
+
+    def disconnect(self, session: Session) -> None:
+        """A control stream ended."""
+        if self._sessions.gone(session):
+            hello = session.hello
+            self._engine.post(Disconnected(island=hello.island, session=hello.session))
+
+    def upload_begin(self, start: messages.UploadStart) -> memoryview:
+        """The place of a delta's stripe, once the sender proved to be current."""
+        self._check(start)
+        return self._inbox.begin(start)
+
+    def upload_end(self, start: messages.UploadStart) -> bool:
+        """A stripe is in its place; the last one makes the delta an event."""
+        if not self._inbox.end(start):
+            return False
+        key = DeltaKey(start.island, start.incarnation, start.fragment, start.tick)
+        finite = self._store.is_finite(start.fragment, self._inbox.payload(key))
+        if not finite:
+            logger.warning("%s holds values that are not finite", key)
+        arrived = DeltaArrived(
+            island=start.island,
+            incarnation=start.incarnation,
+            fragment=start.fragment,
+            tick=start.tick,
+            refusal="" if finite else "non_finite",
+        )
+        self._engine.post(arrived)
+        return True
+
+    def upload_abort(self, start: messages.UploadStart) -> None:
+        """A stripe broke off: it comes again, to the same place."""
+
+    def fetch(self, request: messages.FetchRequest) -> FetchSource:
+        """Published fragments for an island."""
+        self._check(request)
+        return self._store.fetch(request.fragment, request.want, request.have)
+
+    def status(self) -> dict[str, Any]:
+        """What `diloco status` shows."""
+        return self._status()
+
+    def _check(self, call: messages.UploadStart | messages.FetchRequest) -> None:
+        config, state = self._engine.config, self._engine.state
+        if call.run_id != config.run_id:
+            raise Refused(
+                "run_id",
+                f"this coordinator serves run {config.run_id}, the call is of run "
+                f"{call.run_id}; check the coordinator's address",
+            )
+        if not 0 <= call.fragment < config.fragments:
+            raise Refused(
+                "fragment",
+                f"there is no fragment {call.fragment}, the run has "
+                f"{config.fragments}; island and coordinator disagree on "
+                f"sync.fragments",
+            )
+        island = state.islands.get(call.island)
+        if island is None or island.incarnation != call.incarnation:
+            current = "unknown" if island is None else f"{island.incarnation}"
+            raise Refused(
+                "fenced",
+                f"incarnation {call.incarnation} of island {call.island!r} is not "
+                f"current (that is {current}); stop this process",
+            )
+
+    def _let_in(self, hello: messages.Hello, session: Session) -> None:
+        if self._sessions.serves(session):
+            self._roster.hello(hello, time.time())
+
+    def _measured(self, island: str, message: messages.Report) -> None:
+        now = time.time()
+        self._roster.report(island, message.measures, message.records, now)
+        if now - self._written.get(island, 0.0) < METRICS_EVERY_S:
+            return
+        self._written[island] = now
+        measures = message.measures
+        self._metrics.append(
+            {
+                "kind": "island",
+                "time": now,
+                "island": island,
+                "phase": message.phase,
+                "step": message.steps,
+                "loss": _number(measures.loss),
+                "eval_loss": _number(measures.eval_loss),
+                "learning_rate": measures.learning_rate,
+                "median_step_seconds": measures.median_step_seconds,
+                "stalled_seconds": measures.stalled_seconds,
+                "bytes_up": measures.bytes_up,
+                "bytes_down": measures.bytes_down,
+            }
+        )
+
+
+def _number(value: float) -> float | None:
+    return value if value == value else None

@@ -1,0 +1,315 @@
+"""The global parameters: Theta, outer state, anchors and retained publishes.
+
+One fragment at a time: decode -> weight -> merge -> outer step -> encode, piece by
+piece, through the functions of `core/`. What a merge computes is invisible until it is
+committed; arrays are never changed in place, so readers hold what they fetched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from diloco_jax.config import RunConfig
+from diloco_jax.core import merge, outer, publish
+from diloco_jax.core.codec import all_finite, get_codec
+from diloco_jax.core.fragments import (
+    FragmentPlan,
+    Params,
+    digest_arrays,
+    from_pieces,
+    to_pieces,
+)
+from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.policy.events import Contribution, Version
+from diloco_jax.wire.errors import VersionGone
+from diloco_jax.wire.server import FetchSource
+
+RETAINED_PUBLISHES = 4
+"""Encoded publishes per fragment kept for islands that missed some."""
+PINNED_VERSIONS = 2
+"""Anchors per fragment, besides the current one, kept for joins under way."""
+
+Arrays = tuple[jax.Array, ...]
+
+
+class Merged(NamedTuple):
+    """A computed merge that is not visible yet."""
+
+    version: Version
+    theta: Arrays
+    anchor: Arrays
+    outer_state: Any
+    payload: bytes
+    digest: str
+    norm: float
+
+
+@dataclasses.dataclass
+class _Fragment:
+    version: Version
+    theta: Arrays
+    anchor: Arrays
+    outer_state: Any
+    publishes: deque[tuple[Version, bytes]]
+    pins: dict[Version, tuple[Arrays, float]]
+
+
+class Store:
+    """All fragments of a run. Merges come from one thread, fetches from any."""
+
+    def __init__(
+        self, run: RunConfig, plan: FragmentPlan, params: Params, pin_s: float
+    ) -> None:
+        """Starts every fragment at version (1, 0) with A = Theta = `params`."""
+        self.plan = plan
+        self._run = run
+        self._pin_s = pin_s
+        self._up = get_codec(run.sync.codec_up)
+        self._down = get_codec(run.sync.codec_down)
+        self._settings = outer_settings(run)
+        self._tx = outer.make_outer(self._settings)
+        self._up_layouts = [PayloadLayout.of(self._up, p) for p in plan.fragments]
+        self._down_layouts = [PayloadLayout.of(self._down, p) for p in plan.fragments]
+        self._lock = threading.Lock()
+        self._fragments: list[_Fragment] = []
+        pieces = to_pieces(plan, params)
+        for fragment in plan.fragments:
+            theta = tuple(jnp.asarray(pieces[p.name], jnp.float32) for p in fragment)
+            self._fragments.append(
+                _Fragment(
+                    version=Version(),
+                    theta=theta,
+                    anchor=theta,
+                    outer_state=self._tx.init(theta),
+                    publishes=deque(maxlen=RETAINED_PUBLISHES),
+                    pins={},
+                )
+            )
+
+    def payload_bytes(self, fragment: int) -> int:
+        """Bytes of an encoded delta of the fragment."""
+        return self._up_layouts[fragment].total_bytes
+
+    def warm_up(self) -> None:
+        """Compiles all that merges need, so that no merge has to wait for it."""
+        nothing = Contribution(
+            island="", incarnation=0, tick=0, start=0, end=1, tokens=1, base=Version()
+        )
+        for fragment in range(len(self._fragments)):
+            zeros = np.zeros(self.payload_bytes(fragment), np.uint8)
+            self.is_finite(fragment, zeros)
+            for final in (False, True):
+                # Deltas of zero have no direction: this compiles the fallback too.
+                self.merge(fragment, Version(), [nothing], [zeros], final=final)
+
+    def is_finite(self, fragment: int, payload: npt.NDArray[np.uint8]) -> bool:
+        """Whether an encoded delta decodes to finite numbers."""
+        layout = self._up_layouts[fragment]
+        arrays = layout.unpack(payload.data)
+        return all(
+            all_finite(self._up, jnp.asarray(array), placed.piece.shape)
+            for array, placed in zip(arrays, layout.placed, strict=True)
+        )
+
+    def merge(
+        self,
+        fragment: int,
+        version: Version,
+        contributions: Sequence[Contribution],
+        payloads: Sequence[npt.NDArray[np.uint8]],
+        *,
+        final: bool,
+    ) -> Merged:
+        """The outer step of one fragment from these deltas; changes nothing yet.
+
+        Args:
+          contributions: in the order of the sum, by island name.
+          payloads: uint8[payload_bytes] each, in the same order.
+          final: the flush: weighted mean, learning rate 1, momentum untouched.
+        """
+        state, sync = self._fragments[fragment], self._run.sync
+        weighting = "tokens" if final else sync.weighting
+        weights = [merge.weight(weighting, c.tokens, c.steps) for c in contributions]
+        layout = self._up_layouts[fragment]
+        encoded = [layout.unpack(payload.data) for payload in payloads]
+        merged = []
+        for index, placed in enumerate(layout.placed):
+            deltas = [
+                self._up.decode(jnp.asarray(arrays[index]), placed.piece.shape)
+                for arrays in encoded
+            ]
+            rule = "mean" if final else merge.rule_for(placed.piece, sync.merge)
+            merged.append(merge.merge_deltas(deltas, weights, rule))
+        norm = math.hypot(*(np.linalg.norm(np.asarray(m).ravel()) for m in merged))
+        # The outer step donates its arguments; what is current stays readable.
+        theta, outer_state = jax.tree.map(
+            lambda x: jnp.asarray(np.array(x)), (state.theta, state.outer_state)
+        )
+        if final:
+            theta = outer.flush_step(theta, tuple(merged))
+        else:
+            theta, outer_state = outer.outer_step(
+                self._tx, theta, outer_state, tuple(merged)
+            )
+        changes, anchor = [], []
+        for new, old in zip(theta, state.anchor, strict=True):
+            change, moved = publish.publish(self._down, new, old)
+            changes.append(np.asarray(change))
+            anchor.append(moved)
+        return Merged(
+            version=version,
+            theta=theta,
+            anchor=tuple(anchor),
+            outer_state=outer_state,
+            payload=bytes(self._down_layouts[fragment].pack(changes)),
+            digest=digest_arrays(theta),
+            norm=norm,
+        )
+
+    def commit(self, fragment: int, merged: Merged) -> None:
+        """Makes a computed merge the current version."""
+        with self._lock:
+            state = self._fragments[fragment]
+            state.version = merged.version
+            state.theta, state.anchor = merged.theta, merged.anchor
+            state.outer_state = merged.outer_state
+            state.publishes.append((merged.version, merged.payload))
+
+    def replay(
+        self, fragment: int, version: Version, payload: bytes, *, final: bool
+    ) -> None:
+        """Applies a logged publish after a crash: Theta = A, and the outer state is
+        advanced by the rule of `core.outer.advance_over_publish` (the flush never
+        touches it)."""
+        state = self._fragments[fragment]
+        arrays = self._down_layouts[fragment].unpack(payload)
+        anchor = tuple(
+            publish.apply_publish(self._down, old, jnp.asarray(array))
+            for old, array in zip(state.anchor, arrays, strict=True)
+        )
+        if not final:
+            change = tuple(n - o for n, o in zip(anchor, state.anchor, strict=True))
+            state.outer_state = outer.advance_over_publish(
+                self._settings, state.outer_state, change
+            )
+        state.version = version
+        state.theta = state.anchor = anchor
+        state.publishes.append((version, payload))
+
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> FetchSource:
+        """The publishes after `have`, if all are retained; else an anchor in full.
+
+        Raises VersionGone if the anchor of version `want` is not kept any more and
+        no newer one may stand in for it.
+        """
+        with self._lock:
+            state = self._fragments[fragment]
+            kept = [
+                payload
+                for version, payload in state.publishes
+                if have is not None and have < version <= want
+            ]
+            if have is not None and kept and _is_chain(have, want, len(kept)):
+                return _source(want, [memoryview(p) for p in kept], count=len(kept))
+            anchor = self._pinned(state, want)
+        return _source(want, [_bytes_of(a) for a in anchor], count=0)
+
+    def params(self) -> Params:
+        """The global parameters Theta as a nested dict (numpy, f32)."""
+        with self._lock:
+            thetas = [state.theta for state in self._fragments]
+        arrays = {
+            piece.name: np.asarray(value)
+            for pieces, theta in zip(self.plan.fragments, thetas, strict=True)
+            for piece, value in zip(pieces, theta, strict=True)
+        }
+        return from_pieces(self.plan, arrays)
+
+    def arrays(self) -> dict[str, Any]:
+        """Everything a snapshot needs, as a tree of arrays."""
+        with self._lock:
+            return {
+                f"{index:04d}": {
+                    "theta": list(state.theta),
+                    "anchor": list(state.anchor),
+                    "outer": jax.tree.leaves(state.outer_state),
+                }
+                for index, state in enumerate(self._fragments)
+            }
+
+    def load(self, arrays: dict[str, Any], versions: Sequence[Version]) -> None:
+        """Takes over what `arrays` returned, at these versions."""
+        for index, (state, version) in enumerate(
+            zip(self._fragments, versions, strict=True)
+        ):
+            saved = arrays[f"{index:04d}"]
+            state.version = version
+            state.theta = tuple(jnp.asarray(x) for x in saved["theta"])
+            state.anchor = tuple(jnp.asarray(x) for x in saved["anchor"])
+            treedef = jax.tree.structure(state.outer_state)
+            leaves = [jnp.asarray(x) for x in saved["outer"]]
+            state.outer_state = jax.tree.unflatten(treedef, leaves)
+
+    def _pinned(self, state: _Fragment, want: Version) -> Arrays:
+        now = time.monotonic()
+        state.pins = {v: p for v, p in state.pins.items() if p[1] > now}
+        anchor: Arrays | None = None
+        if want == state.version:
+            anchor = state.anchor
+        elif want in state.pins:
+            anchor = state.pins[want][0]
+        if anchor is None:
+            raise VersionGone(
+                f"version {tuple(want)} is not kept any more, the current one is "
+                f"{tuple(state.version)}; fetch this fragment again"
+            )
+        state.pins[want] = (anchor, now + self._pin_s)
+        while len(state.pins) > PINNED_VERSIONS:
+            del state.pins[min(state.pins)]
+        return anchor
+
+
+def outer_settings(run: RunConfig) -> outer.OuterSettings:
+    """The outer optimizer of a resolved config."""
+    chosen = run.outer
+    if chosen.optimizer is None or chosen.learning_rate is None:
+        raise ValueError(
+            "outer.optimizer and outer.learning_rate are not resolved; use the "
+            "config.json of the run"
+        )
+    return outer.OuterSettings(
+        optimizer=chosen.optimizer,
+        learning_rate=chosen.learning_rate,
+        momentum=chosen.momentum or 0.0,
+        warmup_merges=chosen.warmup_merges,
+        norm_guard=chosen.norm_guard,
+    )
+
+
+def _is_chain(have: Version, want: Version, count: int) -> bool:
+    return have.term == want.term and want.number - have.number == count
+
+
+def _bytes_of(array: jax.Array) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _source(version: Version, buffers: list[memoryview], *, count: int) -> FetchSource:
+    return FetchSource(
+        version=version,
+        full=count == 0,
+        count=count,
+        buffers=buffers,
+        total=sum(buffer.nbytes for buffer in buffers),
+    )

@@ -1,0 +1,163 @@
+"""How a run stands, for people and programs: the status and the summary."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from diloco_jax.coordinator.roster import Roster
+from diloco_jax.observability import measures
+from diloco_jax.policy import ledger
+from diloco_jax.policy.state import PolicyConfig, State
+
+
+def status(
+    config: PolicyConfig,
+    state: State,
+    roster: Roster,
+    *,
+    seconds: float,
+    alerts: list[str],
+    now: float,
+) -> dict[str, Any]:
+    """What `diloco status` shows: JSON-compatible. `seconds` since the run began."""
+    phase = "flushing" if state.phase in ("stopping", "flushing") else state.phase
+    return {
+        "run_id": config.run_id,
+        "phase": phase,
+        "tokens": state.progress_tokens,
+        "total_tokens": config.total_tokens,
+        "progress": min(1.0, state.progress_tokens / config.total_tokens),
+        "merges": sum(fragment.merges for fragment in state.fragments),
+        "seconds": seconds,
+        "goodput": measures.goodput(_measures(config, state, roster, now)),
+        "alerts": alerts,
+        "versions": [list(fragment.version) for fragment in state.fragments],
+        "islands": {
+            name: _island_status(state, roster, name)
+            for name in sorted(state.islands)
+            if name in roster.members
+        },
+    }
+
+
+def summary(
+    config: PolicyConfig,
+    state: State,
+    roster: Roster,
+    *,
+    wall_seconds: float,
+    now: float,
+) -> dict[str, Any]:
+    """`summary.json`, but for the evaluation of the flushed parameters."""
+    totals = ledger.run_totals(config, state)
+    known = [name for name in sorted(state.islands) if name in roster.members]
+    all_measures = _measures(config, state, roster, now)
+    sums = [roster.measures(name) for name in known]
+    return {
+        "run_id": config.run_id,
+        "phase": state.phase,
+        **_token_fields(totals),
+        "tokens_merged_by_fragment": ledger.merged_by_fragment(state),
+        "goodput": measures.goodput(all_measures),
+        "compute_goodput": measures.compute_goodput(all_measures),
+        "uptime": measures.uptime(all_measures, wall_seconds),
+        "wall_seconds": wall_seconds,
+        "merges": sum(fragment.merges for fragment in state.fragments),
+        "parameters": config.parameters,
+        "bytes_up": sum(s.bytes_up for s in sums),
+        "bytes_down": sum(s.bytes_down for s in sums),
+        "bytes_join": sum(s.bytes_join for s in sums),
+        "islands": {
+            name: _island_summary(config, state, roster, name) for name in known
+        },
+    }
+
+
+def _measures(
+    config: PolicyConfig, state: State, roster: Roster, now: float
+) -> list[measures.IslandMeasure]:
+    found = []
+    for name in sorted(state.islands):
+        if name in roster.members:
+            totals = ledger.island_totals(config, state, name)
+            found.append(roster.measure(name, totals.computed, totals.merged, now))
+    return found
+
+
+def _island_status(state: State, roster: Roster, name: str) -> dict[str, Any]:
+    island, member = state.islands[name], roster.members[name]
+    sums = roster.measures(name)
+    if island.status == "live":
+        shown: str = island.phase
+    else:
+        shown = island.status
+    speed = 0.0
+    if sums.median_step_seconds and island.status == "live":
+        speed = island.tokens_per_step / sums.median_step_seconds
+    return {
+        "state": shown,
+        "incarnation": island.incarnation,
+        "steps": island.steps,
+        "tokens": island.computed_tokens,
+        "tokens_per_second": speed,
+        "loss": _finite(sums.loss),
+        "eval_loss": _finite(sums.eval_loss),
+        "learning_rate": sums.learning_rate,
+        "participation": _participation(state, name),
+        "version": min(
+            (member.adopted.get(f.index, 0) for f in state.fragments), default=0
+        ),
+        "bytes_up": sums.bytes_up,
+        "bytes_down": sums.bytes_down,
+    }
+
+
+def _island_summary(
+    config: PolicyConfig, state: State, roster: Roster, name: str
+) -> dict[str, Any]:
+    totals = ledger.island_totals(config, state, name)
+    sums = roster.measures(name)
+    return {
+        **_token_fields(totals),
+        "tokens_per_step": state.islands[name].tokens_per_step,
+        "steps": sums.steps,
+        "median_step_seconds": sums.median_step_seconds,
+        "max_step_gap_seconds": sums.max_step_gap_seconds,
+        "step_seconds": sums.step_seconds_total,
+        "stalled_seconds": sums.stalled_seconds,
+        "eval_seconds": sums.eval_seconds,
+        "compile_seconds": sums.compile_seconds,
+        "away_seconds": roster.members[name].away_seconds,
+        "joins": state.islands[name].joins,
+        "incarnation": state.islands[name].incarnation,
+        "participation": _participation(state, name),
+        "contributions": sum(
+            f.accounts[name].merges_in for f in state.fragments if name in f.accounts
+        ),
+        "loss": _finite(sums.loss),
+        "bytes_up": sums.bytes_up,
+        "bytes_down": sums.bytes_down,
+        "bytes_join": sums.bytes_join,
+    }
+
+
+def _token_fields(totals: ledger.Totals) -> dict[str, Any]:
+    return {
+        "tokens_computed": totals.computed,
+        "tokens_merged": totals.merged,
+        "tokens_lost": totals.lost,
+        "tokens_in_flight": totals.in_flight,
+    }
+
+
+def _participation(state: State, name: str) -> float:
+    accounts = [f.accounts[name] for f in state.fragments if name in f.accounts]
+    return measures.participation(
+        sum(a.merges_in for a in accounts), sum(a.merges_alive for a in accounts)
+    )
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN: nothing measured yet is null."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,67 @@
+"""`diloco eval`: the loss of a run's global parameters on all validation text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from diloco_jax import checkpoint
+from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.core.fragments import Params, from_pieces, plan_fragments
+from diloco_jax.data.corpus import load_corpus
+from diloco_jax.data.validation import ValidationBatches
+from diloco_jax.island.evaluate import Evaluation, evaluate_all
+from diloco_jax.island.main import build_trainer
+from diloco_jax.island.step import Trainer
+from diloco_jax.models.model import Model
+
+BATCH_SIZE = 32
+
+
+def run(config: Config, workdir: Path) -> dict[str, Any]:
+    """`eval_loss` (nats per token) and `eval_bits_per_byte` of the newest snapshot.
+
+    Raises ConfigError if the workdir has no snapshot.
+    """
+    model, trainer = build_trainer(config.run, IslandConfig(batch_size=BATCH_SIZE))
+    params = trainer.place_params(global_params(config, workdir, model))
+    return as_json(whole_validation(config, trainer, params))
+
+
+def whole_validation(config: Config, trainer: Trainer, params: Params) -> Evaluation:
+    """Every token of the validation split, predicted once."""
+    data = config.run.data
+    corpus = load_corpus(data.paths, data.validation_fraction)
+    validation = ValidationBatches(
+        corpus.validation, config.run.sequence_length, trainer.batch_size
+    )
+    return evaluate_all(trainer, params, validation)
+
+
+def global_params(config: Config, workdir: Path, model: Model) -> Params:
+    """Theta of the newest snapshot in a run's workdir."""
+    manager = checkpoint.open_folder(
+        workdir / "checkpoints", config.placement.snapshots_kept
+    )
+    number = checkpoint.newest(manager)
+    if number is None:
+        raise ConfigError(
+            f"{workdir} has no snapshot in checkpoints/; give the workdir of a run"
+        )
+    arrays, _ = checkpoint.restore(manager, number)
+    manager.close()
+    plan = plan_fragments(model.shapes(), model.axes, config.run.sync.fragments)
+    pieces = {}
+    for index, fragment in enumerate(plan.fragments):
+        theta = arrays[f"{index:04d}"]["theta"]
+        for piece, value in zip(fragment, theta, strict=True):
+            pieces[piece.name] = value
+    return from_pieces(plan, pieces)
+
+
+def as_json(evaluation: Evaluation) -> dict[str, Any]:
+    """The fields of `summary.json`."""
+    return {
+        "eval_loss": evaluation.loss,
+        "eval_bits_per_byte": evaluation.bits_per_byte,
+    }

@@ -1,0 +1,180 @@
+"""Merges go through core/, stay invisible until committed, and survive a crash."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from coordinator_support import AXES, PIN_S, SHAPES
+
+from diloco_jax.coordinator.store import RETAINED_PUBLISHES, Store, outer_settings
+from diloco_jax.core.codec import get_codec
+from diloco_jax.core.fragments import plan_fragments, to_pieces
+from diloco_jax.core.merge import merge_deltas, rule_for
+from diloco_jax.core.outer import make_outer, outer_step
+from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.publish import apply_publish, publish
+from diloco_jax.policy.events import Contribution, Version
+from diloco_jax.wire.errors import VersionGone
+
+
+def contribution(island, tokens):
+    return Contribution(
+        island=island,
+        incarnation=1,
+        tick=1,
+        start=0,
+        end=4,
+        tokens=tokens,
+        base=Version(),
+    )
+
+
+def encoded_delta(store, fragment, seed, scale=1e-2):
+    """(payload, decoded pieces) of a random delta."""
+    codec = get_codec("int8")
+    pieces = store.plan.fragments[fragment]
+    random = np.random.default_rng(seed)
+    arrays = [
+        codec.encode(jnp.asarray(random.normal(size=p.shape) * scale, jnp.float32))
+        for p in pieces
+    ]
+    payload = PayloadLayout.of(codec, pieces).pack(arrays)
+    decoded = [codec.decode(a, p.shape) for a, p in zip(arrays, pieces, strict=True)]
+    return np.frombuffer(payload, np.uint8), decoded
+
+
+def merge_once(store, fragment, version, seeds=(1, 2), final=False):
+    payloads = [encoded_delta(store, fragment, seed)[0] for seed in seeds]
+    parts = [contribution(n, 100 * (i + 1)) for i, n in enumerate("ab"[: len(seeds)])]
+    merged = store.merge(fragment, version, parts, payloads, final=final)
+    store.commit(fragment, merged)
+    return merged
+
+
+def test_a_merge_is_the_oracles_bit_for_bit(store, run, params):
+    pieces = store.plan.fragments[0]
+    given = to_pieces(store.plan, params)
+    theta = tuple(jnp.asarray(given[p.name]) for p in pieces)
+    (one, da), (two, db) = (encoded_delta(store, 0, s) for s in (1, 2))
+    merged = store.merge(
+        0,
+        Version(1, 1),
+        [contribution("a", 100), contribution("b", 300)],
+        [one, two],
+        final=False,
+    )
+    expected = tuple(
+        merge_deltas([a, b], [100.0, 300.0], rule_for(p, "rda"))
+        for a, b, p in zip(da, db, pieces, strict=True)
+    )
+    tx = make_outer(outer_settings(run))
+    moved, _ = outer_step(
+        tx, tuple(jnp.array(t, copy=True) for t in theta), tx.init(theta), expected
+    )
+    for ours, oracle, old, anchor in zip(
+        merged.theta, moved, theta, merged.anchor, strict=True
+    ):
+        assert np.array_equal(ours, oracle)
+        assert np.array_equal(anchor, publish(get_codec("int8"), oracle, old)[1])
+
+
+def test_a_merge_is_invisible_until_it_is_committed(store):
+    before = store.params()
+    payload, _ = encoded_delta(store, 0, 1)
+    merged = store.merge(
+        0, Version(1, 1), [contribution("a", 1)], [payload], final=False
+    )
+    assert np.array_equal(before["embed"], store.params()["embed"])
+    assert store.fetch(0, Version(1, 0), None).version == Version(1, 0)
+    store.commit(0, merged)
+    changed = to_pieces(store.plan, store.params())
+    old = to_pieces(store.plan, before)
+    assert all(
+        not np.array_equal(changed[p.name], old[p.name])
+        for p in store.plan.fragments[0]
+    )
+
+
+def test_the_flush_takes_the_weighted_mean_with_rate_one(store, params):
+    (one, da), (two, db) = (encoded_delta(store, 0, s) for s in (1, 2))
+    merged = store.merge(
+        0,
+        Version(1, 1),
+        [contribution("a", 100), contribution("b", 300)],
+        [one, two],
+        final=True,
+    )
+    given = to_pieces(store.plan, params)
+    for ours, a, b, piece in zip(
+        merged.theta, da, db, store.plan.fragments[0], strict=True
+    ):
+        expected = given[piece.name] - (0.25 * a + 0.75 * b)
+        np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+def test_missed_publishes_come_as_a_chain_and_lead_to_the_same_anchor(store, params):
+    for number in (1, 2, 3):
+        merge_once(store, 0, Version(1, number), seeds=(number, number + 10))
+    source = store.fetch(0, Version(1, 3), Version(1, 1))
+    assert (source.full, source.count) == (False, 2)
+    layout = PayloadLayout.of(get_codec("int8"), store.plan.fragments[0])
+    assert source.total == 2 * layout.total_bytes
+    full = store.fetch(0, Version(1, 3), None)
+    first = store.fetch(0, Version(1, 3), Version(1, 0))
+    given = to_pieces(store.plan, params)
+    anchors = [jnp.asarray(given[p.name]) for p in store.plan.fragments[0]]
+    for buffer in first.buffers:
+        arrays = layout.unpack(bytes(buffer))
+        anchors = [
+            apply_publish(get_codec("int8"), a, jnp.asarray(x))
+            for a, x in zip(anchors, arrays, strict=True)
+        ]
+    expected = b"".join(np.asarray(a).tobytes() for a in anchors)
+    assert b"".join(bytes(b) for b in full.buffers) == expected
+
+
+def test_who_missed_more_than_is_retained_gets_the_anchor_in_full(store):
+    for number in range(1, RETAINED_PUBLISHES + 3):
+        merge_once(store, 0, Version(1, number))
+    last = Version(1, RETAINED_PUBLISHES + 2)
+    assert store.fetch(0, last, Version(1, 0)).full
+    assert not store.fetch(0, last, Version(1, last.number - 1)).full
+
+
+def test_a_join_goes_on_fetching_the_version_that_it_began_with(store):
+    begun = b"".join(bytes(b) for b in store.fetch(0, Version(1, 0), None).buffers)
+    merge_once(store, 0, Version(1, 1))
+    again = b"".join(bytes(b) for b in store.fetch(0, Version(1, 0), None).buffers)
+    assert begun == again
+    merge_once(store, 1, Version(1, 1))
+    with pytest.raises(VersionGone, match="fetch this fragment again"):
+        store.fetch(1, Version(1, 0), None)
+
+
+def test_replayed_publishes_give_the_anchors_that_were_published(run, params, store):
+    merged = [merge_once(store, 0, Version(1, n), seeds=(n, n + 5)) for n in (1, 2)]
+    fresh = Store(run, plan_fragments(SHAPES, AXES, 2), params, PIN_S)
+    for one in merged:
+        fresh.replay(0, one.version, one.payload, final=False)
+    ours = fresh.fetch(0, Version(1, 2), None).buffers
+    theirs = store.fetch(0, Version(1, 2), None).buffers
+    assert [bytes(b) for b in ours] == [bytes(b) for b in theirs]
+    # The next merges differ only by what the codec had not brought across.
+    one, two = merge_once(store, 0, Version(1, 3)), merge_once(fresh, 0, Version(1, 3))
+    for a, b in zip(one.theta, two.theta, strict=True):
+        assert float(jnp.max(jnp.abs(a - b))) < 2e-3
+
+
+def test_a_snapshot_brings_everything_back(run, params, store):
+    merge_once(store, 0, Version(1, 1))
+    saved = store.arrays()
+    other = Store(run, plan_fragments(SHAPES, AXES, 2), params, PIN_S)
+    other.load(saved, [Version(1, 1), Version(1, 0)])
+    one, two = merge_once(store, 0, Version(1, 2)), merge_once(other, 0, Version(1, 2))
+    assert one.digest == two.digest
+
+
+def test_deltas_that_are_not_finite_are_seen(store):
+    payload, _ = encoded_delta(store, 0, 1)
+    assert store.is_finite(0, payload)
+    broken, _ = encoded_delta(store, 0, 1, scale=float("inf"))
+    assert not store.is_finite(0, broken)
