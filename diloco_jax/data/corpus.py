@@ -1,0 +1,162 @@
+"""Text files as two long rows of byte tokens: one to train on, one to validate on.
+
+A document is a file. Its name is the path relative to what was given, so the same
+files give the same corpus, split and digest on every machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+import sysconfig
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from diloco_jax.config import ConfigError
+from diloco_jax.data.tokenizer import SEPARATOR
+
+# Not every installation has these, or they differ between builds, or they are tables
+# and test data rather than text.
+SKIPPED_FOLDERS = frozenset(
+    (
+        *("site-packages", "dist-packages", "__pycache__", "test", "tests"),
+        *("encodings", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"),
+    )
+)
+SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Documents, each followed by a separator.
+
+    `train` and `validation` are uint8 [bytes]; `names` those of all documents, in
+    order; `digest` 16 hex digits over names and contents.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray
+    digest: str
+    names: tuple[str, ...]
+
+
+def load_corpus(paths: tuple[str, ...], validation_fraction: float) -> Corpus:
+    """Reads the corpus.
+
+    Args:
+      paths: text files, and folders in which every regular file counts, hidden ones
+        apart; none = the Python standard library's own sources.
+      validation_fraction: share of the documents held out. A document's side depends
+        on its name alone, so new documents move no others.
+
+    Raises:
+      ConfigError: a path that is missing, empty or not text.
+    """
+    train: list[bytes] = []
+    validation: list[bytes] = []
+    names: list[str] = []
+    digest = hashlib.sha256()
+    documents = _user_files(paths) if paths else _library_files()
+    for name, path in documents:
+        data = _read_text(path)
+        if not data:
+            continue
+        digest.update(f"{len(name.encode())}:{name}:{len(data)}:".encode())
+        digest.update(data)
+        side = validation if is_validation(name, validation_fraction) else train
+        side.append(data + bytes((SEPARATOR,)))
+        names.append(name)
+    if not names:
+        where = ", ".join(paths) or sysconfig.get_path("stdlib")
+        raise ConfigError(
+            f"data.paths: no text in {where}; name files or folders with text"
+        )
+    return Corpus(_row(train), _row(validation), digest.hexdigest()[:16], tuple(names))
+
+
+def is_validation(name: str, fraction: float) -> bool:
+    """Whether the document of this name is held out."""
+    head = hashlib.sha256(name.encode()).digest()[:8]
+    return int.from_bytes(head, "big") < fraction * 2**64
+
+
+def _row(documents: list[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(documents), np.uint8)
+
+
+def _library_files() -> Iterator[tuple[str, pathlib.Path]]:
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    for name, path in _walk(root, SKIPPED_FOLDERS):
+        if path.suffix == ".py" and not path.name.startswith(SKIPPED_PREFIXES):
+            yield name, path
+
+
+def _user_files(paths: Iterable[str]) -> Iterator[tuple[str, pathlib.Path]]:
+    found: dict[str, pathlib.Path] = {}
+    for given in paths:
+        root = pathlib.Path(given)
+        if not root.exists():
+            raise ConfigError(
+                f"data.paths: {given} does not exist; name a text file or a folder"
+            )
+        files = _walk(root) if root.is_dir() else [(root.name, root)]
+        if not any(path.stat().st_size for _, path in files):
+            raise ConfigError(
+                f"data.paths: {given} is empty; name a file or folder with text"
+            )
+        for name, path in files:
+            if name in found and found[name].resolve() != path.resolve():
+                raise ConfigError(
+                    f"data.paths: {found[name]} and {path} are both called {name!r}; "
+                    f"rename one, or give the folder that contains both"
+                )
+            found[name] = path
+    yield from sorted(found.items())
+
+
+def _walk(
+    root: pathlib.Path, skipped: frozenset[str] = frozenset()
+) -> list[tuple[str, pathlib.Path]]:
+    """Regular files below root by relative name, in order of the names; neither
+    hidden folders nor links to folders are entered."""
+    found = []
+    for folder, folders, files in os.walk(root, onerror=_refuse):
+        folders[:] = [f for f in folders if f not in skipped and f[0] != "."]
+        for path in (pathlib.Path(folder, file) for file in files if file[0] != "."):
+            if path.is_file():
+                found.append((path.relative_to(root).as_posix(), path))
+    return sorted(found)
+
+
+def _refuse(error: OSError) -> None:
+    raise _unreadable(error) from error
+
+
+def _unreadable(error: OSError) -> ConfigError:
+    return ConfigError(
+        f"data.paths: {error.filename} cannot be read ({error.strerror}); check its "
+        f"permissions"
+    )
+
+
+def _read_text(path: pathlib.Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(error) from error
+    offset = data.find(b"\0")
+    problem = "a NUL byte"
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        if offset < 0 or error.start < offset:
+            offset, problem = error.start, "a byte that is not UTF-8"
+    if offset >= 0:
+        raise ConfigError(
+            f"data.paths: {path} is not text: {problem} at offset {offset}; convert "
+            f"it to UTF-8 or leave it out"
+        )
+    return data

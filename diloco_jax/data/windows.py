@@ -1,0 +1,48 @@
+"""Windows of text, addressed by their position in one global shuffled index.
+
+Position p is in epoch p // n, n windows to an epoch; each epoch is a permutation of
+all windows drawn from (seed, epoch). Islands are leased ranges of positions, so who
+trains on what is decided by numbers alone. `B` sequences, `T` tokens predicted.
+"""
+
+from __future__ import annotations
+
+import grain
+import numpy as np
+
+from diloco_jax.config import ConfigError
+
+
+class Windows:
+    """Random access to batches of training windows, without an index in memory.
+
+    Window i holds tokens [i T, (i + 1) T]: neighbours share one token, and every
+    token but the first is predicted once per epoch. What is left at the end and does
+    not fill a window is not trained on.
+    """
+
+    def __init__(self, tokens: np.ndarray, sequence_length: int, seed: int):
+        """tokens: uint8 [bytes]. ConfigError if they do not fill one window."""
+        self.sequence_length = sequence_length
+        self._tokens = tokens
+        self._count = (len(tokens) - 1) // sequence_length
+        if self._count < 1:
+            raise ConfigError(
+                f"the training text has {len(tokens)} bytes, but one window at "
+                f"sequence_length = {sequence_length} takes {sequence_length + 1}; "
+                f"give more text (data.paths) or lower sequence_length"
+            )
+        index = grain.MapDataset.range(self._count).seed(seed).shuffle().repeat()
+        self._windows = index.map(self._window)
+
+    def __len__(self) -> int:
+        """Windows per epoch."""
+        return self._count
+
+    def batch(self, positions: np.ndarray) -> np.ndarray:
+        """int32 [B, T + 1] of int64 [B] positions."""
+        return np.stack([self._windows[int(p)] for p in positions])
+
+    def _window(self, index: int) -> np.ndarray:
+        start = int(index) * self.sequence_length
+        return self._tokens[start : start + self.sequence_length + 1].astype(np.int32)

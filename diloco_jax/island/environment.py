@@ -1,0 +1,25 @@
+"""The environment that jax must find when it is imported; imports no jax itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+HOST_DEVICES = "--xla_force_host_platform_device_count"
+MIN_NPROC = 16
+
+
+def prepare_environment(
+    devices: int, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Gives the process `devices` virtual CPU devices; call before importing jax.
+
+    Real accelerators are not touched. NPROC sizes XLA's thread pool: with as many
+    threads as two cores suggest, several devices and steps dispatched ahead, jax
+    0.10.2 waits for itself forever.
+    """
+    flags = environment.get("XLA_FLAGS", "").split()
+    flags = [flag for flag in flags if flag.split("=")[0] != HOST_DEVICES]
+    environment["XLA_FLAGS"] = " ".join([*flags, f"{HOST_DEVICES}={devices}"])
+    if int(environment.get("NPROC") or 0) < MIN_NPROC:
+        environment["NPROC"] = str(MIN_NPROC)

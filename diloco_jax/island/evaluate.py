@@ -1,0 +1,75 @@
+"""Validation: batch by batch between steps, or the whole text at once."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+
+from diloco_jax.data.validation import ValidationBatches
+from diloco_jax.island.step import Trainer
+from diloco_jax.models.model import Params
+
+
+class Evaluation(NamedTuple):
+    """`loss` in nats per token; `bits_per_byte` is the same where tokens are bytes."""
+
+    loss: float
+    bits_per_byte: float
+
+
+class Evaluator:
+    """A pass over part of the validation text, one batch per step boundary.
+
+    The parameters move on during a pass; the mean is over all of its batches.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        validation: ValidationBatches,
+        every_steps: int,
+        batches: int,
+    ):
+        """every_steps: steps between two passes, 0 = none; batches: of one pass,
+        spread evenly over the text, the same in every pass."""
+        self._trainer = trainer
+        self._validation = validation
+        self._every_steps = every_steps
+        self._batches = validation.spread(batches)
+        self._done: list[tuple[jax.Array, jax.Array]] = []
+
+    def due(self, step: int) -> bool:
+        """Whether `advance` is to be called after `step` steps."""
+        if self._every_steps < 1 or not self._batches:
+            return False
+        return bool(self._done) or (step > 0 and step % self._every_steps == 0)
+
+    def advance(self, params: Params) -> float | None:
+        """Dispatches one batch; after the last one, waits for the pass and returns
+        its mean loss in nats per token."""
+        batch = self._validation[self._batches[len(self._done)]]
+        self._done.append(self._trainer.eval_step(params, *batch))
+        if len(self._done) < len(self._batches):
+            return None
+        sums = jax.device_get(self._done)
+        self._done = []
+        return _mean([(float(total), float(weight)) for total, weight in sums])
+
+
+def evaluate_all(
+    trainer: Trainer, params: Params, validation: ValidationBatches
+) -> Evaluation:
+    """Loss over the whole validation text, each token predicted once."""
+    sums = []
+    for index in range(len(validation)):
+        total, weight = trainer.eval_step(params, *validation[index])
+        sums.append((float(total), float(weight)))
+    loss = _mean(sums)
+    return Evaluation(loss, loss / math.log(2))
+
+
+def _mean(sums: list[tuple[float, float]]) -> float:
+    totals, weights = zip(*sums, strict=True)
+    return math.fsum(totals) / math.fsum(weights)

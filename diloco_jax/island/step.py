@@ -1,0 +1,182 @@
+"""The inner step: one batch, one update of an island's parameters, on its own mesh.
+
+`B` sequences, `T` tokens predicted, `A` rounds of gradient accumulation.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from diloco_jax.config import ConfigError, IslandConfig
+from diloco_jax.island.mesh import batch_sharding, param_shardings, replicated
+from diloco_jax.models.model import Metrics, Model, Params
+
+
+class TrainState(NamedTuple):
+    """What a step changes. `step` consumes it: do not keep references to its arrays."""
+
+    params: Params
+    opt_state: optax.OptState
+
+
+class Trainer:
+    """A model, its inner optimizer and a mesh, as compiled functions."""
+
+    def __init__(
+        self,
+        model: Model,
+        inner: optax.GradientTransformation,
+        island: IslandConfig,
+        mesh: Mesh,
+    ):
+        """inner: its updates at learning rate 1; ConfigError if the batch does not
+        divide over devices and accumulation rounds."""
+        rounds = mesh.size * island.accumulation
+        if island.batch_size % rounds:
+            raise ConfigError(
+                f"batch_size = {island.batch_size} is not divided by devices * "
+                f"accumulation = {mesh.size} * {island.accumulation} = {rounds}; "
+                f"choose a multiple of {rounds}"
+            )
+        self.mesh = mesh
+        self.batch_size = island.batch_size
+        self._model = model
+        self._inner = inner
+        self._accumulation = island.accumulation
+        shapes = model.shapes()
+        whole = replicated(mesh)
+        self.shardings = param_shardings(mesh, model.axes, shapes)
+        state_shapes = jax.eval_shape(inner.init, shapes)
+        opt_shardings = _like_params(state_shapes, shapes, self.shardings, whole)
+        self._init_inner = jax.jit(inner.init, out_shardings=opt_shardings)
+        self._step = jax.jit(
+            self._update,
+            donate_argnums=0,
+            out_shardings=(TrainState(self.shardings, opt_shardings), whole),
+        )
+        self._eval = jax.jit(self._evaluate, out_shardings=whole)
+
+    def step(
+        self, state: TrainState, batch: jax.Array, learning_rate: float
+    ) -> tuple[TrainState, Metrics]:
+        """One update; returns at once, the work goes on on the devices.
+
+        Args:
+          state: consumed.
+          batch: int32 [B, T + 1] from `put_batch`.
+          learning_rate: scales the updates; any value, without another compilation.
+
+        Returns:
+          The new state and metrics, f32 scalars: "loss" (nats per token, mean over
+          the batch), "grad_norm", "skipped". Where loss or gradient is not finite,
+          skipped is 1 and the state is as it was.
+        """
+        with jax.set_mesh(self.mesh):
+            new, metrics = self._step(state, batch, np.float32(learning_rate))
+        return new, metrics
+
+    def eval_step(
+        self, params: Params, tokens: np.ndarray, weights: np.ndarray
+    ) -> tuple[jax.Array, jax.Array]:
+        """Sum of losses (nats) and of weights, f32 scalars, not yet waited for.
+
+        tokens: int32 [B, T + 1]; weights: f32 [B, T]."""
+        with jax.set_mesh(self.mesh):
+            total, weight = self._eval(
+                params, self.put_batch(tokens), self.put_batch(weights)
+            )
+        return total, weight
+
+    def place_params(self, params: Params) -> Params:
+        """The arrays on the island's devices, f32, copied, cut by `shardings`."""
+        host = jax.tree.map(lambda x: np.asarray(x, np.float32), params)
+        placed: Params = jax.device_put(host, self.shardings, may_alias=False)
+        return placed
+
+    def init_inner(self, params: Params) -> optax.OptState:
+        """The inner optimizer's first state, cut as the parameters are."""
+        with jax.set_mesh(self.mesh):
+            return self._init_inner(params)
+
+    def put_batch(self, batch: np.ndarray) -> jax.Array:
+        """Cuts the leading axis over all devices."""
+        placed: jax.Array = jax.device_put(batch, batch_sharding(self.mesh))
+        return placed
+
+    def compilations(self) -> int:
+        """How often the step was compiled: 1 from the first step on."""
+        return int(self._step._cache_size())  # type: ignore[attr-defined]
+
+    def _update(
+        self, state: TrainState, batch: jax.Array, learning_rate: jax.Array
+    ) -> tuple[TrainState, Metrics]:
+        params, opt_state = state
+        loss, grads = self._loss_and_grads(params, batch)
+        grad_norm = optax.global_norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        updates, new_opt_state = self._inner.update(grads, opt_state, params)
+        updates = jax.tree.map(lambda u: learning_rate * u, updates)
+        new = TrainState(optax.apply_updates(params, updates), new_opt_state)
+        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        skipped = 1.0 - finite.astype(jnp.float32)
+        return new, {"loss": loss, "grad_norm": grad_norm, "skipped": skipped}
+
+    def _loss_and_grads(
+        self, params: Params, batch: jax.Array
+    ) -> tuple[jax.Array, Params]:
+        """Means over the batch, in A rounds."""
+        differentiate = jax.value_and_grad(self._model.loss, has_aux=True)
+        rounds = self._accumulation
+        if rounds == 1:
+            (loss, _), grads = differentiate(params, batch)
+            return loss, grads
+        # Round a has rows a, a + A, ...: each device keeps the rows that it has.
+        parts = batch.reshape(-1, rounds, batch.shape[1]).swapaxes(0, 1)
+
+        def add(total: Any, part: jax.Array) -> tuple[Any, None]:
+            (loss, _), grads = differentiate(params, part)
+            return jax.tree.map(jnp.add, total, (loss, grads)), None
+
+        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        total, _ = jax.lax.scan(add, zeros, parts)
+        loss, grads = jax.tree.map(lambda x: x / rounds, total)
+        return loss, grads
+
+    def _evaluate(
+        self, params: Params, tokens: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        batch = {"tokens": tokens, "weights": weights}
+        loss, metrics = self._model.loss(params, batch)
+        return loss * metrics["tokens"], metrics["tokens"]
+
+
+def _like_params(
+    state: Any, shapes: Params, shardings: Params, whole: NamedSharding
+) -> Any:
+    """Shardings of an optimizer's state: moments lie as their parameter does.
+
+    A leaf belongs to the parameter whose path its own path ends with, if they have
+    the same shape; whatever else there is lies whole on every device.
+    """
+    flat_shapes = jax.tree_util.tree_leaves_with_path(shapes)
+    known: dict[tuple[Any, ...], tuple[tuple[int, ...], NamedSharding]] = {
+        path: (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(
+            flat_shapes, jax.tree.leaves(shardings), strict=True
+        )
+    }
+
+    def choose(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        for start in range(len(path)):
+            found = known.get(path[start:])
+            if found and found[0] == leaf.shape:
+                return found[1]
+        return whole
+
+    return jax.tree_util.tree_map_with_path(choose, state)

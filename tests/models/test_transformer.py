@@ -1,0 +1,203 @@
+"""The transformer: what it may see, how big it is, and what must not change it."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.config import ConfigError, ModelConfig
+from diloco_jax.models import transformer
+from diloco_jax.models.layers import rotate, rotations
+from diloco_jax.models.presets import PRESETS, preset
+
+TINY = preset("tiny")
+VARIANTS = {
+    "grouped": TINY,
+    "one_kv_head_tied": dataclasses.replace(TINY, num_kv_heads=1, tied_embeddings=True),
+}
+
+
+@pytest.fixture(params=list(VARIANTS))
+def config(request) -> ModelConfig:
+    return VARIANTS[request.param]
+
+
+@functools.cache
+def tokens(seed: int = 0) -> np.ndarray:
+    shape = (2, 17)
+    return np.random.default_rng(seed).integers(0, 256, shape).astype(np.int32)
+
+
+@functools.cache
+def init(config: ModelConfig):
+    """Parameters with every norm and logit away from where it starts."""
+    params = transformer.build(config).init(jax.random.key(0))
+    return jax.tree.map(
+        lambda p: p + 0.05 * np.sin(np.arange(p.size)).reshape(p.shape), params
+    )
+
+
+def grads(model, config: ModelConfig = TINY):
+    return jax.jit(jax.value_and_grad(model.loss, has_aux=True))(init(config), tokens())
+
+
+@functools.cache
+def plain_grads(config: ModelConfig = TINY):
+    return grads(transformer.build(config), config)
+
+
+def relative_difference(a, b) -> float:
+    a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (a, b))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def test_a_loss_depends_on_no_later_token(config):
+    model = transformer.build(config)
+    params = init(config)
+
+    @jax.jit
+    def loss_at(batch, position):
+        weights = jnp.zeros((2, 16)).at[:, position].set(1.0)
+        return model.loss(params, {"tokens": batch, "weights": weights})[0]
+
+    changed = tokens().copy()
+    changed[:, 10] ^= 1  # the target of position 9, an input from position 10 on
+    before, after = (
+        np.array([loss_at(batch, p) for p in range(16)])
+        for batch in (tokens(), changed)
+    )
+    np.testing.assert_array_equal(before[:9], after[:9])
+    assert np.all(before[9:] != after[9:])
+
+
+def test_the_order_of_earlier_tokens_matters():
+    # With one layer, nothing but the rotations tells their order to the last position.
+    config = dataclasses.replace(TINY, num_layers=1)
+    loss = jax.jit(transformer.build(config).loss)
+    weights = np.zeros((2, 16), np.float32)
+    weights[:, 15] = 1.0
+    swapped = tokens().copy()
+    swapped[:, [3, 8]] = swapped[:, [8, 3]]
+    losses = [
+        float(loss(init(config), {"tokens": t, "weights": weights})[0])
+        for t in (tokens(), swapped)
+    ]
+    assert abs(losses[0] - losses[1]) > 1e-4
+
+
+def test_rotations_are_relative():
+    turns = rotations(12, 8, 10_000.0)
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
+    query, key = (
+        np.asarray(rotate(jnp.tile(x, (1, 12, 1, 1)), turns))[0, :, 0] for x in (q, k)
+    )
+    products = query @ key.T
+    for offset in (0, 1, 5):
+        diagonal = np.diagonal(products, offset)
+        np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-4)
+    np.testing.assert_allclose(products[0, 0], np.sum(q * k), rtol=1e-5)
+    assert abs(products[0, 0] - products[0, 5]) > 1e-2
+
+
+def test_an_untrained_model_knows_nothing(config):
+    model = transformer.build(config)
+    params = model.init(jax.random.key(0))
+    loss, metrics = jax.jit(model.loss)(params, tokens())
+    assert abs(float(loss) - math.log(256)) < 0.1
+    assert float(metrics["tokens"]) == 32
+    assert float(metrics["loss"]) == float(loss)
+
+
+def test_weights_choose_what_counts():
+    model = transformer.build(TINY)
+    params = init(TINY)
+    weights = np.zeros((2, 16), np.float32)
+    weights[0] = 1.0
+    loss = jax.jit(model.loss)
+    masked, metrics = loss(params, {"tokens": tokens(), "weights": weights})
+    first, _ = loss(params, tokens()[:1])
+    np.testing.assert_allclose(masked, first, rtol=1e-5)
+    assert float(metrics["tokens"]) == 16
+    nothing, _ = loss(params, {"tokens": tokens(), "weights": 0 * weights})
+    assert float(nothing) == 0
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_remat_changes_no_gradient(remat):
+    again = grads(transformer.build(TINY, remat=remat))
+    assert relative_difference(again, plain_grads()) < 1e-5
+
+
+def test_bfloat16_is_close_and_gradients_stay_f32():
+    low, plain = grads(transformer.build(TINY, compute_dtype="bfloat16")), plain_grads()
+    assert 1e-5 < relative_difference(low[1], plain[1]) < 0.05
+    assert abs(float(low[0][0]) - float(plain[0][0])) < 0.02
+    assert {leaf.dtype for leaf in jax.tree.leaves(low)} == {jnp.dtype("float32")}
+
+
+def test_scanned_and_unrolled_layers_agree(monkeypatch):
+    monkeypatch.setattr(transformer, "UNROLLED_LAYERS", 0)
+    scanned = grads(transformer.build(TINY))
+    monkeypatch.undo()
+    assert relative_difference(scanned, plain_grads()) < 1e-5
+
+
+def test_every_tensor_has_named_axes_and_a_gradient(config):
+    model = transformer.build(config)
+    params = init(config)
+    axes = jax.tree.leaves(model.axes, is_leaf=lambda x: isinstance(x, tuple))
+    leaves = jax.tree.leaves(params)
+    assert [len(names) for names in axes] == [leaf.ndim for leaf in leaves]
+    sizes = {
+        "layers": config.num_layers,
+        "vocab": config.vocab_size,
+        "embed": config.d_model,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "mlp": config.mlp_dim,
+    }
+    for names, leaf in zip(axes, leaves, strict=True):
+        assert tuple(sizes[name] for name in names) == leaf.shape
+    for gradient in jax.tree.leaves(plain_grads(config)[1]):
+        assert float(jnp.max(jnp.abs(gradient))) > 0
+    assert ("unembedding" in params) != config.tied_embeddings
+
+
+def test_layers_start_out_different():
+    params = transformer.build(TINY).init(jax.random.key(0))
+    query = np.asarray(params["layers"]["attention"]["query"])
+    assert abs(np.corrcoef(query[0].ravel(), query[1].ravel())[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("name", [n for n in PRESETS if n != "tiny"])
+def test_presets_have_the_size_of_their_name(name):
+    shapes = jax.tree.leaves(transformer.build(preset(name)).shapes())
+    count = sum(math.prod(leaf.shape) for leaf in shapes)
+    assert abs(count / (float(name[:-1]) * 1e6) - 1) < 0.15
+
+
+def test_an_unknown_preset_is_refused_with_a_suggestion():
+    with pytest.raises(ConfigError, match="did you mean '100m'"):
+        preset("1000m")
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"head_dim": 15}, {}, "model.head_dim = 15"),
+        ({"num_kv_heads": 3}, {}, "model.num_heads = 4 .* model.num_kv_heads = 3"),
+        ({"mlp_dim": 0}, {}, "model.mlp_dim = 0"),
+        ({"vocab_size": 100}, {}, "model.vocab_size = 100.* at least 256"),
+        ({}, {"remat": "fulll"}, "remat = 'fulll'.*did you mean 'full'"),
+        ({}, {"compute_dtype": "float16"}, "compute_dtype = 'float16'"),
+        ({}, {"attention": "flash"}, "attention = 'flash'.*dot_product"),
+    ],
+)
+def test_bad_models_are_refused(change, options, message):
+    with pytest.raises(ConfigError, match=message):
+        transformer.build(dataclasses.replace(TINY, **change), **options)
