@@ -1,0 +1,145 @@
+"""The books of one incarnation: which of its steps are in which take.
+
+Per fragment: the anchor's version, the first step that is in no take yet, and the
+outstanding take. Steps count from 0; a take at step s covers the half-open interval
+[start, s). Every change is a `Record`, which the coordinator puts on the tape and from
+which it keeps its ledger. No arrays here: `exchange.py` does to them what the outcomes
+say.
+
+A fragment is *unsettled* from its take until the next adoption: its local value is
+anchor - delta + later steps, so a second take would count the first one's steps again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from diloco_jax.config import AdoptRule
+from diloco_jax.policy.events import Outstanding, Record, Span, Verdict, Version
+
+Outcome = Literal["none", "settled", "reopened", "dropped", "reset"]
+"""What a verdict means for the arrays of the fragment.
+
+none: nothing. settled: the delta is merged, the residual after it stands. reopened: as
+if the take had not been. dropped: the steps are lost, the residual before it returns.
+reset: as dropped, and the local value goes back to the anchor."""
+
+RecordKind = Literal["took", "adopted", "reopened", "dropped", "granted", "progress"]
+
+NON_FINITE = "non_finite"
+"""Reason of a refusal that leaves the local value unusable."""
+
+
+@dataclasses.dataclass
+class _Account:
+    version: Version
+    start: int
+    tick: int = -1
+    take: Outstanding | None = None
+    unsettled: bool = False
+
+
+class Books:
+    """Intervals, outstanding takes and records of one incarnation.
+
+    versions: those of the anchors that the incarnation begins with, by fragment.
+    """
+
+    def __init__(self, versions: Sequence[Version], rule: AdoptRule) -> None:
+        self._accounts = [_Account(version, start=0) for version in versions]
+        self._rule = rule
+        self._next_seq = 1
+        self._new: list[Record] = []
+
+    def version(self, fragment: int) -> Version:
+        """Version of the fragment's anchor."""
+        return self._accounts[fragment].version
+
+    def outstanding(self) -> tuple[Outstanding, ...]:
+        """Takes without a final verdict."""
+        return tuple(a.take for a in self._accounts if a.take is not None)
+
+    def must_wait(self, fragment: int) -> bool:
+        """Whether a take must wait: the last one is merged, but not yet adopted."""
+        account = self._accounts[fragment]
+        return account.take is None and account.unsettled
+
+    def take(self, fragment: int, tick: int, step: int) -> Outstanding | None:
+        """Opens a take of [start, step); None if this request is to be ignored.
+
+        Ignored are a repeated tick and a fragment with an outstanding take.
+        """
+        account = self._accounts[fragment]
+        if account.take is not None or tick == account.tick:
+            return None
+        assert not account.unsettled, f"fragment {fragment}: ask must_wait first"
+        take = Outstanding(
+            fragment=fragment,
+            tick=tick,
+            start=account.start,
+            end=step,
+            base=account.version,
+        )
+        account.take, account.tick = take, tick
+        account.start, account.unsettled = step, True
+        self._record(
+            "took",
+            step,
+            fragment=fragment,
+            tick=tick,
+            start=take.start,
+            version=take.base,
+        )
+        return take
+
+    def adopt(self, fragment: int, version: Version, step: int) -> bool:
+        """Notes an adoption; False if the version is not newer than the anchor's."""
+        account = self._accounts[fragment]
+        if version <= account.version:
+            return False
+        account.version, account.unsettled = version, False
+        if self._rule == "overwrite":
+            account.start = step
+        self._record("adopted", step, fragment=fragment, version=version)
+        return True
+
+    def settle(
+        self, fragment: int, tick: int, verdict: Verdict, reason: str, step: int
+    ) -> Outcome:
+        """Notes the verdict on a take; "none" unless it ends the outstanding one."""
+        account = self._accounts[fragment]
+        take = account.take
+        if take is None or take.tick != tick or verdict in ("pending", "none"):
+            return "none"
+        account.take = None
+        if verdict == "merged":
+            return "settled"
+        if reason == NON_FINITE:
+            account.start, account.unsettled = step, False
+            self._record("dropped", step, fragment=fragment, tick=tick)
+            return "reset"
+        if account.unsettled:
+            account.start, account.unsettled = take.start, False
+            self._record("reopened", step, fragment=fragment, tick=tick)
+            return "reopened"
+        self._record("dropped", step, fragment=fragment, tick=tick)
+        return "dropped"
+
+    def granted(self, span: Span, step: int) -> None:
+        """Notes positions of data that came in."""
+        self._record("granted", step, start=span.start, stop=span.stop)
+
+    def progress(self, others_tokens: int, step: int) -> None:
+        """Notes the others' tokens on which the learning rate is based from here."""
+        self._record("progress", step, value=others_tokens)
+
+    def drain(self) -> tuple[Record, ...]:
+        """Records since the last call, oldest first."""
+        new, self._new = tuple(self._new), []
+        return new
+
+    def _record(self, kind: RecordKind, step: int, **fields: Any) -> None:
+        self._new.append(Record(seq=self._next_seq, kind=kind, step=step, **fields))
+        self._next_seq += 1

@@ -1,0 +1,295 @@
+"""Takes and adoptions on the device: the island's end of the data's path.
+
+Per piece it holds the anchor, from a take to the next adoption the base (a copy of
+the local values at the take), and with error feedback the residual, before and after
+an outstanding take. The functions are those of `core/`, one piece at a time, compiled
+once per kind of tensor with the layer index traced; parameters are donated to an
+adoption, which changes them in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from diloco_jax.config import SyncConfig
+from diloco_jax.core.adopt import adopt
+from diloco_jax.core.codec import encode_with_feedback, get_codec
+from diloco_jax.core.delta import delta
+from diloco_jax.core.fragments import FragmentPlan, Params, Piece
+from diloco_jax.core.payload import Buffer, PayloadLayout
+from diloco_jax.core.publish import apply_publish
+from diloco_jax.island.mailbox import Arrival
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+    """The functions of one kind of tensor; `piece` is how its pieces lie."""
+
+    piece: NamedSharding
+    take: Callable[..., Any]
+    advance: Callable[..., jax.Array]
+    adopt: Callable[..., jax.Array]
+    reset: Callable[..., jax.Array]
+
+
+class Exchange:
+    """Anchors, bases and residuals of all fragments of one island.
+
+    params: the local parameters, or arrays that lie like them: nested dict of f32 on
+    the island's mesh.
+    """
+
+    def __init__(self, plan: FragmentPlan, sync: SyncConfig, params: Params) -> None:
+        self._plan = plan
+        self._sync = sync
+        self.layouts_up = _layouts(plan, sync.codec_up)
+        self.layouts_down = _layouts(plan, sync.codec_down)
+        self._kinds = {p: _kind(sync, p, _leaf(params, p.path)) for p in plan.pieces}
+        self._anchors: dict[Piece, jax.Array] = {}
+        self._bases: dict[Piece, jax.Array] = {}
+        self._residuals: dict[Piece, jax.Array] = {}
+        self._residuals_before: dict[Piece, jax.Array] = {}
+        if sync.error_feedback:
+            self._residuals = {
+                p: jax.device_put(np.zeros(p.shape, np.float32), kind.piece)
+                for p, kind in self._kinds.items()
+            }
+
+    # ---- the path of the data ---------------------------------------------------
+
+    def take(self, fragment: int, params: Params) -> tuple[jax.Array, ...]:
+        """The fragment's encoded delta by piece, on its way to the host.
+
+        Only one take of a fragment may be without `settle`, `reopen` or `drop`.
+        """
+        encoded = []
+        for piece in self._plan.fragments[fragment]:
+            leaf, anchor = _leaf(params, piece.path), self._anchors[piece]
+            before = self._residuals.get(piece)
+            sent, after, self._bases[piece] = self._kinds[piece].take(
+                leaf, _index(piece), anchor, before
+            )
+            if before is not None:
+                self._residuals_before[piece] = before
+                self._residuals[piece] = after
+            sent.copy_to_host_async()
+            encoded.append(sent)
+        return tuple(encoded)
+
+    def put_publish(self, fragment: int, payload: Buffer) -> tuple[jax.Array, ...]:
+        """One encoded publish by piece, on the device. Any thread may call it."""
+        views = self.layouts_down[fragment].unpack(payload)
+        return tuple(
+            jax.device_put(view, _on(self._kinds[piece].piece))
+            for piece, view in zip(self._plan.fragments[fragment], views, strict=True)
+        )
+
+    def put_anchor(self, fragment: int, payload: Buffer) -> tuple[jax.Array, ...]:
+        """A_v in full by piece, on the device. Any thread may call it.
+
+        payload: the pieces' f32 values, row-major, one after the other.
+
+        Raises:
+          ValueError: the payload has another length.
+        """
+        if len(payload) != self.full_bytes(fragment):
+            raise ValueError(
+                f"anchor of fragment {fragment} in {len(payload)} bytes, the plan "
+                f"has {self.full_bytes(fragment)}; do both sides have one config?"
+            )
+        arrays, start = [], 0
+        for piece in self._plan.fragments[fragment]:
+            values = np.frombuffer(payload, "<f4", piece.size, start)
+            start += values.nbytes
+            arrays.append(
+                jax.device_put(values.reshape(piece.shape), self._kinds[piece].piece)
+            )
+        return tuple(arrays)
+
+    def full_bytes(self, fragment: int) -> int:
+        """Length of a payload of `put_anchor`."""
+        return 4 * self._plan.sizes[fragment]
+
+    def adopt(self, arrival: Arrival, params: Params) -> Params:
+        """The parameters with the arrived version adopted. `params` is donated."""
+        for i, piece in enumerate(self._plan.fragments[arrival.fragment]):
+            kind, anchor = self._kinds[piece], self._anchors[piece]
+            base = self._bases.pop(piece, anchor)
+            if arrival.anchor is not None:
+                anchor = arrival.anchor[i]
+            for publish in arrival.publishes:
+                anchor = kind.advance(anchor, publish[i])
+            leaf = kind.adopt(
+                _leaf(params, piece.path), _index(piece), base, anchor, self._alpha
+            )
+            self._anchors[piece] = anchor
+            params = _with_leaf(params, piece.path, leaf)
+        return params
+
+    # ---- what becomes of a take -------------------------------------------------
+
+    def settle(self, fragment: int) -> None:
+        """The take is merged: what its encoding lost is in the residual for good."""
+        for piece in self._plan.fragments[fragment]:
+            self._residuals_before.pop(piece, None)
+
+    def drop(self, fragment: int) -> None:
+        """The take is lost: the residual is what it was before."""
+        for piece in self._plan.fragments[fragment]:
+            if piece in self._residuals_before:
+                self._residuals[piece] = self._residuals_before.pop(piece)
+
+    def reopen(self, fragment: int) -> None:
+        """As if the take had not been: the base is the old anchor again."""
+        self.drop(fragment)
+        for piece in self._plan.fragments[fragment]:
+            self._bases.pop(piece, None)
+
+    def reset(self, fragment: int, params: Params) -> Params:
+        """The take is lost, the local values are the anchor's. `params` is donated."""
+        self.reopen(fragment)
+        for piece in self._plan.fragments[fragment]:
+            anchor = self._anchors[piece]
+            leaf = _leaf(params, piece.path)
+            leaf = self._kinds[piece].reset(leaf, _index(piece), anchor)
+            params = _with_leaf(params, piece.path, leaf)
+        return params
+
+    # ---- joining ----------------------------------------------------------------
+
+    def start(self, anchors: Mapping[int, tuple[jax.Array, ...]]) -> None:
+        """The anchors that the island begins with, by fragment and piece."""
+        for fragment, arrays in anchors.items():
+            pieces = self._plan.fragments[fragment]
+            self._anchors.update(zip(pieces, arrays, strict=True))
+
+    def anchors(self) -> dict[str, jax.Array]:
+        """The anchors by piece name; not to be donated."""
+        return {piece.name: anchor for piece, anchor in self._anchors.items()}
+
+    def warm(self, params: Params) -> Params:
+        """Compiles everything on `params`, which is donated and comes back unchanged.
+
+        Leaves no anchors behind: call `start` afterwards.
+        """
+        seen: set[tuple[Any, ...]] = set()
+        codec = get_codec(self._sync.codec_down)
+        for piece, kind in self._kinds.items():
+            leaf = _leaf(params, piece.path)
+            key = (leaf.shape, leaf.sharding, piece.layer < 0)
+            if key in seen:
+                continue
+            seen.add(key)
+            index = _index(piece)
+            zeros = jax.device_put(np.zeros(piece.shape, np.float32), kind.piece)
+            nothing = np.zeros(codec.encoded_shape(piece.shape), np.uint8)
+            published = jax.device_put(nothing, _on(kind.piece))
+            _, _, local = kind.take(leaf, index, zeros, self._residuals.get(piece))
+            kind.advance(zeros, published)
+            leaf = kind.adopt(leaf, index, zeros, zeros, self._alpha)
+            params = _with_leaf(params, piece.path, kind.reset(leaf, index, local))
+        jax.block_until_ready(params)  # type: ignore[no-untyped-call]
+        return params
+
+    @property
+    def _alpha(self) -> np.float32:
+        return np.float32(self._sync.blend_alpha)
+
+
+def _kind(sync: SyncConfig, piece: Piece, leaf: jax.Array) -> _Compiled:
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding)
+    spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
+    spec = spec[1:] if piece.layer >= 0 else spec
+    return _compile(sync, sharding, _on(sharding, *spec))
+
+
+@functools.lru_cache(maxsize=64)
+def _compile(sync: SyncConfig, leaf: NamedSharding, piece: NamedSharding) -> _Compiled:
+    """jit compiles each function once per shape; results lie like the arguments."""
+    up, down = get_codec(sync.codec_up), get_codec(sync.codec_down)
+    whole = _on(piece)
+
+    def take(stacked: Any, index: Any, anchor: Any, residual: Any) -> Any:
+        local = _read(stacked, index)
+        if residual is None:
+            encoded = up.encode(delta(anchor, local))
+        else:
+            encoded, residual = encode_with_feedback(up, delta(anchor, local), residual)
+        # A copy whatever jit makes of outputs that are inputs: the next step donates
+        # the parameter's buffer.
+        return encoded, residual, jnp.copy(local)
+
+    def take_over(
+        stacked: Any, index: Any, base: Any, anchor: Any, alpha: Any
+    ) -> jax.Array:
+        # Without the barriers `blend` is fused with its surroundings, where its
+        # products and sum are contracted, and rounded, differently than in core.
+        local = _barrier(_read(stacked, index))
+        local = adopt(sync.adopt, local, base, anchor, alpha)
+        return _write(stacked, index, _barrier(local))
+
+    return _Compiled(
+        piece=piece,
+        take=jax.jit(take, out_shardings=(whole, piece, piece)),
+        advance=jax.jit(functools.partial(apply_publish, down), out_shardings=piece),
+        adopt=jax.jit(take_over, donate_argnums=0, out_shardings=leaf),
+        reset=jax.jit(_write, donate_argnums=0, out_shardings=leaf),
+    )
+
+
+def _read(stacked: jax.Array, index: Any) -> jax.Array:
+    """Layer `index` of a stacked tensor; None: the tensor."""
+    if index is None:
+        return stacked
+    layer: jax.Array = jax.lax.dynamic_index_in_dim(stacked, index, 0, keepdims=False)
+    return layer
+
+
+def _write(stacked: jax.Array, index: Any, value: jax.Array) -> jax.Array:
+    if index is None:
+        # As above: the anchor itself must not become the parameter.
+        return jnp.copy(value)
+    written: jax.Array = jax.lax.dynamic_update_index_in_dim(stacked, value, index, 0)
+    return written
+
+
+def _barrier(x: jax.Array) -> jax.Array:
+    y: jax.Array = jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _index(piece: Piece) -> np.int32 | None:
+    return None if piece.layer < 0 else np.int32(piece.layer)
+
+
+def _leaf(params: Params, path: tuple[str, ...]) -> jax.Array:
+    node: Any = params
+    for key in path:
+        node = node[key]
+    leaf: jax.Array = node
+    return leaf
+
+
+def _with_leaf(params: Params, path: tuple[str, ...], leaf: jax.Array) -> Params:
+    key, *rest = path
+    value = _with_leaf(params[key], tuple(rest), leaf) if rest else leaf
+    return {**params, key: value}
+
+
+def _on(other: NamedSharding, *spec: Any) -> NamedSharding:
+    """On the mesh of `other`; no spec: the whole array on every device."""
+    parts = PartitionSpec(*spec)  # type: ignore[no-untyped-call]
+    return NamedSharding(other.mesh, parts)
+
+
+def _layouts(plan: FragmentPlan, codec: str) -> tuple[PayloadLayout, ...]:
+    return tuple(PayloadLayout.of(get_codec(codec), p) for p in plan.fragments)

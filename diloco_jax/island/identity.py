@@ -1,0 +1,20 @@
+"""Who an island's process is, on every bulk message."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Identity:
+    """`session` is drawn once per process, `incarnation` counted by the launcher."""
+
+    run_id: str
+    island: str
+    incarnation: int
+    session: str
+
+    def fields(self) -> dict[str, Any]:
+        """As keyword arguments of `UploadStart` and `FetchRequest`."""
+        return dataclasses.asdict(self)

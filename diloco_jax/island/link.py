@@ -1,0 +1,283 @@
+"""The control stream of an island: hello, reports, and what the coordinator says.
+
+Two threads: one receives, dispatches and reconnects, one reports. A lost coordinator
+stops nobody: the link tries again for as long as the island lives, and what was not
+acknowledged is reported again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.island.mailbox import (
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    MAX_RECORDS_PER_REPORT,
+    Mailbox,
+    Status,
+)
+from diloco_jax.policy.events import Span, Version
+from diloco_jax.wire.control import ControlStream
+from diloco_jax.wire.errors import Refused, SecurityError, WireError
+from diloco_jax.wire.messages import (
+    Finished,
+    FromCoordinator,
+    Goodbye,
+    Granted,
+    Hello,
+    Progress,
+    Published,
+    Report,
+    ResendRequest,
+    Stop,
+    TakeRequest,
+    TakeVerdict,
+    Welcome,
+)
+
+logger = logging.getLogger(__name__)
+
+MIN_REPORT_INTERVAL_S = 0.02
+
+
+class Connects(Protocol):
+    """What the link needs of a `wire.Client`."""
+
+    def open_control(self, hello: Hello) -> ControlStream:
+        """Says hello and waits for the Welcome."""
+        ...
+
+
+class Data(Protocol):
+    """What the link needs of a `data.stream.LeasedStream`."""
+
+    @property
+    def granted(self) -> int:
+        """Sequences granted so far."""
+        ...
+
+    def grant(self, offset: int, span: Span) -> None:
+        """Adds positions; ignores those that it has."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Targets:
+    """Where bulk work goes: methods of the receiver and the sender."""
+
+    want: Callable[[int, Version], None]
+    resend: Callable[[int, int], None]
+
+
+class Link:
+    """`connect`, then `start`, at the end `close`.
+
+    make_hello: the Hello of this process, given where the loop is and how many
+    sequences it has been granted.
+    """
+
+    def __init__(
+        self,
+        client: Connects,
+        make_hello: Callable[[Status, int], Hello],
+        mailbox: Mailbox,
+        data: Data,
+        deadlines: Deadlines,
+    ) -> None:
+        self._client = client
+        self._make_hello = make_hello
+        self._mailbox = mailbox
+        self._data = data
+        self._deadlines = deadlines
+        self.run_id = ""
+        """Of the run that this island is in; known from the first Welcome on."""
+        self._targets: Targets | None = None
+        self._stream: ControlStream | None = None
+        self._generation = 0
+        self._own_tokens_before: int | None = None
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._receive, name="link", daemon=True),
+            threading.Thread(target=self._report, name="reports", daemon=True),
+        ]
+
+    def connect(self, patience_s: float) -> Welcome:
+        """First connection. Raises Refused, or the last error after `patience_s`;
+        SecurityError the second time: the first may be a coordinator's end."""
+        deadline = time.monotonic() + patience_s
+        suspicious = False
+        while True:
+            welcome = self._try_to_connect()
+            if isinstance(welcome, Welcome):
+                return welcome
+            if time.monotonic() >= deadline or self._mailbox.ending is not None:
+                raise welcome
+            if isinstance(welcome, SecurityError):
+                if suspicious:
+                    raise welcome
+                suspicious = True
+            self._closing.wait(self._deadlines.retry_max_s)
+
+    def start(self, targets: Targets) -> None:
+        """Starts receiving and reporting."""
+        self._targets = targets
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, reason: str, timeout_s: float) -> None:
+        """Reports what is left, says goodbye and hangs up. Never raises."""
+        self._closing.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(timeout_s)
+        if self._stream is None:
+            return
+        try:
+            self._send_reports(self._stream, sent_through=0)
+            self._stream.send(Goodbye(reason=reason))
+        except WireError as error:
+            logger.warning("left without a goodbye: %s", error)
+        self._stream.close(timeout_s)
+
+    # ---- receiving --------------------------------------------------------------
+
+    def _receive(self) -> None:
+        try:
+            while not self._closing.is_set():
+                assert self._stream is not None
+                try:
+                    message = self._stream.receive(self._deadlines.report_s)
+                except Refused as refused:
+                    self._refused(refused)
+                    return
+                except WireError as error:
+                    self._reconnect(error)
+                    continue
+                if message is not None:
+                    self._dispatch(message)
+        except Exception as error:
+            logger.exception("the control stream's thread failed")
+            self._mailbox.end(EXIT_FAILED, f"the control stream failed: {error!r}")
+
+    def _dispatch(self, message: FromCoordinator) -> None:
+        assert self._targets is not None
+        mailbox = self._mailbox
+        match message:
+            case TakeRequest():
+                mailbox.request_take(message.fragment, message.tick)
+            case ResendRequest():
+                self._targets.resend(message.fragment, message.tick)
+            case Published():
+                # The verdict first: a refusal resets the base before the adoption.
+                if message.verdict != "none":
+                    mailbox.judge(
+                        TakeVerdict(
+                            fragment=message.fragment,
+                            tick=message.tick,
+                            verdict=message.verdict,
+                            reason=message.reason,
+                            version=message.version,
+                        )
+                    )
+                self._targets.want(message.fragment, message.version)
+            case TakeVerdict():
+                mailbox.judge(message)
+                self._targets.want(message.fragment, message.version)
+            case Granted():
+                before = self._data.granted
+                self._data.grant(message.offset, message.span)
+                if self._data.granted > before:
+                    mailbox.grant(message.span)
+            case Progress():
+                # The first one answers a report without steps: it counts the tokens
+                # of this island's earlier incarnations, which are others' from here.
+                if self._own_tokens_before is None:
+                    self._own_tokens_before = message.own_tokens
+                own = message.own_tokens - self._own_tokens_before
+                mailbox.progress(message.tokens - own, message.records_through)
+            case Stop():
+                mailbox.stop()
+            case Finished():
+                mailbox.finish()
+
+    def _reconnect(self, error: WireError) -> None:
+        began = time.monotonic()
+        logger.warning("the coordinator is away (%s); training goes on", error)
+        pause_s = self._deadlines.retry_min_s
+        while not self._closing.wait(pause_s):
+            try:
+                welcome = self._try_to_connect()
+            except Refused as refused:
+                self._refused(refused)
+                return
+            if isinstance(welcome, Welcome):
+                logger.info("connected again after %.1f s", time.monotonic() - began)
+                assert self._targets is not None
+                for fragment, version in enumerate(welcome.versions):
+                    self._targets.want(fragment, version)
+                return
+            pause_s = min(2 * pause_s, self._deadlines.retry_max_s)
+
+    def _try_to_connect(self) -> Welcome | WireError:
+        hello = self._make_hello(self._mailbox.status(), self._data.granted)
+        try:
+            stream = self._client.open_control(hello)
+        except Refused:
+            raise
+        except WireError as error:
+            return error
+        self._stream = stream
+        self._generation += 1
+        self.run_id = stream.welcome.run_id
+        return stream.welcome
+
+    def _refused(self, refused: Refused) -> None:
+        self._mailbox.end(EXIT_REFUSED, f"{refused.message} ({refused.code})")
+        self._closing.set()
+
+    # ---- reporting --------------------------------------------------------------
+
+    def _report(self) -> None:
+        seen, sent_through, generation = Status(), 0, self._generation
+        try:
+            while not self._closing.is_set():
+                seen = self._mailbox.wait_for_post(
+                    seen, sent_through, self._deadlines.report_s
+                )
+                if generation != self._generation:
+                    generation, sent_through = self._generation, 0
+                assert self._stream is not None
+                pause_s = MIN_REPORT_INTERVAL_S
+                try:
+                    sent_through = self._send_reports(self._stream, sent_through)
+                except WireError:
+                    # The receiving thread finds out too, and reconnects.
+                    pause_s = self._deadlines.retry_min_s
+                self._closing.wait(pause_s)
+        except Exception as error:
+            logger.exception("the reporting thread failed")
+            self._mailbox.end(EXIT_FAILED, f"reporting failed: {error!r}")
+
+    def _send_reports(self, stream: ControlStream, sent_through: int) -> int:
+        """Sends status and unsent records; returns the number of the last record."""
+        while True:
+            status, records = self._mailbox.report(sent_through)
+            stream.send(
+                Report(
+                    phase=status.phase,
+                    steps=status.steps,
+                    step_seconds=status.measures.median_step_seconds,
+                    records=records,
+                    measures=status.measures,
+                )
+            )
+            if records:
+                sent_through = records[-1].seq
+            if len(records) < MAX_RECORDS_PER_REPORT:
+                return sent_through

@@ -1,0 +1,266 @@
+"""What the train loop and the network threads leave for each other.
+
+One lock, held for moments; nothing in here touches the network or a device. The loop
+never waits in `collect` or `post`; only `wait` waits, and the live loop does not call
+it while it trains. Bounded: one take request and one arrival per fragment (an arrival
+holds at most MAX_CHAIN publishes), verdicts on takes that are outstanding, records
+until the coordinator has them (takes, grants and adoptions end when it is away).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any, NamedTuple
+
+import msgspec
+
+from diloco_jax.policy.events import Outstanding, Phase, Record, Span, Version
+from diloco_jax.wire.messages import Measures, TakeVerdict
+
+MAX_CHAIN = 8
+"""Publishes of one fragment that may wait for the loop."""
+MAX_RECORDS_PER_REPORT = 1000
+
+EXIT_DONE, EXIT_FAILED, EXIT_REFUSED = 0, 1, 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A newer version of a fragment, on the device and ready to be adopted.
+
+    Either `anchor` is A_v in full, or `publishes` lead to it from the version before:
+    encoded, oldest first. Both are by piece, in the plan's order.
+    """
+
+    fragment: int
+    version: Version
+    anchor: tuple[Any, ...] | None = None
+    publishes: tuple[tuple[Any, ...], ...] = ()
+
+    def followed_by(self, later: Arrival) -> Arrival:
+        """Both as one."""
+        if later.anchor is not None:
+            return later
+        return dataclasses.replace(
+            self, version=later.version, publishes=(*self.publishes, *later.publishes)
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inbox:
+    """What came in since the last look, and is to be acted upon at this boundary."""
+
+    takes: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Tick by fragment."""
+    arrivals: tuple[Arrival, ...] = ()
+    verdicts: tuple[TakeVerdict, ...] = ()
+    grants: tuple[Span, ...] = ()
+    others_tokens: int = 0
+    """Of the other islands, and of this one's earlier incarnations."""
+    again: bool = False
+    """Look once more before the next step."""
+
+    def followed_by(self, later: Inbox) -> Inbox:
+        """Both as one."""
+        return Inbox(
+            takes={**self.takes, **later.takes},
+            arrivals=self.arrivals + later.arrivals,
+            verdicts=self.verdicts + later.verdicts,
+            grants=self.grants + later.grants,
+            others_tokens=later.others_tokens,
+            again=self.again or later.again,
+        )
+
+
+class Ending(NamedTuple):
+    """Why the loop must end now."""
+
+    exit_code: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Status:
+    """Where the loop is; what Hello and Report say."""
+
+    phase: Phase = "joining"
+    steps: int = 0
+    outstanding: tuple[Outstanding, ...] = ()
+    measures: Measures = dataclasses.field(default_factory=Measures)
+
+
+class Mailbox:
+    """Between one train loop and its network threads. All methods are thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._news = self._news_collected = 0
+        self._takes: dict[int, int] = {}
+        self._arrivals: dict[int, Arrival] = {}
+        self._verdicts: list[TakeVerdict] = []
+        self._grants: list[Span] = []
+        self._others_tokens = 0
+        self._stop = self._finished = False
+        self._ending: Ending | None = None
+        self._status = Status()
+        self._records: list[Record] = []
+        self._traffic = {"bytes_up": 0, "bytes_down": 0, "bytes_join": 0}
+
+    # ---- the loop's side --------------------------------------------------------
+
+    def collect(self) -> Inbox:
+        """Takes everything out. Does not wait."""
+        with self._changed:
+            inbox = Inbox(
+                takes=self._takes,
+                arrivals=tuple(self._arrivals.values()),
+                verdicts=tuple(self._verdicts),
+                grants=tuple(self._grants),
+                others_tokens=self._others_tokens,
+            )
+            self._takes, self._arrivals = {}, {}
+            self._verdicts, self._grants = [], []
+            self._news_collected = self._news
+            self._changed.notify_all()
+            return inbox
+
+    def post(self, status: Status, records: tuple[Record, ...] = ()) -> None:
+        """Says where the loop is, together with what happened up to there."""
+        with self._changed:
+            self._status = status
+            self._records.extend(records)
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when something came in after the last `collect`, or in time."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._news != self._news_collected, timeout_s
+            )
+
+    @property
+    def stop_asked(self) -> bool:
+        """The run has its tokens: no more steps."""
+        with self._changed:
+            return self._stop
+
+    @property
+    def finished(self) -> bool:
+        """The run is over."""
+        with self._changed:
+            return self._finished
+
+    @property
+    def ending(self) -> Ending | None:
+        """Set when the loop must end at the next boundary; the first reason stands."""
+        with self._changed:
+            return self._ending
+
+    # ---- the network's side -----------------------------------------------------
+
+    def request_take(self, fragment: int, tick: int) -> None:
+        """The newest request for a fragment replaces an older one."""
+        with self._changed:
+            self._takes[fragment] = tick
+            self._tell_loop()
+
+    def deliver(self, arrival: Arrival, timeout_s: float) -> bool:
+        """Hands over an arrival; False if the loop did not make room in time."""
+
+        def room() -> bool:
+            waiting = self._arrivals.get(arrival.fragment)
+            return (
+                waiting is None
+                or arrival.anchor is not None
+                or len(waiting.publishes) + len(arrival.publishes) <= MAX_CHAIN
+            )
+
+        with self._changed:
+            if not self._changed.wait_for(room, timeout_s):
+                return False
+            waiting = self._arrivals.get(arrival.fragment)
+            if waiting is not None:
+                arrival = waiting.followed_by(arrival)
+            self._arrivals[arrival.fragment] = arrival
+            self._tell_loop()
+            return True
+
+    def judge(self, verdict: TakeVerdict) -> None:
+        """What became of a take."""
+        with self._changed:
+            if verdict not in self._verdicts:
+                self._verdicts.append(verdict)
+            self._tell_loop()
+
+    def grant(self, span: Span) -> None:
+        """For the records; the positions themselves went to the data stream."""
+        with self._changed:
+            self._grants.append(span)
+            self._tell_loop()
+
+    def progress(self, others_tokens: int, records_through: int) -> None:
+        """The other islands' tokens; records up to that number are forgotten."""
+        with self._changed:
+            self._others_tokens = others_tokens
+            self._records = [r for r in self._records if r.seq > records_through]
+
+    def stop(self) -> None:
+        """The run has its tokens."""
+        with self._changed:
+            self._stop = True
+            self._tell_loop()
+
+    def finish(self) -> None:
+        """The run is over."""
+        with self._changed:
+            self._stop = self._finished = True
+            self._tell_loop()
+
+    def end(self, exit_code: int, reason: str) -> None:
+        """Ends the loop at its next boundary."""
+        with self._changed:
+            self._ending = self._ending or Ending(exit_code, reason)
+            self._tell_loop()
+
+    def count(self, **nbytes: int) -> None:
+        """Adds to bytes_up, bytes_down or bytes_join."""
+        with self._changed:
+            for name, value in nbytes.items():
+                self._traffic[name] += value
+
+    def status(self) -> Status:
+        """The last one posted, with the traffic so far."""
+        with self._changed:
+            return self._current()
+
+    def report(self, sent_through: int) -> tuple[Status, tuple[Record, ...]]:
+        """The status, and the next records after number `sent_through`."""
+        with self._changed:
+            fresh = [r for r in self._records if r.seq > sent_through]
+            return self._current(), tuple(fresh[:MAX_RECORDS_PER_REPORT])
+
+    def wait_for_post(
+        self, seen: Status, sent_through: int, timeout_s: float
+    ) -> Status:
+        """Returns once phase or steps differ from `seen`, or records are unsent."""
+
+        def posted() -> bool:
+            now = self._status
+            return (
+                (now.phase, now.steps) != (seen.phase, seen.steps)
+                or bool(self._records and self._records[-1].seq > sent_through)
+                or self._ending is not None
+            )
+
+        with self._changed:
+            self._changed.wait_for(posted, timeout_s)
+            return self._current()
+
+    def _current(self) -> Status:
+        measures = msgspec.structs.replace(self._status.measures, **self._traffic)
+        return dataclasses.replace(self._status, measures=measures)
+
+    def _tell_loop(self) -> None:
+        self._news += 1
+        self._changed.notify_all()

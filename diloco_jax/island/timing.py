@@ -1,0 +1,89 @@
+"""Where an incarnation's time goes. A clock is read, nothing is waited for.
+
+A *gap* is the time from one completed step's boundary to the next one's, validation
+apart. Of a gap, what is neither the step (with its emulated delay) nor validation is
+*stalled*: decisions, dispatch of takes and adoptions, waiting for data.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from diloco_jax.wire.messages import Measures
+
+MEDIAN_STEPS = 512
+LOSS_STEPS = 8
+
+
+class Timing:
+    """Measures of one train loop; `clock` in seconds, monotonic."""
+
+    def __init__(
+        self, compile_seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._compile_seconds = compile_seconds
+        self._boundary = clock()
+        self._evaluated_in_gap = 0.0
+        self._gaps: collections.deque[float] = collections.deque(maxlen=MEDIAN_STEPS)
+        self._losses: collections.deque[float] = collections.deque(maxlen=LOSS_STEPS)
+        self._max_gap = self._stalled = self._evaluated = self._stepped = 0.0
+        self._steps = 0
+        self._first_unix = self._last_unix = 0.0
+        self.eval_loss = float("nan")
+        self.learning_rate = 0.0
+
+    @contextmanager
+    def validation(self) -> Iterator[None]:
+        """Around one batch of validation."""
+        began = self._clock()
+        yield
+        seconds = self._clock() - began
+        self._evaluated_in_gap += seconds
+        self._evaluated += seconds
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step and its emulated delay; its end is a boundary."""
+        began = self._clock()
+        self._first_unix = self._first_unix or time.time()
+        yield
+        now = self._clock()
+        gap = now - self._boundary - self._evaluated_in_gap
+        self._stepped += now - began
+        self._stalled += gap - (now - began)
+        self._max_gap = max(self._max_gap, gap)
+        self._gaps.append(gap)
+        self._boundary, self._evaluated_in_gap = now, 0.0
+        self._steps += 1
+        self._last_unix = time.time()
+
+    def restart(self) -> None:
+        """A boundary without a step: what was waited for was not data."""
+        self._boundary, self._evaluated_in_gap = self._clock(), 0.0
+
+    def loss(self, value: float) -> None:
+        """The training loss of a step, nats per token."""
+        self._losses.append(value)
+
+    def measures(self) -> Measures:
+        """Everything so far."""
+        return Measures(
+            steps=self._steps,
+            median_step_seconds=statistics.median(self._gaps) if self._gaps else 0.0,
+            max_step_gap_seconds=self._max_gap,
+            step_seconds_total=self._stepped,
+            stalled_seconds=self._stalled,
+            eval_seconds=self._evaluated,
+            compile_seconds=self._compile_seconds,
+            loss=statistics.fmean(self._losses) if self._losses else math.nan,
+            eval_loss=self.eval_loss,
+            learning_rate=self.learning_rate,
+            first_step_unix=self._first_unix,
+            last_step_unix=self._last_unix,
+        )

@@ -1,0 +1,154 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_jax.island.books import Books
+from diloco_jax.policy.events import Span, Version
+
+V = [Version(1, n) for n in range(100)]
+
+
+def test_takes_follow_each_other_without_gap():
+    books = Books([V[0]], "rebase")
+    assert books.take(0, 1, 4).start == 0
+    assert books.settle(0, 1, "merged", "", 5) == "settled"
+    assert books.adopt(0, V[1], 6)
+    take = books.take(0, 2, 9)
+    assert (take.start, take.end, take.base) == (4, 9, V[1])
+
+
+def test_repeated_tick_and_outstanding_take_are_ignored():
+    books = Books([V[0]], "rebase")
+    assert books.take(0, 1, 4) is not None
+    assert books.take(0, 2, 5) is None
+    books.settle(0, 1, "merged", "", 5)
+    books.adopt(0, V[1], 5)
+    assert books.take(0, 1, 6) is None
+    assert [r.kind for r in books.drain()] == ["took", "adopted"]
+
+
+def test_take_waits_for_the_adoption_of_the_merged_one():
+    books = Books([V[0]], "rebase")
+    books.take(0, 1, 4)
+    assert not books.must_wait(0)
+    books.settle(0, 1, "merged", "", 5)
+    assert books.must_wait(0)
+    books.adopt(0, V[1], 6)
+    assert not books.must_wait(0)
+
+
+def test_pending_take_stays_outstanding():
+    books = Books([V[0]], "rebase")
+    books.take(0, 1, 4)
+    assert books.settle(0, 1, "pending", "", 5) == "none"
+    assert [(t.fragment, t.tick) for t in books.outstanding()] == [(0, 1)]
+
+
+def test_refusal_before_an_adoption_opens_the_steps_again():
+    books = Books([V[0]], "rebase")
+    books.take(0, 1, 4)
+    assert books.settle(0, 1, "refused", "stale", 6) == "reopened"
+    assert books.take(0, 2, 8).start == 0
+    assert [r.kind for r in books.drain()] == ["took", "reopened", "took"]
+
+
+def test_refusal_after_an_adoption_loses_the_steps():
+    books = Books([V[0]], "rebase")
+    books.take(0, 1, 4)
+    books.adopt(0, V[1], 5)
+    assert books.settle(0, 1, "refused", "stale", 6) == "dropped"
+    assert books.take(0, 2, 8).start == 4
+
+
+def test_non_finite_refusal_starts_from_the_anchor():
+    books = Books([V[0]], "rebase")
+    books.take(0, 1, 4)
+    assert books.settle(0, 1, "refused", "non_finite", 6) == "reset"
+    assert books.take(0, 2, 8).start == 6
+
+
+def test_overwrite_loses_the_steps_since_the_take():
+    books = Books([V[0]], "overwrite")
+    books.take(0, 1, 4)
+    books.settle(0, 1, "merged", "", 6)
+    books.adopt(0, V[1], 6)
+    assert books.take(0, 2, 8).start == 6
+
+
+def test_old_versions_are_not_adopted():
+    books = Books([V[3]], "rebase")
+    assert not books.adopt(0, V[3], 1)
+    assert not books.adopt(0, V[2], 1)
+    assert books.adopt(0, Version(2, 0), 1)
+    assert books.version(0) == Version(2, 0)
+
+
+def test_records_are_numbered_from_one_and_drained_once():
+    books = Books([V[0]], "rebase")
+    books.granted(Span(8, 16), 0)
+    books.progress(1000, 2)
+    first = books.drain()
+    assert [(r.seq, r.kind) for r in first] == [(1, "granted"), (2, "progress")]
+    assert (first[0].start, first[0].stop, first[1].value) == (8, 16, 1000)
+    assert books.drain() == ()
+
+
+ACTION = st.tuples(
+    st.sampled_from(
+        ["step", "step", "take", "adopt", "merged", "pending", "refused", "non_finite"]
+    ),
+    st.integers(0, 1),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rule=st.sampled_from(["rebase", "overwrite", "blend"]),
+    script=st.lists(ACTION, min_size=20, max_size=60),
+)
+def test_intervals_tile_the_steps(rule, script):
+    """Follows only the records, as the coordinator does: each step is merged, lost,
+    outstanding or open, once."""
+    books = Books([V[0], V[0]], rule)
+    step, tick, versions = 0, 0, [0, 0]
+    settled = [0, 0]  # [0, settled) is merged or lost, by the ledger's rules.
+    outstanding = [None, None]
+    resets = set()  # Fragments whose open steps went with their values.
+    for action, fragment in script:
+        refusal = ("refused", "stale") if action == "refused" else None
+        if action == "step":
+            step += 1
+        elif action == "take" and not books.must_wait(fragment):
+            tick += 1
+            books.take(fragment, tick, step)
+        elif action == "adopt":
+            versions[fragment] += 1
+            books.adopt(fragment, V[versions[fragment]], step)
+        elif outstanding[fragment] is not None:
+            if action == "non_finite":
+                refusal = ("refused", "non_finite")
+                resets.add(fragment)
+            taken = outstanding[fragment].tick
+            verdict, reason = refusal or (action, "")
+            books.settle(fragment, taken, verdict, reason, step)
+            if verdict == "merged":
+                settled[fragment] = outstanding[fragment].step
+                outstanding[fragment] = None
+        for record in books.drain():
+            f = record.fragment
+            if record.kind == "took":
+                assert outstanding[f] is None
+                assert settled[f] <= record.start <= record.step == step
+                if rule != "overwrite" and f not in resets:
+                    assert record.start == settled[f]
+                resets.discard(f)
+                settled[f] = record.start
+                outstanding[f] = record
+            elif record.kind == "dropped":
+                settled[f] = outstanding[f].step
+                outstanding[f] = None
+            elif record.kind == "reopened":
+                assert outstanding[f].start == settled[f]
+                outstanding[f] = None
+        assert {t.tick for t in books.outstanding()} == {
+            r.tick for r in outstanding if r is not None
+        }

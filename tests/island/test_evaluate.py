@@ -1,0 +1,71 @@
+"""Validation is the mean over all tokens, whatever the batches."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from diloco_jax.config import IslandConfig
+from diloco_jax.data.validation import ValidationBatches
+from diloco_jax.island.evaluate import Evaluator, evaluate_all
+from diloco_jax.island.mesh import make_mesh
+from diloco_jax.island.step import Trainer
+from diloco_jax.models.model import Model, split_batch, weighted_loss
+
+TEXT = np.random.default_rng(0).integers(0, 256, 103).astype(np.uint8)
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    """Of a model whose loss at a token is its value times a parameter."""
+
+    def loss(params, batch):
+        _, targets, weights = split_batch(batch)
+        return weighted_loss(targets.astype(jnp.float32) * params["scale"], weights)
+
+    model = Model(lambda key: {"scale": jnp.ones(())}, loss, {"scale": ()})
+    island = IslandConfig(batch_size=2)
+    return Trainer(model, optax.identity(), island, make_mesh(island))
+
+
+def test_the_whole_text_counts_once(trainer):
+    params = trainer.place_params({"scale": np.float32(0.5)})
+    for length in (5, 51, 200):
+        validation = ValidationBatches(TEXT, length, batch_size=2)
+        loss, bits = evaluate_all(trainer, params, validation)
+        assert loss == pytest.approx(0.5 * TEXT[1:].mean(), rel=1e-6)
+        assert bits == pytest.approx(loss / math.log(2))
+
+
+def test_a_pass_goes_one_batch_per_call(trainer):
+    validation = ValidationBatches(TEXT, 10, batch_size=2)
+    params = trainer.place_params({"scale": np.float32(1.0)})
+    whole = Evaluator(trainer, validation, every_steps=4, batches=99)
+    steps = [step for step in range(4) if whole.due(step)]
+    assert steps == []
+    for _ in range(2):  # a second pass does not remember the first
+        found = []
+        for step in range(4, 4 + len(validation)):
+            assert whole.due(step)
+            found.append(whole.advance(params))
+        assert found[:-1] == [None] * (len(validation) - 1)
+        assert found[-1] == pytest.approx(TEXT[1:].mean(), rel=1e-6)
+        assert not whole.due(5)
+
+
+def test_part_of_the_text_is_the_same_part_in_every_pass(trainer):
+    validation = ValidationBatches(TEXT, 10, batch_size=2)
+    params = trainer.place_params({"scale": np.float32(1.0)})
+    part = Evaluator(trainer, validation, every_steps=1, batches=2)
+    first, second = ([part.advance(params) for _ in range(2)] for _ in range(2))
+    assert first == second
+    chosen = [validation[i].tokens[:, 1:] for i in validation.spread(2)]
+    assert first[-1] == pytest.approx(np.mean(chosen), rel=1e-6)
+
+
+def test_zero_means_never(trainer):
+    validation = ValidationBatches(TEXT, 10, batch_size=2)
+    assert not Evaluator(trainer, validation, 0, 8).due(8)
+    assert not Evaluator(trainer, validation, 8, 0).due(8)

@@ -1,0 +1,211 @@
+"""Takes and adoptions against the functions of core/, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.config import IslandConfig, SyncConfig
+from diloco_jax.core.adopt import adopt
+from diloco_jax.core.codec import encode_with_feedback, get_codec
+from diloco_jax.core.delta import delta
+from diloco_jax.core.fragments import get_piece, plan_fragments
+from diloco_jax.core.publish import apply_publish, publish
+from diloco_jax.island.exchange import Exchange
+from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.mesh import make_mesh, param_shardings
+from diloco_jax.policy.events import Version
+
+AXES = {
+    "embedding": ("vocab", "embed"),
+    "layers": {"w": ("layers", "embed", "mlp"), "v": ("layers", "embed", "mlp")},
+    "norm": ("embed",),
+}
+SHAPES = {
+    "embedding": (16, 8),
+    "layers": {"w": (3, 8, 12), "v": (3, 8, 12)},
+    "norm": (8,),
+}
+PLAN = plan_fragments(SHAPES, AXES, 3)
+V1 = Version(1, 1)
+
+
+def random_params(seed):
+    random = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: random.normal(size=shape).astype(np.float32),
+        SHAPES,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def place(params):
+    mesh = make_mesh(IslandConfig())
+    return jax.device_put(params, param_shardings(mesh, AXES, params), may_alias=False)
+
+
+def full_payload(params, fragment):
+    pieces = PLAN.fragments[fragment]
+    return b"".join(get_piece(params, piece).tobytes() for piece in pieces)
+
+
+def publish_payload(exchange, fragment, encoded):
+    return exchange.layouts_down[fragment].pack([np.asarray(x) for x in encoded])
+
+
+def zero_publish(exchange, fragment):
+    zeros = bytes(exchange.layouts_down[fragment].total_bytes)
+    return exchange.put_publish(fragment, zeros)
+
+
+def start(sync, anchor):
+    exchange = Exchange(PLAN, sync, place(anchor))
+    exchange.start(
+        {f: exchange.put_anchor(f, full_payload(anchor, f)) for f in range(3)}
+    )
+    return exchange
+
+
+def same(a, b):
+    np.testing.assert_array_equal(
+        np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8)
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "codec"),
+    [("rebase", "f32"), ("rebase", "int8"), ("overwrite", "bf16"), ("blend", "int4")],
+)
+def test_take_and_adopt_are_those_of_core(rule, codec):
+    sync = SyncConfig(
+        fragments=3, adopt=rule, codec_up=codec, codec_down=codec, blend_alpha=0.3
+    )
+    anchor, taken, later, theta = map(random_params, range(4))
+    exchange = start(sync, anchor)
+    coder = get_codec(codec)
+    encoded = [exchange.take(f, place(taken)) for f in range(3)]
+    params = place(later)
+    for fragment, pieces in enumerate(PLAN.fragments):
+        published = []
+        for piece, sent in zip(pieces, encoded[fragment], strict=True):
+            a, local = (jnp.asarray(get_piece(x, piece)) for x in (anchor, taken))
+            want, _ = encode_with_feedback(coder, delta(a, local), jnp.zeros_like(a))
+            same(sent, want)
+            published.append(publish(coder, jnp.asarray(get_piece(theta, piece)), a)[0])
+        on_device = exchange.put_publish(
+            fragment, publish_payload(exchange, fragment, published)
+        )
+        arrival = Arrival(fragment=fragment, version=V1, publishes=(on_device,))
+        params = exchange.adopt(arrival, params)
+        for piece, publication in zip(pieces, published, strict=True):
+            a, b, local = (
+                jnp.asarray(get_piece(x, piece)) for x in (anchor, taken, later)
+            )
+            new_anchor = apply_publish(coder, a, publication)
+            same(exchange.anchors()[piece.name], new_anchor)
+            want = adopt(rule, local, b, new_anchor, np.float32(0.3))
+            same(get_piece(params, piece), want)
+
+
+def test_a_chain_is_adopted_once_against_the_old_base():
+    sync = SyncConfig(fragments=3, codec_down="int8")
+    anchor, local, *thetas = map(random_params, range(4))
+    exchange = start(sync, anchor)
+    coder = get_codec("int8")
+    (piece, *_), publishes = PLAN.fragments[0], []
+    anchors = {p: jnp.asarray(get_piece(anchor, p)) for p in PLAN.fragments[0]}
+    for theta in thetas:
+        step = []
+        for p in PLAN.fragments[0]:
+            sent, anchors[p] = publish(
+                coder, jnp.asarray(get_piece(theta, p)), anchors[p]
+            )
+            step.append(sent)
+        publishes.append(exchange.put_publish(0, publish_payload(exchange, 0, step)))
+    arrival = Arrival(fragment=0, version=V1, publishes=tuple(publishes))
+    params = exchange.adopt(arrival, place(local))
+    old = jnp.asarray(get_piece(anchor, piece))
+    want = adopt(
+        "rebase", jnp.asarray(get_piece(local, piece)), old, anchors[piece], 0.5
+    )
+    same(get_piece(params, piece), want)
+
+
+def test_reopened_take_leaves_no_trace():
+    sync = SyncConfig(fragments=3, codec_up="int4")
+    anchor, first, second = map(random_params, range(3))
+    exchange, untouched = start(sync, anchor), start(sync, anchor)
+    exchange.take(0, place(first))
+    exchange.reopen(0)
+    for a, b in zip(
+        exchange.take(0, place(second)), untouched.take(0, place(second)), strict=True
+    ):
+        same(a, b)
+
+
+def test_settled_take_leaves_its_residual():
+    sync = SyncConfig(fragments=3, codec_up="int4")
+    anchor, local = map(random_params, range(2))
+    exchange = start(sync, anchor)
+    exchange.take(0, place(local))
+    exchange.settle(0)
+    exchange.drop(0)  # Nothing is left to go back to.
+    piece, coder = PLAN.fragments[0][0], get_codec("int4")
+    a, b = (jnp.asarray(get_piece(x, piece)) for x in (anchor, local))
+    change = delta(a, b)
+    _, residual = encode_with_feedback(coder, change, jnp.zeros_like(a))
+    assert float(jnp.abs(residual).max()) > 0
+    same(
+        exchange.take(0, place(local))[0],
+        encode_with_feedback(coder, change, residual)[0],
+    )
+
+
+def test_reset_returns_to_the_anchor():
+    anchor, local = map(random_params, range(2))
+    local["layers"]["w"][:] = np.nan
+    exchange = start(SyncConfig(fragments=3), anchor)
+    params = place(local)
+    for fragment in range(3):
+        exchange.take(fragment, params)
+        params = exchange.reset(fragment, params)
+    for piece in PLAN.pieces:
+        same(get_piece(params, piece), get_piece(anchor, piece))
+
+
+def test_bases_survive_the_donation_of_the_parameters():
+    anchor, local = map(random_params, range(2))
+    exchange = start(SyncConfig(fragments=3), anchor)
+    params = place(local)
+    exchange.take(0, params)
+    step = jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)
+    params = step(params)
+    arrival = Arrival(fragment=0, version=V1, publishes=(zero_publish(exchange, 0),))
+    params = exchange.adopt(arrival, params)
+    params = step(params)
+    assert all(bool(jnp.isfinite(a).all()) for a in exchange.anchors().values())
+
+
+def test_nothing_compiles_after_the_warm_up(caplog):
+    anchor, local = map(random_params, range(2))
+    sync = SyncConfig(fragments=3, blend_alpha=0.25)
+    params = place(local)
+    exchange = Exchange(PLAN, sync, params)
+    params = exchange.warm(params)
+    for piece in PLAN.pieces:
+        same(get_piece(params, piece), get_piece(local, piece))
+    reference = start(sync, anchor)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        exchange.start(
+            {
+                f: tuple(reference.anchors()[p.name] for p in pieces)
+                for f, pieces in enumerate(PLAN.fragments)
+            }
+        )
+        for fragment in range(3):
+            exchange.take(fragment, params)
+            publishes = (zero_publish(exchange, fragment),) * 2
+            arrival = Arrival(fragment=fragment, version=V1, publishes=publishes)
+            params = exchange.adopt(arrival, params)
+            params = exchange.reset(fragment, params)
+    assert [r.message for r in caplog.records if "Compiling" in r.message] == []

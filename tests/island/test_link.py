@@ -1,0 +1,394 @@
+"""Link, sender and receiver over real gRPC on loopback."""
+
+import contextlib
+import queue
+import threading
+
+import numpy as np
+import pytest
+
+from diloco_jax.core.codec import get_codec
+from diloco_jax.core.fragments import Piece
+from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.island.identity import Identity
+from diloco_jax.island.link import Link, Targets
+from diloco_jax.island.mailbox import Mailbox, Status
+from diloco_jax.island.receiver import Receiver
+from diloco_jax.island.sender import Sender
+from diloco_jax.policy.events import Outstanding, Record, Span, Version
+from diloco_jax.wire import messages
+from diloco_jax.wire.client import Client
+from diloco_jax.wire.errors import Busy, Refused, VersionGone
+from diloco_jax.wire.server import FetchSource, Server
+
+WAIT_S = 20.0
+DEADLINES = Deadlines(2.0)
+PIECES = (Piece(("w",), -1, (8, 4), False), Piece(("v",), -1, (6,), False))
+IDENTITY = Identity(run_id="r", island="a", incarnation=1, session="s")
+
+
+class Coordinator:
+    """Welcomes, keeps what comes, and serves what it is told to."""
+
+    def __init__(self):
+        self.hellos, self.reports = queue.Queue(), queue.Queue()
+        self.uploads, self.requests = queue.Queue(), queue.Queue()
+        self.failed = queue.Queue()
+        self.welcome_versions = (Version(1, 0),)
+        self.refusal = None
+        self.upload_errors, self.fetch_errors = [], []
+        self.source = None
+        self.session = None
+
+    def connect(self, hello, session):
+        if self.refusal:
+            raise self.refusal
+        self.session = session
+        session.send(
+            messages.Welcome(
+                run_id="r", term=1, resumed=False, versions=self.welcome_versions
+            )
+        )
+        self.hellos.put(hello)
+
+    def receive(self, session, message):
+        self.reports.put(message)
+
+    def disconnect(self, session):
+        pass
+
+    def upload_begin(self, start):
+        if self.upload_errors:
+            self.failed.put(start)
+            raise self.upload_errors.pop(0)
+        self.place = bytearray(start.total)
+        return memoryview(self.place)[start.offset : start.offset + start.length]
+
+    def upload_end(self, start):
+        self.uploads.put((start, bytes(self.place)))
+        return True
+
+    def upload_abort(self, start):
+        pass
+
+    def fetch(self, request):
+        if request.offset == 0:
+            self.requests.put(request)
+            if self.fetch_errors:
+                raise self.fetch_errors.pop(0)
+        return self.source
+
+    def status(self):
+        return {}
+
+    def until_report(self, wanted):
+        """The first message for which `wanted` holds."""
+        while not wanted(message := self.reports.get(timeout=WAIT_S)):
+            pass
+        return message
+
+
+class Data:
+    granted = 0
+
+    def grant(self, offset, span):
+        self.granted = max(self.granted, offset + span.stop - span.start)
+
+
+class FakeExchange:
+    """Hands payloads on as bytes."""
+
+    layouts_down = (PayloadLayout.of(get_codec("int8"), PIECES),)
+
+    def full_bytes(self, fragment):
+        return 4 * 38
+
+    def put_publish(self, fragment, payload):
+        return (bytes(payload),)
+
+    def put_anchor(self, fragment, payload):
+        return (bytes(payload),)
+
+
+@pytest.fixture
+def coordinator():
+    return Coordinator()
+
+
+@pytest.fixture
+def stack():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def serve(stack, coordinator, bind="127.0.0.1:0"):
+    server = Server(
+        bind,
+        coordinator,
+        tls=None,
+        deadlines=DEADLINES,
+        max_islands=2,
+        bulk_channels=1,
+    )
+    address = server.start()
+    stack.callback(server.stop, 0.1)
+    return server, address
+
+
+@pytest.fixture
+def client(stack, coordinator):
+    coordinator.server, coordinator.address = serve(stack, coordinator)
+    client = Client(coordinator.address, tls=None, deadlines=DEADLINES, bulk_channels=1)
+    stack.callback(client.close)
+    return client
+
+
+def hello(status, sequences_granted):
+    return messages.Hello(
+        run_id="r",
+        fingerprint="f",
+        run={},
+        island="a",
+        island_config={},
+        incarnation=1,
+        session="s",
+        environment={},
+        tokens_per_step=1,
+        sequences_per_step=1,
+        phase=status.phase,
+        steps=status.steps,
+        step_seconds=0.0,
+        outstanding=status.outstanding,
+        sequences_granted=sequences_granted,
+    )
+
+
+@pytest.fixture
+def mailbox():
+    return Mailbox()
+
+
+@pytest.fixture
+def wanted():
+    return queue.Queue()
+
+
+@pytest.fixture
+def link(stack, client, mailbox, wanted):
+    link = Link(client, hello, mailbox, Data(), DEADLINES)
+    link.resent = queue.Queue()
+    link.connect(WAIT_S)
+    link.start(
+        Targets(want=lambda *a: wanted.put(a), resend=lambda *a: link.resent.put(a))
+    )
+    stack.callback(link.close, "end of test", 5.0)
+    return link
+
+
+def wait_for_news(mailbox):
+    mailbox.wait(WAIT_S)
+    return mailbox.collect()
+
+
+def test_messages_reach_the_mailbox(coordinator, link, mailbox, wanted):
+    send = coordinator.session.send
+    send(messages.TakeRequest(fragment=2, tick=5))
+    assert wait_for_news(mailbox).takes == {2: 5}
+    send(messages.ResendRequest(fragment=2, tick=5))
+    assert link.resent.get(timeout=WAIT_S) == (2, 5)
+    send(
+        messages.Published(fragment=2, version=Version(1, 9), tick=5, verdict="merged")
+    )
+    (verdict,) = wait_for_news(mailbox).verdicts
+    assert (verdict.fragment, verdict.tick, verdict.verdict) == (2, 5, "merged")
+    assert wanted.get(timeout=WAIT_S) == (2, Version(1, 9))
+    send(messages.Granted(span=Span(40, 48), offset=0))
+    assert wait_for_news(mailbox).grants == (Span(40, 48),)
+    send(messages.Granted(span=Span(40, 48), offset=0))
+    send(messages.Stop())
+    assert wait_for_news(mailbox).grants == ()
+    assert mailbox.stop_asked
+    assert not mailbox.finished
+    send(messages.Finished())
+    wait_for_news(mailbox)
+    assert mailbox.finished
+
+
+def test_progress_leaves_out_this_incarnations_tokens(coordinator, link, mailbox):
+    send = coordinator.session.send
+    for tokens, own in ((1000, 300), (1500, 700)):
+        send(messages.Progress(tokens=tokens, own_tokens=own, records_through=0))
+    send(messages.TakeRequest(fragment=0, tick=1))
+    # 300 were of earlier incarnations: they count as others'.
+    assert wait_for_news(mailbox).others_tokens == 1100
+
+
+def test_reports_carry_records_until_they_are_acknowledged(coordinator, link, mailbox):
+    records = tuple(Record(seq=n, kind="progress", step=0) for n in (1, 2))
+    mailbox.post(Status(phase="training", steps=3), records)
+    report = coordinator.until_report(lambda m: m.records)
+    assert (report.steps, report.phase, report.records) == (3, "training", records)
+
+
+def test_a_lost_coordinator_is_found_again(stack, coordinator, link, mailbox, wanted):
+    records = tuple(Record(seq=n, kind="progress", step=0) for n in (1, 2))
+    mailbox.post(Status(phase="training", steps=3), records)
+    coordinator.until_report(lambda m: m.records == records)
+    coordinator.session.send(
+        messages.Progress(tokens=0, own_tokens=0, records_through=1)
+    )
+    coordinator.session.send(messages.Granted(span=Span(0, 8), offset=0))
+    assert wait_for_news(mailbox).grants
+    assert coordinator.hellos.get(timeout=WAIT_S).steps == 0
+    coordinator.server.stop(0.1)
+    outstanding = Outstanding(fragment=0, tick=1, start=0, end=4, base=Version())
+    mailbox.post(Status(phase="training", steps=4, outstanding=(outstanding,)))
+    coordinator.welcome_versions = (Version(1, 7),)
+    serve(stack, coordinator, bind=coordinator.address)
+    back = coordinator.hellos.get(timeout=WAIT_S)
+    assert (back.steps, back.outstanding) == (4, (outstanding,))
+    assert back.sequences_granted == 8
+    assert wanted.get(timeout=WAIT_S) == (0, Version(1, 7))
+    report = coordinator.until_report(lambda m: m.records)
+    assert report.records == records[1:]
+
+
+def test_a_refusal_ends_the_loop_with_its_words(coordinator, link, mailbox):
+    coordinator.session.close(Refused("fenced", "incarnation 2 is here"))
+    wait_for_news(mailbox)
+    assert mailbox.ending == (3, "incarnation 2 is here (fenced)")
+
+
+def test_refused_at_the_first_connection(coordinator, client, mailbox):
+    coordinator.refusal = Refused("config", "other config")
+    with pytest.raises(Refused, match="other config"):
+        Link(client, hello, mailbox, Data(), DEADLINES).connect(WAIT_S)
+
+
+def test_goodbye_is_the_last_word(coordinator, link):
+    link.close("finished", 5.0)
+    goodbye = coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
+    assert goodbye.reason == "finished"
+
+
+@pytest.fixture
+def sender(stack, client, mailbox):
+    layouts = (PayloadLayout.of(get_codec("f32"), PIECES),)
+    sender = Sender(client, IDENTITY, layouts, mailbox, DEADLINES)
+    sender.start()
+    stack.callback(sender.close, 5.0)
+    return sender
+
+
+def encoded(value):
+    codec = get_codec("f32")
+    return tuple(codec.encode(np.full(p.shape, value, np.float32)) for p in PIECES)
+
+
+def test_deltas_are_sent_and_sent_again(coordinator, sender, mailbox):
+    sender.put(0, 4, encoded(1.0))
+    start, payload = coordinator.uploads.get(timeout=WAIT_S)
+    assert (start.island, start.tick, start.total) == ("a", 4, 38 * 4)
+    assert payload == np.ones(38, np.float32).tobytes()
+    sender.resend(0, 4)
+    assert coordinator.uploads.get(timeout=WAIT_S)[1] == payload
+    sender.resend(0, 3)
+    sender.forget(0, 4)
+    sender.resend(0, 4)
+    sender.put(0, 5, encoded(2.0))
+    assert coordinator.uploads.get(timeout=WAIT_S)[0].tick == 5
+
+
+def test_a_busy_coordinator_is_asked_again(coordinator, sender, mailbox):
+    coordinator.upload_errors = [Busy("later"), Busy("later")]
+    sender.put(0, 4, encoded(1.0))
+    assert coordinator.uploads.get(timeout=WAIT_S)[0].tick == 4
+    sender.close(5.0)
+    assert mailbox.status().measures.bytes_up > 38 * 4
+
+
+def test_a_refused_delta_waits_for_its_verdict(coordinator, sender):
+    coordinator.upload_errors = [Refused("stale", "too old")]
+    sender.put(0, 4, encoded(1.0))
+    assert coordinator.failed.get(timeout=WAIT_S).tick == 4
+    with pytest.raises(queue.Empty):
+        coordinator.uploads.get(timeout=5 * DEADLINES.retry_min_s)
+    sender.resend(0, 4)
+    assert coordinator.uploads.get(timeout=WAIT_S)[0].tick == 4
+
+
+@pytest.fixture
+def receiver(stack, client, mailbox):
+    receiver = Receiver(
+        client, IDENTITY, FakeExchange(), mailbox, DEADLINES, [Version(1, 0)]
+    )
+    stack.callback(receiver.close, 5.0)
+    return receiver
+
+
+def source(version, *buffers, full=False):
+    return FetchSource(
+        version=version,
+        full=full,
+        count=0 if full else len(buffers),
+        buffers=buffers,
+        total=sum(map(len, buffers)),
+    )
+
+
+def payload(value):
+    return bytes([value]) * FakeExchange.layouts_down[0].total_bytes
+
+
+def test_join_then_chain(coordinator, receiver, mailbox):
+    anchor = bytes(4 * 38)
+    coordinator.source = source(Version(1, 2), anchor, full=True)
+    coordinator.fetch_errors = [VersionGone("overtaken")]
+    (joined,) = receiver.fetch_all()
+    assert (joined.version, joined.anchor) == (Version(1, 2), (anchor,))
+    coordinator.source = source(Version(1, 4), payload(1), payload(2))
+    while not coordinator.requests.empty():
+        coordinator.requests.get()
+    receiver.start()
+    receiver.want(0, Version(1, 4))
+    (arrival,) = wait_for_news(mailbox).arrivals
+    assert arrival.version == Version(1, 4)
+    assert arrival.publishes == ((payload(1),), (payload(2),))
+    request = coordinator.requests.get(timeout=WAIT_S)
+    assert (request.have, request.want) == (Version(1, 2), Version(1, 4))
+    receiver.want(0, Version(1, 3))  # Known: nothing is fetched.
+    measures = mailbox.status().measures
+    assert measures.bytes_join >= len(anchor)
+    assert measures.bytes_down >= 2 * len(payload(1))
+
+
+def test_a_chain_that_is_gone_is_fetched_in_full(coordinator, receiver, mailbox):
+    anchor = bytes(4 * 38)
+    coordinator.source = source(Version(1, 0), anchor, full=True)
+    receiver.fetch_all()
+    coordinator.requests.get(timeout=WAIT_S)
+    coordinator.source = source(Version(2, 1), anchor, full=True)
+    coordinator.fetch_errors = [VersionGone("not kept")]
+    receiver.start()
+    receiver.want(0, Version(2, 1))
+    (arrival,) = wait_for_news(mailbox).arrivals
+    assert (arrival.version, arrival.anchor) == (Version(2, 1), (anchor,))
+    asked = [coordinator.requests.get(timeout=WAIT_S).have for _ in range(2)]
+    assert asked == [Version(1, 0), None]
+
+
+def test_a_join_gives_up_when_the_island_must_end(coordinator, receiver, mailbox):
+    coordinator.fetch_errors = [VersionGone("gone")] * 1000
+    mailbox.end(0, "asked to end by SIGTERM")
+    with pytest.raises(VersionGone):
+        receiver.fetch_all()
+
+
+def test_closing_does_not_wait_for_the_network(coordinator, sender, receiver):
+    coordinator.server.stop(0.1)
+    sender.put(0, 4, encoded(1.0))
+    closing = threading.Thread(target=sender.close, args=(WAIT_S,))
+    closing.start()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()

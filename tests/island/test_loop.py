@@ -1,0 +1,283 @@
+"""The loop on a tiny model, with the test in the network's place."""
+
+import jax
+import numpy as np
+import pytest
+
+from diloco_jax.config import (
+    Config,
+    InnerConfig,
+    IslandConfig,
+    ModelConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+)
+from diloco_jax.core.codec import get_codec
+from diloco_jax.core.fragments import get_piece, plan_fragments, to_pieces
+from diloco_jax.data.stream import LeasedStream
+from diloco_jax.data.validation import ValidationBatches
+from diloco_jax.data.windows import Windows
+from diloco_jax.island.books import Books
+from diloco_jax.island.decisions import LiveDecisions
+from diloco_jax.island.evaluate import Evaluator
+from diloco_jax.island.exchange import Exchange
+from diloco_jax.island.loop import Loop
+from diloco_jax.island.mailbox import Arrival, Mailbox
+from diloco_jax.island.main import build_trainer
+from diloco_jax.island.step import TrainState
+from diloco_jax.island.timing import Timing
+from diloco_jax.policy.events import Span, Version
+from diloco_jax.wire.messages import TakeVerdict
+
+STEPS, BATCH, LENGTH = 12, 2, 16
+TEXT = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint8)
+
+
+class Network:
+    """Records what the loop sends, and acts at chosen steps, through `sleep`, which
+    the loop calls once per step because step_seconds is above 0."""
+
+    def __init__(self, mailbox):
+        self.mailbox, self.now = mailbox, 0.0
+        self.sent, self.forgotten, self.at = [], [], {}
+        self.steps = 0
+
+    def put(self, fragment, tick, encoded):
+        self.sent.append((fragment, tick, [np.asarray(a) for a in encoded]))
+
+    def forget(self, fragment, tick):
+        self.forgotten.append((fragment, tick))
+
+    def clock(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.steps += 1
+        if self.steps in self.at:
+            self.at[self.steps]()
+
+
+@pytest.fixture(scope="module")
+def built():
+    config = Config(
+        run=RunConfig(
+            model=ModelConfig(
+                d_model=16,
+                num_layers=1,
+                num_heads=2,
+                num_kv_heads=1,
+                head_dim=8,
+                mlp_dim=16,
+            ),
+            inner=InnerConfig(rewarm_steps=4, schedule="constant", warmup_fraction=0),
+            sync=SyncConfig(fragments=2, codec_up="f32", codec_down="f32"),
+            sequence_length=LENGTH,
+            total_tokens=STEPS * BATCH * LENGTH,
+        ),
+        islands={"a": IslandConfig(batch_size=BATCH, step_seconds=1.0)},
+        placement=Placement(outage_budget_s=1.0),
+    )
+    model, trainer = build_trainer(config.run, config.islands["a"])
+    params = trainer.place_params(jax.jit(model.init)(jax.random.key(0)))
+    plan = plan_fragments(model.shapes(), model.axes, 2)
+    return config, trainer, jax.device_get(params), plan
+
+
+@pytest.fixture
+def loop(built):
+    config, trainer, host_params, plan = built
+    params = trainer.place_params(host_params)
+    exchange = Exchange(plan, config.run.sync, params)
+    for fragment, pieces in enumerate(plan.fragments):
+        raw = b"".join(get_piece(host_params, p).tobytes() for p in pieces)
+        exchange.start({fragment: exchange.put_anchor(fragment, raw)})
+    mailbox = Mailbox()
+    network = Network(mailbox)
+    data = LeasedStream(Windows(TEXT, LENGTH, seed=0), BATCH)
+    validation = ValidationBatches(TEXT[:200], LENGTH, BATCH)
+    loop = Loop(
+        config=config,
+        name="a",
+        trainer=trainer,
+        state=TrainState(params, trainer.init_inner(params)),
+        exchange=exchange,
+        books=Books([Version()] * 2, "rebase"),
+        data=data,
+        mailbox=mailbox,
+        decisions=LiveDecisions(mailbox),
+        outgoing=network,
+        timing=Timing(0.0, network.clock),
+        evaluator=Evaluator(trainer, validation, 4, 2),
+        clock=network.clock,
+        sleep=network.sleep,
+    )
+    data.grant(0, Span(0, 1000))
+    yield loop, network
+    data.close()
+
+
+def records(mailbox):
+    return mailbox.report(sent_through=0)[1]
+
+
+def verdict(tick, verdict, reason=""):
+    return TakeVerdict(
+        fragment=0,
+        tick=tick,
+        verdict=verdict,
+        reason=reason,
+        version=Version(1, 1),
+    )
+
+
+def test_it_steps_to_the_end_and_leaves_when_the_run_is_finished(loop):
+    loop, network = loop
+    network.at = {STEPS: network.mailbox.finish}
+    ending = loop.run()
+    assert ending == (0, "finished")
+    status = network.mailbox.status()
+    assert (status.phase, status.steps) == ("stopped", STEPS)
+    measures = status.measures
+    assert measures.steps == STEPS
+    assert measures.median_step_seconds == measures.max_step_gap_seconds == 1.0
+    assert measures.stalled_seconds == 0
+    assert measures.learning_rate == pytest.approx(1e-3)
+    assert 4 < measures.loss < 7
+    assert 4 < measures.eval_loss < 7
+
+
+def test_take_verdict_adoption(loop, built):
+    loop, network = loop
+    _, _, start, plan = built
+    mailbox = network.mailbox
+    codec, pieces = get_codec("f32"), plan.fragments[0]
+    before = {}
+
+    def publish():
+        """Theta - delta, as with one island and outer learning rate 1."""
+        _, _, encoded = network.sent[0]
+        changes = [
+            -np.asarray(codec.decode(e, p.shape))
+            for e, p in zip(encoded, pieces, strict=True)
+        ]
+        raw = loop.exchange.layouts_down[0].pack(
+            [np.asarray(codec.encode(c)) for c in changes]
+        )
+        before.update(jax.device_get(to_pieces(plan, loop.state.params)))
+        mailbox.judge(verdict(1, "merged"))
+        mailbox.deliver(
+            Arrival(
+                fragment=0,
+                version=Version(1, 1),
+                publishes=(loop.exchange.put_publish(0, raw),),
+            ),
+            0,
+        )
+        # Its end as soon as it is adopted, to look at the parameters.
+        mailbox.end(0, "seen")
+
+    network.at = {3: lambda: mailbox.request_take(0, 1), 5: publish}
+    assert loop.run().reason == "seen"
+    (sent,) = network.sent
+    assert sent[:2] == (0, 1)
+    assert network.forgotten == [(0, 1)]
+    after = jax.device_get(to_pieces(plan, loop.state.params))
+    for piece in plan.pieces:
+        # The island's own delta came back: nothing moves but by rounding.
+        np.testing.assert_allclose(
+            after[piece.name], before[piece.name], rtol=0, atol=1e-6
+        )
+        assert np.abs(after[piece.name] - get_piece(start, piece)).max() > 1e-4
+    kinds = [(r.kind, r.step, r.start) for r in records(mailbox)]
+    assert kinds == [("took", 3, 0), ("adopted", 5, 0)]
+
+
+def test_refused_take_is_opened_again(loop):
+    loop, network = loop
+    mailbox = network.mailbox
+    network.at = {
+        2: lambda: mailbox.request_take(0, 1),
+        4: lambda: mailbox.judge(verdict(1, "refused", "stale")),
+        5: lambda: mailbox.request_take(0, 2),
+        STEPS: mailbox.finish,
+    }
+    loop.run()
+    kinds = [(r.kind, r.step, r.start) for r in records(mailbox)]
+    assert kinds == [("took", 2, 0), ("reopened", 4, 0), ("took", 5, 0)]
+
+
+def test_take_after_a_merge_waits_for_its_adoption(loop):
+    loop, network = loop
+    mailbox = network.mailbox
+
+    def deliver():
+        zeros = bytes(loop.exchange.layouts_down[0].total_bytes)
+        publishes = (loop.exchange.put_publish(0, zeros),)
+        mailbox.deliver(
+            Arrival(fragment=0, version=Version(1, 1), publishes=publishes), 0
+        )
+
+    network.at = {
+        2: lambda: mailbox.request_take(0, 1),
+        3: lambda: mailbox.judge(verdict(1, "merged")),
+        4: lambda: mailbox.request_take(0, 2),
+        7: deliver,
+        STEPS: mailbox.finish,
+    }
+    loop.run()
+    kinds = [(r.kind, r.step, r.start) for r in records(mailbox)]
+    assert kinds == [("took", 2, 0), ("adopted", 7, 0), ("took", 7, 2)]
+
+
+def test_others_tokens_end_it_early_and_are_recorded(loop):
+    loop, network = loop
+    mailbox = network.mailbox
+    tokens = (STEPS - 5) * BATCH * LENGTH
+    network.at = {
+        3: lambda: mailbox.progress(tokens, records_through=0),
+        5: mailbox.finish,
+    }
+    loop.run()
+    assert mailbox.status().steps == 5
+    assert [(r.kind, r.step, r.value) for r in records(mailbox)] == [
+        ("progress", 3, tokens)
+    ]
+
+
+def test_without_data_it_ends_with_an_error(loop):
+    loop, network = loop
+    loop.data = LeasedStream(Windows(TEXT, LENGTH, seed=0), BATCH)
+    loop.data.grant(0, Span(0, 3 * BATCH))
+    real = loop.data.next_batch
+
+    def next_batch(timeout_s):
+        batch = real(timeout_s if network.steps < 3 else 0)
+        network.now += 0 if batch is not None else 0.5
+        return batch
+
+    loop.data.next_batch = next_batch
+    ending = loop.run()
+    loop.data.close()
+    assert ending.exit_code == 1
+    assert "no data was granted for 3 s at step 3" in ending.reason
+
+
+def test_stopped_it_still_answers_takes(loop):
+    loop, network = loop
+    mailbox = network.mailbox
+    real = mailbox.wait
+
+    def wait(timeout_s):
+        if not network.sent:
+            mailbox.request_take(1, 9)
+        else:
+            mailbox.finish()
+        real(timeout_s)
+
+    mailbox.wait = wait
+    network.at = {4: mailbox.stop}
+    loop.run()
+    assert [(f, t) for f, t, _ in network.sent] == [(1, 9)]
+    assert mailbox.status().steps == 4

@@ -1,0 +1,249 @@
+"""The inner step: accumulation, meshes, bad gradients, and that it learns."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from diloco_jax.config import ConfigError, IslandConfig
+from diloco_jax.data.corpus import load_corpus
+from diloco_jax.data.windows import Windows
+from diloco_jax.island.environment import prepare_environment
+from diloco_jax.island.mesh import make_mesh, param_shardings
+from diloco_jax.island.step import Trainer, TrainState
+from diloco_jax.models import transformer
+from diloco_jax.models.model import Model
+from diloco_jax.models.presets import preset
+
+
+def linear_model() -> Model:
+    """A bigram table: compiles at once, and its gradient is exact to write down."""
+
+    def init(key):
+        return {"table": jax.random.normal(key, (256, 256), jnp.float32)}
+
+    def loss(params, batch):
+        tokens = batch["tokens"] if isinstance(batch, dict) else batch
+        logits = params["table"][tokens[:, :-1]]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        weights = batch["weights"] if isinstance(batch, dict) else jnp.ones_like(losses)
+        mean = jnp.sum(losses * weights) / jnp.sum(weights)
+        return mean, {"loss": mean, "tokens": jnp.sum(weights)}
+
+    return Model(init, loss, {"table": ("vocab", "embed")})
+
+
+def make_trainer(model=None, inner=None, **island) -> Trainer:
+    config = IslandConfig(**island)
+    return Trainer(
+        model or linear_model(), inner or optax.sgd(1.0), config, make_mesh(config)
+    )
+
+
+def start(trainer: Trainer) -> TrainState:
+    params = trainer.place_params(linear_model().init(jax.random.key(0)))
+    return TrainState(params, trainer.init_inner(params))
+
+
+def tokens(batch_size: int = 8, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (batch_size, 17)).astype(np.int32)
+
+
+def host(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def test_a_step_is_gradient_descent_scaled_by_the_learning_rate():
+    model, trainer = linear_model(), make_trainer()
+    state = start(trainer)
+    before = host(state.params)
+    (loss, _), grads = jax.value_and_grad(model.loss, has_aux=True)(before, tokens())
+    state, metrics = trainer.step(state, trainer.put_batch(tokens()), 0.5)
+    np.testing.assert_allclose(
+        state.params["table"], before["table"] - 0.5 * grads["table"], atol=1e-6
+    )
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(
+        metrics["grad_norm"], np.linalg.norm(grads["table"]), rtol=1e-5
+    )
+    assert float(metrics["skipped"]) == 0
+
+
+@pytest.mark.parametrize("accumulation", [2, 8])
+def test_accumulation_equals_one_big_batch(accumulation):
+    results = []
+    for rounds in (1, accumulation):
+        trainer = make_trainer(accumulation=rounds)
+        state, metrics = trainer.step(start(trainer), trainer.put_batch(tokens()), 1.0)
+        results.append(host((state.params, metrics)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *results
+    )
+
+
+def test_the_step_compiles_once_whatever_the_learning_rate():
+    trainer = make_trainer(inner=optax.adam(1.0))
+    state = start(trainer)
+    for rate in (0.1, 0.2, np.float32(0.3), np.float64(0.4), 0, 1):
+        state, _ = trainer.step(state, trainer.put_batch(tokens()), rate)
+    assert trainer.compilations() == 1
+
+
+def test_a_non_finite_gradient_changes_nothing():
+    model = linear_model()
+
+    def loss(params, batch):
+        steep = params["table"][0, 0] * jnp.where(batch[0, 0] == 1, 1e30, 0.0)
+        mean, metrics = model.loss(params, batch)
+        return mean + (steep - jax.lax.stop_gradient(steep)), metrics
+
+    trainer = make_trainer(model._replace(loss=loss), optax.adam(1.0))
+    state = start(trainer)
+    good, bad = tokens(), tokens()
+    good[0, 0], bad[0, 0] = 0, 1
+    state, metrics = trainer.step(state, trainer.put_batch(good), 0.01)
+    assert float(metrics["skipped"]) == 0
+    before = host(state)
+    state, metrics = trainer.step(state, trainer.put_batch(bad), 0.01)
+    assert float(metrics["skipped"]) == 1
+    assert math.isfinite(float(metrics["loss"]))
+    jax.tree.map(np.testing.assert_array_equal, host(state), before)
+    state, metrics = trainer.step(state, trainer.put_batch(good), 0.01)
+    assert float(metrics["skipped"]) == 0
+    assert np.any(host(state.params)["table"] != before.params["table"])
+
+
+def test_batches_that_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match=r"batch_size = 9 .* 1 \* 2 = 2"):
+        make_trainer(batch_size=9, accumulation=2)
+
+
+def test_missing_devices_are_refused_with_the_remedy():
+    config = IslandConfig(mesh_data=64, mesh_fsdp=2, batch_size=128)
+    message = r"64 \* 2 = 128 devices, .* has \d+; .*device_count=128"
+    with pytest.raises(ConfigError, match=message):
+        make_mesh(config)
+
+
+def test_each_tensor_is_cut_on_one_axis_that_divides():
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "fsdp"))
+    cases = {
+        "embed": ((5, 8, 12), ("layers", "embed", "mlp"), (None, "fsdp")),
+        "mlp": ((5, 6, 12), ("layers", "embed", "mlp"), (None, None, "fsdp")),
+        "neither": ((4, 6, 7), ("layers", "embed", "mlp"), ()),
+        "vector": ((4, 8), ("layers", "embed"), ()),
+        "last": ((3, 2, 8), ("heads", "head_dim", "embed"), (None, None, "fsdp")),
+    }
+    shapes = {n: jax.ShapeDtypeStruct(c[0], jnp.float32) for n, c in cases.items()}
+    axes = {n: c[1] for n, c in cases.items()}
+    found = param_shardings(mesh, {"a": axes}, {"a": shapes})["a"]
+    assert {n: tuple(s.spec) for n, s in found.items()} == {
+        n: c[2] for n, c in cases.items()
+    }
+
+
+def test_the_environment_is_set_once():
+    environment = {"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=2"}
+    prepare_environment(4, environment)
+    prepare_environment(4, environment)
+    assert environment == {
+        "XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=4",
+        "NPROC": "16",
+    }
+    prepare_environment(1, environment := {"NPROC": "32"})
+    assert environment["NPROC"] == "32"
+
+
+MESHES = textwrap.dedent("""
+    import json, jax, numpy as np, optax
+    from diloco_jax.config import IslandConfig
+    from diloco_jax.island.mesh import make_mesh
+    from diloco_jax.island.step import Trainer, TrainState
+    from diloco_jax.models import transformer
+    from diloco_jax.models.presets import preset
+
+    model = transformer.build(preset("tiny"))
+    first = jax.tree.map(np.array, model.init(jax.random.key(0)))
+    rng = np.random.default_rng(0)
+    batches = rng.integers(0, 256, (3, 8, 17)).astype(np.int32)
+    found = {}
+    for data, fsdp, rounds in ((1, 1, 1), (1, 4, 1), (2, 2, 2)):
+        island = IslandConfig(mesh_data=data, mesh_fsdp=fsdp, accumulation=rounds)
+        inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1.0, eps=1e-3))
+        trainer = Trainer(model, inner, island, make_mesh(island))
+        params = trainer.place_params(first)
+        state = TrainState(params, trainer.init_inner(params))
+        losses = []
+        for batch in batches:
+            state, metrics = trainer.step(state, trainer.put_batch(batch), 1e-2)
+            losses.append(float(metrics["loss"]))
+        total, weight = trainer.eval_step(
+            state.params, batches[0], np.ones((8, 16), np.float32)
+        )
+        flat = [np.ravel(x) for x in jax.tree.leaves(state.params)]
+        flat = np.concatenate(flat)
+        if not found:
+            start = np.concatenate([np.ravel(x) for x in jax.tree.leaves(first)])
+            expected = flat
+        distance = np.linalg.norm(flat - expected) / np.linalg.norm(expected - start)
+        query = state.params["layers"]["attention"]["query"]
+        moment = state.opt_state[1][0].mu["layers"]["attention"]["query"]
+        found[f"{data}x{fsdp}"] = {
+            "losses": losses,
+            "eval": float(total) / float(weight),
+            "distance": float(distance),
+            "cut": [
+                x.addressable_shards[0].data.size / x.size for x in (query, moment)
+            ],
+            "compilations": trainer.compilations(),
+        }
+    print(json.dumps(found))
+""")
+
+
+def test_meshes_of_four_devices_train_as_one_device():
+    environment = dict(os.environ)
+    prepare_environment(4, environment)
+    environment["JAX_PLATFORMS"] = "cpu"
+    result = subprocess.run(
+        [sys.executable, "-c", MESHES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads(result.stdout)
+    for mesh, fsdp in {"1x4": 4, "2x2": 2}.items():
+        assert found[mesh]["distance"] < 1e-3, mesh
+        np.testing.assert_allclose(
+            found[mesh]["losses"], found["1x1"]["losses"], rtol=1e-4
+        )
+        np.testing.assert_allclose(found[mesh]["eval"], found["1x1"]["eval"], rtol=1e-4)
+        assert found[mesh]["cut"] == [1 / fsdp] * 2, mesh
+        assert found[mesh]["compilations"] == 1, mesh
+
+
+def test_thirty_steps_on_real_text_learn():
+    windows = Windows(load_corpus((), 0.02).train, 64, seed=0)
+    island = IslandConfig(batch_size=8)
+    model = transformer.build(preset("tiny"))
+    trainer = Trainer(model, optax.adam(1.0), island, make_mesh(island))
+    params = trainer.place_params(model.init(jax.random.key(0)))
+    state = TrainState(params, trainer.init_inner(params))
+    losses = []
+    for step in range(30):
+        batch = windows.batch(np.arange(8 * step, 8 * step + 8))
+        state, metrics = trainer.step(state, trainer.put_batch(batch), 5e-3)
+        losses.append(float(metrics["loss"]))
+    assert abs(losses[0] - math.log(256)) < 0.2
+    assert np.mean(losses[-5:]) < losses[0] - 1.5

@@ -1,0 +1,67 @@
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from diloco_jax.config import ConfigError
+from diloco_jax.faults import Fault, parse_faults
+
+ISLANDS = ["v5p-a", "v6e"]
+
+
+def test_forms():
+    faults = parse_faults(
+        ["v5p-a@40:kill", "v6e@7:pause15", "v6e#2@3:pause0.5", "coordinator@12:kill"],
+        ISLANDS,
+    )
+    assert faults.faults == (
+        Fault(who="v5p-a", incarnation=1, step=40, pause_s=None),
+        Fault(who="v6e", incarnation=1, step=7, pause_s=15.0),
+        Fault(who="v6e", incarnation=2, step=3, pause_s=0.5),
+        Fault(who="coordinator", incarnation=1, step=12, pause_s=None),
+    )
+
+
+def test_for_who_keeps_the_incarnation_apart():
+    faults = parse_faults(["v6e@1:kill", "v6e#2@3:kill", "v5p-a@9:kill"], ISLANDS)
+    assert [f.step for f in faults.for_who("v6e").faults] == [1]
+    assert [f.step for f in faults.for_who("v6e", 2).faults] == [3]
+    assert faults.for_who("v6e", 3).faults == ()
+
+
+@pytest.mark.parametrize(
+    "text", ["v6e", "v6e@x:kill", "v6e@3:explode", "v6e@3:pause", "v6e#0@3:kill", ""]
+)
+def test_unknown_form_is_refused_with_the_forms(text):
+    with pytest.raises(ConfigError, match="the forms are") as error:
+        parse_faults([text], ISLANDS)
+    assert repr(text) in str(error.value)
+
+
+def test_unknown_name_is_refused_with_a_suggestion():
+    with pytest.raises(ConfigError, match="did you mean 'v5p-a'") as error:
+        parse_faults(["v5p-b@3:kill"], ISLANDS)
+    assert "v6e" in str(error.value)
+
+
+def fire(action: str, step: int) -> "subprocess.Popen[bytes]":
+    code = (
+        "from diloco_jax.faults import parse_faults\n"
+        f"parse_faults(['a@3:{action}'], ['a']).for_who('a').fire({step})\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+def test_kill_and_no_fault():
+    struck, spared = fire("kill", 3), fire("kill", 2)
+    assert struck.wait(60) == -signal.SIGKILL
+    assert spared.wait(60) == 0
+
+
+def test_pause_stops_and_continues():
+    process = fire("pause0.3", 3)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    assert process.wait(60) == 0
