@@ -26,13 +26,14 @@ class Version(NamedTuple):
         return Version(self.term, self.number + 1)
 
 
+FIRST_VERSION = Version()
+
+
 class Span(NamedTuple):
     """Half-open range of positions in the global shuffled index."""
 
     start: int
     stop: int
-
-
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +52,7 @@ class Record:
     step: int
     fragment: int = -1
     tick: int = -1
-    version: Version = Version()
+    version: Version = FIRST_VERSION
     start: int = 0
     stop: int = 0
     value: int = 0
@@ -134,10 +135,18 @@ class MergeComputed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Timer:
-    """Time passed."""
+    """Time passed; due when `policy.next_deadline` says so."""
 
 
-Event = Hello | Report | Goodbye | DeltaArrived | MergeComputed | Timer
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Disconnected:
+    """A session's connection broke; the incarnation may come back on another."""
+
+    island: str
+    session: str
+
+
+Event = Hello | Report | Goodbye | DeltaArrived | MergeComputed | Disconnected | Timer
 
 # ---- effects ------------------------------------------------------------------
 
@@ -226,8 +235,12 @@ class Contribution:
     start: int
     end: int
     tokens: int
-    weight: float
     base: Version
+
+    @property
+    def steps(self) -> int:
+        """Steps whose effect is in the delta."""
+        return self.end - self.start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,264 @@
+"""The life of one fragment: idle -> open -> merging -> idle.
+
+Rules of this file: a function sees one fragment and what it is told of the islands
+(by value), never another fragment. A fragment closes when K asked islands' deltas are
+ready and either all asked live islands have answered or the grace window is over;
+what is ready later waits, `pending`, for the next merge. Below quorum nothing merges,
+but for the flush at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diloco_jax.policy import ledger, takes
+from diloco_jax.policy.events import (
+    AskTake,
+    Contribution,
+    Effect,
+    Merge,
+    Note,
+    TellVerdict,
+    Verdict,
+)
+from diloco_jax.policy.state import (
+    Account,
+    Fragment,
+    PolicyConfig,
+    Take,
+    averaged,
+    with_account,
+)
+
+Step = tuple[Fragment, list[Effect]]
+
+
+def open_tick(
+    config: PolicyConfig,
+    fragment: Fragment,
+    tick: int,
+    live: tuple[str, ...],
+    now: float,
+) -> Step:
+    """Asks every live island without an outstanding take for the fragment.
+
+    Pending deltas do not count to quorum, unless fewer than K islands can be asked:
+    then those of live islands that are ready do, since nothing else ever could.
+    """
+    asked = tuple(n for n in live if fragment.accounts[n].take is None)
+    counting = asked
+    if len(asked) < config.quorum or fragment.final:
+        counting += tuple(
+            name
+            for name in live
+            if (take := fragment.accounts[name].take) is not None
+            and (take.ready or fragment.final)
+        )
+    if not counting or (len(counting) < config.quorum and not fragment.final):
+        return fragment, [_skipped(fragment, tick, "too few islands can be asked")]
+    fragment = dataclasses.replace(
+        fragment,
+        phase="open",
+        tick=tick,
+        asked=counting,
+        opened_at=now,
+        quorum_at=None,
+        closes_at=None,
+    )
+    effects: list[Effect] = [
+        Note(
+            record={
+                "kind": "tick",
+                "tick": tick,
+                "fragment": fragment.index,
+                "asked": list(asked),
+                "final": fragment.final,
+            }
+        )
+    ]
+    for name in asked:
+        fragment, asks = _ask(fragment, name)
+        effects += asks
+    return fragment, effects
+
+
+def skip_tick(fragment: Fragment, tick: int) -> Effect:
+    """What the tape says when a tick finds its fragment still open."""
+    return _skipped(fragment, tick, fragment.phase)
+
+
+def settle(
+    config: PolicyConfig,
+    fragment: Fragment,
+    live: tuple[str, ...],
+    step_seconds: float,
+    now: float,
+    *,
+    hurry: bool = False,
+) -> Step:
+    """Closes an open fragment if it is time. `step_seconds`: of the pacing island;
+    `hurry`: the flush's deadline has passed."""
+    if fragment.phase != "open":
+        return fragment, []
+    accounts = fragment.accounts
+    ready = [n for n in fragment.asked if _ready(accounts.get(n))]
+    awaited = [n for n in fragment.asked if n in live and _awaited(accounts.get(n))]
+    quorum = 1 if fragment.final else config.quorum
+    if len(ready) < quorum:
+        if len(ready) + len(awaited) >= quorum and not hurry:
+            return fragment, []
+        return _extend(config, fragment, live, len(ready) + len(awaited), hurry=hurry)
+    if fragment.quorum_at is None:
+        seconds = averaged(fragment.quorum_seconds, now - fragment.opened_at)
+        fragment = dataclasses.replace(
+            fragment,
+            quorum_at=now,
+            quorum_seconds=seconds,
+            closes_at=now + grace_seconds(config, fragment, seconds, step_seconds),
+        )
+    closes_at = fragment.closes_at
+    assert closes_at is not None
+    if awaited and not hurry and (fragment.final or now < closes_at):
+        return fragment, []
+    return _close(fragment, now)
+
+
+def grace_seconds(
+    config: PolicyConfig, fragment: Fragment, quorum_s: float, step_seconds: float
+) -> float:
+    """gamma * slack; slack is what the overlap leaves after quorum, merge and both
+    ways of the transfer, never negative."""
+    spent = quorum_s + fragment.merge_seconds + fragment.transfer_seconds
+    return config.grace * max(0.0, config.overlap_steps * step_seconds - spent)
+
+
+def computed(
+    config: PolicyConfig, fragment: Fragment, live: tuple[str, ...], now: float
+) -> tuple[Fragment, dict[str, tuple[int, Verdict, str]], list[Effect]]:
+    """The merge under way is done: books it. Returns verdicts by island, and what
+    follows for deltas that have become too old."""
+    merged = {c.island for c in fragment.merging}
+    seconds = averaged(fragment.merge_seconds, now - fragment.closed_at)
+    verdicts: dict[str, tuple[int, Verdict, str]] = {}
+    for contribution in fragment.merging:
+        fragment = ledger.book(fragment, contribution)
+        account = fragment.accounts[contribution.island]
+        if account.incarnation == contribution.incarnation:
+            verdicts[contribution.island] = (contribution.tick, "merged", "")
+    solo = len(merged) == 1 and len(live) > 1
+    fragment = dataclasses.replace(
+        fragment,
+        version=fragment.version.next(),
+        phase="idle",
+        merging=(),
+        asked=(),
+        merges=fragment.merges + 1,
+        solo_merges=fragment.solo_merges + 1 if solo else 0,
+        merge_seconds=seconds,
+    )
+    effects: list[Effect] = []
+    for name in sorted(fragment.accounts):
+        account = fragment.accounts[name]
+        if name in live and name not in merged:
+            account = dataclasses.replace(
+                account, merges_alive=account.merges_alive + 1
+            )
+            fragment = with_account(fragment, name, account)
+        take = account.take
+        if take is None or take.end is None:
+            continue
+        fragment, refusals = takes.refuse_if_stale(config, fragment, name)
+        effects += [e for e in refusals if not isinstance(e, TellVerdict)]
+        take = fragment.accounts[name].take
+        assert take is not None
+        if take.refused:
+            verdicts[name] = (take.tick, "refused", take.refused)
+        else:
+            verdicts[name] = (take.tick, "pending", "")
+    return fragment, verdicts, effects
+
+
+def _extend(
+    config: PolicyConfig,
+    fragment: Fragment,
+    live: tuple[str, ...],
+    in_sight: int,
+    *,
+    hurry: bool,
+) -> Step:
+    """Quorum is out of reach with those asked: asks newcomers, or gives the tick up
+    (ready deltas stay pending)."""
+    fresh = tuple(
+        name
+        for name in live
+        if name not in fragment.asked and fragment.accounts[name].take is None
+    )
+    if hurry or fragment.final or in_sight + len(fresh) < config.quorum:
+        note = _skipped(fragment, fragment.tick, "quorum is out of reach")
+        return dataclasses.replace(fragment, phase="idle", asked=()), [note]
+    fragment = dataclasses.replace(fragment, asked=(*fragment.asked, *fresh))
+    effects: list[Effect] = []
+    for name in fresh:
+        fragment, asks = _ask(fragment, name)
+        effects += asks
+    return fragment, effects
+
+
+def _close(fragment: Fragment, now: float) -> Step:
+    contributions = []
+    for name in sorted(fragment.accounts):
+        account = fragment.accounts[name]
+        take = account.take
+        if take is None or not take.ready or take.end is None:
+            continue
+        steps = take.end - take.start
+        contributions.append(
+            Contribution(
+                island=name,
+                incarnation=account.incarnation,
+                tick=take.tick,
+                start=take.start,
+                end=take.end,
+                tokens=steps * account.tokens_per_step,
+                base=take.base,
+            )
+        )
+    merging = tuple(contributions)
+    fragment = dataclasses.replace(
+        fragment, phase="merging", merging=merging, closed_at=now
+    )
+    merge = Merge(
+        fragment=fragment.index,
+        version=fragment.version.next(),
+        contributions=merging,
+        final=fragment.final,
+    )
+    return fragment, [merge]
+
+
+def _ask(fragment: Fragment, name: str) -> Step:
+    account = fragment.accounts[name]
+    account = dataclasses.replace(account, take=Take(tick=fragment.tick))
+    ask = AskTake(island=name, fragment=fragment.index, tick=fragment.tick)
+    return with_account(fragment, name, account), [ask]
+
+
+def _ready(account: Account | None) -> bool:
+    return account is not None and account.take is not None and account.take.ready
+
+
+def _awaited(account: Account | None) -> bool:
+    if account is None or account.take is None:
+        return False
+    return not account.take.ready and not account.take.refused
+
+
+def _skipped(fragment: Fragment, tick: int, why: str) -> Note:
+    return Note(
+        record={
+            "kind": "skipped",
+            "tick": tick,
+            "fragment": fragment.index,
+            "why": why,
+        }
+    )

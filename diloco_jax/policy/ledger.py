@@ -1,0 +1,183 @@
+"""The ledger: which steps of which island entered which merge, and what became of
+the rest.
+
+Per fragment, an incarnation's steps are settled in order: `[0, start)` is merged or
+lost, `[start, steps)` is open. So merged + lost + open = computed, always and exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diloco_jax.policy.events import Contribution
+from diloco_jax.policy.state import (
+    Account,
+    Fragment,
+    Island,
+    PolicyConfig,
+    State,
+    Told,
+    with_account,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """Tokens, weighted by the fragments' parameters and floored; they balance:
+    computed = merged + sum(lost) + in_flight."""
+
+    computed: int
+    merged: int
+    lost: dict[str, int]
+    in_flight: int
+
+
+def book(fragment: Fragment, contribution: Contribution) -> Fragment:
+    """Books one delta as merged. The incarnation may have ended meanwhile."""
+    account = fragment.accounts[contribution.island]
+    account = dataclasses.replace(
+        account,
+        merged_tokens=account.merged_tokens + contribution.tokens,
+        merges_in=account.merges_in + 1,
+        merges_alive=account.merges_alive + 1,
+    )
+    if account.incarnation == contribution.incarnation:
+        account = dataclasses.replace(
+            account,
+            start=max(account.start, contribution.end),
+            merged_end=contribution.end,
+            take=None,
+            told=Told(tick=contribution.tick, verdict="merged", reason=""),
+        )
+    return with_account(fragment, contribution.island, account)
+
+
+def settled_steps(fragment: Fragment, island: Island) -> int:
+    """Steps of the current incarnation that are settled, or being merged just now."""
+    account = fragment.accounts[island.name]
+    ends = [account.start]
+    ends += [c.end for c in fragment.merging if _is_of(c, account, island.name)]
+    return max(ends)
+
+
+def close_account(
+    fragment: Fragment, island: Island, reason: str, settled_steps: int
+) -> Fragment:
+    """An incarnation ended: its steps from `settled_steps` on are lost."""
+    account = fragment.accounts[island.name]
+    account = account.lose(max(island.steps - settled_steps, 0), reason)
+    account = dataclasses.replace(
+        account,
+        start=max(island.steps, settled_steps),
+        merged_end=0,
+        take=None,
+        told=None,
+    )
+    return with_account(fragment, island.name, account)
+
+
+def open_account(fragment: Fragment, island: Island) -> Fragment:
+    """A new incarnation begins: totals stay, the step count restarts."""
+    account = fragment.accounts.get(island.name)
+    fresh = Account(
+        incarnation=island.incarnation, tokens_per_step=island.tokens_per_step
+    )
+    if account is not None:
+        fresh = dataclasses.replace(
+            fresh,
+            merged_tokens=account.merged_tokens,
+            lost_tokens=account.lost_tokens,
+            merges_in=account.merges_in,
+            merges_alive=account.merges_alive,
+        )
+    return with_account(fragment, island.name, fresh)
+
+
+def island_totals(config: PolicyConfig, state: State, name: str) -> Totals:
+    """One island's tokens over all its incarnations."""
+    computed = state.islands[name].computed_tokens
+    merged = 0
+    lost: dict[str, int] = {}
+    for fragment, size in zip(state.fragments, config.fragment_sizes, strict=True):
+        account = fragment.accounts.get(name)
+        if account is None:
+            continue
+        merged += size * account.merged_tokens
+        for reason, tokens in account.lost_tokens.items():
+            lost[reason] = lost.get(reason, 0) + size * tokens
+    merged //= config.parameters
+    lost = {reason: value // config.parameters for reason, value in lost.items()}
+    lost = {reason: value for reason, value in lost.items() if value}
+    return Totals(
+        computed=computed,
+        merged=merged,
+        lost=lost,
+        in_flight=computed - merged - sum(lost.values()),
+    )
+
+
+def run_totals(config: PolicyConfig, state: State) -> Totals:
+    """The sum over all islands."""
+    computed = merged = in_flight = 0
+    lost: dict[str, int] = {}
+    for name in state.islands:
+        totals = island_totals(config, state, name)
+        computed += totals.computed
+        merged += totals.merged
+        in_flight += totals.in_flight
+        for reason, tokens in totals.lost.items():
+            lost[reason] = lost.get(reason, 0) + tokens
+    return Totals(computed=computed, merged=merged, lost=lost, in_flight=in_flight)
+
+
+def merged_by_fragment(state: State) -> list[int]:
+    """Merged tokens of every fragment, over all islands."""
+    return [
+        sum(account.merged_tokens for account in fragment.accounts.values())
+        for fragment in state.fragments
+    ]
+
+
+def progress_tokens(config: PolicyConfig, state: State) -> int:
+    """Computed tokens that are not lost, over all islands (see DESIGN, Inner)."""
+    computed = sum(i.computed_tokens for i in state.islands.values())
+    lost = 0
+    for fragment, size in zip(state.fragments, config.fragment_sizes, strict=True):
+        lost += size * sum(
+            sum(account.lost_tokens.values()) for account in fragment.accounts.values()
+        )
+    return computed - lost // config.parameters
+
+
+def check(config: PolicyConfig, state: State) -> list[str]:
+    """What is wrong with the books, as text; empty if they balance."""
+    wrong = []
+    for fragment in state.fragments:
+        for name, account in fragment.accounts.items():
+            island = state.islands[name]
+            merging = sum(
+                c.tokens
+                for c in fragment.merging
+                if c.island == name
+                and (not _is_of(c, account, name) or account.start >= c.end)
+            )
+            settled = island.tokens_before + account.start * account.tokens_per_step
+            booked = account.merged_tokens + sum(account.lost_tokens.values())
+            if booked + merging != settled:
+                wrong.append(
+                    f"fragment {fragment.index}, island {name}: merged and lost "
+                    f"{booked} + merging {merging} != settled {settled} tokens"
+                )
+            if account.start > island.steps:
+                wrong.append(
+                    f"fragment {fragment.index}, island {name}: settled to step "
+                    f"{account.start} of {island.steps}"
+                )
+    return wrong
+
+
+def _is_of(contribution: Contribution, account: Account, name: str) -> bool:
+    return (contribution.island, contribution.incarnation) == (
+        name,
+        account.incarnation,
+    )

@@ -1,0 +1,321 @@
+"""Who takes part: hellos, leases, incarnations, fencing.
+
+An island is live while its reports come, absent while they do not, and gone when its
+incarnation ended: by goodbye, or because a higher one said hello. Only the end of an
+incarnation loses steps; an absent island that comes back has lost nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from diloco_jax.policy import ledger, shares, takes
+from diloco_jax.policy.events import (
+    AskResend,
+    AskTake,
+    Disconnected,
+    Effect,
+    Goodbye,
+    Hello,
+    Note,
+    Outstanding,
+    Persist,
+    Refuse,
+    Welcome,
+)
+from diloco_jax.policy.schedule import restart
+from diloco_jax.policy.state import (
+    Fragment,
+    Island,
+    PolicyConfig,
+    State,
+    with_fragment,
+    with_island,
+)
+
+Step = tuple[State, list[Effect]]
+
+
+def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
+    """Lets an island in, back in, or not."""
+    known = state.islands.get(event.island)
+    refusal = _refusal(config, state, known, event)
+    if refusal is not None:
+        return state, [refusal]
+    if known is not None and known.incarnation == event.incarnation:
+        return _resume(config, state, known, event, now)
+    effects: list[Effect] = []
+    if known is not None and known.status != "gone":
+        state, effects = end(state, known.name, "died")
+        effects.append(
+            Refuse(
+                island=known.name,
+                session=known.session,
+                code="fenced",
+                message=f"island {known.name!r} is incarnation {event.incarnation} "
+                f"now, this is {known.incarnation}; stop this process",
+            )
+        )
+    state, joined = _join(config, state, event, now)
+    return state, effects + joined
+
+
+def alive(config: PolicyConfig, island: Island, now: float) -> Island:
+    """The island after a sign of life."""
+    if island.status == "absent":
+        island = dataclasses.replace(restart(island), status="live")
+    return dataclasses.replace(island, lease_until=now + _lease_s(config, island))
+
+
+def disconnected(state: State, event: Disconnected) -> Step:
+    """Its connection broke: it is not counted on until it is back."""
+    island = state.islands.get(event.island)
+    if island is None or island.session != event.session or island.status != "live":
+        return state, []
+    return _absent(state, island, "disconnected")
+
+
+def goodbye(state: State, event: Goodbye) -> Step:
+    """The incarnation ends by its own word."""
+    island = state.islands.get(event.island)
+    if island is None or island.session != event.session or island.status == "gone":
+        return state, []
+    return end(state, event.island, event.reason)
+
+
+def expire(state: State, now: float) -> Step:
+    """Islands whose lease ran out are absent."""
+    effects: list[Effect] = []
+    for island in list(state.islands.values()):
+        if island.status == "live" and now >= island.lease_until:
+            state, notes = _absent(state, island, "silent")
+            effects += notes
+    return state, effects
+
+
+def end(state: State, name: str, reason: str) -> Step:
+    """Ends an incarnation: open steps are lost, data without effect is free again."""
+    island = state.islands[name]
+    settled = [ledger.settled_steps(f, island) for f in state.fragments]
+    merged_steps = shares.merged_steps(state, island)
+    drops = [
+        takes.drop(fragment, name)
+        for fragment in state.fragments
+        if fragment.accounts[name].take is not None
+    ]
+    state = ended(state, name, reason, settled, merged_steps)
+    lost = [f.accounts[name].lost_tokens.get(reason, 0) for f in state.fragments]
+    record = {
+        "kind": "left",
+        "island": name,
+        "incarnation": island.incarnation,
+        "steps": island.steps,
+        "reason": reason,
+        "settled_steps_by_fragment": settled,
+        "merged_steps": merged_steps,
+        "lost_tokens_by_fragment": lost,
+    }
+    return state, [Persist(record=record), *drops]
+
+
+def ended(
+    state: State,
+    name: str,
+    reason: str,
+    settled_steps: Sequence[int],
+    merged_steps: int,
+) -> State:
+    """The state after an incarnation's end: also what recovery applies. Both counts of
+    steps include the merges under way: `settled_steps` by fragment, `merged_steps` over
+    all of them."""
+    state = shares.release(state, name, merged_steps)
+    island = state.islands[name]
+    for fragment, settled in zip(state.fragments, settled_steps, strict=True):
+        fragment = ledger.close_account(fragment, island, reason, settled)
+        state = with_fragment(state, fragment)
+    return with_island(state, dataclasses.replace(island, status="gone"))
+
+
+def joined(state: State, island: Island) -> State:
+    """The state with a new incarnation in it: also what recovery applies."""
+    before = state.islands.get(island.name)
+    if before is not None:
+        island = dataclasses.replace(
+            island, tokens_before=before.computed_tokens, joins=before.joins + 1
+        )
+    state = with_island(state, island)
+    for fragment in state.fragments:
+        state = with_fragment(state, ledger.open_account(fragment, island))
+    return state
+
+
+def _refusal(
+    config: PolicyConfig, state: State, known: Island | None, event: Hello
+) -> Refuse | None:
+    code = message = ""
+    resumes = known is not None and known.incarnation == event.incarnation
+    if event.run_id not in ("", config.run_id):
+        code = "run_id"
+        message = (
+            f"this coordinator serves run {config.run_id}, the island belongs to run "
+            f"{event.run_id}; check the coordinator's address, or start the island "
+            f"with a new workdir"
+        )
+    elif event.fingerprint != config.fingerprint:
+        code = "config"
+        message = (
+            f"the run's config has fingerprint {config.fingerprint}, the island's "
+            f"{event.fingerprint}; start it with the run's config.json"
+        )
+    elif known is not None and event.incarnation < known.incarnation:
+        code = "fenced"
+        message = (
+            f"island {event.island!r} is incarnation {known.incarnation} now, this "
+            f"is {event.incarnation}; stop this process"
+        )
+    elif state.phase == "done" or (state.phase != "running" and not resumes):
+        code = "finished"
+        message = f"the run is {state.phase}: it has its {config.total_tokens} tokens"
+    elif known is not None and resumes:
+        if known.status == "gone":
+            code = "fenced"
+            message = (
+                f"incarnation {event.incarnation} of island {event.island!r} has "
+                f"ended; start it again with incarnation {event.incarnation + 1}"
+            )
+        elif known.session != event.session:
+            code = "name_in_use"
+            message = (
+                f"the name {event.island!r} is in use by another process with the "
+                f"same incarnation {event.incarnation}; choose another name, or "
+                f"replace that process by starting incarnation {event.incarnation + 1}"
+            )
+    if not code:
+        return None
+    return Refuse(
+        island=event.island, session=event.session, code=code, message=message
+    )
+
+
+def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
+    island = Island(
+        name=event.island,
+        incarnation=event.incarnation,
+        session=event.session,
+        tokens_per_step=event.tokens_per_step,
+        sequences_per_step=event.sequences_per_step,
+        step_seconds=event.step_seconds,
+        phase=event.phase,
+    )
+    island = alive(config, island, now)
+    state = joined(state, island)
+    record = {
+        "kind": "joined",
+        "island": event.island,
+        "incarnation": event.incarnation,
+        "session": event.session,
+        "tokens_per_step": event.tokens_per_step,
+        "sequences_per_step": event.sequences_per_step,
+    }
+    effects: list[Effect] = [
+        Persist(record=record),
+        _welcome(state, event, resumed=False),
+    ]
+    state, grants = shares.top_up(config, state, event.island)
+    return state, effects + grants
+
+
+def _resume(
+    config: PolicyConfig, state: State, known: Island, event: Hello, now: float
+) -> Step:
+    name = event.island
+    island = dataclasses.replace(
+        known, steps=max(known.steps, event.steps), phase=event.phase
+    )
+    state = with_island(state, alive(config, island, now))
+    effects: list[Effect] = [_welcome(state, event, resumed=True)]
+    effects.append(
+        Note(
+            record={
+                "kind": "resumed",
+                "island": name,
+                "incarnation": known.incarnation,
+                "steps": event.steps,
+            }
+        )
+    )
+    effects += shares.regrant(state, name, event.sequences_granted)
+    held = {take.fragment: take for take in event.outstanding}
+    for fragment in state.fragments:
+        outstanding = held.get(fragment.index)
+        if outstanding is None:
+            fragment, found = _ask_again(fragment, name)
+        else:
+            fragment, found = _reconcile(config, fragment, name, outstanding, now)
+        state = with_fragment(state, fragment)
+        effects += found
+    return state, effects
+
+
+def _ask_again(fragment: Fragment, name: str) -> tuple[Fragment, list[Effect]]:
+    """The island holds no take of this fragment: a request may have got lost."""
+    account = fragment.accounts[name]
+    take = account.take
+    if take is None or take.ready:
+        return fragment, []
+    if take.end is not None:
+        # It gave the refused take up; the record that says how is on its way.
+        return fragment, []
+    ask = AskTake(island=name, fragment=fragment.index, tick=take.tick)
+    return fragment, [ask]
+
+
+def _reconcile(
+    config: PolicyConfig, fragment: Fragment, name: str, held: Outstanding, now: float
+) -> tuple[Fragment, list[Effect]]:
+    """The island holds a take whose verdict it does not know."""
+    told = fragment.accounts[name].told
+    if told is not None and told.tick == held.tick:
+        verdict = takes.verdict_on(fragment, name, held.tick, told.verdict, told.reason)
+        # The next request may have got lost together with the verdict.
+        fragment, asks = _ask_again(fragment, name)
+        return fragment, [verdict, *asks]
+    fragment, effects = takes.known(config, fragment, name, held, now)
+    take = fragment.accounts[name].take
+    if effects or take is None or take.tick != held.tick:
+        return fragment, effects
+    if take.refused:
+        return fragment, [
+            takes.verdict_on(fragment, name, held.tick, "refused", take.refused)
+        ]
+    if take.arrived:
+        return fragment, []
+    return fragment, [AskResend(island=name, fragment=fragment.index, tick=held.tick)]
+
+
+def _absent(state: State, island: Island, why: str) -> Step:
+    state = with_island(state, dataclasses.replace(island, status="absent"))
+    record = {
+        "kind": "absent",
+        "island": island.name,
+        "incarnation": island.incarnation,
+        "why": why,
+    }
+    return state, [Note(record=record)]
+
+
+def _welcome(state: State, event: Hello, *, resumed: bool) -> Welcome:
+    return Welcome(
+        island=event.island,
+        session=event.session,
+        resumed=resumed,
+        versions=tuple(fragment.version for fragment in state.fragments),
+    )
+
+
+def _lease_s(config: PolicyConfig, island: Island) -> float:
+    """Compiling and joining islands may be silent for longer."""
+    if island.phase in ("joining", "compiling"):
+        return max(config.compile_budget_s, config.lease_s)
+    return config.lease_s

@@ -1,0 +1,341 @@
+"""The policy: every decision of a run, as one pure function of events and time.
+
+`step(config, state, event, now) -> (state, effects)`; the service, the virtual-time
+simulator and replay all drive it. `next_deadline` says when a `Timer` is due;
+`recovery.recover` rebuilds the state from what was durable.
+
+Phases of a run: running -> stopping (islands end their steps) -> flushing (what is
+open is merged, exempt from quorum, up to a deadline) -> done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diloco_jax.policy import fragment as fragments
+from diloco_jax.policy import ledger, membership, schedule, shares, takes
+from diloco_jax.policy.events import (
+    Alert,
+    DeltaArrived,
+    Disconnected,
+    DropDelta,
+    Effect,
+    Event,
+    Finish,
+    Goodbye,
+    Hello,
+    MergeComputed,
+    Note,
+    Persist,
+    Progress,
+    Publish,
+    Record,
+    Refuse,
+    Report,
+    StopStepping,
+    Timer,
+    Welcome,
+)
+from diloco_jax.policy.state import (
+    Fragment,
+    PolicyConfig,
+    State,
+    with_fragment,
+    with_island,
+)
+
+Step = tuple[State, list[Effect]]
+
+SOLO_MERGES_ALERT = 3
+"""Merges of one fragment in a row by one of several live islands: they train alone."""
+
+
+def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
+    """Applies one event at time `now` (monotonic seconds)."""
+    match event:
+        case Hello():
+            state, effects = membership.hello(config, state, event, now)
+            welcome = any(isinstance(effect, Welcome) for effect in effects)
+            if state.phase != "running" and welcome:
+                effects.append(StopStepping(island=event.island))
+        case Report():
+            state, effects = _report(config, state, event, now)
+        case Goodbye():
+            state, effects = membership.goodbye(state, event)
+        case Disconnected():
+            state, effects = membership.disconnected(state, event)
+        case DeltaArrived():
+            state, effects = _arrived(config, state, event, now)
+        case MergeComputed():
+            state, effects = _computed(config, state, event, now)
+        case Timer():
+            effects = []
+    state, expired = membership.expire(state, now)
+    effects += expired
+    state, moved = _advance(config, state, now)
+    return state, effects + moved
+
+
+def next_deadline(state: State, now: float) -> float | None:
+    """When time alone changes something next: an expiry, a grace window, a flush.
+    `now` is that of the last step, which dealt with everything due until then."""
+    deadlines = [i.lease_until for i in state.islands.values() if i.status == "live"]
+    deadlines += [
+        fragment.closes_at
+        for fragment in state.fragments
+        if fragment.phase == "open" and fragment.closes_at is not None
+    ]
+    if state.phase in ("stopping", "flushing"):
+        deadlines.append(state.deadline)
+    return min((d for d in deadlines if d > now), default=None)
+
+
+def _report(config: PolicyConfig, state: State, event: Report, now: float) -> Step:
+    island = state.islands.get(event.island)
+    if state.phase == "done":
+        return state, []
+    if island is None or island.session != event.session or island.status == "gone":
+        refuse = Refuse(
+            island=event.island,
+            session=event.session,
+            code="fenced",
+            message=f"island {event.island!r} is served by another session now; "
+            f"stop this process",
+        )
+        return state, [refuse]
+    if event.phase == "training" and island.phase != "training":
+        # It joins the pacing with the steps that this report brings.
+        island = schedule.restart(island)
+    island = dataclasses.replace(
+        island,
+        phase=event.phase,
+        steps=max(island.steps, event.steps),
+        step_seconds=event.step_seconds or island.step_seconds,
+    )
+    state = with_island(state, membership.alive(config, island, now))
+    effects: list[Effect] = []
+    for record in event.records:
+        state, found = _record(config, state, event.island, record, now)
+        effects += found
+    if state.phase == "running":
+        state, grants = shares.top_up(config, state, event.island)
+        effects += grants
+    tokens = max(state.progress_tokens, ledger.progress_tokens(config, state))
+    state = dataclasses.replace(state, progress_tokens=tokens)
+    island = state.islands[event.island]
+    effects.append(
+        Progress(
+            island=event.island,
+            tokens=tokens,
+            own_tokens=island.computed_tokens,
+            records_through=island.records_through,
+        )
+    )
+    return state, effects
+
+
+def _record(
+    config: PolicyConfig, state: State, name: str, record: Record, now: float
+) -> Step:
+    island = state.islands[name]
+    if record.seq <= island.records_through:
+        return state, []
+    state = with_island(state, dataclasses.replace(island, records_through=record.seq))
+    line = {
+        "kind": "island",
+        "island": name,
+        "incarnation": island.incarnation,
+        "record": {**dataclasses.asdict(record), "version": list(record.version)},
+    }
+    effects: list[Effect] = [Note(record=line)]
+    if record.kind not in ("took", "reopened", "dropped"):
+        return state, effects
+    fragment = state.fragments[record.fragment]
+    if record.kind == "took":
+        fragment, found = takes.took(config, fragment, name, record, now)
+        effects += found
+    else:
+        kept = record.kind == "reopened"
+        fragment = takes.gave_up(fragment, name, record.tick, kept=kept)
+    return with_fragment(state, fragment), effects
+
+
+def _arrived(
+    config: PolicyConfig, state: State, event: DeltaArrived, now: float
+) -> Step:
+    island = state.islands.get(event.island)
+    if (
+        island is None
+        or island.incarnation != event.incarnation
+        or island.status == "gone"
+    ):
+        drop = DropDelta(
+            island=event.island,
+            incarnation=event.incarnation,
+            fragment=event.fragment,
+            tick=event.tick,
+        )
+        return state, [drop]
+    fragment, effects = takes.arrived(
+        config,
+        state.fragments[event.fragment],
+        event.island,
+        event.tick,
+        event.refusal,
+        now,
+    )
+    return with_fragment(state, fragment), effects
+
+
+def _computed(
+    config: PolicyConfig, state: State, event: MergeComputed, now: float
+) -> Step:
+    fragment = state.fragments[event.fragment]
+    if fragment.phase != "merging" or event.version != fragment.version.next():
+        return state, []
+    contributions, tick = fragment.merging, fragment.tick
+    fragment, verdicts, effects = fragments.computed(
+        config, fragment, _counted(state), now
+    )
+    state = with_fragment(state, fragment)
+    record = {
+        "kind": "merged",
+        "fragment": event.fragment,
+        "version": list(event.version),
+        "tick": tick,
+        "final": fragment.final,
+        "contributions": [
+            {**dataclasses.asdict(c), "base": list(c.base)} for c in contributions
+        ],
+        "verdicts": {name: list(v) for name, v in verdicts.items()},
+        "digest": event.digest,
+    }
+    publish = Publish(fragment=event.fragment, version=event.version, verdicts=verdicts)
+    before: list[Effect] = [Persist(record=record), publish]
+    if fragment.solo_merges == SOLO_MERGES_ALERT:
+        before.append(
+            Alert(
+                text=f"fragment {fragment.index} was merged {SOLO_MERGES_ALERT} times "
+                f"in a row from {contributions[0].island!r} alone, with "
+                f"{len(_counted(state))} islands training: they drift apart; raise "
+                f"sync.quorum, sync.grace or sync.overlap_steps"
+            )
+        )
+    return state, before + effects
+
+
+def _advance(config: PolicyConfig, state: State, now: float) -> Step:
+    """What follows from where everything stands: ticks, closings, the end."""
+    effects: list[Effect] = []
+    if state.phase == "running" and state.progress_tokens >= config.total_tokens:
+        state, found = _stop(config, state, now)
+        effects += found
+    while state.phase == "running" and schedule.tick_is_due(config, state):
+        state, reserved = schedule.advance(config, state)
+        effects += reserved
+        fragment = state.fragments[schedule.fragment_of(config, state.tick)]
+        if fragment.phase != "idle":
+            effects.append(fragments.skip_tick(fragment, state.tick))
+            continue
+        fragment, found = fragments.open_tick(
+            config, fragment, state.tick, _counted(state), now
+        )
+        state = with_fragment(state, fragment)
+        effects += found
+    if state.phase == "stopping" and (_all_stopped(state) or now >= state.deadline):
+        state = dataclasses.replace(
+            state, phase="flushing", deadline=now + config.flush_s
+        )
+    live = _counted(state) if state.phase == "running" else _live(state)
+    pacing = schedule.pacing_step_seconds(config, state)
+    hurry = state.phase == "flushing" and now >= state.deadline
+    for fragment in state.fragments:
+        if state.phase == "flushing":
+            state, found = _flush(config, state, fragment, live, now, hurry=hurry)
+            effects += found
+            fragment = state.fragments[fragment.index]
+        fragment, found = fragments.settle(
+            config, fragment, live, pacing, now, hurry=hurry
+        )
+        if hurry and fragment.phase == "idle":
+            fragment = dataclasses.replace(fragment, phase="done")
+        state = with_fragment(state, fragment)
+        effects += found
+    if state.phase == "flushing" and all(f.phase == "done" for f in state.fragments):
+        state, found = _finish(state)
+        effects += found
+    return state, effects
+
+
+def _stop(config: PolicyConfig, state: State, now: float) -> Step:
+    state = dataclasses.replace(state, phase="stopping", deadline=now + config.lease_s)
+    record = {"kind": "stopping", "tokens": state.progress_tokens}
+    effects: list[Effect] = [Persist(record=record)]
+    # Silent ones too: their connection may stand.
+    effects += [
+        StopStepping(island=name)
+        for name, island in state.islands.items()
+        if island.status != "gone"
+    ]
+    return state, effects
+
+
+def _flush(
+    config: PolicyConfig,
+    state: State,
+    fragment: Fragment,
+    live: tuple[str, ...],
+    now: float,
+    *,
+    hurry: bool,
+) -> Step:
+    """Opens an idle fragment for as long as live islands have open steps in it."""
+    if fragment.phase in ("merging", "done"):
+        return state, []
+    if fragment.phase == "open":
+        return with_fragment(state, dataclasses.replace(fragment, final=True)), []
+    accounts = fragment.accounts
+    unsettled = tuple(n for n in live if accounts[n].start < state.islands[n].steps)
+    if not unsettled or hurry:
+        return with_fragment(state, dataclasses.replace(fragment, phase="done")), []
+    if all((take := accounts[n].take) and take.refused for n in unsettled):
+        return state, []  # They have not answered their refusals yet.
+    fragment = dataclasses.replace(fragment, final=True)
+    state, effects = schedule.advance(config, state)
+    fragment, found = fragments.open_tick(config, fragment, state.tick, unsettled, now)
+    return with_fragment(state, fragment), effects + found
+
+
+def _finish(state: State) -> Step:
+    effects: list[Effect] = []
+    for name, island in state.islands.items():
+        if island.status != "gone":
+            reason = "finished" if island.status == "live" else "absent"
+            state, found = membership.end(state, name, reason)
+            effects += found
+    state = dataclasses.replace(state, phase="done")
+    return state, [*effects, Persist(record={"kind": "finished"}), Finish()]
+
+
+def _counted(state: State) -> tuple[str, ...]:
+    return tuple(sorted(n for n, i in state.islands.items() if i.counted))
+
+
+def _live(state: State) -> tuple[str, ...]:
+    return tuple(
+        sorted(
+            name
+            for name, island in state.islands.items()
+            if island.status == "live" and island.phase in ("training", "stopped")
+        )
+    )
+
+
+def _all_stopped(state: State) -> bool:
+    """Whether nobody steps any more; an absent island is waited for, up to the
+    deadline, since it may come back with steps that can still be merged."""
+    return all(
+        island.status == "live" and island.phase == "stopped"
+        for island in state.islands.values()
+        if island.status != "gone" and island.phase in ("training", "stopped")
+    )

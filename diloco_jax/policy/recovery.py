@@ -1,0 +1,155 @@
+"""Recovery: the policy's state after a crash, from what was durable."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from diloco_jax.policy import ledger, membership, schedule, shares
+from diloco_jax.policy.events import Contribution, Span, Version
+from diloco_jax.policy.state import (
+    Island,
+    PolicyConfig,
+    State,
+    with_account,
+    with_fragment,
+    with_island,
+)
+
+
+def recover(
+    config: PolicyConfig,
+    snapshot: State,
+    records: Iterable[Mapping[str, Any]],
+    now: float,
+) -> State:
+    """The state after a crash: the snapshot and the durable records after it. Every
+    island is absent until it says hello; what was asked or in transit is forgotten,
+    and comes back with the hellos."""
+    state = snapshot
+    for record in records:
+        state = _replayed(state, record)
+    for fragment in state.fragments:
+        fragment = dataclasses.replace(
+            fragment,
+            phase="done" if fragment.phase == "done" else "idle",
+            asked=(),
+            merging=(),
+            accounts={
+                name: dataclasses.replace(account, take=None)
+                for name, account in fragment.accounts.items()
+            },
+        )
+        state = with_fragment(state, fragment)
+    for island in state.islands.values():
+        steps = max(
+            [island.steps, *(f.accounts[island.name].start for f in state.fragments)]
+        )
+        status: Literal["gone", "absent"] = (
+            "gone" if island.status == "gone" else "absent"
+        )
+        island = dataclasses.replace(
+            island,
+            status=status,
+            phase="training" if steps else island.phase,
+            steps=steps,
+            steps_at_tick=steps,
+            records_through=0,
+        )
+        state = with_island(state, island)
+        # What an ended incarnation had in a merge that never became durable is lost.
+        for fragment in state.fragments:
+            account = fragment.accounts[island.name]
+            settled = island.tokens_before + account.start * account.tokens_per_step
+            missing = settled - account.merged_tokens
+            missing -= sum(account.lost_tokens.values())
+            account = account.lose_tokens(missing, "coordinator")
+            fragment = with_account(fragment, island.name, account)
+            state = with_fragment(state, fragment)
+    state = schedule.after_crash(config, state)
+    if state.phase in ("stopping", "flushing"):
+        state = dataclasses.replace(
+            state, phase="stopping", deadline=now + config.flush_s
+        )
+    return state
+
+
+def _replayed(state: State, record: Mapping[str, Any]) -> State:
+    match record["kind"]:
+        case "joined":
+            island = Island(
+                name=record["island"],
+                incarnation=record["incarnation"],
+                session=record["session"],
+                tokens_per_step=record["tokens_per_step"],
+                sequences_per_step=record["sequences_per_step"],
+            )
+            return membership.joined(state, island)
+        case "granted":
+            span = Span(record["start"], record["stop"])
+            if span.stop > state.next_position:
+                state = dataclasses.replace(state, next_position=span.stop)
+            free = tuple(_without(state.free_spans, span))
+            state = dataclasses.replace(state, free_spans=free)
+            return shares.granted(state, record["island"], span)
+        case "left":
+            island = state.islands[record["island"]]
+            steps = max(island.steps, record["steps"])
+            state = with_island(state, dataclasses.replace(island, steps=steps))
+            return membership.ended(
+                state,
+                record["island"],
+                record["reason"],
+                record["settled_steps_by_fragment"],
+                record["merged_steps"],
+            )
+        case "merged":
+            return _replayed_merge(state, record)
+        case "ticks":
+            return dataclasses.replace(state, ticks_reserved=record["through"])
+        case "stopping":
+            return dataclasses.replace(
+                state, phase="stopping", progress_tokens=record["tokens"]
+            )
+        case "finished":
+            return dataclasses.replace(state, phase="done")
+    raise ValueError(f"the log has a record of unknown kind {record['kind']!r}")
+
+
+def _replayed_merge(state: State, record: Mapping[str, Any]) -> State:
+    fragment = state.fragments[record["fragment"]]
+    for entry in record["contributions"]:
+        contribution = Contribution(**{**entry, "base": Version(*entry["base"])})
+        name = contribution.island
+        account = fragment.accounts[name]
+        if account.incarnation == contribution.incarnation:
+            gap = contribution.start - account.start
+            account = account.lose(gap, "overwritten")
+            fragment = with_account(fragment, name, account)
+            island = state.islands[name]
+            steps = max(island.steps, contribution.end)
+            state = with_island(state, dataclasses.replace(island, steps=steps))
+        fragment = ledger.book(fragment, contribution)
+    fragment = dataclasses.replace(
+        fragment,
+        version=Version(*record["version"]),
+        tick=record["tick"],
+        phase="idle",
+        merging=(),
+        merges=fragment.merges + 1,
+        final=record["final"],
+    )
+    state = dataclasses.replace(state, tick=max(state.tick, record["tick"]))
+    return with_fragment(state, fragment)
+
+
+def _without(spans: Iterable[Span], taken: Span) -> Iterable[Span]:
+    for span in spans:
+        if taken.stop <= span.start or span.stop <= taken.start:
+            yield span
+            continue
+        if span.start < taken.start:
+            yield Span(span.start, taken.start)
+        if taken.stop < span.stop:
+            yield Span(taken.stop, span.stop)

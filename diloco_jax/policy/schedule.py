@@ -1,0 +1,69 @@
+"""Pacing: when the coordinator's next tick comes, and which fragment it is for.
+
+Tick n comes when the K-th fastest live island has done floor(n H / P) -
+floor((n - 1) H / P) further steps since tick n - 1 (or since it joined). A tick's
+number names takes, so it is never used twice, not even after a crash: numbers are
+reserved, durably, before they are used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diloco_jax.policy.events import Effect, Persist
+from diloco_jax.policy.state import Island, PolicyConfig, State
+
+CYCLES_RESERVED = 16
+"""Cycles whose ticks one durable record reserves."""
+
+
+def tick_is_due(config: PolicyConfig, state: State) -> bool:
+    """Whether the pacing island has done the steps of the next tick."""
+    counted = [i for i in state.islands.values() if i.counted]
+    if len(counted) < config.quorum:
+        return False
+    done = sorted((i.steps - i.steps_at_tick for i in counted), reverse=True)
+    return done[config.quorum - 1] >= steps_to_tick(config, state.tick + 1)
+
+
+def steps_to_tick(config: PolicyConfig, tick: int) -> int:
+    """Steps between tick - 1 and tick (ticks count from 1)."""
+    cycle, fragments = config.steps_per_cycle, config.fragments
+    return tick * cycle // fragments - (tick - 1) * cycle // fragments
+
+
+def fragment_of(config: PolicyConfig, tick: int) -> int:
+    """Index of the fragment that a tick is for."""
+    return (tick - 1) % config.fragments
+
+
+def advance(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
+    """The next tick: every island's step counter restarts."""
+    islands = {name: restart(island) for name, island in state.islands.items()}
+    state = dataclasses.replace(state, tick=state.tick + 1, islands=islands)
+    if state.tick <= state.ticks_reserved:
+        return state, []
+    through = state.tick + CYCLES_RESERVED * config.fragments
+    state = dataclasses.replace(state, ticks_reserved=through)
+    return state, [Persist(record={"kind": "ticks", "through": through})]
+
+
+def after_crash(config: PolicyConfig, state: State) -> State:
+    """The state at the first tick of the same fragment that nobody was asked for."""
+    cycles = -(-max(state.ticks_reserved - state.tick, 0) // config.fragments)
+    return dataclasses.replace(state, tick=state.tick + cycles * config.fragments)
+
+
+def restart(island: Island) -> Island:
+    """The island with its step counter at zero."""
+    return dataclasses.replace(island, steps_at_tick=island.steps)
+
+
+def pacing_step_seconds(config: PolicyConfig, state: State) -> float:
+    """Step time of the K-th fastest counted island; 0 if there is none yet."""
+    times = sorted(
+        island.step_seconds
+        for island in state.islands.values()
+        if island.counted and island.step_seconds > 0
+    )
+    return times[min(config.quorum, len(times)) - 1] if times else 0.0

@@ -1,0 +1,199 @@
+"""An island's outstanding delta for a fragment: taken, arrived, refused, given up.
+
+The record that says which steps a delta holds comes on the control stream, its bytes
+on bulk ones; it can be merged when both are here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diloco_jax.policy.events import (
+    AskResend,
+    DropDelta,
+    Effect,
+    Note,
+    Outstanding,
+    Record,
+    TellVerdict,
+    Verdict,
+)
+from diloco_jax.policy.state import (
+    Fragment,
+    PolicyConfig,
+    Take,
+    Told,
+    averaged,
+    with_account,
+)
+
+Step = tuple[Fragment, list[Effect]]
+
+
+def took(
+    config: PolicyConfig, fragment: Fragment, name: str, record: Record, now: float
+) -> Step:
+    """The island took the fragment: its delta covers [record.start, record.step)."""
+    asked = fragment.accounts[name].take
+    expected = asked is not None and asked.tick == record.tick
+    held = Outstanding(
+        fragment=fragment.index,
+        tick=record.tick,
+        start=record.start,
+        end=record.step,
+        base=record.version,
+    )
+    fragment, effects = known(config, fragment, name, held, now)
+    take = fragment.accounts[name].take
+    if not expected and take is not asked and take is not None and not take.refused:
+        # Asked for before a crash: its bytes, if they came first, were not kept.
+        effects.append(
+            AskResend(island=name, fragment=fragment.index, tick=record.tick)
+        )
+    return fragment, effects
+
+
+def known(
+    config: PolicyConfig, fragment: Fragment, name: str, held: Outstanding, now: float
+) -> Step:
+    """The steps of a take become known; if they are known already, nothing changes."""
+    account = fragment.accounts[name]
+    asked, told = account.take, account.told
+    if asked is not None and asked.end is not None:
+        return fragment, []
+    if told is not None and held.tick <= told.tick:
+        return fragment, []
+    # Steps between what is settled and this take are in no delta: adoption lost them.
+    start = max(held.start, account.start)
+    account = account.lose(start - account.start, "overwritten")
+    take = Take(tick=held.tick)
+    if asked is not None and asked.tick == held.tick:
+        take = asked
+    take = dataclasses.replace(
+        take, start=start, end=max(held.end, start), base=held.base, taken_at=now
+    )
+    account = dataclasses.replace(account, start=start, take=take)
+    fragment = with_account(fragment, name, account)
+    if held.start < start:
+        return refuse(fragment, name, "overlap")
+    if take.end == take.start:
+        return refuse(fragment, name, "empty")
+    return refuse_if_stale(config, fragment, name)
+
+
+def arrived(
+    config: PolicyConfig,
+    fragment: Fragment,
+    name: str,
+    tick: int,
+    refusal: str,
+    now: float,
+) -> Step:
+    """A delta's bytes are here, or proved unfit."""
+    account = fragment.accounts[name]
+    take = account.take
+    if take is None or take.tick != tick or take.arrived:
+        if take is not None and take.tick == tick:
+            return fragment, []
+        return fragment, [
+            DropDelta(
+                island=name,
+                incarnation=account.incarnation,
+                fragment=fragment.index,
+                tick=tick,
+            )
+        ]
+    take = dataclasses.replace(take, arrived=True)
+    fragment = with_account(fragment, name, dataclasses.replace(account, take=take))
+    if refusal:
+        return refuse(fragment, name, refusal)
+    if take.refused:
+        return fragment, [drop(fragment, name)]
+    if take.taken_at:
+        seconds = averaged(fragment.transfer_seconds, now - take.taken_at)
+        fragment = dataclasses.replace(fragment, transfer_seconds=seconds)
+    return fragment, []
+
+
+def gave_up(fragment: Fragment, name: str, tick: int, *, kept: bool) -> Fragment:
+    """The island knows of a refusal. kept: the delta's steps are in its parameters
+    still and will be in its next delta; otherwise they are lost."""
+    account = fragment.accounts[name]
+    take = account.take
+    if take is None or take.tick != tick or take.end is None:
+        return fragment
+    if not kept:
+        account = account.lose(take.end - take.start, take.refused or "refused")
+        account = dataclasses.replace(account, start=take.end)
+    told = Told(tick=tick, verdict="refused", reason=take.refused or "refused")
+    return with_account(
+        fragment, name, dataclasses.replace(account, take=None, told=told)
+    )
+
+
+def refuse(fragment: Fragment, name: str, reason: str) -> Step:
+    """Refuses an outstanding take; it stays outstanding until the island knows."""
+    account = fragment.accounts[name]
+    if account.take is None or account.take.refused:
+        return fragment, []
+    take = dataclasses.replace(account.take, refused=reason)
+    fragment = with_account(fragment, name, dataclasses.replace(account, take=take))
+    return fragment, [
+        Note(
+            record={
+                "kind": "refused",
+                "island": name,
+                "incarnation": account.incarnation,
+                "fragment": fragment.index,
+                "tick": take.tick,
+                "reason": reason,
+            }
+        ),
+        verdict_on(fragment, name, take.tick, "refused", reason),
+        drop(fragment, name),
+    ]
+
+
+def refuse_if_stale(config: PolicyConfig, fragment: Fragment, name: str) -> Step:
+    """Refuses a taken delta whose base lags the next version too far."""
+    take = fragment.accounts[name].take
+    # A merge under way ends before this delta could enter one.
+    merged_into = fragment.version.number + (fragment.phase == "merging")
+    if take is None or take.end is None or _is_merging(fragment, name, take.tick):
+        return fragment, []
+    if (
+        take.base.term == fragment.version.term
+        and merged_into - take.base.number <= config.max_staleness
+    ):
+        return fragment, []
+    return refuse(fragment, name, "stale")
+
+
+def verdict_on(
+    fragment: Fragment, name: str, tick: int, verdict: Verdict, reason: str
+) -> TellVerdict:
+    """Tells an island what became of its take."""
+    return TellVerdict(
+        island=name,
+        fragment=fragment.index,
+        tick=tick,
+        verdict=verdict,
+        reason=reason,
+        version=fragment.version,
+    )
+
+
+def _is_merging(fragment: Fragment, name: str, tick: int) -> bool:
+    return any(c.island == name and c.tick == tick for c in fragment.merging)
+
+
+def drop(fragment: Fragment, name: str) -> DropDelta:
+    """The bytes of an outstanding take are not needed any more."""
+    account = fragment.accounts[name]
+    assert account.take is not None
+    return DropDelta(
+        island=name,
+        incarnation=account.incarnation,
+        fragment=fragment.index,
+        tick=account.take.tick,
+    )
