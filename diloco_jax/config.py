@@ -13,7 +13,8 @@ import difflib
 import hashlib
 import json
 import math
-from typing import Any, Literal, Mapping
+from collections.abc import Mapping
+from typing import Any, Literal
 
 CodecName = Literal["f32", "bf16", "int8", "int4"]
 Weighting = Literal["tokens", "tokens_times_rate", "uniform"]

@@ -55,7 +55,5 @@ def _compilation_cache() -> dict[str, str]:
     return {
         "JAX_COMPILATION_CACHE_DIR": os.environ.get(
             "JAX_COMPILATION_CACHE_DIR", str(folder)
-        ),
-        # Also the many small functions that take and adopt.
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        )
     }

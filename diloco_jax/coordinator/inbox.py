@@ -66,8 +66,8 @@ class Inbox:
         if start.total != expected:
             raise RemoteProtocolError(
                 f"a delta of fragment {start.fragment} from {start.island!r} is "
-                f"announced with {start.total} bytes, expected {expected}; island and "
-                f"coordinator disagree on model or codec"
+                f"announced with {start.total} bytes, expected {expected}; start the "
+                f"island with the run's config.json, so that model and codec agree"
             )
         if not 0 <= start.offset <= start.offset + start.length <= start.total:
             raise RemoteProtocolError(

@@ -1,7 +1,7 @@
 """The coordinator's process: start, run, stop.
 
 Files in the workdir: `config.json` (resolved), `run.json` (run id), `log/` (durable
-records), `checkpoints/` (snapshots), `tape.jsonl`, `metrics.jsonl`, `roster.json`,
+records), `checkpoints/` (snapshots), `tape.jsonl`, `metrics.jsonl`, `roster.msgpack`,
 `coordinator.address`, at the end `summary.json`.
 """
 
@@ -80,8 +80,18 @@ class Coordinator:
     """One life of the coordinator: make, `start`, `run`, `conclude`, `close`."""
 
     def __init__(self, config: Config, workdir: Path, *, init: bool) -> None:
-        """Prepares or finds the run in `workdir`."""
-        self._config, self._workdir = config, workdir
+        """Prepares or finds the run in `workdir`, once it is sure to be served."""
+        self._config, self._workdir, self._init = config, workdir, init
+        placement = config.placement
+        self._tls = (
+            TlsFiles.load(placement.certificates, "coordinator")
+            if placement.certificates
+            else None
+        )
+        addresses.require_tls(
+            placement.bind, tls=self._tls is not None, insecure=placement.insecure
+        )
+        addresses.require_free(placement.bind)
         self._facts = _run_facts(config, workdir, init=init)
         self._deadlines = Deadlines(config.placement.time_budget_s)
         self._begun = float(self._facts["begun_unix"])
@@ -105,13 +115,20 @@ class Coordinator:
             workdir / "checkpoints", placement.snapshots_kept
         )
         found = checkpoint.newest(self._manager)
+        if found is None and not self._init:
+            self._manager.close()
+            raise ConfigError(
+                f"{workdir} holds run {self._facts['run_id']} but no snapshot of it in "
+                f"checkpoints/, and without --init nothing is initialised; bring that "
+                f"folder back, or begin a new run with --init in another --workdir"
+            )
         self._tape = Tape(workdir / "tape.jsonl")
         if found is None:
             state = self._initialise(model, plan)
         else:
             state = self._recover(plan, shapes, found)
         self._metrics = JsonLines(workdir / "metrics.jsonl")
-        self._roster = Roster(workdir / "roster.json")
+        self._roster = Roster(workdir / "roster.msgpack")
         inbox = Inbox(self.store.payload_bytes, placement.merge_buffer_bytes)
         sessions = Sessions()
         self.engine = Engine(
@@ -138,15 +155,10 @@ class Coordinator:
             metrics=self._metrics,
             status=lambda: self._status,
         )
-        tls = (
-            TlsFiles.load(placement.certificates, "coordinator")
-            if placement.certificates
-            else None
-        )
         self._server = Server(
             placement.bind,
             service,
-            tls=tls,
+            tls=self._tls,
             deadlines=self._deadlines,
             max_islands=len(config.islands) + SPARE_ISLANDS,
             bulk_channels=placement.bulk_channels,

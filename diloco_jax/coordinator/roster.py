@@ -34,6 +34,8 @@ class Member(msgspec.Struct, kw_only=True):
     """Between an incarnation's last sign of life and the next one's first step."""
     last_sign: float = 0.0
     waiting_since: float = 0.0
+    first_compile_seconds: float = 0.0
+    incarnations: int = 0
     adopted: dict[int, int] = {}
     """Version number by fragment."""
 
@@ -45,7 +47,7 @@ class Roster:
         self._path = path
         self.members: dict[str, Member] = {}
         if path.exists():
-            self.members = msgspec.json.decode(
+            self.members = msgspec.msgpack.decode(
                 path.read_bytes(), type=dict[str, Member]
             )
 
@@ -56,6 +58,8 @@ class Roster:
             member = self.members[hello.island] = Member(
                 tokens_per_step=hello.tokens_per_step, first_seen=now, last_seen=now
             )
+        if member.incarnation != hello.incarnation:
+            member.incarnations += 1
         if member.incarnation not in (0, hello.incarnation):
             self._fold(member)
             member.waiting_since = member.last_sign
@@ -76,6 +80,8 @@ class Roster:
                 0.0, measures.first_step_unix - member.waiting_since
             )
             member.waiting_since = 0.0
+        if member.incarnations == 1:
+            member.first_compile_seconds = measures.compile_seconds
         member.current = measures
         member.last_seen = member.last_sign = now
         for record in records:
@@ -91,7 +97,7 @@ class Roster:
     def save(self) -> None:
         """Replaces the file, atomically."""
         scratch = self._path.with_suffix(".tmp")
-        scratch.write_bytes(msgspec.json.encode(self.members))
+        scratch.write_bytes(msgspec.msgpack.encode(self.members))
         os.replace(scratch, self._path)
 
     def measures(self, island: str) -> Measures:
@@ -106,10 +112,14 @@ class Roster:
         member = self.members[island]
         until = member.last_seen if member.ended else now
         active = [*member.active, *_activity(member.current)]
+        sums = self.measures(island)
+        # Compiling for the first time and validating are no outages; compiling again
+        # after one is part of it.
+        apart = member.first_compile_seconds + sums.eval_seconds
         return IslandMeasure(
-            provisioned_seconds=until - member.first_seen,
+            provisioned_seconds=max(until - member.first_seen - apart, 0.0),
             tokens_per_step=member.tokens_per_step,
-            median_step_seconds=self.measures(island).median_step_seconds,
+            median_step_seconds=sums.median_step_seconds,
             computed_tokens=computed,
             merged_tokens=merged,
             active=tuple(active),

@@ -143,7 +143,15 @@ class Service:
         key = DeltaKey(start.island, start.incarnation, start.fragment, start.tick)
         finite = self._store.is_finite(start.fragment, self._inbox.payload(key))
         if not finite:
-            logger.warning("%s holds values that are not finite", key)
+            logger.warning(
+                "the delta of fragment %d, tick %d from %s, incarnation %d, has values "
+                "that are not finite, all must be: it is not merged; lower "
+                "inner.learning_rate, or start that island again",
+                start.fragment,
+                start.tick,
+                start.island,
+                start.incarnation,
+            )
         arrived = DeltaArrived(
             island=start.island,
             incarnation=start.incarnation,

@@ -1,9 +1,9 @@
 """What a run is measured by: one formula each, for the runtime and the simulator.
 
 Provisioned time runs from an island's first hello to its goodbye or the end of the
-run, outages, compilation and evaluation included. An island's undisturbed speed is its
-tokens per step over its median step, into which neither compilation nor evaluation
-enters. Times are seconds on one clock.
+run, outages included, without the first compilation and evaluation. An island's
+undisturbed speed is its tokens per step over its median step, into which neither
+compilation nor evaluation enters. Times are seconds on one clock.
 """
 
 from __future__ import annotations
