@@ -1,0 +1,267 @@
+"""One fragment: quorum, grace, what is late, and what a merge publishes."""
+
+import pytest
+from kit import Driver, asked, notes, of, only, persisted
+
+from diloco_jax.policy import policy
+from diloco_jax.policy.events import (
+    Alert,
+    AskTake,
+    DropDelta,
+    Merge,
+    Persist,
+    Publish,
+    Version,
+)
+
+
+def merged_islands(merge: Merge) -> list[str]:
+    return [c.island for c in merge.contributions]
+
+
+def test_nothing_merges_below_quorum() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b", "c")
+    d.report("a", 2)
+    assert asked(d.report("b", 2)) == {0: ["a", "b", "c"]}
+    assert of(d.take("b", 0, 2), Merge) == []
+    assert of(d.wait(50), Merge) == []
+    merge = only(d.take("a", 0, 2), Merge)
+    assert merged_islands(merge) == ["a", "b"]
+    assert merge.version == Version(1, 1)
+
+
+def test_contributions_are_sorted_by_name_whatever_the_order_of_arrival() -> None:
+    d = Driver(quorum=3)
+    d.join("c", "a", "b")
+    for name in "cab":
+        d.report(name, 2)
+    d.take("c", 0, 2)
+    d.take("b", 0, 3)
+    merge = only(d.take("a", 0, 4), Merge)
+    assert merged_islands(merge) == ["a", "b", "c"]
+    assert [(c.start, c.end, c.tokens) for c in merge.contributions] == [
+        (0, 4, 40),
+        (0, 3, 30),
+        (0, 2, 20),
+    ]
+
+
+def grace_driver() -> Driver:
+    """a, b and c are asked at time 1000; K = 1, and the slack is 10 s."""
+    d = Driver(grace=1.0, overlap_steps=10)
+    d.join("a", "b", "c")
+    d.report("a", 2)
+    return d
+
+
+def test_the_grace_window_closes_by_time() -> None:
+    d = grace_driver()
+    d.now += 1
+    assert of(d.take("a", 0, 2), Merge) == []
+    # 10 steps of 1 s, of which quorum took 1 s, and the transfer none so far.
+    assert policy.next_deadline(d.state, d.now) == pytest.approx(d.now + 9)
+    assert of(d.wait(8.9), Merge) == []
+    assert merged_islands(only(d.wait(0.2), Merge)) == ["a"]
+
+
+def test_the_grace_window_closes_early_when_all_have_answered() -> None:
+    d = grace_driver()
+    d.take("a", 0, 2)
+    d.take("b", 0, 2)
+    merge = only(d.take("c", 0, 2), Merge)
+    assert merged_islands(merge) == ["a", "b", "c"]
+
+
+def test_the_grace_window_does_not_wait_for_those_who_left() -> None:
+    d = grace_driver()
+    d.take("a", 0, 2)
+    assert of(d.disconnect("b"), Merge) == []
+    assert merged_islands(only(d.goodbye("c"), Merge)) == ["a"]
+
+
+def test_the_grace_window_is_what_quorum_and_merge_leave_of_the_overlap() -> None:
+    d = grace_driver()
+    d.now += 2
+    d.take("a", 0, 2)
+    closes_at = d.fragment(0).closes_at
+    assert closes_at == pytest.approx(d.now + 8)
+    d.wait(8)
+    d.now += 3
+    d.computed(0)
+    d.report("a", 4)
+    assert asked(d.report("a", 6)) == {0: ["a"]}
+    d.take("a", 0, 6)
+    # Averages: 80 % of what was, 20 % of what is; the merge took 3 s.
+    assert d.fragment(0).closes_at == pytest.approx(d.now + 10 - 1.6 - 3)
+
+
+def test_without_slack_there_is_no_grace() -> None:
+    d = Driver(grace=1.0, overlap_steps=1)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.now += 5
+    assert merged_islands(only(d.take("a", 0, 2), Merge)) == ["a"]
+
+
+def test_a_late_delta_is_pending_and_enters_the_next_merge() -> None:
+    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b", "c")
+    d.report("a", 2)
+    d.report("b", 2)
+    d.take("a", 0, 2)
+    d.take("b", 0, 2)
+    d.take("c", 0, 1, base=Version(1, 0))
+    publish = only(d.computed(0), Publish)
+    assert publish.verdicts == {
+        "a": (1, "merged", ""),
+        "b": (1, "merged", ""),
+        "c": (1, "pending", ""),
+    }
+    d.report("a", 4)
+    assert asked(d.report("b", 4)) == {0: ["a", "b"]}, "c's take is outstanding"
+    assert of(d.take("a", 0, 4), Merge) == [], "a pending delta is not part of quorum"
+    merge = only(d.take("b", 0, 4), Merge)
+    assert [(c.island, c.tick, c.base) for c in merge.contributions] == [
+        ("a", 2, Version(1, 1)),
+        ("b", 2, Version(1, 1)),
+        ("c", 1, Version(1, 0)),
+    ]
+
+
+def test_pending_deltas_count_where_fewer_than_quorum_can_be_asked() -> None:
+    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.report("b", 2)
+    d.take("a", 0, 2)
+    d.disconnect("b")
+    assert d.fragment(0).phase == "idle", "quorum is out of reach: given up"
+    d.hello("b", steps=2, phase="training")
+    d.take("b", 0, 3)
+    assert of(d.effects, Merge) == []
+    d.report("a", 4)
+    merge = only(d.report("b", 5), Merge)
+    assert merged_islands(merge) == ["a", "b"]
+
+
+def test_a_slow_island_is_merged_by_its_tokens() -> None:
+    """20 times slower: its every step ends up in a merge, some cycles late."""
+    d = Driver(steps_per_cycle=4, fragment_sizes=(3, 3))
+    d.join("fast", "slow")
+    slow = 0
+    for fast in range(1, 201):
+        d.report("fast", fast)
+        if fast % 20 == 0:
+            slow += 1
+            for index in (0, 1):
+                take = d.account("slow", index).take
+                if take is not None and take.end is None:
+                    d.take("slow", index, slow)
+            d.report("slow", slow)
+        for index in (0, 1):
+            take = d.account("fast", index).take
+            if take is not None and take.end is None:
+                d.take("fast", index, fast)
+            if d.fragment(index).phase == "merging":
+                d.computed(index)
+    for index in (0, 1):
+        account = d.account("slow", index)
+        assert account.lost_tokens == {}
+        assert account.merged_tokens >= 10 * (slow - 2)
+    assert d.fragment(0).merges > 20
+
+
+def test_everyone_gone_before_quorum_gives_the_tick_up() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.report("b", 2)
+    effects = d.goodbye("b")
+    assert notes(effects, "skipped")[0]["why"] == "quorum is out of reach"
+    assert d.fragment(0).phase == "idle"
+
+
+def test_a_newcomer_is_asked_when_quorum_is_out_of_reach() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b")
+    d.report("a", 2)
+    assert asked(d.report("b", 2)) == {0: ["a", "b"]}
+    d.join("c")
+    assert asked(d.goodbye("b")) == {0: ["c"]}
+    d.take("c", 0, 1)
+    assert merged_islands(only(d.take("a", 0, 2), Merge)) == ["a", "c"]
+
+
+def test_persist_comes_before_publish() -> None:
+    d = Driver()
+    d.join("a")
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    effects = d.computed(0)
+    positions = {type(effect): i for i, effect in enumerate(effects)}
+    assert positions[Persist] < positions[Publish]
+    (record,) = persisted(effects, "merged")
+    assert record["version"] == [1, 1]
+    assert record["contributions"][0]["end"] == 2
+    assert record["verdicts"] == {"a": [1, "merged", ""]}
+
+
+def test_a_merge_is_done_once() -> None:
+    d = Driver()
+    d.join("a")
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    assert of(d.computed(0), Publish)
+    assert d.computed(0) == [], "nothing is being merged"
+
+
+def test_a_merge_by_one_of_several_raises_an_alert() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    alerts = []
+    for step in (2, 4, 6, 8):
+        d.report("a", step)
+        d.take("a", 0, step)
+        alerts.append(len(of(d.computed(0), Alert)))
+    assert alerts == [0, 0, 1, 0]
+
+
+def test_a_lone_island_raises_no_alert() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a")
+    for step in (2, 4, 6, 8):
+        d.report("a", step)
+        d.take("a", 0, step)
+        d.computed(0)
+    assert of(d.effects, Alert) == []
+
+
+def test_a_delta_too_old_for_the_next_merge_is_refused_with_the_publish() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 2)
+    d.take("b", 0, 1, arrive=False)
+    for step in (2, 4):
+        if step > 2:
+            d.report("a", step)
+        d.take("a", 0, step)
+        effects = d.computed(0)
+        verdict = only(effects, Publish).verdicts["b"]
+        if step == 2:
+            assert verdict == (1, "pending", "")
+    assert verdict == (1, "refused", "stale")
+    assert only(effects, DropDelta).island == "b"
+    assert len(of(d.effects, AskTake)) == 3, "b is not asked while a take is open"
+
+
+def test_participation_counts_merges_while_alive() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.merge(0, a=2)
+    account = d.account("b", 0)
+    assert (account.merges_in, account.merges_alive) == (0, 1)
+    account = d.account("a", 0)
+    assert (account.merges_in, account.merges_alive) == (1, 1)

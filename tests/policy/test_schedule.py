@@ -1,0 +1,146 @@
+"""Ticks: when they come and for which fragment."""
+
+import pytest
+from kit import Driver, asked, make_config, notes, of, persisted
+
+from diloco_jax.policy.events import AskTake
+from diloco_jax.policy.schedule import fragment_of, steps_to_tick
+
+
+@pytest.mark.parametrize(
+    ("cycle", "fragments", "expected"),
+    [
+        (4, 2, [2, 2, 2, 2]),
+        (7, 3, [2, 2, 3, 2, 2, 3]),
+        (2, 4, [0, 1, 0, 1, 0, 1, 0, 1]),
+        (5, 1, [5, 5]),
+    ],
+)
+def test_steps_between_ticks(cycle: int, fragments: int, expected: list[int]) -> None:
+    config = make_config(steps_per_cycle=cycle, fragment_sizes=(1,) * fragments)
+    ticks = range(1, len(expected) + 1)
+    assert [steps_to_tick(config, n) for n in ticks] == expected
+    assert [fragment_of(config, n) for n in ticks] == [
+        i % fragments for i in range(len(expected))
+    ]
+
+
+def test_a_tick_asks_every_live_island_for_its_fragment() -> None:
+    d = Driver()
+    d.join("a", "b")
+    assert asked(d.report("b", 1)) == {}
+    assert asked(d.report("a", 2)) == {0: ["a", "b"]}
+    d.merge(0, a=2, b=1)
+    assert asked(d.report("a", 3)) == {}
+    assert asked(d.report("a", 4)) == {1: ["a", "b"]}
+
+
+def test_counters_restart_at_each_tick() -> None:
+    d = Driver()
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 2)
+    assert d.state.tick == 1
+    d.report("b", 2)
+    assert d.state.tick == 1, "b's first step was before the tick"
+    d.report("b", 3)
+    assert d.state.tick == 2
+
+
+def test_the_kth_fastest_island_sets_the_pace() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b", "c")
+    d.report("a", 50)
+    assert d.state.tick == 0
+    d.report("b", 2)
+    assert d.state.tick == 1
+    d.report("c", 2)
+    d.report("a", 60)
+    assert d.state.tick == 2, "c and a have done two further steps each"
+
+
+def test_ticks_pause_below_quorum() -> None:
+    d = Driver(quorum=2)
+    d.join("a")
+    d.report("a", 40)
+    assert d.state.tick == 0
+    d.join("b")
+    d.report("b", 1)
+    assert d.state.tick == 0
+    d.report("b", 2)
+    assert d.state.tick == 1
+    d.disconnect("b")
+    d.report("a", 100)
+    assert d.state.tick == 1
+
+
+@pytest.mark.parametrize("phase", ["joining", "compiling", "stopped"])
+def test_only_training_islands_count(phase: str) -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b")
+    d.report("b", phase=phase)  # type: ignore[arg-type]
+    d.report("a", 40)
+    assert d.state.tick == 0
+
+
+def test_counters_restart_at_a_join_and_at_a_return() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b")
+    d.report("a", 1)
+    d.disconnect("a")
+    d.hello("a", steps=9, phase="training")
+    d.report("b", 2)
+    assert d.state.tick == 0, "what a did while it was away does not pace"
+    d.report("a", 11)
+    assert d.state.tick == 1
+
+
+def test_a_fragment_still_open_skips_its_tick() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a")
+    first = d.report("a", 2)
+    assert asked(first) == {0: ["a"]}
+    second = d.report("a", 4)
+    assert of(second, AskTake) == []
+    assert notes(second, "skipped")[0]["why"] == "open"
+    d.take("a", 0, 4)
+    third = d.report("a", 6)
+    assert notes(third, "skipped")[0]["why"] == "merging"
+    d.computed(0)
+    assert asked(d.report("a", 8)) == {0: ["a"]}
+
+
+def test_more_fragments_than_steps_gives_several_ticks_at_once() -> None:
+    d = Driver(fragment_sizes=(1, 1, 1, 1), steps_per_cycle=2)
+    d.join("a")
+    assert d.state.tick == 1, "the first tick needs no step"
+    assert asked(d.report("a", 1)) == {1: ["a"], 2: ["a"]}
+    assert asked(d.report("a", 2)) == {3: ["a"]}
+    assert d.state.tick == 5
+
+
+def test_numbers_of_ticks_are_reserved_before_they_are_used() -> None:
+    d = Driver()
+    d.join("a")
+    effects = d.report("a", 2)
+    (record,) = persisted(effects, "ticks")
+    assert record["through"] > d.state.tick
+    kinds = [type(effect).__name__ for effect in effects]
+    assert kinds.index("Persist") < kinds.index("AskTake")
+    d.merge(0, a=2)
+    assert persisted(d.report("a", 4), "ticks") == [], "one record serves many ticks"
+    assert len(persisted(d.effects, "ticks")) == 1
+
+
+def test_no_tick_number_is_used_twice_in_spite_of_a_crash() -> None:
+    d = Driver()
+    d.join("a")
+    d.report("a", 2)
+    for _ in range(2):
+        d.crash()
+        d.hello("a", steps=2, phase="training")
+        d.report("a", d.state.islands["a"].steps + 2)
+        ticks = [e.tick for e in of(d.effects, AskTake)]
+        assert len(ticks) == len(set(ticks))
+    fragments = [e.fragment for e in of(d.effects, AskTake)]
+    assert fragments == [0, 0, 0], "the cycle goes on at the last tick that is durable"

@@ -1,0 +1,92 @@
+"""Leases of data: enough for an outage, never twice, back only if without effect."""
+
+from kit import Driver, of, persisted
+
+from diloco_jax.policy.events import Effect, Grant, Persist, Span
+from diloco_jax.policy.state import FIRST_LEASE_STEPS
+
+
+def spans(effects: list[Effect]) -> list[Span]:
+    return [grant.span for grant in of(effects, Grant)]
+
+
+def test_a_new_island_gets_data_with_its_welcome() -> None:
+    d = Driver()
+    effects = d.hello("a", sequences_per_step=3)
+    (span,) = spans(effects)
+    assert span.stop - span.start >= 3 * FIRST_LEASE_STEPS
+    kinds = [type(effect) for effect in effects]
+    assert kinds[-2:] == [Persist, Grant], "durable first"
+    assert persisted(effects, "granted")[0] == {
+        "kind": "granted",
+        "island": "a",
+        "incarnation": 1,
+        "start": span.start,
+        "stop": span.stop,
+        "offset": 0,
+    }
+
+
+def test_an_island_always_holds_an_outage_budget_of_data() -> None:
+    d = Driver(outage_budget_s=30.0)
+    d.hello("a", sequences_per_step=2)
+    for steps in range(0, 4000, 7):
+        d.report("a", steps, step_seconds=0.1)
+        island = d.state.islands["a"]
+        steps_held = island.sequences_granted / 2 - island.steps
+        assert steps_held * 0.1 >= 30
+    assert island.sequences_granted < 2 * (4000 + 1200), "and not much more"
+    grants = of(d.effects, Grant)
+    assert [g.offset for g in grants] == [
+        sum(g.span.stop - g.span.start for g in grants[:i]) for i in range(len(grants))
+    ]
+
+
+def test_no_position_is_granted_to_two_islands() -> None:
+    d = Driver()
+    d.join("a", "b")
+    for steps in range(0, 300, 50):
+        d.report("a", steps)
+        d.report("b", steps)
+    granted = [p for span in spans(d.effects) for p in range(*span)]
+    assert len(granted) == len(set(granted))
+
+
+def test_positions_after_the_last_merged_step_are_granted_again() -> None:
+    d = Driver()
+    d.hello("a", sequences_per_step=2)
+    d.report("a", 0)
+    d.report("a", 5)
+    d.merge(0, a=5)
+    d.report("a", 9)
+    d.goodbye("a")
+    (first,) = spans(d.effects)
+    again = spans(d.hello("b"))
+    assert again[0].start == first.start + 5 * 2, "steps 0 to 4 are in a merge"
+    assert d.state.free_spans == () or d.state.free_spans[0].start >= again[0].stop
+
+
+def test_positions_in_a_merge_under_way_are_not_free() -> None:
+    d = Driver()
+    d.join("a")
+    d.report("a", 5)
+    d.take("a", 0, 5)
+    assert d.fragment(0).phase == "merging"
+    (first,) = spans(d.effects)
+    assert spans(d.hello("a", 2))[0].start == first.start + 5
+
+
+def test_an_absent_island_keeps_its_data() -> None:
+    d = Driver()
+    d.join("a")
+    (first,) = spans(d.effects)
+    d.disconnect("a")
+    assert spans(d.hello("b"))[0].start == first.stop
+
+
+def test_free_spans_that_touch_become_one() -> None:
+    d = Driver()
+    d.join("a", "b")
+    d.goodbye("a")
+    d.goodbye("b")
+    assert d.state.free_spans == (Span(0, d.state.next_position),)
