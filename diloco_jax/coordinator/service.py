@@ -26,7 +26,7 @@ from diloco_jax.policy.events import (
     Report,
 )
 from diloco_jax.wire import messages
-from diloco_jax.wire.errors import Refused
+from diloco_jax.wire.errors import Refused, RemoteProtocolError
 from diloco_jax.wire.server import FetchSource
 from diloco_jax.wire.session import Session
 
@@ -115,6 +115,14 @@ class Service:
                 goodbye, lambda: self._roster.left(hello.island, time.time())
             )
             return
+        self._check_records(session, message)
+        for record in message.records:
+            if record.fragment >= self._engine.config.fragments:
+                raise RemoteProtocolError(
+                    f"{session} reports on fragment {record.fragment}, the run has "
+                    f"{self._engine.config.fragments}; island and coordinator "
+                    f"disagree on sync.fragments"
+                )
         report = Report(
             island=hello.island,
             session=hello.session,
@@ -197,6 +205,19 @@ class Service:
                 f"incarnation {call.incarnation} of island {call.island!r} is not "
                 f"current (that is {current}); stop this process",
             )
+
+    def _check_records(self, session: Session, message: messages.Report) -> None:
+        fragments = self._engine.config.fragments
+        for record in message.records:
+            # Grants and progress are of no fragment.
+            if record.fragment >= fragments or (
+                record.fragment < 0 and record.kind not in ("granted", "progress")
+            ):
+                raise RemoteProtocolError(
+                    f"record {record.seq} ({record.kind}) of island "
+                    f"{session.hello.island!r} is of fragment {record.fragment}, the "
+                    f"run has {fragments}; start the island with the run's config.json"
+                )
 
     def _let_in(self, hello: messages.Hello, session: Session) -> None:
         if self._sessions.serves(session):

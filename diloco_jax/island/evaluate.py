@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import jax
-
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.island.step import Trainer
 from diloco_jax.models.model import Params
@@ -38,7 +36,7 @@ class Evaluator:
         self._validation = validation
         self._every_steps = every_steps
         self._batches = validation.spread(batches)
-        self._done: list[tuple[jax.Array, jax.Array]] = []
+        self._done: list[tuple[float, float]] = []
 
     def due(self, step: int) -> bool:
         """Whether `advance` is to be called after `step` steps."""
@@ -47,15 +45,15 @@ class Evaluator:
         return bool(self._done) or (step > 0 and step % self._every_steps == 0)
 
     def advance(self, params: Params) -> float | None:
-        """Dispatches one batch; after the last one, waits for the pass and returns
-        its mean loss in nats per token."""
+        """One batch, waited for, so that its time is not taken for a step's; after
+        the last one of a pass, its mean loss in nats per token."""
         batch = self._validation[self._batches[len(self._done)]]
-        self._done.append(self._trainer.eval_step(params, *batch))
+        total, weight = self._trainer.eval_step(params, *batch)
+        self._done.append((float(total), float(weight)))
         if len(self._done) < len(self._batches):
             return None
-        sums = jax.device_get(self._done)
-        self._done = []
-        return _mean([(float(total), float(weight)) for total, weight in sums])
+        sums, self._done = self._done, []
+        return _mean(sums)
 
 
 def evaluate_all(

@@ -161,7 +161,9 @@ def computed(
         account = fragment.accounts[name]
         if name in live and name not in merged:
             account = dataclasses.replace(
-                account, merges_alive=account.merges_alive + 1
+                account,
+                merges_alive=account.merges_alive + 1,
+                missed_merges=account.missed_merges + 1,
             )
             fragment = with_account(fragment, name, account)
         take = account.take

@@ -40,6 +40,7 @@ def book(fragment: Fragment, contribution: Contribution) -> Fragment:
         merged_tokens=account.merged_tokens + contribution.tokens,
         merges_in=account.merges_in + 1,
         merges_alive=account.merges_alive + 1,
+        missed_merges=0,
     )
     if account.incarnation == contribution.incarnation:
         account = dataclasses.replace(

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from diloco_jax.policy import alerts, ledger, membership, schedule, shares, takes
 from diloco_jax.policy import fragment as fragments
-from diloco_jax.policy import ledger, membership, schedule, shares, takes
 from diloco_jax.policy.events import (
-    Alert,
     DeltaArrived,
     Disconnected,
     DropDelta,
@@ -45,9 +44,6 @@ from diloco_jax.policy.state import (
 )
 
 Step = tuple[State, list[Effect]]
-
-SOLO_MERGES_ALERT = 3
-"""Merges of one fragment in a row by one of several live islands: they train alone."""
 
 
 def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
@@ -212,16 +208,8 @@ def _computed(
     }
     publish = Publish(fragment=event.fragment, version=event.version, verdicts=verdicts)
     before: list[Effect] = [Persist(record=record), publish]
-    if fragment.solo_merges == SOLO_MERGES_ALERT:
-        before.append(
-            Alert(
-                text=f"fragment {fragment.index} was merged {SOLO_MERGES_ALERT} times "
-                f"in a row from {contributions[0].island!r} alone, with "
-                f"{len(_counted(state))} islands training: they drift apart; raise "
-                f"sync.quorum, sync.grace or sync.overlap_steps"
-            )
-        )
-    return state, before + effects
+    raised = alerts.after_merge(fragment, contributions, _counted(state))
+    return state, before + effects + raised
 
 
 def _advance(config: PolicyConfig, state: State, now: float) -> Step:

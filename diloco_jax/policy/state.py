@@ -102,6 +102,8 @@ class Account:
     lost_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     merges_in: int = 0
     merges_alive: int = 0
+    missed_merges: int = 0
+    """In a row, while it was live."""
 
     def lose(self, steps: int, reason: str) -> Account:
         """The account with `steps` more steps lost."""
