@@ -25,17 +25,17 @@ def config() -> Config:
     """The run."""
     return Config(
         run=RunConfig(
-            model=preset("2m"),
-            inner=InnerConfig(learning_rate=2e-3),
-            sync=SyncConfig(steps_per_cycle=12, fragments=6, quorum=2),
+            model=preset("1m"),
+            inner=InnerConfig(learning_rate=4e-3),
+            sync=SyncConfig(steps_per_cycle=6, fragments=6, quorum=2),
             sequence_length=128,
-            total_tokens=1_200_000,
+            total_tokens=700_000,
         ),
         islands={
             # The step times leave the two cores of a laptop with slack.
-            "v6e": IslandConfig(batch_size=8, step_seconds=0.45, stands_for="v6e-16"),
-            "v5p-a": IslandConfig(batch_size=6, step_seconds=0.6, stands_for="v5p-8"),
-            "v5p-b": IslandConfig(batch_size=6, step_seconds=0.6, stands_for="v5p-8"),
+            "v6e": IslandConfig(batch_size=4, step_seconds=0.4, stands_for="v6e-16"),
+            "v5p-a": IslandConfig(batch_size=3, step_seconds=0.55, stands_for="v5p-8"),
+            "v5p-b": IslandConfig(batch_size=3, step_seconds=0.55, stands_for="v5p-8"),
         },
-        placement=Placement(faults=("v5p-b@40:kill",)),
+        placement=Placement(faults=("v5p-b@200:kill",)),
     )

@@ -293,14 +293,19 @@ def suggest(name: str, known: Mapping[str, Any] | list[str]) -> str:
 
 
 def shared_fields(config: Any) -> dict[str, Any]:
-    """A dataclass as nested builtins, without the fields local to a machine."""
-    return {
-        field.name: shared_fields(value)
-        if dataclasses.is_dataclass(value := getattr(config, field.name))
-        else value
-        for field in dataclasses.fields(config)
-        if not field.metadata.get("local")
-    }
+    """A dataclass as nested builtins, without the fields local to a machine. A whole
+    number in a field of floats is a float, as it is when `config.json` is read."""
+    shared: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        if field.metadata.get("local"):
+            continue
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            value = shared_fields(value)
+        elif isinstance(value, int) and "float" in str(field.type):
+            value = float(value)
+        shared[field.name] = value
+    return shared
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from diloco_jax.config import (
     Config,
     ConfigError,
     DataConfig,
+    InnerConfig,
     IslandConfig,
     OuterConfig,
     Placement,
@@ -182,6 +183,13 @@ def test_fingerprint_covers_what_islands_share_and_nothing_local():
     assert local.fingerprint() == base.fingerprint()
     other = dataclasses.replace(base, data=DataConfig(digest="1"))
     assert other.fingerprint() != base.fingerprint()
+
+
+def test_whole_numbers_have_one_fingerprint_before_and_after_config_json(tmp_path):
+    run = RunConfig(inner=InnerConfig(clip_norm=0), outer=OuterConfig(momentum=0))
+    write_config_json(Config(run=run), tmp_path / "config.json")
+    read = read_config_json(tmp_path / "config.json").run
+    assert read.fingerprint() == run.fingerprint()
 
 
 def test_differences_name_the_leaves():

@@ -107,7 +107,7 @@ class Engine:
         Raises what went wrong in a merge or while carrying out an effect: the process
         must end then, and start again from what is durable.
         """
-        self._merger.submit(self._store.warm_up)
+        self._merger.submit(self._store.warm_up).add_done_callback(self._check)
         try:
             while not self._stopping:
                 self._turn()
@@ -255,12 +255,7 @@ class Engine:
         started = time.monotonic()
 
         def done(future: Future[Merged]) -> None:
-            if future.cancelled():
-                return
-            error = future.exception()
-            if error is not None:
-                self._failure = error
-                self.post(None)
+            if not self._check(future):
                 return
             merged = future.result()
             event = MergeComputed(
@@ -288,6 +283,15 @@ class Engine:
             self.post(event, keep)
 
         future.add_done_callback(done)
+
+    def _check(self, future: Future[Any]) -> bool:
+        """Whether work on the merge thread succeeded; a failure ends `run`."""
+        if future.cancelled():
+            return False
+        self._failure = future.exception()
+        if self._failure is not None:
+            self.post(None)
+        return self._failure is None
 
     def _publish(self, effect: Publish) -> None:
         self._store.commit(effect.fragment, self._computed.pop(effect.fragment))

@@ -116,13 +116,6 @@ class Service:
             )
             return
         self._check_records(session, message)
-        for record in message.records:
-            if record.fragment >= self._engine.config.fragments:
-                raise RemoteProtocolError(
-                    f"{session} reports on fragment {record.fragment}, the run has "
-                    f"{self._engine.config.fragments}; island and coordinator "
-                    f"disagree on sync.fragments"
-                )
         report = Report(
             island=hello.island,
             session=hello.session,

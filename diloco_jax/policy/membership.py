@@ -160,7 +160,7 @@ def _refusal(
         message = (
             f"this coordinator serves run {config.run_id}, the island belongs to run "
             f"{event.run_id}; check the coordinator's address, or start the island "
-            f"with a new workdir"
+            f"again"
         )
     elif event.fingerprint != config.fingerprint:
         code = "config"
@@ -176,7 +176,10 @@ def _refusal(
         )
     elif state.phase == "done" or (state.phase != "running" and not resumes):
         code = "finished"
-        message = f"the run is {state.phase}: it has its {config.total_tokens} tokens"
+        message = (
+            f"the run is {state.phase}: it has its {config.total_tokens} tokens; for "
+            f"more, begin a new run with higher total_tokens"
+        )
     elif known is not None and resumes:
         if known.status == "gone":
             code = "fenced"

@@ -69,18 +69,30 @@ def resolve(address: str) -> str:
     return format_address(str(numeric[0]), port)
 
 
+def require_free(address: str) -> None:
+    """Raises ConfigError if `address` cannot be bound: asked before a run is begun."""
+    obstacle = _obstacle(resolve(address))
+    if obstacle:
+        raise ConfigError(f"cannot bind {address}: {obstacle}")
+
+
 def bind_error(address: str) -> ConfigError:
     """Why `address`, which a server has just failed to bind, cannot be bound."""
+    obstacle = _obstacle(address) or "unknown reason; give another address"
+    return ConfigError(f"cannot bind {address}: {obstacle}")
+
+
+def _obstacle(address: str) -> str:
+    """What keeps a numeric address from being bound, with the remedy; "" = nothing."""
     host, port = parse_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    reason, remedy = "unknown reason", "give another address"
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
             probe.listen()
         except OSError as error:
-            reason = error.strerror or str(error)
+            remedy = "give another address"
             if error.errno == errno.EADDRINUSE:
                 remedy = (
                     "another process listens there: stop it, or give another port "
@@ -88,4 +100,5 @@ def bind_error(address: str) -> ConfigError:
                 )
             elif error.errno == errno.EADDRNOTAVAIL:
                 remedy = "it is no address of this machine: give one, or 0.0.0.0"
-    return ConfigError(f"cannot bind {address}: {reason}; {remedy}")
+            return f"{error.strerror or error}; {remedy}"
+    return ""

@@ -106,6 +106,8 @@ def from_rpc(error: Any, peer: str) -> WireError:
         return Refused(str(metadata.get(CODE_KEY, "refused")), details)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and details.startswith("CLIENT:"):
         kind = RemoteProtocolError
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        details += "; both ends must run the same version of diloco"
     if code is grpc.StatusCode.INTERNAL and "RST_STREAM" in details:
         kind = ConnectionLost
     if code is grpc.StatusCode.UNIMPLEMENTED:

@@ -3,22 +3,87 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
-from diloco_jax.config import Config
+from diloco_jax.config import (
+    Config,
+    DataConfig,
+    InnerConfig,
+    IslandConfig,
+    ModelConfig,
+    OuterConfig,
+    RunConfig,
+    SyncConfig,
+    shared_fields,
+)
 from diloco_jax.coordinator.main import Coordinator
+from diloco_jax.data.corpus import load_corpus
+from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.decisions import ScriptedDecisions
 from diloco_jax.island.main import Island
 from diloco_jax.observability.tape import read_tape
+from diloco_jax.policy.events import FIRST_VERSION, Record
+from diloco_jax.wire import messages
+from diloco_jax.wire.client import Client
+from diloco_jax.wire.control import ControlStream
 
 PATIENCE_S = 60.0
+MODEL = ModelConfig(
+    d_model=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, mlp_dim=64
+)
+
+Found = TypeVar("Found", bound=messages.FromCoordinator)
+
+
+def make_config(text: Path, *, cycles: int = 3, **sync: Any) -> Config:
+    """Two islands, `a` and `b`, on a tiny model; resolved."""
+    sync = {
+        "steps_per_cycle": 4,
+        "fragments": 2,
+        "overlap_steps": 1,
+        "quorum": 2,
+        **sync,
+    }
+    paths = (str(text),)
+    run = RunConfig(
+        model=MODEL,
+        data=DataConfig(
+            paths=paths, validation_fraction=0.2, digest=load_corpus(paths, 0.2).digest
+        ),
+        inner=InnerConfig(
+            learning_rate=1e-2, schedule="constant", warmup_fraction=0, rewarm_steps=0
+        ),
+        outer=OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9),
+        sync=SyncConfig(**sync),
+        sequence_length=16,
+        total_tokens=(cycles + 1) * 4 * 6 * 16,
+    )
+    islands = {"b": IslandConfig(batch_size=2), "a": IslandConfig(batch_size=4)}
+    return Config(run=run, islands=islands).validate()
+
+
+def placed(config: Config, **changes: Any) -> Config:
+    """The config with another placement."""
+    placement = dataclasses.replace(config.placement, **changes)
+    return dataclasses.replace(config, placement=placement)
+
+
+def with_run(config: Config, **changes: Any) -> Config:
+    """The config of another run."""
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, **changes))
 
 
 @contextlib.contextmanager
-def coordinator(config: Config, workdir: Path, *, init: bool = True) -> Iterator:
-    """Serves until the block ends; the summary is written then."""
+def coordinator(
+    config: Config, workdir: Path, *, init: bool = True, killed: bool = False
+) -> Iterator[Coordinator]:
+    """Serves until the block ends; the summary is written then. killed: it ends as by
+    SIGKILL, and leaves what is durable."""
     service = Coordinator(config, workdir, init=init)
     service.start()
     thread = threading.Thread(target=service.run, daemon=True)
@@ -29,7 +94,8 @@ def coordinator(config: Config, workdir: Path, *, init: bool = True) -> Iterator
         service.engine.stop()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-        service.conclude()
+        if not killed:
+            service.conclude()
         service.close()
 
 
@@ -71,3 +137,84 @@ def run_scripted(config: Config, workdir: Path) -> list[dict]:
             thread.join(3 * PATIENCE_S)
         assert not failures, failures
     return list(read_tape(workdir / "tape.jsonl"))
+
+
+# ---- an island that is nothing but its messages ----------------------------------
+
+
+@contextlib.contextmanager
+def client(address: str, **options: Any) -> Iterator[Client]:
+    """Closed when the block ends."""
+    fields = {"tls": None, "bulk_channels": 1, "deadlines": Deadlines(10.0)} | options
+    made = Client(address, **fields)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def hello(config: Config, island: str = "a", **changes: Any) -> messages.Hello:
+    """What an island of this config says first."""
+    run, own = config.run, config.islands[island]
+    fields: dict[str, Any] = {
+        "run_id": "",
+        "fingerprint": run.fingerprint(),
+        "run": shared_fields(run),
+        "island": island,
+        "island_config": dataclasses.asdict(own),
+        "incarnation": 1,
+        "session": f"session of {island}",
+        "environment": {},
+        "tokens_per_step": own.batch_size * run.sequence_length,
+        "sequences_per_step": own.batch_size,
+        "phase": "joining",
+        "steps": 0,
+        "step_seconds": 0.0,
+    }
+    return messages.Hello(**(fields | changes))
+
+
+def report(steps: int, *records: Record) -> messages.Report:
+    """A sign of life of an island that trains."""
+    return messages.Report(
+        phase="training", steps=steps, step_seconds=0.01, records=records
+    )
+
+
+def took(take: messages.TakeRequest, *, seq: int, steps: int) -> Record:
+    """The record of a take of all steps so far, against the first version."""
+    return Record(
+        seq=seq,
+        kind="took",
+        step=steps,
+        fragment=take.fragment,
+        tick=take.tick,
+        version=FIRST_VERSION,
+    )
+
+
+def upload_start(
+    who: messages.Hello, run_id: str, take: messages.TakeRequest, total: int
+) -> messages.UploadStart:
+    """Announces the whole delta of a take."""
+    return messages.UploadStart(
+        run_id=run_id,
+        island=who.island,
+        incarnation=who.incarnation,
+        session=who.session,
+        fragment=take.fragment,
+        tick=take.tick,
+        offset=0,
+        length=total,
+        total=total,
+    )
+
+
+def await_message(stream: ControlStream, kind: type[Found]) -> Found:
+    """The next message of that kind; what comes before it is passed over."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        message = stream.receive(deadline - time.monotonic())
+        if isinstance(message, kind):
+            return message
+    raise AssertionError(f"no {kind.__name__} within {PATIENCE_S} s")

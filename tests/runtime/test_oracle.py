@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
-from runtime_support import run_scripted
+from runtime_support import make_config, run_scripted
 
-from diloco_jax.config import (
-    Config,
-    DataConfig,
-    InnerConfig,
-    IslandConfig,
-    ModelConfig,
-    OuterConfig,
-    Placement,
-    RunConfig,
-    SyncConfig,
-)
+from diloco_jax.config import Config
 from diloco_jax.coordinator.store import outer_settings
 from diloco_jax.core import round as oracle
 from diloco_jax.core.fragments import plan_fragments
@@ -30,42 +18,7 @@ from diloco_jax.island.step import TrainState
 
 pytestmark = pytest.mark.dist
 
-MODEL = ModelConfig(
-    d_model=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, mlp_dim=64
-)
 CYCLES = 3
-
-
-def make_config(text, **sync) -> Config:
-    sync = {
-        "steps_per_cycle": 4,
-        "fragments": 2,
-        "overlap_steps": 1,
-        "quorum": 2,
-        **sync,
-    }
-    islands = {
-        "b": IslandConfig(batch_size=2),
-        "a": IslandConfig(batch_size=4),
-    }
-    run = RunConfig(
-        model=MODEL,
-        data=DataConfig(paths=(str(text),), validation_fraction=0.2),
-        inner=InnerConfig(
-            learning_rate=1e-2, schedule="constant", warmup_fraction=0, rewarm_steps=0
-        ),
-        outer=OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9),
-        sync=SyncConfig(**sync),
-        sequence_length=16,
-        total_tokens=(CYCLES + 1) * 4 * 6 * 16,
-    )
-    run = dataclasses.replace(
-        run,
-        data=dataclasses.replace(
-            run.data, digest=load_corpus(run.data.paths, 0.2).digest
-        ),
-    )
-    return Config(run=run, islands=islands, placement=Placement()).validate()
 
 
 def positions_by_island(tape) -> dict[str, np.ndarray]:
@@ -128,16 +81,6 @@ def expected_history(config: Config, tape) -> list[oracle.MergeRecord]:
     return oracle.run(params, plan, islands, settings, ticks).history
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    words = np.random.default_rng(0)
-    for index in range(20):
-        line = " ".join(str(n) for n in words.integers(0, 99, 200))
-        (folder / f"{index}.txt").write_text(line)
-    return folder
-
-
 @pytest.mark.parametrize(
     "sync",
     [
@@ -148,7 +91,7 @@ def text(tmp_path_factory):
     ids=lambda sync: f"{sync['adopt']}-{sync['codec_up']}-{sync['codec_down']}",
 )
 def test_the_runtime_gives_the_oracles_bits(sync, text, tmp_path):
-    config = make_config(text, **sync)
+    config = make_config(text, cycles=CYCLES, **sync)
     tape = run_scripted(config, tmp_path)
     merges = [r for r in tape if r["kind"] == "merged" and not r["final"]]
     expected = expected_history(config, tape)

@@ -1,0 +1,224 @@
+"""What the benchmarks share: run a config as real processes, read what the run left,
+check bounds, write the results.
+
+A result is a Markdown file in docs/results, with the raw numbers as JSON beside it in
+docs/results/raw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from machine import CpuSamples, machine_facts, sample_cpu
+
+from diloco_jax.config import Config
+from diloco_jax.loading import write_json
+from diloco_jax.observability.tape import read_tape
+
+DILOCO = (sys.executable, "-m", "diloco_jax.cli")
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+SAMPLE_EVERY_S = 1.0
+STOP_S = 30.0
+
+
+class RunError(RuntimeError):
+    """`diloco run` did not end as it should: says how, and what it printed last."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one finished `diloco run` left."""
+
+    config: Config
+    summary: dict[str, Any]
+    tape: list[dict[str, Any]]
+    metrics: list[dict[str, Any]]
+    cpu: CpuSamples
+
+    def window(self) -> tuple[float, float]:
+        """Unix seconds from when all islands train to when the first one stops."""
+        training = collections.defaultdict(list)
+        for line in self.metrics:
+            if line["kind"] == "island" and line["phase"] == "training":
+                training[line["island"]].append(line["time"])
+        return max(t[0] for t in training.values()), min(
+            t[-1] for t in training.values()
+        )
+
+    def cpu_share(self, name: str) -> float:
+        """CPU seconds per second that a process used in `window`, all its threads."""
+        began, ended = self.window()
+        used = seconds = 0.0
+        for (who, _), samples in self.cpu.items():
+            inside = [s for s in samples if began <= s[0] <= ended]
+            if who == name and len(inside) > 1:
+                used += inside[-1][1] - inside[0][1]
+                seconds += inside[-1][0] - inside[0][0]
+        return used / seconds if seconds else float("nan")
+
+
+def run_config(config: Config, label: str, timeout_s: float) -> Run:
+    """Runs the config with `diloco run` in a folder that is removed afterwards.
+
+    Raises RunError if it ends with another code than 0 or not within `timeout_s`.
+    """
+    print(f"{time.strftime('%H:%M:%S')} {label}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        return run_in(config, Path(folder), timeout_s)
+
+
+def run_in(config: Config, folder: Path, timeout_s: float) -> Run:
+    """As `run_config`; files stay in `folder`."""
+    workdir, log = folder / "run", folder / "diloco.log"
+    write_json(dataclasses.asdict(config), folder / "config.json")
+    command = [*DILOCO, "run", str(folder / "config.json"), "--workdir", str(workdir)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    cpu: CpuSamples = collections.defaultdict(list)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            sample_cpu(workdir, cpu)
+            _wait(process, SAMPLE_EVERY_S)
+        if process.returncode is None:
+            raise RunError(f"not done within {timeout_s:g} s:\n{_tail(log)}")
+        if process.returncode:
+            raise RunError(f"exit code {process.returncode}:\n{_tail(log)}")
+    finally:
+        _end(process)
+    return Run(
+        config=config,
+        summary=json.loads((workdir / "summary.json").read_bytes()),
+        tape=list(read_tape(workdir / "tape.jsonl")),
+        metrics=[
+            json.loads(line)
+            for line in (workdir / "metrics.jsonl").read_text().splitlines()
+        ],
+        cpu=dict(cpu),
+    )
+
+
+def fragment_sizes(config: Config) -> tuple[int, ...]:
+    """Number of parameters of each fragment."""
+    from diloco_jax.core.fragments import plan_fragments
+    from diloco_jax.models import transformer
+
+    model = transformer.build(config.run.model)
+    fragments = config.run.sync.fragments
+    return plan_fragments(model.shapes(), model.axes, fragments).sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One bound and what was measured against it, as text for people."""
+
+    what: str
+    measured: str
+    bound: str
+    holds: bool
+
+
+def at_most(what: str, measured: float, bound: float, form: str = ".3f") -> Check:
+    """Holds if measured <= bound; NaN does not."""
+    return Check(
+        what, format(measured, form), f"<= {bound:{form}}", bool(measured <= bound)
+    )
+
+
+def at_least(what: str, measured: float, bound: float, form: str = ".3f") -> Check:
+    """Holds if measured >= bound; NaN does not."""
+    return Check(
+        what, format(measured, form), f">= {bound:{form}}", bool(measured >= bound)
+    )
+
+
+def none_of(what: str, problems: Sequence[str]) -> Check:
+    """Holds if there are no problems."""
+    return Check(what, "; ".join(problems) or "none", "none", not problems)
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """Command-line parser of a benchmark, `--out` included."""
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    return made
+
+
+def write_results(
+    out: Path,
+    name: str,
+    doc: str,
+    tables: Mapping[str, Iterable[Mapping[str, Any]]],
+    checks: Sequence[Check],
+    raw: Mapping[str, Any],
+) -> int:
+    """Writes NAME.md and raw/NAME.json under `out`; returns the exit code.
+
+    doc: the script's docstring, which becomes title and introduction. tables: rows by
+    heading; a row is a mapping of column to value.
+    """
+    title, _, introduction = doc.partition("\n")
+    facts = machine_facts()
+    bounds = [
+        {
+            "bound": check.what,
+            "measured": check.measured,
+            "allowed": check.bound,
+            "holds": "yes" if check.holds else "**NO**",
+        }
+        for check in checks
+    ]
+    sections = {"Bounds": bounds, **tables}
+    text = [f"# {title.rstrip('.')}", introduction.strip()]
+    text.append("\n".join(f"- {key}: {value}" for key, value in facts.items()))
+    text += [f"## {head}\n\n{markdown_table(rows)}" for head, rows in sections.items()]
+    text.append(f"Raw numbers: [raw/{name}.json](raw/{name}.json).")
+    (out / "raw").mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.md").write_text("\n\n".join(text) + "\n")
+    checked = [dataclasses.asdict(check) for check in checks]
+    write_json({**facts, "checks": checked, **raw}, out / "raw" / f"{name}.json")
+    print(markdown_table(bounds), file=sys.stderr)
+    return 0 if all(check.holds for check in checks) else 1
+
+
+def markdown_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows with the columns of the first one, in its order."""
+    rows = list(rows)
+    if not rows:
+        return "(none)"
+    columns = list(rows[0])
+    cells = [columns, ["---"] * len(columns)]
+    cells += [[str(row.get(column, "")) for column in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Asks it to end its processes; kills it if it does not."""
+    if process.poll() is None:
+        process.terminate()
+        _wait(process, STOP_S)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])

@@ -1,0 +1,149 @@
+"""What the tape of a run and its summary say about each other.
+
+The summary comes from the policy's own books; here the same figures are counted again
+from the decisions on the tape. Functions return what is wrong as text, empty if
+nothing is.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Record = Mapping[str, Any]
+TOKEN_FIELDS = ("tokens_computed", "tokens_merged", "tokens_in_flight")
+
+
+def ledger_problems(
+    summary: Mapping[str, Any], tape: Sequence[Record], sizes: Sequence[int]
+) -> list[str]:
+    """Whether the ledger of a finished run balances exactly: per island, in total,
+    and against the tape. sizes: parameters by fragment."""
+    islands: Mapping[str, Any] = summary["islands"]
+    wrong = []
+    for name, fields in [*islands.items(), ("total", summary)]:
+        settled = fields["tokens_merged"] + sum(fields["tokens_lost"].values())
+        if fields["tokens_computed"] != settled + fields["tokens_in_flight"]:
+            wrong.append(
+                f"{name}: computed {fields['tokens_computed']}, merged and lost "
+                f"{settled}, in flight {fields['tokens_in_flight']}"
+            )
+        # All that a finished run has in flight are the remainders of rounding down.
+        parts = sum(len(i["tokens_lost"]) for i in islands.values())
+        parts = len(fields["tokens_lost"]) if name in islands else parts
+        if not 0 <= fields["tokens_in_flight"] <= parts:
+            wrong.append(f"{name}: {fields['tokens_in_flight']} tokens still in flight")
+    for field in TOKEN_FIELDS:
+        found = sum(island[field] for island in islands.values())
+        if found != summary[field]:
+            wrong.append(f"{field}: islands {found}, total {summary[field]}")
+    return [*wrong, *_recount(summary, tape, sizes), *interval_problems(tape)]
+
+
+def interval_problems(tape: Sequence[Record]) -> list[str]:
+    """Steps of one incarnation that entered two merges of one fragment, or merges in
+    the wrong order."""
+    wrong = []
+    ends: dict[tuple[str, int, int], int] = {}
+    for record in tape:
+        if record["kind"] != "merged":
+            continue
+        for part in record["contributions"]:
+            key = (part["island"], part["incarnation"], record["fragment"])
+            start, end = part["start"], part["end"]
+            if not ends.get(key, 0) <= start < end:
+                wrong.append(
+                    f"fragment {key[2]}, {key[0]} #{key[1]}: steps [{start}, {end}) "
+                    f"merged after those up to {ends.get(key, 0)}"
+                )
+            ends[key] = end
+    return wrong
+
+
+def version_problems(tape: Sequence[Record]) -> list[str]:
+    """Versions that go back: of the merges, of a recovery, of what islands adopted;
+    and adoptions of a version that was never merged."""
+    wrong = []
+    merged: dict[int, list[int]] = {}
+    adopted: dict[tuple[str, int, int], list[int]] = {}
+    for record in tape:
+        if record["kind"] == "merged":
+            fragment, version = record["fragment"], record["version"]
+            before = merged.get(fragment, [1, 0])
+            if version <= before:
+                wrong.append(f"fragment {fragment}: merged {version} after {before}")
+            merged[fragment] = version
+        elif record["kind"] == "recovered":
+            for fragment, before in merged.items():
+                version = record["versions"][fragment]
+                if version < before:
+                    wrong.append(
+                        f"fragment {fragment}: recovered {version} after {before}"
+                    )
+        elif record["kind"] == "island" and record["record"]["kind"] == "adopted":
+            fragment, version = (record["record"][k] for k in ("fragment", "version"))
+            who = (record["island"], record["incarnation"], fragment)
+            if version <= adopted.get(who, [1, -1]):
+                wrong.append(f"{who}: adopted {version} after {adopted[who]}")
+            if version > merged.get(fragment, [1, 0]):
+                wrong.append(f"{who}: adopted {version}, which nobody merged")
+            adopted[who] = version
+    return wrong
+
+
+def steps_to_first_merge(
+    tape: Sequence[Record], island: str, incarnation: int
+) -> float:
+    """Own steps that an incarnation had done at the take of the first delta of its
+    that was merged; infinite if none was, before the flush at the end."""
+    for record in tape:
+        if record["kind"] == "merged" and not record["final"]:
+            for part in record["contributions"]:
+                if (part["island"], part["incarnation"]) == (island, incarnation):
+                    return float(part["end"])
+    return float("inf")
+
+
+def outage_seconds(tape: Sequence[Record]) -> list[float]:
+    """How long each crash of the coordinator kept the tape silent."""
+    return [
+        record["time"] - before["time"]
+        for before, record in itertools.pairwise(tape)
+        if record["kind"] == "recovered"
+    ]
+
+
+def _recount(
+    summary: Mapping[str, Any], tape: Sequence[Record], sizes: Sequence[int]
+) -> list[str]:
+    merged: dict[str, list[int]] = collections.defaultdict(lambda: [0] * len(sizes))
+    tokens_per_step: dict[tuple[str, int], int] = {}
+    computed: dict[str, int] = collections.Counter()
+    for record in tape:
+        if record["kind"] == "merged":
+            for part in record["contributions"]:
+                merged[part["island"]][record["fragment"]] += part["tokens"]
+        elif record["kind"] == "joined":
+            who = (record["island"], record["incarnation"])
+            tokens_per_step[who] = record["tokens_per_step"]
+        elif record["kind"] == "left":
+            who = (record["island"], record["incarnation"])
+            computed[record["island"]] += record["steps"] * tokens_per_step.pop(who)
+    wrong = [f"{name} #{n} has no end on the tape" for name, n in tokens_per_step]
+    for name, island in summary["islands"].items():
+        weighted = sum(s * t for s, t in zip(sizes, merged[name], strict=True))
+        for field, found in (
+            ("tokens_merged", weighted // sum(sizes)),
+            ("tokens_computed", computed[name]),
+        ):
+            if found != island[field]:
+                wrong.append(f"{name}: {field} {island[field]}, by the tape {found}")
+    by_fragment = [sum(column) for column in zip(*merged.values(), strict=True)]
+    if by_fragment != summary["tokens_merged_by_fragment"]:
+        wrong.append(
+            f"merged by fragment {summary['tokens_merged_by_fragment']}, by the tape "
+            f"{by_fragment}"
+        )
+    return wrong

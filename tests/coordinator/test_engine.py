@@ -1,0 +1,252 @@
+"""What the engine does with effects: durable first, visible afterwards."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+from diloco_jax.coordinator import durable
+from diloco_jax.coordinator.durable import RecordLog, read
+from diloco_jax.coordinator.engine import Engine
+from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.faults import Fault, Faults
+from diloco_jax.observability.tape import JsonLines, Tape, read_tape
+from diloco_jax.policy.events import (
+    DeltaArrived,
+    Hello,
+    Record,
+    Report,
+    Version,
+)
+from diloco_jax.policy.state import PolicyConfig, initial
+from diloco_jax.wire import messages
+
+WAIT_S = 60.0
+
+
+class Island:
+    """Stands in for `Sessions`: one island, which answers takes with zeros, and
+    remembers what the log held when it was told of something."""
+
+    def __init__(self, folder) -> None:
+        self.seen = []
+        self.answers = True
+        self.engine = self.inbox = self.store = None
+        self._folder, self._seq = folder, 0
+
+    def send(self, island, message) -> None:
+        durable_now = [entry.record["kind"] for entry in read(self._folder, -1)]
+        self.seen.append((message, durable_now))
+        if isinstance(message, messages.TakeRequest) and self.answers:
+            self._answer(message)
+
+    def welcomed(self, island, name) -> None:
+        """Sessions' part in a Welcome."""
+
+    def connected(self) -> list[str]:
+        return ["a"]
+
+    def told(self, kind):
+        """(message, kinds of records in the log at that moment) of this type."""
+        return [(m, d) for m, d in self.seen if isinstance(m, kind)]
+
+    def _answer(self, take: messages.TakeRequest) -> None:
+        self._seq += 1
+        total = self.store.payload_bytes(take.fragment)
+        start = messages.UploadStart(
+            run_id="r",
+            island="a",
+            incarnation=1,
+            session="s",
+            fragment=take.fragment,
+            tick=take.tick,
+            offset=0,
+            length=total,
+            total=total,
+        )
+        self.inbox.begin(start)[:] = bytes(total)
+        self.inbox.end(start)
+        took = Record(
+            seq=self._seq,
+            kind="took",
+            step=2,
+            fragment=take.fragment,
+            tick=take.tick,
+        )
+        self.engine.post(report(2, took))
+        self.engine.post(
+            DeltaArrived(
+                island="a", incarnation=1, fragment=take.fragment, tick=take.tick
+            )
+        )
+
+
+def report(steps, *records):
+    return Report(
+        island="a",
+        session="s",
+        phase="training",
+        steps=steps,
+        step_seconds=0.1,
+        records=records,
+    )
+
+
+@pytest.fixture
+def island(tmp_path):
+    return Island(tmp_path / "log")
+
+
+@pytest.fixture
+def make_engine(tmp_path, store, island):
+    """An engine whose island does two steps, so that fragment 0 is merged; it runs
+    until `done` holds."""
+    files = []
+
+    def make(done, log=None, faults=()):
+        def keep_house(engine):
+            if done() or time.monotonic() > deadline:
+                engine.stop()
+
+        deadline = time.monotonic() + WAIT_S
+        config = PolicyConfig(
+            run_id="r",
+            fingerprint="f",
+            fragment_sizes=store.plan.sizes,
+            steps_per_cycle=4,
+            overlap_steps=1,
+            quorum=1,
+            grace=0.0,
+            max_staleness=1,
+            total_tokens=10**9,
+            lease_s=2 * WAIT_S,
+            compile_budget_s=2 * WAIT_S,
+            outage_budget_s=1.0,
+            flush_s=1.0,
+        )
+        island.inbox = Inbox(store.payload_bytes, 1 << 20)
+        island.store = store
+        log = log or RecordLog(tmp_path / "log")
+        files.extend((log, Tape(tmp_path / "tape.jsonl")))
+        files.append(JsonLines(tmp_path / "metrics.jsonl"))
+        engine = Engine(
+            config,
+            initial(config),
+            store=store,
+            inbox=island.inbox,
+            log=log,
+            tape=files[-2],
+            metrics=files[-1],
+            sessions=island,
+            faults=Faults(tuple(faults)),
+            housekeeping=keep_house,
+        )
+        island.engine = engine
+        hello = Hello(
+            island="a",
+            incarnation=1,
+            session="s",
+            run_id="",
+            fingerprint="f",
+            tokens_per_step=10,
+            sequences_per_step=1,
+        )
+        for event in (hello, report(0), report(2)):
+            engine.post(event)
+        return engine
+
+    yield make
+    for file in files:
+        file.close()
+
+
+def test_what_is_told_was_durable_before(make_engine, island, tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+    monkeypatch.setattr(
+        durable.os, "fsync", lambda fd: (fsync(fd), synced.append(len(island.seen)))
+    )
+    engine = make_engine(done=lambda: island.told(messages.Published))
+    engine.run()
+    ((welcome, held),) = island.told(messages.Welcome)
+    assert (welcome.run_id, held) == ("r", ["joined"])
+    for number, (_, held) in enumerate(island.told(messages.Granted), start=1):
+        assert held.count("granted") == number
+    ((_, held),) = island.told(messages.TakeRequest)
+    assert "ticks" in held
+    ((published, held),) = island.told(messages.Published)
+    assert (published.version, published.verdict) == (Version(1, 1), "merged")
+    assert held[-1] == "merged"
+    assert synced[-1] == len(island.seen) - 1  # between the message before and this
+    entries = list(read(tmp_path / "log", -1))
+    merged = entries[-1]
+    source = island.store.fetch(0, Version(1, 1), Version(1, 0))
+    assert merged.payload == b"".join(bytes(b) for b in source.buffers)
+    on_tape = [r for r in read_tape(tmp_path / "tape.jsonl") if r["kind"] == "merged"]
+    assert [r["digest"] for r in on_tape] == [merged.record["digest"]]
+
+
+def test_a_merged_deltas_bytes_are_freed(make_engine, island):
+    engine = make_engine(done=lambda: island.told(messages.Published))
+    engine.run()
+    with pytest.raises(KeyError):
+        island.inbox.payload(DeltaKey("a", 1, 0, 1))
+
+
+def test_a_log_that_cannot_be_written_ends_the_run_before_anything_is_told(
+    make_engine, island, tmp_path
+):
+    class FullDisk(RecordLog):
+        def append(self, record, payload=b""):
+            if record["kind"] == "merged":
+                raise OSError(28, "No space left on device")
+            super().append(record, payload)
+
+    log = FullDisk(tmp_path / "log")
+    engine = make_engine(done=lambda: island.told(messages.Published), log=log)
+    before = island_params(island)
+    with pytest.raises(OSError, match="No space left on device"):
+        engine.run()
+    assert island.told(messages.TakeRequest)
+    assert not island.told(messages.Published)
+    assert island.store.fetch(0, Version(1, 0), None).version == Version(1, 0)
+    assert all(map(np.array_equal, before, island_params(island)))
+    tape = [r["kind"] for r in read_tape(tmp_path / "tape.jsonl")]
+    assert "merged" not in tape
+
+
+def test_a_merge_that_fails_ends_the_run(make_engine, island, store, monkeypatch):
+    def fail(*arguments, **options):
+        raise ArithmeticError("no merge")
+
+    engine = make_engine(done=lambda: island.told(messages.Published))
+    monkeypatch.setattr(store, "merge", fail)
+    with pytest.raises(ArithmeticError, match="no merge"):
+        engine.run()
+    assert not island.told(messages.Published)
+
+
+def test_a_fault_strikes_after_the_merge_is_durable_and_before_it_is_told(
+    make_engine, island, tmp_path, monkeypatch
+):
+    struck = []
+
+    def strike(fault):
+        kinds = [entry.record["kind"] for entry in read(tmp_path / "log", -1)]
+        struck.append((fault.step, kinds[-1], len(island.told(messages.Published))))
+
+    monkeypatch.setattr(Fault, "strike", strike)
+    faults = [
+        Fault(who="coordinator", incarnation=1, step=step, pause_s=None)
+        for step in (1, 2)
+    ]
+    make_engine(done=lambda: island.told(messages.Published), faults=faults).run()
+    assert struck == [(1, "merged", 0)]
+
+
+def island_params(island):
+    params = island.store.params()
+    return [params["embed"], *params["blocks"].values()]

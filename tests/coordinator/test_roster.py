@@ -1,0 +1,157 @@
+"""Measures outlive incarnations and the coordinator."""
+
+import math
+
+import msgspec
+import pytest
+
+from diloco_jax.coordinator.roster import INTERVALS_KEPT, Roster
+from diloco_jax.policy.events import Record, Version
+from diloco_jax.wire.messages import Hello, Measures
+
+
+def hello(incarnation=1, island="a"):
+    return Hello(
+        run_id="",
+        fingerprint="f",
+        run={},
+        island=island,
+        island_config={},
+        incarnation=incarnation,
+        session=f"{island}{incarnation}",
+        environment={},
+        tokens_per_step=100,
+        sequences_per_step=1,
+        phase="joining",
+        steps=0,
+        step_seconds=0.0,
+    )
+
+
+def measures(steps, first, last, **fields):
+    return Measures(steps=steps, first_step_unix=first, last_step_unix=last, **fields)
+
+
+@pytest.fixture
+def roster(tmp_path):
+    return Roster(tmp_path / "roster.msgpack")
+
+
+def two_lives(roster):
+    """10 steps in 1000 .. 1010; away until 1030; then 5 steps until 1040."""
+    roster.hello(hello(1), 1000.0)
+    first = measures(
+        10,
+        1002.0,
+        1010.0,
+        median_step_seconds=1.0,
+        max_step_gap_seconds=3.0,
+        step_seconds_total=8.0,
+        stalled_seconds=0.5,
+        eval_seconds=2.0,
+        compile_seconds=1.5,
+        loss=3.0,
+        bytes_up=70,
+        bytes_down=7,
+        bytes_join=1,
+    )
+    roster.report("a", first, (), 1010.0)
+    roster.hello(hello(2), 1025.0)
+    roster.report("a", Measures(compile_seconds=4.0), (), 1026.0)
+    second = measures(
+        5,
+        1030.0,
+        1040.0,
+        median_step_seconds=2.0,
+        max_step_gap_seconds=2.5,
+        step_seconds_total=9.0,
+        stalled_seconds=0.25,
+        compile_seconds=4.0,
+        loss=2.5,
+        bytes_up=30,
+        bytes_down=3,
+        bytes_join=1,
+    )
+    roster.report("a", second, (), 1040.0)
+
+
+def test_all_comes_back_from_the_file_losses_that_are_no_numbers_too(roster, tmp_path):
+    two_lives(roster)
+    roster.hello(hello(island="b"), 1000.0)
+    roster.report("b", Measures(), (), 1001.0)
+    roster.save()
+    again = Roster(tmp_path / "roster.msgpack")
+    assert math.isnan(again.members["b"].current.loss)
+    # Bytes, because a NaN is not equal to itself.
+    assert msgspec.msgpack.encode(again.members) == msgspec.msgpack.encode(
+        roster.members
+    )
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_sums_and_extremes_are_over_all_incarnations(roster):
+    two_lives(roster)
+    sums = roster.measures("a")
+    assert (sums.steps, sums.step_seconds_total) == (15, 17.0)
+    assert (sums.stalled_seconds, sums.eval_seconds) == (0.75, 2.0)
+    assert (sums.bytes_up, sums.bytes_down, sums.bytes_join) == (100, 10, 2)
+    assert sums.max_step_gap_seconds == 3.0
+    assert sums.compile_seconds == 5.5
+    assert sums.median_step_seconds == 1.0  # of the incarnation with more steps
+    assert sums.loss == 2.5
+    assert (sums.first_step_unix, sums.last_step_unix) == (1002.0, 1040.0)
+
+
+def test_away_is_from_the_last_sign_to_the_first_step_of_the_next_life(roster):
+    roster.hello(hello(1), 1000.0)
+    roster.report("a", measures(10, 1002.0, 1010.0), (), 1011.0)
+    roster.hello(hello(2), 1025.0)
+    roster.report("a", Measures(), (), 1026.0)
+    assert roster.members["a"].away_seconds == 0.0
+    for now in (1031.0, 1032.0):
+        roster.report("a", measures(1, 1030.0, 1031.0), (), now)
+        assert roster.members["a"].away_seconds == 1030.0 - 1011.0
+
+
+def test_a_reconnection_of_the_same_incarnation_is_no_outage(roster):
+    roster.hello(hello(1), 1000.0)
+    roster.report("a", measures(10, 1002.0, 1010.0), (), 1011.0)
+    roster.hello(hello(1), 1020.0)
+    roster.report("a", measures(12, 1002.0, 1021.0), (), 1021.0)
+    assert roster.members["a"].away_seconds == 0.0
+    assert roster.measures("a").steps == 12
+
+
+def test_goodput_counts_outages_but_neither_first_compilation_nor_evaluation(roster):
+    two_lives(roster)
+    measure = roster.measure("a", computed=1500, merged=1200, now=1050.0)
+    assert measure.provisioned_seconds == 50.0 - 1.5 - 2.0
+    assert measure.active == ((1002.0, 1010.0), (1030.0, 1040.0))
+    roster.left("a", 1045.0)
+    gone = roster.measure("a", computed=1500, merged=1200, now=9999.0)
+    assert gone.provisioned_seconds == 45.0 - 1.5 - 2.0
+    assert (gone.computed_tokens, gone.merged_tokens) == (1500, 1200)
+
+
+def test_adopted_versions_are_those_of_the_current_incarnation(roster):
+    roster.hello(hello(1), 1000.0)
+    records = tuple(
+        Record(seq=n, kind="adopted", step=n, fragment=1, version=Version(1, n))
+        for n in (1, 2)
+    )
+    roster.report("a", measures(3, 1.0, 2.0), records, 1001.0)
+    assert roster.members["a"].adopted == {1: 2}
+    roster.hello(hello(2), 1002.0)
+    assert roster.members["a"].adopted == {}
+
+
+def test_many_incarnations_stay_bounded_and_keep_their_time(roster):
+    lives = 2 * INTERVALS_KEPT
+    for life in range(1, lives + 1):
+        roster.hello(hello(life), 100.0 * life)
+        seen = measures(1, 100.0 * life, 100.0 * life + 10)
+        roster.report("a", seen, (), 100.0 * life + 10)
+    active = roster.measure("a", 0, 0, now=1e6).active
+    assert len(active) <= INTERVALS_KEPT + 1
+    assert (active[0][0], active[-1][1]) == (100.0, 100.0 * lives + 10)
+    assert roster.measures("a").steps == lives

@@ -1,0 +1,376 @@
+"""What is wrong is refused with cause, both values and remedy; the others go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import grpc
+import jax
+import msgspec
+import numpy as np
+import pytest
+from runtime_support import (
+    PATIENCE_S,
+    await_message,
+    client,
+    coordinator,
+    hello,
+    make_config,
+    placed,
+    report,
+    took,
+    upload_start,
+    with_run,
+)
+
+from diloco_jax.config import Config
+from diloco_jax.coordinator.main import Coordinator
+from diloco_jax.island.main import Island
+from diloco_jax.loading import write_config_json
+from diloco_jax.observability.tape import read_tape
+from diloco_jax.policy.events import FIRST_VERSION, Record
+from diloco_jax.wire import frames, messages
+from diloco_jax.wire.certificates import make_certificates
+from diloco_jax.wire.control import ControlStream
+from diloco_jax.wire.errors import (
+    LocalProtocolError,
+    Refused,
+    SecurityError,
+    from_rpc,
+)
+from diloco_jax.wire.tls import TlsFiles
+
+INCARNATION = 3
+
+
+class Served(NamedTuple):
+    """A coordinator, and the well-behaved island that it serves."""
+
+    config: Config
+    service: Coordinator
+    stream: ControlStream
+    hello: messages.Hello
+
+    def books(self) -> object:
+        """All that a refusal must leave as it is."""
+        state = self.service.engine.state
+        return (
+            state.tick,
+            {n: (i.incarnation, i.session) for n, i in state.islands.items()},
+            [(f.version, f.phase, f.accounts) for f in state.fragments],
+        )
+
+    def answers(self) -> None:
+        """The island reports, and hears how far the run is."""
+        self.stream.send(report(0))
+        await_message(self.stream, messages.Progress)
+
+
+@pytest.fixture(scope="module")
+def served(text, tmp_path_factory) -> Iterator[Served]:
+    config = placed(make_config(text, quorum=1), time_budget_s=PATIENCE_S)
+    workdir = tmp_path_factory.mktemp("run")
+    with coordinator(config, workdir) as service, client(service.address) as island:
+        own = hello(config, "a", incarnation=INCARNATION)
+        served = Served(config, service, island.open_control(own), own)
+        served.answers()
+        yield served
+
+
+@pytest.fixture
+def undisturbed(served) -> Iterator[Served]:
+    """Whatever the test does, the island that was there does not notice."""
+    before = served.books()
+    yield served
+    served.answers()
+    assert served.books() == before
+
+
+def other_corpus(config: Config) -> Config:
+    return with_run(config, data=dataclasses.replace(config.run.data, digest="feed"))
+
+
+# ---- hellos ----------------------------------------------------------------------
+
+
+def hello_of_another_run(served):
+    run_id = served.service.policy_config.run_id
+    return (
+        hello(served.config, run_id="0123456789abcdef", session="astray"),
+        "run_id",
+        [run_id, "run 0123456789abcdef", "check the coordinator's address"],
+    )
+
+
+def hello_with_another_config(served):
+    other = with_run(served.config, seed=1)
+    return (
+        hello(other),
+        "config",
+        [
+            served.config.run.fingerprint(),
+            other.run.fingerprint(),
+            "seed: 0 here, 1 there",
+            "Start the island with the run's config.json",
+        ],
+    )
+
+
+def hello_with_another_corpus(served):
+    return (
+        hello(other_corpus(served.config)),
+        "config",
+        [
+            f"data.digest: {served.config.run.data.digest!r} here, 'feed' there",
+            "Start the island with the run's config.json",
+        ],
+    )
+
+
+def hello_of_an_older_incarnation(served):
+    return (
+        hello(served.config, incarnation=INCARNATION - 1, session="late"),
+        "fenced",
+        ["'a' is incarnation 3 now, this is 2", "stop this process"],
+    )
+
+
+def hello_with_a_name_in_use(served):
+    return (
+        hello(served.config, incarnation=INCARNATION, session="another"),
+        "name_in_use",
+        [
+            "'a' is in use by another process with the same incarnation 3",
+            "choose another name, or replace that process by starting incarnation 4",
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        hello_of_another_run,
+        hello_with_another_config,
+        hello_with_another_corpus,
+        hello_of_an_older_incarnation,
+        hello_with_a_name_in_use,
+    ],
+)
+def test_a_hello_is_refused_for_good(undisturbed, case):
+    wrong, code, shown = case(undisturbed)
+    with (
+        client(undisturbed.service.address) as stranger,
+        pytest.raises(Refused) as refused,
+    ):
+        stranger.open_control(wrong)
+    assert refused.value.code == code
+    for text in shown:
+        assert text in refused.value.message
+
+
+@pytest.mark.dist
+def test_a_refused_island_process_ends_with_code_3(undisturbed, tmp_path):
+    path = tmp_path / "config.json"
+    write_config_json(with_run(undisturbed.config, seed=1), path)
+    done = diloco(
+        *("island", str(path), "--name", "a", "--workdir", str(tmp_path)),
+        *("--coordinator", undisturbed.service.address),
+    )
+    assert done.returncode == 3, done.stderr
+    assert "seed: 0 here, 1 there" in done.stderr
+
+
+def test_a_record_of_no_fragment_ends_only_its_session(served):
+    for incarnation, fragment in enumerate((2, -1), start=1):
+        record = Record(seq=1, kind="took", step=1, fragment=fragment, tick=1)
+        own = hello(
+            served.config, "b", incarnation=incarnation, session=f"b{incarnation}"
+        )
+        with client(served.service.address) as stranger:
+            stream = stranger.open_control(own)
+            stream.send(report(0, record))
+            with pytest.raises(LocalProtocolError) as refused:
+                await_message(stream, messages.Progress)
+        shown = f"of fragment {fragment}, the run has 2; start the island with the run"
+        assert shown in str(refused.value)
+        served.answers()
+
+
+# ---- bulk ------------------------------------------------------------------------
+
+UNASKED = messages.TakeRequest(fragment=0, tick=10_000)
+
+
+@pytest.fixture
+def start(undisturbed) -> messages.UploadStart:
+    """Of a delta that nobody asked for: harmless, if nothing is wrong with it."""
+    run_id = undisturbed.service.policy_config.run_id
+    total = undisturbed.service.store.payload_bytes(0)
+    return upload_start(undisturbed.hello, run_id, UNASKED, total)
+
+
+def changed(start: messages.UploadStart, **fields) -> messages.UploadStart:
+    return msgspec.structs.replace(start, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"run_id": "other"}, ["serves run", "is of run other", "check the coord"]),
+        ({"incarnation": 2}, ["incarnation 2 of", "(that is 3)", "stop this process"]),
+        ({"island": "x"}, ["island 'x' is not", "(that is unknown)", "stop this"]),
+        ({"fragment": 9}, ["no fragment 9", "the run has 2", "sync.fragments"]),
+    ],
+)
+def test_a_delta_of_somebody_else_is_refused(undisturbed, start, fields, shown):
+    wrong = changed(start, **fields)
+    with (
+        client(undisturbed.service.address) as stranger,
+        pytest.raises(Refused) as refused,
+    ):
+        stranger.upload(wrong, bytes(wrong.length))
+    for text in shown:
+        assert text in refused.value.message
+
+
+def test_a_delta_of_another_size_is_refused_before_it_is_stored(undisturbed, start):
+    wrong = changed(start, length=start.total + 1, total=start.total + 1)
+    with (
+        client(undisturbed.service.address) as stranger,
+        pytest.raises(LocalProtocolError) as refused,
+    ):
+        stranger.upload(wrong, bytes(wrong.length))
+    expected = f"{wrong.total} bytes, expected {start.total}; start the island with"
+    assert expected in str(refused.value)
+
+
+def raw_upload(address: str, *parts: bytes) -> grpc.RpcError:
+    """The error that an upload of these messages ends with."""
+    options = (("grpc.max_send_message_length", -1),)
+    with grpc.insecure_channel(address, options) as channel:
+        call = channel.stream_unary("/diloco.Coordinator/Upload")
+        with pytest.raises(grpc.RpcError) as refused:
+            call(iter(parts), timeout=PATIENCE_S)
+    return refused.value
+
+
+def test_a_corrupted_chunk_is_refused_and_may_be_sent_again(undisturbed, start):
+    address = undisturbed.service.address
+    frame = bytearray(next(frames.chunks(memoryview(bytes(start.total)))))
+    frame[-1] ^= 1
+    error = raw_upload(address, messages.encode(start), bytes(frame))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert re.search(
+        r"at byte 0 is damaged: checksum (\w{8}), expected (?!\1)\w{8}; send the "
+        r"transfer again",
+        error.details(),
+    )
+    with client(address) as island:
+        assert island.upload(start, bytes(start.total)) > start.total
+
+
+def test_an_oversized_message_is_refused(undisturbed, start):
+    address = undisturbed.service.address
+    size = frames.MAX_MESSAGE_BYTES + 1
+    error = from_rpc(raw_upload(address, messages.encode(start), bytes(size)), address)
+    assert isinstance(error, LocalProtocolError)
+    for text in ("larger than max", f"{size}", f"{size - 1}", "same version of diloco"):
+        assert text in str(error)
+
+
+# ---- deltas that are not numbers -------------------------------------------------
+
+
+def test_a_delta_that_is_not_finite_is_not_merged(text, tmp_path, caplog):
+    config = placed(make_config(text, quorum=1), time_budget_s=PATIENCE_S)
+    with (
+        caplog.at_level(logging.WARNING),
+        coordinator(config, tmp_path) as service,
+        client(service.address) as island,
+    ):
+        streams, hellos = {}, {}
+        for name in "ab":
+            hellos[name] = hello(config, name)
+            streams[name] = island.open_control(hellos[name])
+            streams[name].send(report(0))
+            await_message(streams[name], messages.Progress)
+        streams["a"].send(report(2))
+        takes = {n: await_message(s, messages.TakeRequest) for n, s in streams.items()}
+        run_id = streams["a"].welcome.run_id
+        total = service.store.payload_bytes(takes["b"].fragment)
+
+        streams["b"].send(report(1, took(takes["b"], seq=1, steps=1)))
+        start = upload_start(hellos["b"], run_id, takes["b"], total)
+        island.upload(start, b"\xff" * total)
+        verdict = await_message(streams["b"], messages.TakeVerdict)
+        assert (verdict.verdict, verdict.reason) == ("refused", "non_finite")
+        assert verdict.version == FIRST_VERSION
+
+        streams["a"].send(report(2, took(takes["a"], seq=1, steps=2)))
+        start = upload_start(hellos["a"], run_id, takes["a"], total)
+        island.upload(start, bytes(total))
+        published = await_message(streams["a"], messages.Published)
+        assert (published.verdict, published.version) == ("merged", (1, 1))
+        told = await_message(streams["b"], messages.Published)
+        assert (told.verdict, told.reason) == ("refused", "non_finite")
+        streams["b"].send(report(1))
+        await_message(streams["b"], messages.Progress)
+    merges = [r for r in read_tape(tmp_path / "tape.jsonl") if r["kind"] == "merged"]
+    assert [[c["island"] for c in m["contributions"]] for m in merges] == [["a"]]
+    for leaf in jax.tree.leaves(service.store.params()):
+        assert np.isfinite(leaf).all()
+    (warning,) = [r.getMessage() for r in caplog.records if "not finite" in r.msg]
+    for shown in ("from b, incarnation 1", "all must be", "lower inner.learning_rate"):
+        assert shown in warning
+
+
+# ---- certificates ----------------------------------------------------------------
+
+
+def test_wrong_and_missing_certificates_are_refused_at_both_ends(text, tmp_path):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder in (ours, theirs):
+        make_certificates(folder, [], 1)
+    config = placed(make_config(text), certificates=str(ours), time_budget_s=4.0)
+    tls = TlsFiles.load(ours, "island")
+    with (
+        coordinator(config, tmp_path / "run") as service,
+        client(service.address, tls=tls) as good,
+    ):
+        stream = good.open_control(hello(config))
+        for folder, shown in (
+            ("", "speaks TLS and this process has no certificates; give the folder"),
+            (str(theirs), f"does not fit {theirs / 'ca.pem'}"),
+        ):
+            stranger = placed(
+                config, certificates=folder, outage_budget_s=4 * PATIENCE_S
+            )
+            island = Island(stranger, "b", service.address, tmp_path / "b", 1)
+            began = time.monotonic()
+            with pytest.raises(SecurityError, match="diloco certs") as refused:
+                island.start()
+            assert time.monotonic() - began < PATIENCE_S
+            island.close()
+            assert service.address in str(refused.value)
+            assert shown in str(refused.value)
+        stream.send(report(0))
+        await_message(stream, messages.Progress)
+        assert set(service.engine.state.islands) == {"a"}
+
+
+def diloco(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command as a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "diloco_jax.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )

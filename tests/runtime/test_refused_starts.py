@@ -1,0 +1,159 @@
+"""A coordinator or a run that must not start says why, and writes nothing."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runtime_support import coordinator, make_config, placed, with_run
+
+from diloco_jax import cli
+from diloco_jax.config import Config, ConfigError
+from diloco_jax.coordinator.main import Coordinator
+from diloco_jax.loading import write_config_json
+from diloco_jax.wire.errors import SecurityError
+
+
+@pytest.fixture(scope="module")
+def config(text) -> Config:
+    return make_config(text)
+
+
+@pytest.fixture
+def used() -> Iterator[str]:
+    """An address at which somebody else listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def refused_start(config: Config, workdir: Path, *, init: bool) -> str:
+    """The message with which a coordinator does not start; nothing is written."""
+    before = sorted(workdir.rglob("*")) if workdir.exists() else None
+    with pytest.raises((ConfigError, SecurityError)) as refused:
+        Coordinator(config, workdir, init=init)
+    assert before == (sorted(workdir.rglob("*")) if workdir.exists() else None)
+    return str(refused.value)
+
+
+def test_a_port_in_use_is_refused_before_a_run_is_begun(config, used, tmp_path):
+    message = refused_start(placed(config, bind=used), tmp_path / "run", init=True)
+    assert f"cannot bind {used}: Address already in use" in message
+    assert "stop it, or give another port" in message
+
+
+@pytest.mark.dist
+def test_run_ends_with_code_2_when_the_port_is_in_use(config, used, tmp_path, capsys):
+    write_config_json(config, tmp_path / "two.json")
+    workdir = tmp_path / "run"
+    arguments = ["--workdir", str(workdir), "--bind", used]
+    assert cli.main(["run", str(tmp_path / "two.json"), *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert f"cannot bind {used}: Address already in use" in shown
+    assert [p.name for p in workdir.iterdir()] == ["logs"]
+
+
+def test_another_address_needs_certificates_that_are_there(config, tmp_path):
+    bare = placed(config, bind="0.0.0.0:0")
+    message = refused_start(bare, tmp_path / "run", init=True)
+    assert "0.0.0.0:0 is not loopback and no certificates are given" in message
+    assert "`diloco certs`" in message
+    missing = placed(bare, certificates=str(tmp_path / "none"))
+    message = refused_start(missing, tmp_path / "run", init=True)
+    assert f"{tmp_path / 'none' / 'ca.pem'} (No such file" in message
+    assert "`diloco certs`" in message
+
+
+def test_an_empty_disk_is_not_initialised(config, tmp_path):
+    message = refused_start(config, tmp_path / "run", init=False)
+    assert f"{tmp_path / 'run'} holds no run" in message
+    assert "without --init nothing is initialised; give the workdir" in message
+
+
+def test_a_workdir_without_its_snapshots_is_not_initialised(config, tmp_path):
+    Coordinator(config, tmp_path, init=True)  # begun, and never served
+    survivor = Coordinator(config, tmp_path, init=False)
+    with pytest.raises(ConfigError, match=r"no snapshot .* with --init in another"):
+        survivor.start()
+    assert not (tmp_path / "log").exists()
+    assert not (tmp_path / "tape.jsonl").exists()
+
+
+def test_a_workdir_of_another_run_is_refused(config, tmp_path):
+    Coordinator(config, tmp_path, init=True)
+    for init in (False, True):
+        other = with_run(config, seed=1)
+        message = refused_start(other, tmp_path, init=init)
+        assert re.search(r"holds run \w{16} with another config", message)
+        assert "seed: 0 here, 1 there (here: the workdir's)" in message
+        assert "Choose another --workdir" in message
+
+
+def test_init_does_not_begin_a_run_twice(config, tmp_path):
+    with coordinator(config, tmp_path, killed=True):
+        pass
+    message = refused_start(config, tmp_path, init=True)
+    assert re.search(r"holds run \w{16} already; choose another --workdir", message)
+
+
+# ---- a run that must not start ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (
+            ["--sync.quorum", "3"],
+            ["sync.quorum = 3", "2 islands (b, a)", "lower sync.quorum or add islands"],
+        ),
+        (
+            ["--islands.a.mesh-data", "3"],
+            ["islands.a.batch_size = 4", "3 * 1 * 1 = 3", "choose a multiple of 3"],
+        ),
+        (
+            ["--data.digest", "", "--data.paths", "FOLDER/none"],
+            ["FOLDER/none does not exist", "name a text file or a folder"],
+        ),
+        (
+            ["--data.digest", "", "--data.paths", "FOLDER/empty"],
+            ["FOLDER/empty is empty", "name a file or folder with text"],
+        ),
+        (
+            ["--data.digest", "", "--data.paths", "FOLDER/photo"],
+            ["FOLDER/photo is not text: a NUL byte at offset 2", "leave it out"],
+        ),
+        (
+            ["--bind", "10.0.0.1:7077"],
+            ["10.0.0.1:7077 is not loopback", "`diloco certs`", "--insecure"],
+        ),
+        (
+            ["--certificates", "FOLDER/none"],
+            ["FOLDER/none/ca.pem (No such file", "`diloco certs`"],
+        ),
+        (
+            ["--workdir", "FOLDER/used"],
+            ["FOLDER/used holds another run (fingerprint", "give another --workdir"],
+        ),
+    ],
+    ids=lambda value: "" if "FOLDER" in value[0] else value[0],
+)
+def test_a_bad_config_ends_with_code_2_and_writes_nothing(
+    config, tmp_path, capsys, options, shown
+):
+    (tmp_path / "used").mkdir()
+    write_config_json(with_run(config, seed=7), tmp_path / "used/config.json")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "photo").write_bytes(b"ab\0\xff")
+    path = tmp_path / "two.json"
+    write_config_json(config, path)
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    options = [option.replace("FOLDER", str(tmp_path)) for option in options]
+    code = cli.main(["run", str(path), "--workdir", str(tmp_path / "run"), *options])
+    assert code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    for text in shown:
+        assert text.replace("FOLDER", str(tmp_path)) in captured.err
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
