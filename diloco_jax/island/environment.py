@@ -16,10 +16,10 @@ def prepare_environment(
 
     Real accelerators are not touched. NPROC sizes XLA's thread pool: with as many
     threads as two cores suggest, several devices and steps dispatched ahead, jax
-    0.10.2 waits for itself forever.
+    0.10.2 waits for itself forever. One device needs no more threads than cores.
     """
     flags = environment.get("XLA_FLAGS", "").split()
     flags = [flag for flag in flags if flag.split("=")[0] != HOST_DEVICES]
     environment["XLA_FLAGS"] = " ".join([*flags, f"{HOST_DEVICES}={devices}"])
-    if int(environment.get("NPROC") or 0) < MIN_NPROC:
+    if devices > 1 and int(environment.get("NPROC") or 0) < MIN_NPROC:
         environment["NPROC"] = str(MIN_NPROC)

@@ -159,8 +159,10 @@ def test_the_environment_is_set_once():
         "XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=4",
         "NPROC": "16",
     }
-    prepare_environment(1, environment := {"NPROC": "32"})
+    prepare_environment(2, environment := {"NPROC": "32"})
     assert environment["NPROC"] == "32"
+    prepare_environment(1, environment := {})
+    assert "NPROC" not in environment
 
 
 MESHES = textwrap.dedent("""
