@@ -26,19 +26,20 @@ def config() -> Config:
     """The run."""
     return Config(
         run=RunConfig(
-            model=preset("1m"),
-            inner=InnerConfig(learning_rate=2e-3),
+            model=preset("0.3m"),
+            inner=InnerConfig(learning_rate=4e-3),
             # Short runs want a plain outer step: momentum needs many merges.
             outer=OuterConfig(optimizer="sgd", learning_rate=1.0),
             sync=SyncConfig(steps_per_cycle=4, fragments=4, quorum=2),
             sequence_length=128,
-            total_tokens=850_000,
+            total_tokens=1_600_000,
         ),
         islands={
-            # The step times leave two cores with slack.
-            "v6e": IslandConfig(batch_size=4, step_seconds=0.3, stands_for="v6e-16"),
-            "v5p-a": IslandConfig(batch_size=3, step_seconds=0.4, stands_for="v5p-8"),
-            "v5p-b": IslandConfig(batch_size=3, step_seconds=0.4, stands_for="v5p-8"),
+            # Batches as unequal as such slices are; the step times leave two cores
+            # with slack.
+            "v6e": IslandConfig(batch_size=16, step_seconds=0.5, stands_for="v6e-16"),
+            "v5p-a": IslandConfig(batch_size=4, step_seconds=0.4, stands_for="v5p-8"),
+            "v5p-b": IslandConfig(batch_size=4, step_seconds=0.4, stands_for="v5p-8"),
         },
-        placement=Placement(faults=("v5p-b@200:kill",), baseline_learning_rate=2e-3),
+        placement=Placement(faults=("v5p-b@200:kill",), baseline_learning_rate=4e-3),
     )
