@@ -20,7 +20,7 @@ from diloco_jax.core import inner
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.windows import Windows
 from diloco_jax.evaluation import as_json, whole_validation
-from diloco_jax.island.main import build_trainer
+from diloco_jax.island.build import build_trainer
 from diloco_jax.island.step import TrainState
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from diloco_jax import checkpoint
 from diloco_jax.config import Config, ConfigError, IslandConfig
-from diloco_jax.core.fragments import Params, from_pieces, plan_fragments
+from diloco_jax.core.fragments import Params, from_pieces
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.validation import ValidationBatches
+from diloco_jax.island.build import build_plan, build_trainer
 from diloco_jax.island.evaluate import Evaluation, evaluate_all
-from diloco_jax.island.main import build_trainer
 from diloco_jax.island.step import Trainer
 from diloco_jax.models.model import Model
 
@@ -50,7 +50,7 @@ def global_params(config: Config, workdir: Path, model: Model) -> Params:
         )
     arrays, _ = checkpoint.restore(manager, number)
     manager.close()
-    plan = plan_fragments(model.shapes(), model.axes, config.run.sync.fragments)
+    plan = build_plan(config.run, model)
     pieces = {}
     for index, fragment in enumerate(plan.fragments):
         theta = arrays[f"{index:04d}"]["theta"]

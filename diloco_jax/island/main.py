@@ -21,18 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from diloco_jax import compilation
 from diloco_jax.config import (
     Config,
     ConfigError,
-    IslandConfig,
-    RunConfig,
     shared_fields,
 )
-from diloco_jax.core.fragments import from_pieces, plan_fragments
-from diloco_jax.core.inner import make_inner
 from diloco_jax.data.corpus import Corpus, load_corpus
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.validation import ValidationBatches
@@ -40,6 +35,13 @@ from diloco_jax.data.windows import Windows
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import parse_faults
 from diloco_jax.island.books import Books
+from diloco_jax.island.boundary import Boundary
+from diloco_jax.island.build import (
+    build_exchange,
+    build_plan,
+    build_trainer,
+    join,
+)
 from diloco_jax.island.decisions import Decisions, LiveDecisions
 from diloco_jax.island.environment import prepare_environment
 from diloco_jax.island.evaluate import Evaluator
@@ -55,13 +57,11 @@ from diloco_jax.island.mailbox import (
     Mailbox,
     Status,
 )
-from diloco_jax.island.mesh import make_mesh
 from diloco_jax.island.receiver import Receiver
 from diloco_jax.island.sender import Sender
 from diloco_jax.island.step import Trainer, TrainState
 from diloco_jax.island.timing import Timing
-from diloco_jax.models import transformer
-from diloco_jax.models.model import Model, Params
+from diloco_jax.models.model import Params
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
 from diloco_jax.wire.messages import Hello, Welcome
@@ -197,11 +197,7 @@ class Island:
     def _build(self, welcome: Welcome, decisions: Decisions) -> Loop:
         run, island, mailbox = self._config.run, self._island, self.mailbox
         model, trainer = build_trainer(run, island)
-        shapes = model.shapes()
-        plan = plan_fragments(shapes, model.axes, run.sync.fragments)
-        zeros = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), shapes)
-        params = trainer.place_params(zeros)
-        exchange = Exchange(plan, run.sync, params)
+        exchange, params = build_exchange(run, model, trainer)
         identity = Identity(
             run_id=welcome.run_id,
             island=self._name,
@@ -225,8 +221,9 @@ class Island:
         _compile(trainer, exchange, params, validation, evaluates=every > 0)
         compile_seconds = time.monotonic() - began
         arrivals = receiver.fetch_all()
-        exchange.start({a.fragment: a.anchor or () for a in arrivals})
-        params = trainer.place_params(from_pieces(plan, exchange.anchors()))
+        anchors = {a.fragment: a.anchor or () for a in arrivals}
+        replica = join(build_plan(run, model), trainer, exchange, anchors)
+        books = Books([a.version for a in arrivals], run.sync.adopt)
         logger.info(
             "compiled in %.1f s, fetched %d fragments in %.1f s",
             compile_seconds,
@@ -236,14 +233,11 @@ class Island:
         return Loop(
             config=self._config,
             name=self._name,
-            trainer=trainer,
-            state=TrainState(params, trainer.init_inner(params)),
-            exchange=exchange,
-            books=Books([a.version for a in arrivals], run.sync.adopt),
+            replica=replica,
+            boundary=Boundary(books, replica, sender, run.sync.adopt),
             data=self._data,
             mailbox=mailbox,
             decisions=decisions,
-            outgoing=sender,
             timing=Timing(compile_seconds),
             evaluator=Evaluator(trainer, validation, every, batches),
             faults=self._faults.for_who(self._name, self._incarnation),
@@ -268,25 +262,6 @@ class Island:
             outstanding=status.outstanding,
             sequences_granted=sequences_granted,
         )
-
-
-def build_trainer(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
-    """The run's model and inner optimizer on the island's mesh."""
-    model = transformer.build(
-        run.model,
-        compute_dtype=island.compute_dtype,
-        remat=island.remat,
-        attention=island.attention,
-    )
-    inner = make_inner(
-        run.inner.optimizer,
-        axes=model.axes,
-        beta1=run.inner.beta1,
-        beta2=run.inner.beta2,
-        weight_decay=run.inner.weight_decay,
-        clip_norm=run.inner.clip_norm,
-    )
-    return model, Trainer(model, inner, island, make_mesh(island))
 
 
 def _compile(

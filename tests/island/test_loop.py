@@ -19,12 +19,14 @@ from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.books import Books
+from diloco_jax.island.boundary import Boundary
+from diloco_jax.island.build import build_trainer
 from diloco_jax.island.decisions import LiveDecisions
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.exchange import Exchange
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Arrival, Mailbox
-from diloco_jax.island.main import build_trainer
+from diloco_jax.island.replica import Replica
 from diloco_jax.island.step import TrainState
 from diloco_jax.island.timing import Timing
 from diloco_jax.policy.events import Span, Version
@@ -93,21 +95,20 @@ def loop(built):
     for fragment, pieces in enumerate(plan.fragments):
         raw = b"".join(get_piece(host_params, p).tobytes() for p in pieces)
         exchange.start({fragment: exchange.put_anchor(fragment, raw)})
+    replica = Replica(trainer, exchange, TrainState(params, trainer.init_inner(params)))
     mailbox = Mailbox()
     network = Network(mailbox)
+    network.exchange = exchange
     data = LeasedStream(Windows(TEXT, LENGTH, seed=0), BATCH)
     validation = ValidationBatches(TEXT[:200], LENGTH, BATCH)
     loop = Loop(
         config=config,
         name="a",
-        trainer=trainer,
-        state=TrainState(params, trainer.init_inner(params)),
-        exchange=exchange,
-        books=Books([Version()] * 2, "rebase"),
+        replica=replica,
+        boundary=Boundary(Books([Version()] * 2, "rebase"), replica, network, "rebase"),
         data=data,
         mailbox=mailbox,
         decisions=LiveDecisions(mailbox),
-        outgoing=network,
         timing=Timing(0.0, network.clock),
         evaluator=Evaluator(trainer, validation, 4, 2),
         clock=network.clock,
@@ -162,16 +163,16 @@ def test_take_verdict_adoption(loop, built):
             -np.asarray(codec.decode(e, p.shape))
             for e, p in zip(encoded, pieces, strict=True)
         ]
-        raw = loop.exchange.layouts_down[0].pack(
+        raw = network.exchange.layouts_down[0].pack(
             [np.asarray(codec.encode(c)) for c in changes]
         )
-        before.update(jax.device_get(to_pieces(plan, loop.state.params)))
+        before.update(jax.device_get(to_pieces(plan, loop.replica.params)))
         mailbox.judge(verdict(1, "merged"))
         mailbox.deliver(
             Arrival(
                 fragment=0,
                 version=Version(1, 1),
-                publishes=(loop.exchange.put_publish(0, raw),),
+                publishes=(network.exchange.put_publish(0, raw),),
             ),
             0,
         )
@@ -183,7 +184,7 @@ def test_take_verdict_adoption(loop, built):
     (sent,) = network.sent
     assert sent[:2] == (0, 1)
     assert network.forgotten == [(0, 1)]
-    after = jax.device_get(to_pieces(plan, loop.state.params))
+    after = jax.device_get(to_pieces(plan, loop.replica.params))
     for piece in plan.pieces:
         # The island's own delta came back: nothing moves but by rounding.
         np.testing.assert_allclose(
@@ -213,8 +214,8 @@ def test_take_after_a_merge_waits_for_its_adoption(loop):
     mailbox = network.mailbox
 
     def deliver():
-        zeros = bytes(loop.exchange.layouts_down[0].total_bytes)
-        publishes = (loop.exchange.put_publish(0, zeros),)
+        zeros = bytes(network.exchange.layouts_down[0].total_bytes)
+        publishes = (network.exchange.put_publish(0, zeros),)
         mailbox.deliver(
             Arrival(fragment=0, version=Version(1, 1), publishes=publishes), 0
         )

@@ -13,7 +13,7 @@ from diloco_jax.core import round as oracle
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.main import build_trainer
+from diloco_jax.island.build import build_trainer
 from diloco_jax.island.step import TrainState
 
 pytestmark = pytest.mark.dist

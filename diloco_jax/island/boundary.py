@@ -1,0 +1,120 @@
+"""What an island does between two steps, in one order everywhere.
+
+Verdicts first, then adoptions and takes in the order of the adopt rule. The train
+loop, the virtual islands of the simulator and replay all act through `Boundary`; what
+differs is what stands behind `Arrays` and `Outgoing`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+from diloco_jax.config import AdoptRule
+from diloco_jax.island.books import Books
+from diloco_jax.island.mailbox import Arrival, Inbox
+from diloco_jax.wire.messages import TakeVerdict
+
+logger = logging.getLogger(__name__)
+
+
+class Arrays(Protocol):
+    """A model copy, as far as boundaries change it; see `replica.Replica`."""
+
+    def take(self, fragment: int) -> Any:
+        """The fragment's encoded delta."""
+
+    def adopt(self, arrival: Arrival) -> None:
+        """Takes over a published fragment."""
+
+    def settle(self, fragment: int) -> None:
+        """The outstanding take is merged."""
+
+    def reopen(self, fragment: int) -> None:
+        """As if the outstanding take had not been."""
+
+    def drop(self, fragment: int) -> None:
+        """The outstanding take is lost."""
+
+    def reset(self, fragment: int) -> None:
+        """The take is lost, and the local values go back to the anchor."""
+
+
+class Outgoing(Protocol):
+    """Where encoded deltas go; neither call waits."""
+
+    def put(self, fragment: int, tick: int, encoded: Any) -> None:
+        """Sends an encoded delta, and keeps it until `forget`."""
+
+    def forget(self, fragment: int, tick: int) -> None:
+        """The verdict on a take is final."""
+
+
+class Boundary:
+    """Acts on what came in, for one incarnation."""
+
+    def __init__(
+        self, books: Books, arrays: Arrays, outgoing: Outgoing, rule: AdoptRule
+    ) -> None:
+        self.books = books
+        self.others_tokens = 0
+        """Of the other islands, as of the last boundary."""
+        self._arrays, self._outgoing = arrays, outgoing
+        self._adopts_first = rule == "rebase"
+        self._late_takes: dict[int, int] = {}
+
+    def act(self, inbox: Inbox, step: int) -> None:
+        """Everything in `inbox`, at the boundary before `step`."""
+        for span in inbox.grants:
+            self.books.granted(span, step)
+        if inbox.others_tokens != self.others_tokens:
+            self.others_tokens = inbox.others_tokens
+            self.books.progress(self.others_tokens, step)
+        # A refusal known before an adoption resets the base that it goes by.
+        for verdict in inbox.verdicts:
+            self._settle(verdict, step)
+        takes = {**self._late_takes, **inbox.takes}
+        self._late_takes = {}
+        if self._adopts_first:
+            self._adopt(inbox.arrivals, step)
+            self._take(takes, step)
+        else:
+            self._take(takes, step)
+            self._adopt(inbox.arrivals, step)
+
+    def _take(self, takes: dict[int, int], step: int) -> None:
+        for fragment, tick in takes.items():
+            if self.books.must_wait(fragment):
+                self._late_takes[fragment] = tick
+            elif self.books.take(fragment, tick, step) is not None:
+                self._outgoing.put(fragment, tick, self._arrays.take(fragment))
+
+    def _adopt(self, arrivals: tuple[Arrival, ...], step: int) -> None:
+        for arrival in arrivals:
+            if self.books.adopt(arrival.fragment, arrival.version, step):
+                self._arrays.adopt(arrival)
+
+    def _settle(self, verdict: TakeVerdict, step: int) -> None:
+        fragment, tick = verdict.fragment, verdict.tick
+        outcome = self.books.settle(
+            fragment, tick, verdict.verdict, verdict.reason, step
+        )
+        if outcome == "none":
+            return
+        self._outgoing.forget(fragment, tick)
+        if outcome == "settled":
+            self._arrays.settle(fragment)
+            return
+        logger.warning(
+            "take of fragment %d at tick %d was refused (%s): its steps are %s",
+            fragment,
+            tick,
+            verdict.reason,
+            "open again" if outcome == "reopened" else "lost",
+        )
+        if outcome == "reopened":
+            self._arrays.reopen(fragment)
+        elif outcome == "dropped":
+            self._arrays.drop(fragment)
+        else:
+            self._arrays.reset(fragment)

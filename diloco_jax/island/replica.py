@@ -1,0 +1,60 @@
+"""An island's model copy: parameters and moments, with the anchors they go by.
+
+The only holder of the train state: a step and an adoption donate its arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from diloco_jax.island.exchange import Exchange
+from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.step import Trainer, TrainState
+from diloco_jax.models.model import Metrics, Params
+
+
+class Replica:
+    """`boundary.Arrays` with real arrays, and the inner step between boundaries."""
+
+    def __init__(self, trainer: Trainer, exchange: Exchange, state: TrainState) -> None:
+        self._trainer, self._exchange, self._state = trainer, exchange, state
+
+    @property
+    def params(self) -> Params:
+        """The local parameters, until the next step or adoption."""
+        return self._state.params
+
+    def step(self, batch: Any, learning_rate: float) -> Metrics:
+        """One inner step on a batch of host arrays; returns before it is done."""
+        placed = self._trainer.put_batch(batch)
+        self._state, metrics = self._trainer.step(self._state, placed, learning_rate)
+        return metrics
+
+    def take(self, fragment: int) -> tuple[jax.Array, ...]:
+        """The fragment's encoded delta by piece, on its way to the host."""
+        return self._exchange.take(fragment, self.params)
+
+    def adopt(self, arrival: Arrival) -> None:
+        """Takes over a published fragment, in place."""
+        self._replace(self._exchange.adopt(arrival, self.params))
+
+    def settle(self, fragment: int) -> None:
+        """The outstanding take is merged: the residual after it stands."""
+        self._exchange.settle(fragment)
+
+    def reopen(self, fragment: int) -> None:
+        """As if the outstanding take had not been."""
+        self._exchange.reopen(fragment)
+
+    def drop(self, fragment: int) -> None:
+        """The outstanding take is lost; the residual before it returns."""
+        self._exchange.drop(fragment)
+
+    def reset(self, fragment: int) -> None:
+        """The take is lost, and the local values go back to the anchor."""
+        self._replace(self._exchange.reset(fragment, self.params))
+
+    def _replace(self, params: Params) -> None:
+        self._state = self._state._replace(params=params)
