@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from diloco_jax.coordinator import outbox
 from diloco_jax.coordinator.durable import RecordLog
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox
 from diloco_jax.coordinator.sessions import Sessions
@@ -180,37 +181,15 @@ class Engine:
                 )
                 refused = Refused(effect.code, effect.message)
                 self._sessions.refuse(effect.island, effect.session, refused)
-            case AskTake():
-                ask = messages.TakeRequest(fragment=effect.fragment, tick=effect.tick)
-                send(effect.island, ask)
-            case AskResend():
-                again = messages.ResendRequest(
-                    fragment=effect.fragment, tick=effect.tick
-                )
-                send(effect.island, again)
-            case TellVerdict():
-                verdict = messages.TakeVerdict(
-                    fragment=effect.fragment,
-                    tick=effect.tick,
-                    verdict=effect.verdict,
-                    reason=effect.reason,
-                    version=effect.version,
-                )
-                send(effect.island, verdict)
-            case Grant():
-                send(
-                    effect.island,
-                    messages.Granted(span=effect.span, offset=effect.offset),
-                )
-            case Progress():
-                progress = messages.Progress(
-                    tokens=effect.tokens,
-                    own_tokens=effect.own_tokens,
-                    records_through=effect.records_through,
-                )
-                send(effect.island, progress)
-            case StopStepping():
-                send(effect.island, messages.Stop())
+            case (
+                AskTake()
+                | AskResend()
+                | TellVerdict()
+                | Grant()
+                | Progress()
+                | StopStepping()
+            ):
+                send(effect.island, outbox.message(effect))
             case DropDelta():
                 key = DeltaKey(
                     effect.island, effect.incarnation, effect.fragment, effect.tick
@@ -296,12 +275,4 @@ class Engine:
     def _publish(self, effect: Publish) -> None:
         self._store.commit(effect.fragment, self._computed.pop(effect.fragment))
         for island in self._sessions.connected():
-            tick, verdict, reason = effect.verdicts.get(island, (-1, "none", ""))
-            published = messages.Published(
-                fragment=effect.fragment,
-                version=effect.version,
-                tick=tick,
-                verdict=verdict,
-                reason=reason,
-            )
-            self._sessions.send(island, published)
+            self._sessions.send(island, outbox.published(effect, island))

@@ -32,6 +32,7 @@ from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
+from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan, plan_fragments
 from diloco_jax.deadlines import Deadlines
@@ -110,7 +111,9 @@ class Coordinator:
         model = build(run.model)
         shapes = jax.eval_shape(model.init, jax.random.key(0))
         plan = plan_fragments(shapes, model.axes, run.sync.fragments)
-        self.policy_config = _policy_config(config, self._facts["run_id"], plan)
+        self.policy_config = policy_config(
+            run, placement, self._facts["run_id"], plan.sizes
+        )
         self._manager = checkpoint.open_folder(
             workdir / "checkpoints", placement.snapshots_kept
         )
@@ -346,28 +349,6 @@ def _run_facts(config: Config, workdir: Path, *, init: bool) -> dict[str, Any]:
     facts = {"run_id": uuid.uuid4().hex[:16], "begun_unix": time.time()}
     loading.write_json(facts, path)
     return facts
-
-
-def _policy_config(
-    config: Config, run_id: str, plan: FragmentPlan
-) -> policy_state.PolicyConfig:
-    run, placement = config.run, config.placement
-    deadlines = Deadlines(placement.time_budget_s)
-    return policy_state.PolicyConfig(
-        run_id=run_id,
-        fingerprint=run.fingerprint(),
-        fragment_sizes=plan.sizes,
-        steps_per_cycle=run.sync.steps_per_cycle,
-        overlap_steps=run.sync.overlap_steps,
-        quorum=run.sync.quorum,
-        grace=run.sync.grace,
-        max_staleness=run.sync.max_staleness,
-        total_tokens=run.total_tokens,
-        lease_s=deadlines.lease_s,
-        compile_budget_s=placement.compile_budget_s,
-        outage_budget_s=placement.outage_budget_s,
-        flush_s=deadlines.flush_s,
-    )
 
 
 def _write_text(path: Path, text: str) -> None:

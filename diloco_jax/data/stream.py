@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 
+from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows
 from diloco_jax.policy.events import Span
 
@@ -29,20 +30,19 @@ class LeasedStream:
         self._windows = windows
         self._per_step = sequences_per_step
         self._changed = threading.Condition()
-        self._spans: collections.deque[Span] = collections.deque()
+        self._positions = LeasedPositions()
         self._ready: collections.deque[concurrent.futures.Future[np.ndarray]] = (
             collections.deque()
         )
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "data")
         self._closed = False
-        self._granted = 0
         self._consumed = 0
 
     @property
     def granted(self) -> int:
         """Sequences leased to this incarnation so far."""
         with self._changed:
-            return self._granted
+            return self._positions.granted
 
     @property
     def consumed(self) -> int:
@@ -51,26 +51,11 @@ class LeasedStream:
             return self._consumed
 
     def grant(self, offset: int, span: Span) -> None:
-        """Adds positions [start, stop) after the first `offset` granted ones.
-
-        What is known already is skipped, so a grant may be repeated.
-
-        Raises:
-          ValueError: a gap: grants before this one are missing.
-        """
+        """See `LeasedPositions.grant`."""
         with self._changed:
-            if offset > self._granted:
-                raise ValueError(
-                    f"data was granted from sequence {offset} on, but only "
-                    f"{self._granted} are here; a grant is missing, ask again from "
-                    f"{self._granted}"
-                )
-            start = span.start + self._granted - offset
-            if start < span.stop:
-                self._spans.append(Span(start, span.stop))
-                self._granted += span.stop - start
-                self._prepare()
-                self._changed.notify_all()
+            self._positions.grant(offset, span)
+            self._prepare()
+            self._changed.notify_all()
 
     def next_batch(self, timeout_s: float) -> np.ndarray | None:
         """int32 [B, T + 1]; None if the leases do not fill one within the timeout, or
@@ -104,21 +89,7 @@ class LeasedStream:
     def _prepare(self) -> None:
         """Starts reading as many batches as are leased and may be ahead."""
         while not self._closed and len(self._ready) < BATCHES_AHEAD:
-            positions = self._draw()
+            positions = self._positions.draw(self._per_step)
             if positions is None:
                 return
             self._ready.append(self._worker.submit(self._windows.batch, positions))
-
-    def _draw(self) -> np.ndarray | None:
-        """The next int64 [B] positions, or None if fewer are leased."""
-        if sum(span.stop - span.start for span in self._spans) < self._per_step:
-            return None
-        parts, missing = [], self._per_step
-        while missing:
-            span = self._spans.popleft()
-            count = min(missing, span.stop - span.start)
-            parts.append(np.arange(span.start, span.start + count, dtype=np.int64))
-            missing -= count
-            if span.start + count < span.stop:
-                self._spans.appendleft(Span(span.start + count, span.stop))
-        return np.concatenate(parts)

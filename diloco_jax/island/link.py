@@ -7,7 +7,6 @@ acknowledged is reported again.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.island.inbound import Data, Inbound, Targets
 from diloco_jax.island.mailbox import (
     EXIT_FAILED,
     EXIT_REFUSED,
@@ -22,22 +22,12 @@ from diloco_jax.island.mailbox import (
     Mailbox,
     Status,
 )
-from diloco_jax.policy.events import Span, Version
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
 from diloco_jax.wire.messages import (
-    Finished,
-    FromCoordinator,
     Goodbye,
-    Granted,
     Hello,
-    Progress,
-    Published,
     Report,
-    ResendRequest,
-    Stop,
-    TakeRequest,
-    TakeVerdict,
     Welcome,
 )
 
@@ -52,27 +42,6 @@ class Connects(Protocol):
     def open_control(self, hello: Hello) -> ControlStream:
         """Says hello and waits for the Welcome."""
         ...
-
-
-class Data(Protocol):
-    """What the link needs of a `data.stream.LeasedStream`."""
-
-    @property
-    def granted(self) -> int:
-        """Sequences granted so far."""
-        ...
-
-    def grant(self, offset: int, span: Span) -> None:
-        """Adds positions; ignores those that it has."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Targets:
-    """Where bulk work goes: methods of the receiver and the sender."""
-
-    want: Callable[[int, Version], None]
-    resend: Callable[[int, int], None]
 
 
 class Link:
@@ -100,7 +69,7 @@ class Link:
         self._targets: Targets | None = None
         self._stream: ControlStream | None = None
         self._generation = 0
-        self._own_tokens_before: int | None = None
+        self._inbound: Inbound | None = None
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._receive, name="link", daemon=True),
@@ -127,6 +96,7 @@ class Link:
     def start(self, targets: Targets) -> None:
         """Starts receiving and reporting."""
         self._targets = targets
+        self._inbound = Inbound(self._mailbox, self._data, targets)
         for thread in self._threads:
             thread.start()
 
@@ -160,51 +130,11 @@ class Link:
                     self._reconnect(error)
                     continue
                 if message is not None:
-                    self._dispatch(message)
+                    assert self._inbound is not None
+                    self._inbound.dispatch(message)
         except Exception as error:
             logger.exception("the control stream's thread failed")
             self._mailbox.end(EXIT_FAILED, f"the control stream failed: {error!r}")
-
-    def _dispatch(self, message: FromCoordinator) -> None:
-        assert self._targets is not None
-        mailbox = self._mailbox
-        match message:
-            case TakeRequest():
-                mailbox.request_take(message.fragment, message.tick)
-            case ResendRequest():
-                self._targets.resend(message.fragment, message.tick)
-            case Published():
-                # The verdict first: a refusal resets the base before the adoption.
-                if message.verdict != "none":
-                    mailbox.judge(
-                        TakeVerdict(
-                            fragment=message.fragment,
-                            tick=message.tick,
-                            verdict=message.verdict,
-                            reason=message.reason,
-                            version=message.version,
-                        )
-                    )
-                self._targets.want(message.fragment, message.version)
-            case TakeVerdict():
-                mailbox.judge(message)
-                self._targets.want(message.fragment, message.version)
-            case Granted():
-                before = self._data.granted
-                self._data.grant(message.offset, message.span)
-                if self._data.granted > before:
-                    mailbox.grant(message.span)
-            case Progress():
-                # The first one answers a report without steps: it counts the tokens
-                # of this island's earlier incarnations, which are others' from here.
-                if self._own_tokens_before is None:
-                    self._own_tokens_before = message.own_tokens
-                own = message.own_tokens - self._own_tokens_before
-                mailbox.progress(message.tokens - own, message.records_through)
-            case Stop():
-                mailbox.stop()
-            case Finished():
-                mailbox.finish()
 
     def _reconnect(self, error: WireError) -> None:
         began = time.monotonic()

@@ -47,7 +47,8 @@ from diloco_jax.island.environment import prepare_environment
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.exchange import Exchange
 from diloco_jax.island.identity import Identity
-from diloco_jax.island.link import Link, Targets
+from diloco_jax.island.inbound import Targets
+from diloco_jax.island.link import Link
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import (
     EXIT_DONE,

@@ -57,6 +57,20 @@ class Record:
     stop: int = 0
     value: int = 0
 
+    def line(self) -> dict[str, Any]:
+        """As the tape has it."""
+        return {
+            "seq": self.seq,
+            "kind": self.kind,
+            "step": self.step,
+            "fragment": self.fragment,
+            "tick": self.tick,
+            "version": list(self.version),
+            "start": self.start,
+            "stop": self.stop,
+            "value": self.value,
+        }
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outstanding:
@@ -241,6 +255,18 @@ class Contribution:
     def steps(self) -> int:
         """Steps whose effect is in the delta."""
         return self.end - self.start
+
+    def line(self) -> dict[str, Any]:
+        """As log and tape have it."""
+        return {
+            "island": self.island,
+            "incarnation": self.incarnation,
+            "tick": self.tick,
+            "start": self.start,
+            "end": self.end,
+            "tokens": self.tokens,
+            "base": list(self.base),
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

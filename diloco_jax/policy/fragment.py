@@ -9,8 +9,6 @@ but for the flush at the end.
 
 from __future__ import annotations
 
-import dataclasses
-
 from diloco_jax.policy import ledger, takes
 from diloco_jax.policy.events import (
     AskTake,
@@ -29,6 +27,7 @@ from diloco_jax.policy.state import (
     averaged,
     with_account,
 )
+from diloco_jax.policy.values import replace
 
 Step = tuple[Fragment, list[Effect]]
 
@@ -56,7 +55,7 @@ def open_tick(
         )
     if not counting or (len(counting) < config.quorum and not fragment.final):
         return fragment, [_skipped(fragment, tick, "too few islands can be asked")]
-    fragment = dataclasses.replace(
+    fragment = replace(
         fragment,
         phase="open",
         tick=tick,
@@ -110,7 +109,7 @@ def settle(
         return _extend(config, fragment, live, len(ready) + len(awaited), hurry=hurry)
     if fragment.quorum_at is None:
         seconds = averaged(fragment.quorum_seconds, now - fragment.opened_at)
-        fragment = dataclasses.replace(
+        fragment = replace(
             fragment,
             quorum_at=now,
             quorum_seconds=seconds,
@@ -146,7 +145,7 @@ def computed(
         if account.incarnation == contribution.incarnation:
             verdicts[contribution.island] = (contribution.tick, "merged", "")
     solo = len(merged) == 1 and len(live) > 1
-    fragment = dataclasses.replace(
+    fragment = replace(
         fragment,
         version=fragment.version.next(),
         phase="idle",
@@ -160,7 +159,7 @@ def computed(
     for name in sorted(fragment.accounts):
         account = fragment.accounts[name]
         if name in live and name not in merged:
-            account = dataclasses.replace(
+            account = replace(
                 account,
                 merges_alive=account.merges_alive + 1,
                 missed_merges=account.missed_merges + 1,
@@ -197,8 +196,8 @@ def _extend(
     )
     if hurry or fragment.final or in_sight + len(fresh) < config.quorum:
         note = _skipped(fragment, fragment.tick, "quorum is out of reach")
-        return dataclasses.replace(fragment, phase="idle", asked=()), [note]
-    fragment = dataclasses.replace(fragment, asked=(*fragment.asked, *fresh))
+        return replace(fragment, phase="idle", asked=()), [note]
+    fragment = replace(fragment, asked=(*fragment.asked, *fresh))
     effects: list[Effect] = []
     for name in fresh:
         fragment, asks = _ask(fragment, name)
@@ -226,9 +225,7 @@ def _close(fragment: Fragment, now: float) -> Step:
             )
         )
     merging = tuple(contributions)
-    fragment = dataclasses.replace(
-        fragment, phase="merging", merging=merging, closed_at=now
-    )
+    fragment = replace(fragment, phase="merging", merging=merging, closed_at=now)
     merge = Merge(
         fragment=fragment.index,
         version=fragment.version.next(),
@@ -240,7 +237,7 @@ def _close(fragment: Fragment, now: float) -> Step:
 
 def _ask(fragment: Fragment, name: str) -> Step:
     account = fragment.accounts[name]
-    account = dataclasses.replace(account, take=Take(tick=fragment.tick))
+    account = replace(account, take=Take(tick=fragment.tick))
     ask = AskTake(island=name, fragment=fragment.index, tick=fragment.tick)
     return with_account(fragment, name, account), [ask]
 

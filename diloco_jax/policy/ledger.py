@@ -19,6 +19,7 @@ from diloco_jax.policy.state import (
     Told,
     with_account,
 )
+from diloco_jax.policy.values import replace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +36,7 @@ class Totals:
 def book(fragment: Fragment, contribution: Contribution) -> Fragment:
     """Books one delta as merged. The incarnation may have ended meanwhile."""
     account = fragment.accounts[contribution.island]
-    account = dataclasses.replace(
+    account = replace(
         account,
         merged_tokens=account.merged_tokens + contribution.tokens,
         merges_in=account.merges_in + 1,
@@ -43,7 +44,7 @@ def book(fragment: Fragment, contribution: Contribution) -> Fragment:
         missed_merges=0,
     )
     if account.incarnation == contribution.incarnation:
-        account = dataclasses.replace(
+        account = replace(
             account,
             start=max(account.start, contribution.end),
             merged_end=contribution.end,
@@ -67,7 +68,7 @@ def close_account(
     """An incarnation ended: its steps from `settled_steps` on are lost."""
     account = fragment.accounts[island.name]
     account = account.lose(max(island.steps - settled_steps, 0), reason)
-    account = dataclasses.replace(
+    account = replace(
         account,
         start=max(island.steps, settled_steps),
         merged_end=0,
@@ -84,7 +85,7 @@ def open_account(fragment: Fragment, island: Island) -> Fragment:
         incarnation=island.incarnation, tokens_per_step=island.tokens_per_step
     )
     if account is not None:
-        fresh = dataclasses.replace(
+        fresh = replace(
             fresh,
             merged_tokens=account.merged_tokens,
             lost_tokens=account.lost_tokens,
@@ -145,7 +146,9 @@ def progress_tokens(config: PolicyConfig, state: State) -> int:
     lost = 0
     for fragment, size in zip(state.fragments, config.fragment_sizes, strict=True):
         lost += size * sum(
-            sum(account.lost_tokens.values()) for account in fragment.accounts.values()
+            sum(account.lost_tokens.values())
+            for account in fragment.accounts.values()
+            if account.lost_tokens
         )
     return computed - lost // config.parameters
 

@@ -7,7 +7,6 @@ incarnation loses steps; an absent island that comes back has lost nothing.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from diloco_jax.policy import ledger, shares, takes
@@ -33,6 +32,7 @@ from diloco_jax.policy.state import (
     with_fragment,
     with_island,
 )
+from diloco_jax.policy.values import replace
 
 Step = tuple[State, list[Effect]]
 
@@ -64,8 +64,8 @@ def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
 def alive(config: PolicyConfig, island: Island, now: float) -> Island:
     """The island after a sign of life."""
     if island.status == "absent":
-        island = dataclasses.replace(restart(island), status="live")
-    return dataclasses.replace(island, lease_until=now + _lease_s(config, island))
+        island = replace(restart(island), status="live")
+    return replace(island, lease_until=now + _lease_s(config, island))
 
 
 def disconnected(state: State, event: Disconnected) -> Step:
@@ -134,14 +134,14 @@ def ended(
     for fragment, settled in zip(state.fragments, settled_steps, strict=True):
         fragment = ledger.close_account(fragment, island, reason, settled)
         state = with_fragment(state, fragment)
-    return with_island(state, dataclasses.replace(island, status="gone"))
+    return with_island(state, replace(island, status="gone"))
 
 
 def joined(state: State, island: Island) -> State:
     """The state with a new incarnation in it: also what recovery applies."""
     before = state.islands.get(island.name)
     if before is not None:
-        island = dataclasses.replace(
+        island = replace(
             island, tokens_before=before.computed_tokens, joins=before.joins + 1
         )
     state = with_island(state, island)
@@ -233,9 +233,7 @@ def _resume(
     config: PolicyConfig, state: State, known: Island, event: Hello, now: float
 ) -> Step:
     name = event.island
-    island = dataclasses.replace(
-        known, steps=max(known.steps, event.steps), phase=event.phase
-    )
+    island = replace(known, steps=max(known.steps, event.steps), phase=event.phase)
     state = with_island(state, alive(config, island, now))
     effects: list[Effect] = [_welcome(state, event, resumed=True)]
     effects.append(
@@ -298,7 +296,7 @@ def _reconcile(
 
 
 def _absent(state: State, island: Island, why: str) -> Step:
-    state = with_island(state, dataclasses.replace(island, status="absent"))
+    state = with_island(state, replace(island, status="absent"))
     record = {
         "kind": "absent",
         "island": island.name,

@@ -10,8 +10,6 @@ open is merged, exempt from quorum, up to a deadline) -> done.
 
 from __future__ import annotations
 
-import dataclasses
-
 from diloco_jax.policy import alerts, ledger, membership, schedule, shares, takes
 from diloco_jax.policy import fragment as fragments
 from diloco_jax.policy.events import (
@@ -42,12 +40,14 @@ from diloco_jax.policy.state import (
     with_fragment,
     with_island,
 )
+from diloco_jax.policy.values import replace
 
 Step = tuple[State, list[Effect]]
 
 
 def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
     """Applies one event at time `now` (monotonic seconds)."""
+    before, was_live = state.fragments, _live(state)
     match event:
         case Hello():
             state, effects = membership.hello(config, state, event, now)
@@ -68,7 +68,8 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             effects = []
     state, expired = membership.expire(state, now)
     effects += expired
-    state, moved = _advance(config, state, now)
+    everything = _live(state) != was_live
+    state, moved = _advance(config, state, now, None if everything else before)
     return state, effects + moved
 
 
@@ -102,7 +103,7 @@ def _report(config: PolicyConfig, state: State, event: Report, now: float) -> St
     if event.phase == "training" and island.phase != "training":
         # It joins the pacing with the steps that this report brings.
         island = schedule.restart(island)
-    island = dataclasses.replace(
+    island = replace(
         island,
         phase=event.phase,
         steps=max(island.steps, event.steps),
@@ -117,7 +118,7 @@ def _report(config: PolicyConfig, state: State, event: Report, now: float) -> St
         state, grants = shares.top_up(config, state, event.island)
         effects += grants
     tokens = max(state.progress_tokens, ledger.progress_tokens(config, state))
-    state = dataclasses.replace(state, progress_tokens=tokens)
+    state = replace(state, progress_tokens=tokens)
     island = state.islands[event.island]
     effects.append(
         Progress(
@@ -136,12 +137,12 @@ def _record(
     island = state.islands[name]
     if record.seq <= island.records_through:
         return state, []
-    state = with_island(state, dataclasses.replace(island, records_through=record.seq))
+    state = with_island(state, replace(island, records_through=record.seq))
     line = {
         "kind": "island",
         "island": name,
         "incarnation": island.incarnation,
-        "record": {**dataclasses.asdict(record), "version": list(record.version)},
+        "record": record.line(),
     }
     effects: list[Effect] = [Note(record=line)]
     if record.kind not in ("took", "reopened", "dropped"):
@@ -200,9 +201,7 @@ def _computed(
         "version": list(event.version),
         "tick": tick,
         "final": fragment.final,
-        "contributions": [
-            {**dataclasses.asdict(c), "base": list(c.base)} for c in contributions
-        ],
+        "contributions": [c.line() for c in contributions],
         "verdicts": {name: list(v) for name, v in verdicts.items()},
         "digest": event.digest,
     }
@@ -212,8 +211,17 @@ def _computed(
     return state, before + effects + raised
 
 
-def _advance(config: PolicyConfig, state: State, now: float) -> Step:
-    """What follows from where everything stands: ticks, closings, the end."""
+def _advance(
+    config: PolicyConfig,
+    state: State,
+    now: float,
+    before: tuple[Fragment, ...] | None,
+) -> Step:
+    """What follows from where everything stands: ticks, closings, the end.
+
+    before: the fragments before this event; those which it did not touch are left
+    alone unless time alone moves them. None: who is live changed, look at all.
+    """
     effects: list[Effect] = []
     if state.phase == "running" and state.progress_tokens >= config.total_tokens:
         state, found = _stop(config, state, now)
@@ -231,13 +239,18 @@ def _advance(config: PolicyConfig, state: State, now: float) -> Step:
         state = with_fragment(state, fragment)
         effects += found
     if state.phase == "stopping" and (_all_stopped(state) or now >= state.deadline):
-        state = dataclasses.replace(
-            state, phase="flushing", deadline=now + config.flush_s
-        )
+        state = replace(state, phase="flushing", deadline=now + config.flush_s)
     live = _counted(state) if state.phase == "running" else _live(state)
     pacing = schedule.pacing_step_seconds(config, state)
     hurry = state.phase == "flushing" and now >= state.deadline
     for fragment in state.fragments:
+        if (
+            before is not None
+            and state.phase == "running"
+            and fragment is before[fragment.index]
+            and not _closes(fragment, now)
+        ):
+            continue
         if state.phase == "flushing":
             state, found = _flush(config, state, fragment, live, now, hurry=hurry)
             effects += found
@@ -246,8 +259,9 @@ def _advance(config: PolicyConfig, state: State, now: float) -> Step:
             config, fragment, live, pacing, now, hurry=hurry
         )
         if hurry and fragment.phase == "idle":
-            fragment = dataclasses.replace(fragment, phase="done")
-        state = with_fragment(state, fragment)
+            fragment = replace(fragment, phase="done")
+        if fragment is not state.fragments[fragment.index]:
+            state = with_fragment(state, fragment)
         effects += found
     if state.phase == "flushing" and all(f.phase == "done" for f in state.fragments):
         state, found = _finish(state)
@@ -255,8 +269,13 @@ def _advance(config: PolicyConfig, state: State, now: float) -> Step:
     return state, effects
 
 
+def _closes(fragment: Fragment, now: float) -> bool:
+    at = fragment.closes_at
+    return fragment.phase == "open" and at is not None and now >= at
+
+
 def _stop(config: PolicyConfig, state: State, now: float) -> Step:
-    state = dataclasses.replace(state, phase="stopping", deadline=now + config.lease_s)
+    state = replace(state, phase="stopping", deadline=now + config.lease_s)
     record = {"kind": "stopping", "tokens": state.progress_tokens}
     effects: list[Effect] = [Persist(record=record)]
     # Silent ones too: their connection may stand.
@@ -281,14 +300,14 @@ def _flush(
     if fragment.phase in ("merging", "done"):
         return state, []
     if fragment.phase == "open":
-        return with_fragment(state, dataclasses.replace(fragment, final=True)), []
+        return with_fragment(state, replace(fragment, final=True)), []
     accounts = fragment.accounts
     unsettled = tuple(n for n in live if accounts[n].start < state.islands[n].steps)
     if not unsettled or hurry:
-        return with_fragment(state, dataclasses.replace(fragment, phase="done")), []
+        return with_fragment(state, replace(fragment, phase="done")), []
     if all((take := accounts[n].take) and take.refused for n in unsettled):
         return state, []  # They have not answered their refusals yet.
-    fragment = dataclasses.replace(fragment, final=True)
+    fragment = replace(fragment, final=True)
     state, effects = schedule.advance(config, state)
     fragment, found = fragments.open_tick(config, fragment, state.tick, unsettled, now)
     return with_fragment(state, fragment), effects + found
@@ -301,7 +320,7 @@ def _finish(state: State) -> Step:
             reason = "finished" if island.status == "live" else "absent"
             state, found = membership.end(state, name, reason)
             effects += found
-    state = dataclasses.replace(state, phase="done")
+    state = replace(state, phase="done")
     return state, [*effects, Persist(record={"kind": "finished"}), Finish()]
 
 

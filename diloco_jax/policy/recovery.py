@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from diloco_jax.policy.state import (
     with_fragment,
     with_island,
 )
+from diloco_jax.policy.values import replace
 
 
 def recover(
@@ -31,13 +31,13 @@ def recover(
     for record in records:
         state = _replayed(state, record)
     for fragment in state.fragments:
-        fragment = dataclasses.replace(
+        fragment = replace(
             fragment,
             phase="done" if fragment.phase == "done" else "idle",
             asked=(),
             merging=(),
             accounts={
-                name: dataclasses.replace(account, take=None)
+                name: replace(account, take=None)
                 for name, account in fragment.accounts.items()
             },
         )
@@ -49,7 +49,7 @@ def recover(
         status: Literal["gone", "absent"] = (
             "gone" if island.status == "gone" else "absent"
         )
-        island = dataclasses.replace(
+        island = replace(
             island,
             status=status,
             phase="training" if steps else island.phase,
@@ -69,9 +69,7 @@ def recover(
             state = with_fragment(state, fragment)
     state = schedule.after_crash(config, state)
     if state.phase in ("stopping", "flushing"):
-        state = dataclasses.replace(
-            state, phase="stopping", deadline=now + config.flush_s
-        )
+        state = replace(state, phase="stopping", deadline=now + config.flush_s)
     return state
 
 
@@ -89,14 +87,14 @@ def _replayed(state: State, record: Mapping[str, Any]) -> State:
         case "granted":
             span = Span(record["start"], record["stop"])
             if span.stop > state.next_position:
-                state = dataclasses.replace(state, next_position=span.stop)
+                state = replace(state, next_position=span.stop)
             free = tuple(_without(state.free_spans, span))
-            state = dataclasses.replace(state, free_spans=free)
+            state = replace(state, free_spans=free)
             return shares.granted(state, record["island"], span)
         case "left":
             island = state.islands[record["island"]]
             steps = max(island.steps, record["steps"])
-            state = with_island(state, dataclasses.replace(island, steps=steps))
+            state = with_island(state, replace(island, steps=steps))
             return membership.ended(
                 state,
                 record["island"],
@@ -107,13 +105,11 @@ def _replayed(state: State, record: Mapping[str, Any]) -> State:
         case "merged":
             return _replayed_merge(state, record)
         case "ticks":
-            return dataclasses.replace(state, ticks_reserved=record["through"])
+            return replace(state, ticks_reserved=record["through"])
         case "stopping":
-            return dataclasses.replace(
-                state, phase="stopping", progress_tokens=record["tokens"]
-            )
+            return replace(state, phase="stopping", progress_tokens=record["tokens"])
         case "finished":
-            return dataclasses.replace(state, phase="done")
+            return replace(state, phase="done")
     raise ValueError(f"the log has a record of unknown kind {record['kind']!r}")
 
 
@@ -129,9 +125,9 @@ def _replayed_merge(state: State, record: Mapping[str, Any]) -> State:
             fragment = with_account(fragment, name, account)
             island = state.islands[name]
             steps = max(island.steps, contribution.end)
-            state = with_island(state, dataclasses.replace(island, steps=steps))
+            state = with_island(state, replace(island, steps=steps))
         fragment = ledger.book(fragment, contribution)
-    fragment = dataclasses.replace(
+    fragment = replace(
         fragment,
         version=Version(*record["version"]),
         tick=record["tick"],
@@ -140,7 +136,7 @@ def _replayed_merge(state: State, record: Mapping[str, Any]) -> State:
         merges=fragment.merges + 1,
         final=record["final"],
     )
-    state = dataclasses.replace(state, tick=max(state.tick, record["tick"]))
+    state = replace(state, tick=max(state.tick, record["tick"]))
     return with_fragment(state, fragment)
 
 

@@ -8,10 +8,9 @@ reserved, durably, before they are used.
 
 from __future__ import annotations
 
-import dataclasses
-
 from diloco_jax.policy.events import Effect, Persist
 from diloco_jax.policy.state import Island, PolicyConfig, State
+from diloco_jax.policy.values import replace
 
 CYCLES_RESERVED = 16
 """Cycles whose ticks one durable record reserves."""
@@ -40,23 +39,23 @@ def fragment_of(config: PolicyConfig, tick: int) -> int:
 def advance(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
     """The next tick: every island's step counter restarts."""
     islands = {name: restart(island) for name, island in state.islands.items()}
-    state = dataclasses.replace(state, tick=state.tick + 1, islands=islands)
+    state = replace(state, tick=state.tick + 1, islands=islands)
     if state.tick <= state.ticks_reserved:
         return state, []
     through = state.tick + CYCLES_RESERVED * config.fragments
-    state = dataclasses.replace(state, ticks_reserved=through)
+    state = replace(state, ticks_reserved=through)
     return state, [Persist(record={"kind": "ticks", "through": through})]
 
 
 def after_crash(config: PolicyConfig, state: State) -> State:
     """The state at the first tick of the same fragment that nobody was asked for."""
     cycles = -(-max(state.ticks_reserved - state.tick, 0) // config.fragments)
-    return dataclasses.replace(state, tick=state.tick + cycles * config.fragments)
+    return replace(state, tick=state.tick + cycles * config.fragments)
 
 
 def restart(island: Island) -> Island:
     """The island with its step counter at zero."""
-    return dataclasses.replace(island, steps_at_tick=island.steps)
+    return replace(island, steps_at_tick=island.steps)
 
 
 def pacing_step_seconds(config: PolicyConfig, state: State) -> float:

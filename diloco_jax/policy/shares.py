@@ -6,7 +6,6 @@ incarnation that holds them, and only those whose steps are in no merge.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 from diloco_jax.policy.events import Effect, Grant, Persist, Span
@@ -18,6 +17,7 @@ from diloco_jax.policy.state import (
     State,
     with_island,
 )
+from diloco_jax.policy.values import replace
 
 
 def top_up(config: PolicyConfig, state: State, name: str) -> tuple[State, list[Effect]]:
@@ -47,9 +47,9 @@ def _draw(state: State, sequences: int) -> tuple[Span, State]:
         used = Span(span.start, min(span.stop, span.start + sequences))
         if used.stop < span.stop:
             rest.insert(0, Span(used.stop, span.stop))
-        return used, dataclasses.replace(state, free_spans=tuple(rest))
+        return used, replace(state, free_spans=tuple(rest))
     start = state.next_position
-    state = dataclasses.replace(state, next_position=start + sequences)
+    state = replace(state, next_position=start + sequences)
     return Span(start, start + sequences), state
 
 
@@ -74,7 +74,7 @@ def granted(state: State, name: str, span: Span) -> State:
     lease = Lease(offset=island.sequences_granted, span=span)
     return with_island(
         state,
-        dataclasses.replace(
+        replace(
             island,
             leases=(*kept, lease),
             sequences_granted=island.sequences_granted + span.stop - span.start,
@@ -91,8 +91,8 @@ def release(state: State, name: str, merged_steps: int) -> State:
         used = min(max(settled - lease.offset, 0), lease.span.stop - lease.span.start)
         if lease.span.start + used < lease.span.stop:
             spans.append(Span(lease.span.start + used, lease.span.stop))
-    state = dataclasses.replace(state, free_spans=_joined(spans))
-    island = dataclasses.replace(island, leases=(), sequences_granted=0)
+    state = replace(state, free_spans=_joined(spans))
+    island = replace(island, leases=(), sequences_granted=0)
     return with_island(state, island)
 
 

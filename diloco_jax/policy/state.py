@@ -18,6 +18,7 @@ from diloco_jax.policy.events import (
     Verdict,
     Version,
 )
+from diloco_jax.policy.values import replace
 
 FIRST_LEASE_STEPS = 64
 """Steps' worth of data granted before an island's speed is known."""
@@ -114,9 +115,7 @@ class Account:
         if tokens <= 0:
             return self
         tokens += self.lost_tokens.get(reason, 0)
-        return dataclasses.replace(
-            self, lost_tokens={**self.lost_tokens, reason: tokens}
-        )
+        return replace(self, lost_tokens={**self.lost_tokens, reason: tokens})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,19 +210,19 @@ def initial(config: PolicyConfig) -> State:
 
 def with_island(state: State, island: Island) -> State:
     """The state with one island replaced or added."""
-    return dataclasses.replace(state, islands={**state.islands, island.name: island})
+    return replace(state, islands={**state.islands, island.name: island})
 
 
 def with_fragment(state: State, fragment: Fragment) -> State:
     """The state with one fragment replaced."""
     fragments = list(state.fragments)
     fragments[fragment.index] = fragment
-    return dataclasses.replace(state, fragments=tuple(fragments))
+    return replace(state, fragments=tuple(fragments))
 
 
 def with_account(fragment: Fragment, name: str, account: Account) -> Fragment:
     """The fragment with one account replaced or added."""
-    return dataclasses.replace(fragment, accounts={**fragment.accounts, name: account})
+    return replace(fragment, accounts={**fragment.accounts, name: account})
 
 
 def averaged(average: float, value: float) -> float:

@@ -6,8 +6,6 @@ on bulk ones; it can be merged when both are here.
 
 from __future__ import annotations
 
-import dataclasses
-
 from diloco_jax.policy.events import (
     AskResend,
     DropDelta,
@@ -26,6 +24,7 @@ from diloco_jax.policy.state import (
     averaged,
     with_account,
 )
+from diloco_jax.policy.values import replace
 
 Step = tuple[Fragment, list[Effect]]
 
@@ -69,10 +68,10 @@ def known(
     take = Take(tick=held.tick)
     if asked is not None and asked.tick == held.tick:
         take = asked
-    take = dataclasses.replace(
+    take = replace(
         take, start=start, end=max(held.end, start), base=held.base, taken_at=now
     )
-    account = dataclasses.replace(account, start=start, take=take)
+    account = replace(account, start=start, take=take)
     fragment = with_account(fragment, name, account)
     if held.start < start:
         return refuse(fragment, name, "overlap")
@@ -103,15 +102,15 @@ def arrived(
                 tick=tick,
             )
         ]
-    take = dataclasses.replace(take, arrived=True)
-    fragment = with_account(fragment, name, dataclasses.replace(account, take=take))
+    take = replace(take, arrived=True)
+    fragment = with_account(fragment, name, replace(account, take=take))
     if refusal:
         return refuse(fragment, name, refusal)
     if take.refused:
         return fragment, [drop(fragment, name)]
     if take.taken_at:
         seconds = averaged(fragment.transfer_seconds, now - take.taken_at)
-        fragment = dataclasses.replace(fragment, transfer_seconds=seconds)
+        fragment = replace(fragment, transfer_seconds=seconds)
     return fragment, []
 
 
@@ -124,11 +123,9 @@ def gave_up(fragment: Fragment, name: str, tick: int, *, kept: bool) -> Fragment
         return fragment
     if not kept:
         account = account.lose(take.end - take.start, take.refused or "refused")
-        account = dataclasses.replace(account, start=take.end)
+        account = replace(account, start=take.end)
     told = Told(tick=tick, verdict="refused", reason=take.refused or "refused")
-    return with_account(
-        fragment, name, dataclasses.replace(account, take=None, told=told)
-    )
+    return with_account(fragment, name, replace(account, take=None, told=told))
 
 
 def refuse(fragment: Fragment, name: str, reason: str) -> Step:
@@ -136,8 +133,8 @@ def refuse(fragment: Fragment, name: str, reason: str) -> Step:
     account = fragment.accounts[name]
     if account.take is None or account.take.refused:
         return fragment, []
-    take = dataclasses.replace(account.take, refused=reason)
-    fragment = with_account(fragment, name, dataclasses.replace(account, take=take))
+    take = replace(account.take, refused=reason)
+    fragment = with_account(fragment, name, replace(account, take=take))
     return fragment, [
         Note(
             record={

@@ -12,7 +12,8 @@ from diloco_jax.core.fragments import Piece
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.identity import Identity
-from diloco_jax.island.link import Link, Targets
+from diloco_jax.island.inbound import Targets
+from diloco_jax.island.link import Link
 from diloco_jax.island.mailbox import Mailbox, Status
 from diloco_jax.island.receiver import Receiver
 from diloco_jax.island.sender import Sender

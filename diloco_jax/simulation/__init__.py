@@ -1,0 +1,1 @@
+"""Virtual time: the production policy, driven by an event queue."""

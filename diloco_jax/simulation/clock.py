@@ -1,0 +1,57 @@
+"""Virtual time: calls that are due, in order."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+
+class Due:
+    """A call to come; `cancel` keeps it from happening."""
+
+    __slots__ = ("at", "call")
+
+    def __init__(self, at: float, call: Callable[[], None] | None) -> None:
+        self.at, self.call = at, call
+
+    def cancel(self) -> None:
+        """It will not happen."""
+        self.call = None
+
+
+class Clock:
+    """Runs calls at their times. Those of one time go in the order in which they were
+    asked for, so a run depends on nothing but its inputs."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """Seconds."""
+        self._queue: list[tuple[float, int, Due]] = []
+        self._count = itertools.count()
+
+    def at(self, time: float, call: Callable[[], None]) -> Due:
+        """Calls at `time`, which must not have passed."""
+        assert time >= self.now, f"{time} has passed: it is {self.now}"
+        due = Due(time, call)
+        heapq.heappush(self._queue, (time, next(self._count), due))
+        return due
+
+    def after(self, seconds: float, call: Callable[[], None]) -> Due:
+        """Calls in so many seconds."""
+        return self.at(self.now + seconds, call)
+
+    def run(
+        self, until: float = float("inf"), done: Callable[[], bool] | None = None
+    ) -> None:
+        """Goes on until nothing is due by `until`, or `done`, asked after each call."""
+        while self._queue and self._queue[0][0] <= until:
+            time, _, due = heapq.heappop(self._queue)
+            if due.call is None:
+                continue
+            self.now = time
+            due.call()
+            if done is not None and done():
+                return
+        if until != float("inf"):
+            self.now = max(self.now, until)

@@ -1,0 +1,157 @@
+"""How interruptions, reconfigurations and returning slices eat an island's chip time.
+
+An island is made of equal slices. Interruptions are Poisson, at the rate of its working
+chips over the mean time between interruptions (MTBI) of one chip; stopped chips are not
+interrupted. An interruption stops the island for `down_seconds`; it goes on with one
+slice less. The slice is back `return_seconds` after the interruption, and is taken in
+by a stop of `up_seconds`, or by any other stop that ends later. A step that a stop
+falls into goes on after it: what a real island does again is part of the stop. An
+island that loses its last slice has nothing left to reconfigure: it is lost, and back
+with the slice.
+
+One event per stop, so a day of a million chips is some thousand events.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from diloco_jax.config import ConfigError
+
+SECONDS_PER_YEAR = 365.25 * 24 * 3600
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FailureModel:
+    """The defaults give the published goodput (see docs/results/goodput.md)."""
+
+    mtbi_years: float = 1.0
+    """Mean time between interruptions of one chip; inf = never."""
+    slice_chips: int = 4096
+    """Chips that go away together. An island has the nearest whole number of slices."""
+    down_seconds: float = 12.0
+    """Stop of an island that goes on with one slice less."""
+    up_seconds: float = 12.0
+    """Stop of an island that takes slices in again."""
+    return_seconds: float = 120.0
+    """From an interruption until its slice can be taken in again."""
+    restart_seconds: float = 85.0
+    """Stop of everything where there is no elasticity."""
+
+    def validate(self) -> None:
+        """Raises ConfigError naming field, value and remedy."""
+        if not self.mtbi_years > 0:
+            raise ConfigError(
+                f"mtbi_years = {self.mtbi_years}; it must be above 0 (inf = never)"
+            )
+        if self.slice_chips < 1:
+            raise ConfigError(
+                f"slice_chips = {self.slice_chips}; it must be at least 1"
+            )
+        for name in (
+            "down_seconds",
+            "up_seconds",
+            "return_seconds",
+            "restart_seconds",
+        ):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name} = {value}; it must be finite and >= 0")
+
+    @property
+    def interruptions_per_chip_second(self) -> float:
+        """Rate of interruptions of one working chip."""
+        return 1 / (self.mtbi_years * SECONDS_PER_YEAR)
+
+    def slices(self, chips: float) -> int:
+        """Slices of an island with that many chips."""
+        return max(1, round(chips / self.slice_chips))
+
+
+class Segment(NamedTuple):
+    """An interval in which `share` of an island's chips work. lost: none is left."""
+
+    start: float
+    stop: float
+    share: float
+    lost: bool = False
+
+
+def segments(
+    chips: float, model: FailureModel, rng: np.random.Generator
+) -> Iterator[Segment]:
+    """The life of an island from second 0 on, without gaps and without end; the last
+    segment of an island that nothing interrupts any more ends at infinity."""
+    slices = model.slices(chips)
+    rate = model.interruptions_per_chip_second * chips / slices
+    working, now = slices, 0.0
+    returns: collections.deque[float] = collections.deque()
+    while True:
+        fails = back = math.inf
+        if working and rate:
+            # Memoryless: a return in between may draw it anew.
+            fails = now + rng.exponential(1 / (rate * working))
+        if returns:
+            back = returns[0]
+        if (event := min(fails, back)) > now:
+            yield Segment(now, event, working / slices, lost=not working)
+        if event == math.inf:
+            return
+        if fails < back:
+            working -= 1
+            returns.append(fails + model.return_seconds)
+            now = event + model.down_seconds
+        else:
+            # A slice may be back the moment that a stop ends.
+            now = max(event, now) + model.up_seconds
+        if now > event:
+            yield Segment(event, now, 0.0, lost=not working)
+        while returns and returns[0] <= now:
+            returns.popleft()
+            working += 1
+
+
+class Capacity:
+    """An island's chip time, used up step by step, forward in time."""
+
+    def __init__(self, life: Iterator[Segment]) -> None:
+        self._life = life
+        self._segment = next(life)
+        self.active: list[tuple[float, float]] = []
+        """Intervals in which steps were done, in order, joined where they touch."""
+
+    def use(self, start: float, work_seconds: float) -> tuple[float, bool]:
+        """Does a step that takes `work_seconds` on all chips from `start` on. Returns
+        when it is done and True, or when the island is lost before that and False."""
+        now = start
+        while not (segment := self._at(now)).lost:
+            if segment.share:
+                done = now + work_seconds / segment.share
+                self._note(now, min(done, segment.stop))
+                if done <= segment.stop:
+                    return done, True
+                work_seconds -= (segment.stop - now) * segment.share
+            now = segment.stop
+        return now, False
+
+    def back_at(self, time: float) -> float:
+        """The first moment from `time` on at which chips work."""
+        while not (segment := self._at(time)).share:
+            time = segment.stop
+        return time
+
+    def _at(self, time: float) -> Segment:
+        while time >= self._segment.stop:
+            self._segment = next(self._life)
+        return self._segment
+
+    def _note(self, start: float, stop: float) -> None:
+        if self.active and self.active[-1][1] == start:
+            start = self.active.pop()[0]
+        self.active.append((start, stop))

@@ -1,0 +1,381 @@
+"""One incarnation of an island in virtual time.
+
+Everything an island decides is done by the runtime's own parts: `Mailbox`, `Inbound`,
+`Boundary` with its `Books`, `Pace`. What is different: steps take the seconds they are
+said to take, and connections are `Line`s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from diloco_jax.config import RunConfig
+from diloco_jax.coordinator.inbox import DeltaKey
+from diloco_jax.data.positions import LeasedPositions
+from diloco_jax.island.books import Books
+from diloco_jax.island.boundary import Arrays, Boundary
+from diloco_jax.island.inbound import Inbound, Targets
+from diloco_jax.island.mailbox import Arrival, Mailbox, Status
+from diloco_jax.island.pace import Pace
+from diloco_jax.policy.events import (
+    Goodbye,
+    Hello,
+    Phase,
+    Refuse,
+    Report,
+    Version,
+)
+from diloco_jax.simulation.clock import Clock, Due
+from diloco_jax.simulation.coordinator import VirtualCoordinator
+from diloco_jax.simulation.line import Line
+from diloco_jax.simulation.merging import Fetched
+from diloco_jax.wire.messages import FromCoordinator, Welcome
+
+
+class Body(Arrays, Protocol):
+    """An island's model copy, and how it is stepped; or nothing (`NoBody`)."""
+
+    def begin(self, fetched: Mapping[int, Fetched]) -> None:
+        """Joins with these anchors, in full, by fragment."""
+
+    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
+        """A later version, ready to be adopted."""
+
+    def train(self, positions: np.ndarray, learning_rate: float) -> None:
+        """One inner step on the sequences at these positions of the data."""
+
+
+class NoBody:
+    """A body without arrays."""
+
+    def begin(self, fetched: Mapping[int, Fetched]) -> None:
+        """See Body."""
+
+    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
+        """See Body."""
+        return Arrival(fragment=fragment, version=fetched.version)
+
+    def train(self, positions: np.ndarray, learning_rate: float) -> None:
+        """See Body."""
+
+    def take(self, fragment: int) -> None:
+        """See Arrays."""
+
+    def adopt(self, arrival: Arrival) -> None:
+        """See Arrays."""
+
+    def settle(self, fragment: int) -> None:
+        """See Arrays."""
+
+    def reopen(self, fragment: int) -> None:
+        """See Arrays."""
+
+    def drop(self, fragment: int) -> None:
+        """See Arrays."""
+
+    def reset(self, fragment: int) -> None:
+        """See Arrays."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IslandSpec:
+    """What an island is, over all its incarnations."""
+
+    name: str
+    batch_size: int
+    step_seconds: Callable[[int], float]
+    """Of step k of the incarnation (from 0); asked once for each, as it begins."""
+    join_seconds: float = 0.0
+    """From its welcome to its first step: compiling, fetching apart."""
+    bytes_up: tuple[int, ...] = ()
+    """Of an encoded delta, by fragment."""
+
+
+class VirtualIsland:
+    """One incarnation; `connect` begins it. `ended` tells why it stopped, if it did.
+
+    report_s: it says at least this often that it lives.
+    """
+
+    def __init__(
+        self,
+        spec: IslandSpec,
+        incarnation: int,
+        run: RunConfig,
+        clock: Clock,
+        body: Body,
+        report_s: float,
+    ) -> None:
+        self.spec, self.incarnation = spec, incarnation
+        self.name = spec.name
+        self.session = f"{spec.name}.{incarnation}"
+        self.steps = 0
+        self.ended: str | None = None
+        self.line: Line | None = None
+        self.mailbox = Mailbox()
+        self.positions = LeasedPositions()
+        self.boundary: Boundary | None = None
+        """Once it is in."""
+        self._phase: Phase = "joining"
+        self._run, self._clock, self._body = run, clock, body
+        self._report_s = report_s
+        self._tokens_per_step = spec.batch_size * run.sequence_length
+        self._pace = Pace(run, self._tokens_per_step)
+        self._inbound = Inbound(
+            self.mailbox,
+            self.positions,
+            Targets(want=self._want, resend=self._resend),
+        )
+        self._coordinator: VirtualCoordinator | None = None
+        self._wanted: dict[int, Version] = {}
+        self._have: dict[int, Version] = {}
+        self._fetching: set[int] = set()
+        self._joined: dict[int, Fetched] = {}
+        self._arrivals: list[Arrival] = []
+        """Fetched, and waiting for room in the mailbox."""
+        self._outgoing: dict[tuple[int, int], Any] = {}
+        self._sent_through = 0
+        self._said: tuple[Phase, int] | None = None
+        self._said_at = clock.now
+        self._last_step_seconds = 0.0
+        self._stepping: Due | None = None
+        clock.after(report_s, self._beat)
+
+    # ---- its life ---------------------------------------------------------------
+
+    def connect(self, coordinator: VirtualCoordinator, line: Line) -> None:
+        """Says hello on a new connection, for the first time or again."""
+        self._coordinator, self.line = coordinator, line
+        self._sent_through = 0
+        self._fetching = set()
+        run, status = self._run, self.mailbox.status()
+        hello = Hello(
+            island=self.name,
+            incarnation=self.incarnation,
+            session=self.session,
+            run_id=coordinator.config.run_id,
+            fingerprint=coordinator.config.fingerprint,
+            tokens_per_step=self.spec.batch_size * run.sequence_length,
+            sequences_per_step=self.spec.batch_size,
+            steps=self.steps,
+            step_seconds=self._last_step_seconds,
+            phase=self._phase,
+            outstanding=status.outstanding,
+            sequences_granted=self.positions.granted,
+        )
+        line.send(lambda: coordinator.hello(hello, self))
+
+    def disconnect(self) -> None:
+        """Its connection is gone; it trains on."""
+        if self.line is not None:
+            self.line.cut()
+        self.line = None
+
+    def die(self, reason: str = "died") -> None:
+        """It ends, and says nothing."""
+        self.ended = self.ended or reason
+        self.disconnect()
+        if self._stepping is not None:
+            self._stepping.cancel()
+
+    def leave(self, reason: str) -> None:
+        """It reports, says goodbye, and ends."""
+        line, coordinator = self.line, self._coordinator
+        self._report()
+        if line is not None and coordinator is not None:
+            goodbye = Goodbye(island=self.name, session=self.session, reason=reason)
+            line.send(lambda: coordinator.step(goodbye))
+        self.ended = reason
+        if self._stepping is not None:
+            self._stepping.cancel()
+
+    # ---- its end of the connection ----------------------------------------------
+
+    def receive(self, message: FromCoordinator) -> None:
+        """See coordinator.Peer."""
+        if self.line is not None:
+            self.line.send(lambda: self._received(message))
+
+    def refused(self, refusal: Refuse) -> None:
+        """See coordinator.Peer."""
+        if self.line is not None:
+            self.line.send(lambda: self.die(f"refused: {refusal.message}"))
+
+    def _received(self, message: FromCoordinator) -> None:
+        if self.ended is not None:
+            return
+        if isinstance(message, Welcome):
+            if self._phase == "joining":
+                self._phase = "compiling"
+                self._clock.after(self.spec.join_seconds, self._compiled)
+                self._post()
+            for fragment, version in enumerate(message.versions):
+                self._want(fragment, version)
+            self._report(alive=True)
+            return
+        self._inbound.dispatch(message)
+        if self._stepping is None:
+            self._at_boundary()
+
+    def _want(self, fragment: int, version: Version) -> None:
+        wanted = self._wanted.get(fragment, version)
+        self._wanted[fragment] = max(wanted, version)
+        self._fetch(fragment)
+
+    def _fetch(self, fragment: int) -> None:
+        # A join takes every fragment in full.
+        have = self._have.get(fragment) if self.boundary is not None else None
+        line, coordinator = self.line, self._coordinator
+        behind = have is None or have < self._wanted[fragment]
+        if not behind or fragment in self._fetching or line is None:
+            return
+        assert coordinator is not None
+        self._fetching.add(fragment)
+        fetched = coordinator.fetch(fragment, have)
+        line.download(fetched.nbytes, lambda: self._fetched(fragment, fetched))
+
+    def _fetched(self, fragment: int, fetched: Fetched) -> None:
+        if self.ended is not None:
+            return
+        if self.boundary is None:
+            self._fetching.discard(fragment)
+            self._joined[fragment] = fetched
+            self._begin_if_ready()
+            return
+        self._have[fragment] = fetched.version
+        self._arrivals.append(self._body.arrival(fragment, fetched))
+        self._deliver()
+        if self._stepping is None:
+            self._at_boundary()
+
+    def _deliver(self) -> None:
+        """Hands over what there is room for, and fetches what came after it."""
+        waiting, self._arrivals = self._arrivals, []
+        for arrival in waiting:
+            if self.mailbox.deliver(arrival, 0.0):
+                self._fetching.discard(arrival.fragment)
+                self._fetch(arrival.fragment)
+            else:
+                self._arrivals.append(arrival)
+
+    def put(self, fragment: int, tick: int, encoded: Any) -> None:
+        """See boundary.Outgoing."""
+        self._outgoing[fragment, tick] = encoded
+        self._resend(fragment, tick)
+
+    def forget(self, fragment: int, tick: int) -> None:
+        """See boundary.Outgoing."""
+        self._outgoing.pop((fragment, tick), None)
+
+    def _resend(self, fragment: int, tick: int) -> None:
+        if (fragment, tick) not in self._outgoing or self.line is None:
+            return
+        coordinator = self._coordinator
+        assert coordinator is not None
+        key = DeltaKey(self.name, self.incarnation, fragment, tick)
+        encoded = self._outgoing[fragment, tick]
+        nbytes = self.spec.bytes_up[fragment] if self.spec.bytes_up else 0
+        self.line.upload(nbytes, lambda: coordinator.arrived(key, encoded))
+
+    # ---- its loop ---------------------------------------------------------------
+
+    def _compiled(self) -> None:
+        if self.ended is None:
+            self._phase = "training"
+            self._begin_if_ready()
+
+    def _begin_if_ready(self) -> None:
+        """The join is done once it has compiled and has every fragment."""
+        fragments = len(self._wanted)
+        if self._phase != "training" or not fragments or self.boundary is not None:
+            return
+        if len(self._joined) < fragments or self._fetching:
+            return
+        self._body.begin(self._joined)
+        versions = [self._joined[f].version for f in range(fragments)]
+        self._have = {f: fetched.version for f, fetched in self._joined.items()}
+        self._joined = {}
+        rule = self._run.sync.adopt
+        self.boundary = Boundary(Books(versions, rule), self._body, self, rule)
+        self._at_boundary()
+        for fragment in range(fragments):
+            self._fetch(fragment)
+
+    def _at_boundary(self) -> None:
+        if self.boundary is None or self.ended is not None:
+            return
+        done = self._pace.share_done(self.steps, self.boundary.others_tokens)
+        stepping = not self.mailbox.stop_asked and done < 1
+        self._phase = "training" if stepping else "stopped"
+        self._post()
+        self.boundary.act(self.mailbox.collect(), self.steps)
+        self._deliver()
+        self._post()
+        self._report()
+        if self.mailbox.finished:
+            self.ended = "finished"
+        elif stepping:
+            self._step()
+
+    def _step(self) -> None:
+        positions = self.positions.draw(self.spec.batch_size)
+        if positions is None:
+            return
+        assert self.boundary is not None
+        others = self.boundary.others_tokens
+        self._body.train(positions, self._pace.learning_rate(self.steps, others))
+        seconds = self.spec.step_seconds(self.steps)
+        self._last_step_seconds = seconds
+        self._stepping = self._clock.after(seconds, self._stepped)
+
+    def _stepped(self) -> None:
+        self._stepping = None
+        self.steps += 1
+        self._at_boundary()
+
+    # ---- reports ----------------------------------------------------------------
+
+    def _post(self) -> None:
+        if self.boundary is None:
+            self.mailbox.post(Status(phase=self._phase))
+            return
+        books = self.boundary.books
+        status = Status(
+            phase=self._phase, steps=self.steps, outstanding=books.outstanding()
+        )
+        self.mailbox.post(status, books.drain())
+
+    def _report(self, *, alive: bool = False) -> None:
+        """Says what is new; `alive`: even if nothing is."""
+        line, coordinator = self.line, self._coordinator
+        if self.ended is not None or line is None or coordinator is None:
+            return
+        status, records = self.mailbox.report(self._sent_through)
+        if not records and (status.phase, status.steps) == self._said and not alive:
+            return
+        if records:
+            self._sent_through = records[-1].seq
+        self._said, self._said_at = (status.phase, status.steps), self._clock.now
+        report = Report(
+            island=self.name,
+            session=self.session,
+            phase=status.phase,
+            steps=status.steps,
+            step_seconds=self._last_step_seconds,
+            records=records,
+        )
+        line.send(lambda: coordinator.step(report))
+
+    def _beat(self) -> None:
+        """Rings less often than it could: it is set anew only when it has rung."""
+        if self.ended is not None:
+            return
+        due = self._said_at + self._report_s
+        if self._clock.now >= due:
+            self._report(alive=True)
+            due = self._clock.now + self._report_s
+        self._clock.at(due, self._beat)

@@ -1,0 +1,68 @@
+"""What stands behind merges and fetches in virtual time: arrays, or nothing."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from diloco_jax.coordinator.inbox import DeltaKey
+from diloco_jax.policy.events import Merge, Version
+
+
+class Fetched(NamedTuple):
+    """A fragment on its way to an island."""
+
+    version: Version
+    nbytes: int
+    data: Any
+    """What `body.Body.arrival` makes arrays of."""
+
+
+class Merging(Protocol):
+    """The coordinator's arrays."""
+
+    def put(self, key: DeltaKey, encoded: Any) -> str:
+        """Keeps a delta that arrived; returns why it is unfit, or ""."""
+
+    def drop(self, key: DeltaKey) -> None:
+        """The delta is not needed any more; unknown ones are ignored."""
+
+    def compute(self, merge: Merge) -> str:
+        """Computes a merge and keeps it; returns its digest."""
+
+    def commit(self, fragment: int, version: Version) -> None:
+        """Makes the computed merge the current version."""
+
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> Fetched:
+        """What leads from `have` to `want`, or the newest version in full."""
+
+
+class NoArrays:
+    """Merges without arrays; only versions and bytes.
+
+    bytes_up, bytes_down: of an encoded delta and publish, by fragment.
+    bytes_full: of an anchor in full, by fragment.
+    """
+
+    def __init__(self, bytes_down: tuple[int, ...], bytes_full: tuple[int, ...]):
+        self._bytes_down, self._bytes_full = bytes_down, bytes_full
+
+    def put(self, key: DeltaKey, encoded: Any) -> str:
+        """See Merging."""
+        return ""
+
+    def drop(self, key: DeltaKey) -> None:
+        """See Merging."""
+
+    def compute(self, merge: Merge) -> str:
+        """See Merging."""
+        return ""
+
+    def commit(self, fragment: int, version: Version) -> None:
+        """See Merging."""
+
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> Fetched:
+        """See Merging."""
+        if have is None or have.term != want.term:
+            return Fetched(want, self._bytes_full[fragment], None)
+        behind = want.number - have.number
+        return Fetched(want, behind * self._bytes_down[fragment], None)

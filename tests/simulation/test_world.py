@@ -1,0 +1,121 @@
+"""Islands in virtual time: they join, train, are merged, die and come back."""
+
+import pytest
+
+from diloco_jax.config import Placement, RunConfig, SyncConfig
+from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.policy import ledger
+from diloco_jax.simulation.island import IslandSpec
+from diloco_jax.simulation.line import Line, LineSpeed
+from diloco_jax.simulation.merging import NoArrays
+from diloco_jax.simulation.world import World
+
+BATCH, LENGTH = 8, 128
+PER_STEP = BATCH * LENGTH
+
+
+def make_world(total_tokens: int, **sync) -> World:
+    settings = {"steps_per_cycle": 4, "fragments": 2, "grace": 0.0, **sync}
+    run = RunConfig(
+        sequence_length=LENGTH,
+        total_tokens=total_tokens,
+        sync=SyncConfig(**settings),
+    )
+    config = policy_config(run, Placement(), "run", (30, 10))
+    merging = NoArrays((100, 100), (400, 400))
+    speed = LineSpeed(latency_s=0.05, up_bytes_per_s=1000, down_bytes_per_s=1000)
+    return World(run, config, merging, report_s=6.0, line_speed=speed)
+
+
+def spec(name: str, step_seconds: float = 1.0) -> IslandSpec:
+    return IslandSpec(
+        name=name,
+        batch_size=BATCH,
+        step_seconds=lambda step: step_seconds,
+        join_seconds=2.0,
+        bytes_up=(100, 100),
+    )
+
+
+def totals(world: World) -> ledger.Totals:
+    coordinator = world.coordinator
+    assert ledger.check(coordinator.config, coordinator.state) == []
+    return ledger.run_totals(coordinator.config, coordinator.state)
+
+
+def test_a_run_ends_with_every_token_merged() -> None:
+    world = make_world(100 * PER_STEP)
+    world.start(spec("a"))
+    world.start(spec("b", 2.0))
+    world.run(1000)
+    assert world.coordinator.finished
+    end = totals(world)
+    assert end.computed == end.merged >= 100 * PER_STEP
+    # Two steps of "a" come on one of "b".
+    a, b = world.islands["a"].steps, world.islands["b"].steps
+    assert a == pytest.approx(2 * b, abs=3)
+
+
+def test_a_step_takes_its_seconds_and_never_waits_for_the_network() -> None:
+    world = make_world(10**9)
+    world.start(spec("a"))
+    world.run(102.0)
+    # Hello, welcome and fetch take 0.2 s + 0.8 s, of which the compilation hides one.
+    assert world.islands["a"].steps in (98, 99)
+
+
+def test_a_kill_costs_unmerged_steps_and_the_island_comes_back() -> None:
+    world = make_world(200 * PER_STEP)
+    world.start(spec("a"))
+    world.start(spec("b"))
+    world.clock.at(50.5, lambda: world.kill("b"))
+    world.clock.at(60.0, lambda: world.start(spec("b")))
+    world.run(1000)
+    assert world.coordinator.finished
+    end = totals(world)
+    assert end.computed == end.merged + sum(end.lost.values())
+    # Its open steps: at most those of a cycle and of the overlap, in every fragment.
+    assert 0 < end.lost["died"] <= 6 * PER_STEP
+    assert world.islands["b"].incarnation == 2
+    # Both lives count: the first one had some 47 steps.
+    account = world.coordinator.state.fragments[0].accounts["b"]
+    assert account.merged_tokens > 60 * PER_STEP
+
+
+def test_the_same_inputs_give_the_same_run() -> None:
+    def history() -> list[object]:
+        seen: list[object] = []
+        world = make_world(60 * PER_STEP, grace=0.8)
+        coordinator = world.coordinator
+        coordinator.record = lambda record, durable: seen.append(
+            (coordinator.clock.now, record, durable)
+        )
+        world.start(spec("a", 1.0))
+        world.start(spec("b", 1.7))
+        world.run(1000)
+        return seen
+
+    first = history()
+    assert first == history()
+    assert len(first) > 100
+
+
+def test_an_island_that_lost_its_line_trains_on_and_is_merged_after() -> None:
+    world = make_world(200 * PER_STEP)
+    world.start(spec("a"))
+    island = world.start(spec("b"))
+
+    def cut() -> None:
+        island.disconnect()
+        world.coordinator.disconnected("b", island)
+
+    def again() -> None:
+        island.connect(world.coordinator, Line(world.clock, LineSpeed()))
+
+    world.clock.at(40.5, cut)
+    world.clock.at(70.5, again)
+    world.run(1000)
+    assert world.coordinator.finished
+    assert island.incarnation == 1
+    end = totals(world)
+    assert end.merged == end.computed
