@@ -19,24 +19,10 @@ class LeasedPositions:
         """Sequences drawn so far."""
         self._spans: collections.deque[Span] = collections.deque()
 
-    def grant(self, offset: int, span: Span) -> None:
-        """Adds positions [start, stop) after the first `offset` granted ones.
-
-        What is known already is skipped, so a grant may be repeated.
-
-        Raises:
-          ValueError: a gap: grants before this one are missing.
-        """
-        if offset > self.granted:
-            raise ValueError(
-                f"data was granted from sequence {offset} on, but only "
-                f"{self.granted} are here; a grant is missing, ask again from "
-                f"{self.granted}"
-            )
-        start = span.start + self.granted - offset
-        if start < span.stop:
-            self._spans.append(Span(start, span.stop))
-            self.granted += span.stop - start
+    def grant(self, span: Span) -> None:
+        """Adds positions [start, stop) after those granted before."""
+        self._spans.append(span)
+        self.granted += span.stop - span.start
 
     def draw(self, count: int) -> np.ndarray | None:
         """The next int64 [count] positions, or None if fewer are leased."""

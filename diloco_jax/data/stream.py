@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import threading
-import time
 
 import numpy as np
 
@@ -29,7 +28,7 @@ class LeasedStream:
     def __init__(self, windows: Windows, sequences_per_step: int):
         self._windows = windows
         self._per_step = sequences_per_step
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._positions = LeasedPositions()
         self._ready: collections.deque[concurrent.futures.Future[np.ndarray]] = (
             collections.deque()
@@ -41,49 +40,55 @@ class LeasedStream:
     @property
     def granted(self) -> int:
         """Sequences leased to this incarnation so far."""
-        with self._changed:
+        with self._lock:
             return self._positions.granted
 
     @property
     def consumed(self) -> int:
         """Sequences handed out by `next_batch` so far."""
-        with self._changed:
+        with self._lock:
             return self._consumed
 
-    def grant(self, offset: int, span: Span) -> None:
-        """See `LeasedPositions.grant`."""
-        with self._changed:
-            self._positions.grant(offset, span)
+    def grant(self, span: Span) -> None:
+        """Adds positions [start, stop) after those granted before."""
+        with self._lock:
+            self._positions.grant(span)
             self._prepare()
-            self._changed.notify_all()
 
-    def next_batch(self, timeout_s: float) -> np.ndarray | None:
-        """int32 [B, T + 1]; None if the leases do not fill one within the timeout, or
-        the stream is closed."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._closed, timeout_s)
-            if self._closed or not self._ready:
-                return None
-            first = self._ready[0]
-        remaining = max(0.0, deadline - time.monotonic())
-        try:
-            batch = first.result(remaining)
-        except concurrent.futures.TimeoutError:
-            return None
-        with self._changed:
-            if self._closed:
-                return None
-            self._ready.popleft()
+    @property
+    def ready(self) -> bool:
+        """Whether the leases fill another batch."""
+        with self._lock:
+            return bool(self._ready)
+
+    def next_batch(self, timeout_s: float) -> np.ndarray:
+        """int32 [B, T + 1]; waits until it is read.
+
+        Raises:
+          ValueError: the leases do not fill it (see `ready`).
+          TimeoutError: it cannot be read within the timeout.
+        """
+        with self._lock:
+            if not self._ready:
+                raise ValueError(
+                    f"{self._positions.granted - self._positions.drawn} sequences are "
+                    f"leased, a step takes {self._per_step}; wait for a grant"
+                )
+            first = self._ready.popleft()
             self._consumed += self._per_step
             self._prepare()
-        return batch
+        try:
+            return first.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            raise TimeoutError(
+                f"a batch of {self._per_step} sequences was not read within "
+                f"{timeout_s:g} s; is the corpus on a slow disk?"
+            ) from None
 
     def close(self) -> None:
-        """Ends the worker; whoever waits in `next_batch` gets None."""
-        with self._changed:
+        """Ends the worker."""
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def _prepare(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from diloco_jax.config import AdoptRule
 from diloco_jax.island.books import Books
 from diloco_jax.island.mailbox import Arrival, Inbox
+from diloco_jax.policy.events import Span
 from diloco_jax.wire.messages import TakeVerdict
 
 logger = logging.getLogger(__name__)
@@ -50,16 +51,28 @@ class Outgoing(Protocol):
         """The verdict on a take is final."""
 
 
+class Data(Protocol):
+    """`data.stream.LeasedStream`, or `data.positions.LeasedPositions`."""
+
+    def grant(self, span: Span) -> None:
+        """Adds positions after those granted before."""
+
+
 class Boundary:
     """Acts on what came in, for one incarnation."""
 
     def __init__(
-        self, books: Books, arrays: Arrays, outgoing: Outgoing, rule: AdoptRule
+        self,
+        books: Books,
+        arrays: Arrays,
+        data: Data,
+        outgoing: Outgoing,
+        rule: AdoptRule,
     ) -> None:
         self.books = books
         self.others_tokens = 0
         """Of the other islands, as of the last boundary."""
-        self._arrays, self._outgoing = arrays, outgoing
+        self._arrays, self._data, self._outgoing = arrays, data, outgoing
         self._adopts_first = rule == "rebase"
         self._late_takes: dict[int, int] = {}
 
@@ -67,6 +80,7 @@ class Boundary:
         """Everything in `inbox`, at the boundary before `step`."""
         for span in inbox.grants:
             self.books.granted(span, step)
+            self._data.grant(span)
         if inbox.others_tokens != self.others_tokens:
             self.others_tokens = inbox.others_tokens
             self.books.progress(self.others_tokens, step)

@@ -25,6 +25,10 @@ class Decisions(Protocol):
         """What to do at the boundary before `step`; `stepping`: steps will follow."""
         ...
 
+    def wait(self, timeout_s: float) -> None:
+        """Returns when something may have come in since `at`, or in time."""
+        ...
+
 
 class LiveDecisions:
     """Whatever came in by now. Never waits."""
@@ -35,6 +39,10 @@ class LiveDecisions:
     def at(self, step: int, *, stepping: bool) -> Inbox:
         """See Decisions."""
         return self._mailbox.collect()
+
+    def wait(self, timeout_s: float) -> None:
+        """See Decisions."""
+        self._mailbox.wait(timeout_s)
 
 
 class ScriptedDecisions:
@@ -97,6 +105,10 @@ class ScriptedDecisions:
             # Without overlap a take is answered at the boundary at which it is made.
             again=stepping and bool(takes) and self._overlap_steps == 0,
         )
+
+    def wait(self, timeout_s: float) -> None:
+        """See Decisions."""
+        self._mailbox.wait(timeout_s)
 
     def _keep(self, inbox: Inbox) -> None:
         for fragment, tick in inbox.takes.items():

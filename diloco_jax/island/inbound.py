@@ -1,10 +1,9 @@
-"""What the coordinator says, put where it belongs: mailbox, data, bulk work."""
+"""What the coordinator says, put where it belongs: mailbox and bulk work."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
 
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.policy.events import Span, Version
@@ -21,17 +20,6 @@ from diloco_jax.wire.messages import (
 )
 
 
-class Data(Protocol):
-    """What is needed of `data.stream.LeasedStream` or `data.positions`."""
-
-    @property
-    def granted(self) -> int:
-        """Sequences granted so far."""
-
-    def grant(self, offset: int, span: Span) -> None:
-        """Adds positions; ignores those that it has."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Targets:
     """Where bulk work goes: methods of the receiver and the sender."""
@@ -43,8 +31,10 @@ class Targets:
 class Inbound:
     """Dispatches the messages to one incarnation; on one thread at a time."""
 
-    def __init__(self, mailbox: Mailbox, data: Data, targets: Targets) -> None:
-        self._mailbox, self._data, self._targets = mailbox, data, targets
+    def __init__(self, mailbox: Mailbox, targets: Targets) -> None:
+        self.granted = 0
+        """Sequences granted so far."""
+        self._mailbox, self._targets = mailbox, targets
         self._own_tokens_before: int | None = None
 
     def dispatch(self, message: FromCoordinator) -> None:
@@ -72,10 +62,7 @@ class Inbound:
                 mailbox.judge(message)
                 self._targets.want(message.fragment, message.version)
             case Granted():
-                before = self._data.granted
-                self._data.grant(message.offset, message.span)
-                if self._data.granted > before:
-                    mailbox.grant(message.span)
+                self._grant(message.offset, message.span)
             case Progress():
                 # The first one answers a report without steps: it counts the tokens
                 # of this island's earlier incarnations, which are others' from here.
@@ -87,3 +74,19 @@ class Inbound:
                 mailbox.stop()
             case Finished():
                 mailbox.finish()
+
+    def _grant(self, offset: int, span: Span) -> None:
+        """What is known already is skipped: a grant may be repeated.
+
+        Raises ValueError if grants before this one are missing.
+        """
+        if offset > self.granted:
+            raise ValueError(
+                f"data was granted from sequence {offset} on, but only "
+                f"{self.granted} are here; a grant is missing, ask again from "
+                f"{self.granted}"
+            )
+        fresh = Span(span.start + self.granted - offset, span.stop)
+        if fresh.start < fresh.stop:
+            self.granted += fresh.stop - fresh.start
+            self._mailbox.grant(fresh)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.inbound import Data, Inbound, Targets
+from diloco_jax.island.inbound import Inbound, Targets
 from diloco_jax.island.mailbox import (
     EXIT_FAILED,
     EXIT_REFUSED,
@@ -56,13 +56,11 @@ class Link:
         client: Connects,
         make_hello: Callable[[Status, int], Hello],
         mailbox: Mailbox,
-        data: Data,
         deadlines: Deadlines,
     ) -> None:
         self._client = client
         self._make_hello = make_hello
         self._mailbox = mailbox
-        self._data = data
         self._deadlines = deadlines
         self.run_id = ""
         """Of the run that this island is in; known from the first Welcome on."""
@@ -96,7 +94,7 @@ class Link:
     def start(self, targets: Targets) -> None:
         """Starts receiving and reporting."""
         self._targets = targets
-        self._inbound = Inbound(self._mailbox, self._data, targets)
+        self._inbound = Inbound(self._mailbox, targets)
         for thread in self._threads:
             thread.start()
 
@@ -155,7 +153,8 @@ class Link:
             pause_s = min(2 * pause_s, self._deadlines.retry_max_s)
 
     def _try_to_connect(self) -> Welcome | WireError:
-        hello = self._make_hello(self._mailbox.status(), self._data.granted)
+        granted = self._inbound.granted if self._inbound is not None else 0
+        hello = self._make_hello(self._mailbox.status(), granted)
         try:
             stream = self._client.open_control(hello)
         except Refused:

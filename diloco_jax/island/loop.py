@@ -24,6 +24,7 @@ from diloco_jax.island.mailbox import (
     EXIT_DONE,
     EXIT_FAILED,
     Ending,
+    Inbox,
     Mailbox,
     Status,
 )
@@ -36,7 +37,7 @@ from diloco_jax.policy.events import Phase
 logger = logging.getLogger(__name__)
 
 DATA_POLL_S = 0.05
-"""Longest wait for a batch before the loop looks at its mailbox again."""
+"""Longest wait for data before the loop looks at its mailbox again."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -62,29 +63,27 @@ class Loop:
         self._step_seconds = island.step_seconds
         self._pace = Pace(run, island.batch_size * run.sequence_length)
         self._step = 0
+        self._seen = Inbox()
+        """What came in last."""
         self._last_metrics: Metrics | None = None
         self._waiting_since: float | None = None
 
     def run(self) -> Ending:
         """Trains until the run is over, or something ends this incarnation."""
         while True:
-            stepping = self._may_step()
-            self._at_boundary(stepping)
-            if self.mailbox.ending is not None:
-                return self.mailbox.ending
-            if self.mailbox.finished:
+            stepping = self._at_boundary()
+            if self._seen.ending is not None:
+                return self._seen.ending
+            if self._seen.finished:
                 return Ending(EXIT_DONE, "finished")
             if not stepping:
                 overdue = self._wait_for_end()
-            elif (batch := self.data.next_batch(DATA_POLL_S)) is None:
-                overdue = self._overdue(
-                    3 * self.config.placement.outage_budget_s,
-                    "no data was granted",
-                )
+            elif not self.data.ready:
+                overdue = self._wait_for_data()
             else:
                 self._waiting_since = overdue = None
                 self._validate()
-                self._train_step(batch)
+                self._train_step(self.data.next_batch(self._deadlines.budget_s))
             if overdue is not None:
                 return overdue
 
@@ -120,15 +119,18 @@ class Loop:
 
     # ---- a boundary -------------------------------------------------------------
 
-    def _at_boundary(self, stepping: bool) -> None:
-        phase: Phase = "training" if stepping else "stopped"
+    def _at_boundary(self) -> bool:
+        """Acts on what came in; returns whether a step follows."""
         again = True
         while again:
-            self._post(phase)
-            inbox = self.decisions.at(self._step, stepping=stepping)
-            self.boundary.act(inbox, self._step)
-            again = inbox.again
-        self._post(phase)
+            stepping = self._may_step()
+            self._post("training" if stepping else "stopped")
+            self._seen = self.decisions.at(self._step, stepping=stepping)
+            self.boundary.act(self._seen, self._step)
+            again = self._seen.again
+        stepping = self._may_step()
+        self._post("training" if stepping else "stopped")
+        return stepping
 
     def _post(self, phase: Phase) -> None:
         status = Status(
@@ -144,17 +146,21 @@ class Loop:
     def _may_step(self) -> bool:
         """Until the run has its tokens, by the coordinator's count or by ours."""
         done = self._pace.share_done(self._step, self.boundary.others_tokens)
-        return not self.mailbox.stop_asked and done < 1
+        return not self._seen.stop and done < 1
+
+    def _wait_for_data(self) -> Ending | None:
+        self.decisions.wait(DATA_POLL_S)
+        patience_s = 3 * self.config.placement.outage_budget_s
+        return self._overdue(patience_s, "no data was granted")
 
     def _wait_for_end(self) -> Ending | None:
         self._read_metrics()
-        self.mailbox.wait(self._deadlines.report_s)
+        self.decisions.wait(self._deadlines.report_s)
         self.timing.restart()
-        if self.mailbox.stop_asked:
+        if self._seen.stop:
             return self._overdue(2 * self._deadlines.flush_s, "the run did not finish")
-        return self._overdue(
-            3 * self.config.placement.outage_budget_s, "nobody said that the run ends"
-        )
+        patience_s = 3 * self.config.placement.outage_budget_s
+        return self._overdue(patience_s, "nobody said that the run ends")
 
     def _overdue(self, patience_s: float, what: str) -> Ending | None:
         now = self.clock()

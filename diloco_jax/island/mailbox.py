@@ -47,6 +47,13 @@ class Arrival:
         )
 
 
+class Ending(NamedTuple):
+    """Why the loop must end now."""
+
+    exit_code: int
+    reason: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inbox:
     """What came in since the last look, and is to be acted upon at this boundary."""
@@ -60,6 +67,12 @@ class Inbox:
     """Of the other islands, and of this one's earlier incarnations."""
     again: bool = False
     """Look once more before the next step."""
+    stop: bool = False
+    """The run has its tokens: no more steps."""
+    finished: bool = False
+    """The run is over."""
+    ending: Ending | None = None
+    """The loop must end."""
 
     def followed_by(self, later: Inbox) -> Inbox:
         """Both as one."""
@@ -70,14 +83,10 @@ class Inbox:
             grants=self.grants + later.grants,
             others_tokens=later.others_tokens,
             again=self.again or later.again,
+            stop=self.stop or later.stop,
+            finished=self.finished or later.finished,
+            ending=self.ending or later.ending,
         )
-
-
-class Ending(NamedTuple):
-    """Why the loop must end now."""
-
-    exit_code: int
-    reason: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +127,9 @@ class Mailbox:
                 verdicts=tuple(self._verdicts),
                 grants=tuple(self._grants),
                 others_tokens=self._others_tokens,
+                stop=self._stop,
+                finished=self._finished,
+                ending=self._ending,
             )
             self._takes, self._arrivals = {}, {}
             self._verdicts, self._grants = [], []
@@ -194,7 +206,7 @@ class Mailbox:
             self._tell_loop()
 
     def grant(self, span: Span) -> None:
-        """For the records; the positions themselves went to the data stream."""
+        """Positions of data, after those granted before."""
         with self._changed:
             self._grants.append(span)
             self._tell_loop()

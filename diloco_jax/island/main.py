@@ -147,9 +147,7 @@ class Island:
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,
         )
-        self._link = Link(
-            self._client, self._hello, self.mailbox, self._data, self._deadlines
-        )
+        self._link = Link(self._client, self._hello, self.mailbox, self._deadlines)
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
         self._loop: Loop | None = None
@@ -235,7 +233,7 @@ class Island:
             config=self._config,
             name=self._name,
             replica=replica,
-            boundary=Boundary(books, replica, sender, run.sync.adopt),
+            boundary=Boundary(books, replica, self._data, sender, run.sync.adopt),
             data=self._data,
             mailbox=mailbox,
             decisions=decisions,

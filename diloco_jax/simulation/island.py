@@ -127,7 +127,6 @@ class VirtualIsland:
         self._pace = Pace(run, self._tokens_per_step)
         self._inbound = Inbound(
             self.mailbox,
-            self.positions,
             Targets(want=self._want, resend=self._resend),
         )
         self._coordinator: VirtualCoordinator | None = None
@@ -142,7 +141,9 @@ class VirtualIsland:
         self._said: tuple[Phase, int] | None = None
         self._said_at = clock.now
         self._last_step_seconds = 0.0
-        self._stepping: Due | None = None
+        self._stepping = False
+        self._next: Due | None = None
+        """The beginning or the end of a step."""
         clock.after(report_s, self._beat)
 
     # ---- its life ---------------------------------------------------------------
@@ -165,7 +166,7 @@ class VirtualIsland:
             step_seconds=self._last_step_seconds,
             phase=self._phase,
             outstanding=status.outstanding,
-            sequences_granted=self.positions.granted,
+            sequences_granted=self._inbound.granted,
         )
         line.send(lambda: coordinator.hello(hello, self))
 
@@ -179,8 +180,8 @@ class VirtualIsland:
         """It ends, and says nothing."""
         self.ended = self.ended or reason
         self.disconnect()
-        if self._stepping is not None:
-            self._stepping.cancel()
+        if self._next is not None:
+            self._next.cancel()
 
     def leave(self, reason: str) -> None:
         """It reports, says goodbye, and ends."""
@@ -190,8 +191,8 @@ class VirtualIsland:
             goodbye = Goodbye(island=self.name, session=self.session, reason=reason)
             line.send(lambda: coordinator.step(goodbye))
         self.ended = reason
-        if self._stepping is not None:
-            self._stepping.cancel()
+        if self._next is not None:
+            self._next.cancel()
 
     # ---- its end of the connection ----------------------------------------------
 
@@ -218,7 +219,7 @@ class VirtualIsland:
             self._report(alive=True)
             return
         self._inbound.dispatch(message)
-        if self._stepping is None:
+        if not self._stepping:
             self._at_boundary()
 
     def _want(self, fragment: int, version: Version) -> None:
@@ -249,7 +250,7 @@ class VirtualIsland:
         self._have[fragment] = fetched.version
         self._arrivals.append(self._body.arrival(fragment, fetched))
         self._deliver()
-        if self._stepping is None:
+        if not self._stepping:
             self._at_boundary()
 
     def _deliver(self) -> None:
@@ -300,7 +301,9 @@ class VirtualIsland:
         self._have = {f: fetched.version for f, fetched in self._joined.items()}
         self._joined = {}
         rule = self._run.sync.adopt
-        self.boundary = Boundary(Books(versions, rule), self._body, self, rule)
+        self.boundary = Boundary(
+            Books(versions, rule), self._body, self.positions, self, rule
+        )
         self._at_boundary()
         for fragment in range(fragments):
             self._fetch(fragment)
@@ -318,10 +321,14 @@ class VirtualIsland:
         self._report()
         if self.mailbox.finished:
             self.ended = "finished"
-        elif stepping:
-            self._step()
+        elif stepping and self._next is None:
+            # What arrives at the moment of a boundary still counts for it.
+            self._next = self._clock.last(self._step)
 
     def _step(self) -> None:
+        self._next = None
+        if self._phase == "stopped":
+            return
         positions = self.positions.draw(self.spec.batch_size)
         if positions is None:
             return
@@ -330,10 +337,11 @@ class VirtualIsland:
         self._body.train(positions, self._pace.learning_rate(self.steps, others))
         seconds = self.spec.step_seconds(self.steps)
         self._last_step_seconds = seconds
-        self._stepping = self._clock.after(seconds, self._stepped)
+        self._stepping = True
+        self._next = self._clock.after(seconds, self._stepped)
 
     def _stepped(self) -> None:
-        self._stepping = None
+        self._stepping, self._next = False, None
         self.steps += 1
         self._at_boundary()
 

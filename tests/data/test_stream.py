@@ -26,57 +26,36 @@ def stream(windows):
 
 
 def test_batches_are_the_granted_positions_in_order(windows, stream):
-    stream.grant(0, Span(100, 106))
-    stream.grant(6, Span(300, 301))
-    stream.grant(7, Span(50, 56))
+    stream.grant(Span(100, 106))
+    stream.grant(Span(300, 301))
+    stream.grant(Span(50, 56))
     drawn = [*range(100, 106), 300, *range(50, 56)]
     for step in range(3):
         expected = windows.batch(np.array(drawn[4 * step : 4 * step + 4]))
         np.testing.assert_array_equal(stream.next_batch(WAIT_S), expected)
     assert (stream.granted, stream.consumed) == (13, 12)
-    assert stream.next_batch(0.0) is None
+    assert not stream.ready
 
 
-def test_repeated_grants_are_idempotent(windows, stream):
-    stream.grant(0, Span(0, 4))
-    stream.grant(0, Span(0, 4))
-    stream.grant(0, Span(0, 8))  # the first one and the next in one piece
-    stream.grant(4, Span(4, 8))
-    assert stream.granted == 8
-    for positions in (range(4), range(4, 8)):
-        expected = windows.batch(np.array(positions))
-        np.testing.assert_array_equal(stream.next_batch(WAIT_S), expected)
-    stream.grant(0, Span(0, 8))
-    assert stream.next_batch(0.0) is None
+def test_leases_that_do_not_fill_a_batch_are_no_batch(stream):
+    stream.grant(Span(0, 3))
+    assert not stream.ready
+    with pytest.raises(ValueError, match="3 sequences are leased, a step takes 4"):
+        stream.next_batch(WAIT_S)
+    stream.grant(Span(3, 4))
+    assert stream.ready
 
 
-def test_a_missing_grant_is_an_error(stream):
-    stream.grant(0, Span(0, 4))
-    with pytest.raises(ValueError, match=r"from sequence 8 on, but only 4"):
-        stream.grant(8, Span(8, 12))
-    assert stream.granted == 4
-
-
-def test_a_waiting_loop_goes_on_with_the_grant(windows, stream):
-    found = []
-    taker = threading.Thread(target=lambda: found.append(stream.next_batch(WAIT_S)))
-    taker.start()
-    stream.grant(0, Span(0, 3))
-    stream.grant(3, Span(3, 4))
-    taker.join(WAIT_S)
-    np.testing.assert_array_equal(found[0], windows.batch(np.arange(4)))
-
-
-def test_close_frees_a_waiting_loop(stream):
-    found = []
-    taker = threading.Thread(target=lambda: found.append(stream.next_batch(WAIT_S)))
-    taker.start()
-    stream.close()
-    taker.join(WAIT_S / 2)
-    assert found == [None]
+def test_a_batch_that_cannot_be_read_is_an_error(stream, windows, monkeypatch):
+    never = threading.Event()
+    monkeypatch.setattr(windows, "batch", lambda positions: never.wait(WAIT_S))
+    stream.grant(Span(0, 4))
+    with pytest.raises(TimeoutError, match=r"4 sequences was not read within 0\.01 s"):
+        stream.next_batch(0.01)
+    never.set()
 
 
 def test_few_batches_are_read_ahead(stream):
-    stream.grant(0, Span(0, 400))
-    assert stream.next_batch(WAIT_S) is not None
+    stream.grant(Span(0, 400))
+    stream.next_batch(WAIT_S)
     assert len(stream._ready) == 2

@@ -90,13 +90,6 @@ class Coordinator:
         return message
 
 
-class Data:
-    granted = 0
-
-    def grant(self, offset, span):
-        self.granted = max(self.granted, offset + span.stop - span.start)
-
-
 class FakeExchange:
     """Hands payloads on as bytes."""
 
@@ -177,7 +170,7 @@ def wanted():
 
 @pytest.fixture
 def link(stack, client, mailbox, wanted):
-    link = Link(client, hello, mailbox, Data(), DEADLINES)
+    link = Link(client, hello, mailbox, DEADLINES)
     link.resent = queue.Queue()
     link.connect(WAIT_S)
     link.start(
@@ -264,7 +257,7 @@ def test_a_refusal_ends_the_loop_with_its_words(coordinator, link, mailbox):
 def test_refused_at_the_first_connection(coordinator, client, mailbox):
     coordinator.refusal = Refused("config", "other config")
     with pytest.raises(Refused, match="other config"):
-        Link(client, hello, mailbox, Data(), DEADLINES).connect(WAIT_S)
+        Link(client, hello, mailbox, DEADLINES).connect(WAIT_S)
 
 
 def test_goodbye_is_the_last_word(coordinator, link):

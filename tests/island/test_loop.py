@@ -105,7 +105,9 @@ def loop(built):
         config=config,
         name="a",
         replica=replica,
-        boundary=Boundary(Books([Version()] * 2, "rebase"), replica, network, "rebase"),
+        boundary=Boundary(
+            Books([Version()] * 2, "rebase"), replica, data, network, "rebase"
+        ),
         data=data,
         mailbox=mailbox,
         decisions=LiveDecisions(mailbox),
@@ -114,7 +116,7 @@ def loop(built):
         clock=network.clock,
         sleep=network.sleep,
     )
-    data.grant(0, Span(0, 1000))
+    data.grant(Span(0, 1000))
     yield loop, network
     data.close()
 
@@ -250,15 +252,12 @@ def test_others_tokens_end_it_early_and_are_recorded(loop):
 def test_without_data_it_ends_with_an_error(loop):
     loop, network = loop
     loop.data = LeasedStream(Windows(TEXT, LENGTH, seed=0), BATCH)
-    loop.data.grant(0, Span(0, 3 * BATCH))
-    real = loop.data.next_batch
+    loop.data.grant(Span(0, 3 * BATCH))
 
-    def next_batch(timeout_s):
-        batch = real(timeout_s if network.steps < 3 else 0)
-        network.now += 0 if batch is not None else 0.5
-        return batch
+    def wait(timeout_s):
+        network.now += 0.5
 
-    loop.data.next_batch = next_batch
+    loop.decisions.wait = wait
     ending = loop.run()
     loop.data.close()
     assert ending.exit_code == 1
