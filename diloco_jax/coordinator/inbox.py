@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from diloco_jax.core.payload import Coverage, Part, PayloadLayout
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
 from diloco_jax.wire.messages import UploadStart
 
@@ -30,27 +31,46 @@ class DeltaKey(NamedTuple):
     tick: int
 
 
-class _Assembly:
-    def __init__(self, total: int) -> None:
-        self.buffer: npt.NDArray[np.uint8] = np.empty(total, np.uint8)
+class _Arriving:
+    """The bytes of one part, stripe by stripe."""
+
+    def __init__(self, place: memoryview) -> None:
+        self.place = place
         self.stripes: set[tuple[int, int]] = set()
-        self.complete = False
 
     @property
-    def received(self) -> int:
-        return sum(length for _, length in self.stripes)
+    def complete(self) -> bool:
+        return sum(length for _, length in self.stripes) >= len(self.place)
+
+
+class _Assembly:
+    def __init__(self, layout: PayloadLayout) -> None:
+        self.buffer: npt.NDArray[np.uint8] = np.empty(layout.total_bytes, np.uint8)
+        self.coverage = Coverage(layout)
+        self.parts: dict[Part, _Arriving] = {}
+        self.complete = False
+
+    def part(self, part: Part, nbytes: int) -> _Arriving:
+        """Where a part arrives: the whole payload in its place, another beside it."""
+        if part not in self.parts:
+            held = sum(len(arriving.place) for arriving in self.parts.values())
+            if held + nbytes > self.buffer.nbytes:
+                raise RemoteProtocolError(
+                    f"parts of one delta have {held} and {nbytes} bytes, the whole of "
+                    f"it {self.buffer.nbytes}: its hosts send the same tiles; give "
+                    f"them one config"
+                )
+            place = memoryview(bytearray(nbytes)) if part else self.buffer.data
+            self.parts[part] = _Arriving(place)
+        return self.parts[part]
 
 
 class Inbox:
     """All deltas that are arriving or wait for their merge."""
 
-    def __init__(
-        self,
-        payload_bytes: Callable[[int], int],
-        capacity_bytes: int,
-    ) -> None:
-        """`payload_bytes(fragment)`: bytes of an encoded delta of that fragment."""
-        self._payload_bytes = payload_bytes
+    def __init__(self, layouts: Sequence[PayloadLayout], capacity_bytes: int) -> None:
+        """`layouts`: of an encoded delta, by fragment."""
+        self._layouts = layouts
         self._capacity = capacity_bytes
         self._lock = threading.Lock()
         self._deltas: dict[DeltaKey, _Assembly] = {}
@@ -59,10 +79,16 @@ class Inbox:
         """The writable place of a stripe.
 
         Raises:
-          RemoteProtocolError: sizes do not fit the fragment.
+          RemoteProtocolError: sizes or tiles do not fit the fragment.
           Busy: the bound on outstanding deltas is reached.
         """
-        expected = self._payload_bytes(start.fragment)
+        layout = self._layouts[start.fragment]
+        try:
+            expected = layout.part_bytes(start.part)
+        except ValueError as error:
+            raise RemoteProtocolError(
+                f"a delta of fragment {start.fragment} from {start.island!r}: {error}"
+            ) from error
         if start.total != expected:
             raise RemoteProtocolError(
                 f"a delta of fragment {start.fragment} from {start.island!r} is "
@@ -74,22 +100,13 @@ class Inbox:
                 f"a stripe of {start.length} bytes at {start.offset} does not fit a "
                 f"delta of {start.total} bytes"
             )
-        key = _key(start)
         with self._lock:
-            assembly = self._deltas.get(key)
-            if assembly is None:
-                held = sum(a.buffer.nbytes for a in self._deltas.values())
-                if held + expected > self._capacity:
-                    raise Busy(
-                        f"{held} bytes of deltas wait for their merge and {expected} "
-                        f"more would exceed placement.merge_buffer_bytes = "
-                        f"{self._capacity}"
-                    )
-                assembly = self._deltas[key] = _Assembly(expected)
+            assembly = self._assembly(_key(start), layout)
             if assembly.complete:
                 # A repetition of what is here already: its bytes go nowhere.
                 return memoryview(bytearray(start.length))
-        return assembly.buffer.data[start.offset : start.offset + start.length]
+            place = assembly.part(start.part, expected).place
+        return place[start.offset : start.offset + start.length]
 
     def end(self, start: UploadStart) -> bool:
         """A stripe is in its place; returns True once, when the delta is complete."""
@@ -97,9 +114,31 @@ class Inbox:
             assembly = self._deltas.get(_key(start))
             if assembly is None or assembly.complete:
                 return False
-            assembly.stripes.add((start.offset, start.length))
-            assembly.complete = assembly.received >= start.total
+            arriving = assembly.part(start.part, start.total)
+            arriving.stripes.add((start.offset, start.length))
+            if not arriving.complete:
+                return False
+            if start.part:
+                layout = self._layouts[start.fragment]
+                layout.scatter(assembly.buffer.data, start.part, arriving.place)
+            assembly.coverage.add(start.part)
+            assembly.complete = assembly.coverage.complete
+            if assembly.complete:
+                assembly.parts = {}
             return assembly.complete
+
+    def _assembly(self, key: DeltaKey, layout: PayloadLayout) -> _Assembly:
+        assembly = self._deltas.get(key)
+        if assembly is None:
+            held = sum(a.buffer.nbytes for a in self._deltas.values())
+            if held + layout.total_bytes > self._capacity:
+                raise Busy(
+                    f"{held} bytes of deltas wait for their merge and "
+                    f"{layout.total_bytes} more would exceed "
+                    f"placement.merge_buffer_bytes = {self._capacity}"
+                )
+            assembly = self._deltas[key] = _Assembly(layout)
+        return assembly
 
     def payload(self, key: DeltaKey) -> npt.NDArray[np.uint8]:
         """The bytes of a complete delta; KeyError if it is not here."""

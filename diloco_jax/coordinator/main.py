@@ -132,7 +132,7 @@ class Coordinator:
             state = self._recover(plan, shapes, found)
         self._metrics = JsonLines(workdir / "metrics.jsonl")
         self._roster = Roster(workdir / "roster.msgpack")
-        inbox = Inbox(self.store.payload_bytes, placement.merge_buffer_bytes)
+        inbox = Inbox(self.store.layouts_up, placement.merge_buffer_bytes)
         sessions = Sessions()
         self.engine = Engine(
             self.policy_config,

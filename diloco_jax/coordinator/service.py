@@ -169,7 +169,14 @@ class Service:
     def fetch(self, request: messages.FetchRequest) -> FetchSource:
         """Published fragments for an island."""
         self._check(request)
-        return self._store.fetch(request.fragment, request.want, request.have)
+        try:
+            return self._store.fetch(
+                request.fragment, request.want, request.have, request.part
+            )
+        except ValueError as error:
+            raise RemoteProtocolError(
+                f"{request.island!r} asks for fragment {request.fragment}: {error}"
+            ) from error
 
     def status(self) -> dict[str, Any]:
         """What `diloco status` shows."""

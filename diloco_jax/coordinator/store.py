@@ -30,7 +30,7 @@ from diloco_jax.core.fragments import (
     from_pieces,
     to_pieces,
 )
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.payload import Part, PayloadLayout
 from diloco_jax.policy.events import Contribution, Version
 from diloco_jax.wire.errors import VersionGone
 from diloco_jax.wire.server import FetchSource
@@ -97,9 +97,10 @@ class Store:
                 )
             )
 
-    def payload_bytes(self, fragment: int) -> int:
-        """Bytes of an encoded delta of the fragment."""
-        return self._up_layouts[fragment].total_bytes
+    @property
+    def layouts_up(self) -> Sequence[PayloadLayout]:
+        """Of an encoded delta, by fragment."""
+        return self._up_layouts
 
     def warm_up(self) -> None:
         """Compiles all that merges need, so that no merge has to wait for it."""
@@ -107,7 +108,7 @@ class Store:
             island="", incarnation=0, tick=0, start=0, end=1, tokens=1, base=Version()
         )
         for fragment in range(len(self._fragments)):
-            zeros = np.zeros(self.payload_bytes(fragment), np.uint8)
+            zeros = np.zeros(self._up_layouts[fragment].total_bytes, np.uint8)
             self.is_finite(fragment, zeros)
             for final in (False, True):
                 # Deltas of zero have no direction: this compiles the fallback too.
@@ -207,11 +208,18 @@ class Store:
         state.theta = state.anchor = anchor
         state.publishes.append((version, payload))
 
-    def fetch(self, fragment: int, want: Version, have: Version | None) -> FetchSource:
-        """The publishes after `have`, if all are retained; else an anchor in full.
+    def fetch(
+        self,
+        fragment: int,
+        want: Version,
+        have: Version | None,
+        part: Part = (),
+    ) -> FetchSource:
+        """The publishes after `have`, of each that part, if all are retained; else an
+        anchor in full.
 
-        Raises VersionGone if the anchor of version `want` is not kept any more and
-        no newer one may stand in for it.
+        Raises ValueError if there is no such part; VersionGone if the anchor of
+        version `want` is not kept any more and no newer one may stand in for it.
         """
         with self._lock:
             state = self._fragments[fragment]
@@ -221,7 +229,9 @@ class Store:
                 if have is not None and have < version <= want
             ]
             if have is not None and kept and _is_chain(have, want, len(kept)):
-                return _source(want, [memoryview(p) for p in kept], count=len(kept))
+                layout = self._down_layouts[fragment]
+                parts = [memoryview(layout.gather(p, part)) for p in kept]
+                return _source(want, parts, count=len(kept))
             anchor = self._pinned(state, want)
         return _source(want, [_bytes_of(a) for a in anchor], count=0)
 

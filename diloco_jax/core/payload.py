@@ -1,15 +1,16 @@
 """A fragment's payload: its encoded pieces, one after the other, no padding.
 
-Messages carry any byte range of it; a layout says which tiles of which pieces that is.
-Tiles of a piece are numbered row-major over its grid.
+A message carries all of it, or a part: boxes of tiles, which is what a shard of an
+aligned mesh is. A part's bytes are its boxes' bytes one after the other, each row-major
+over the box.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +22,16 @@ from diloco_jax.core.fragments import Piece
 Buffer = bytes | bytearray | memoryview
 
 
-class TileRange(NamedTuple):
-    """Tiles [start, stop) of the layout's piece number `piece`."""
+class Box(NamedTuple):
+    """Tiles [start, stop), axis by axis of its grid, of the layout's piece `piece`."""
 
     piece: int
-    start: int
-    stop: int
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+
+Part = tuple[Box, ...]
+"""What one host has of a payload. Empty: all of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,42 +112,89 @@ class PayloadLayout:
             for p in self.placed
         ]
 
-    def tiles_in(self, start: int, stop: int) -> list[TileRange]:
-        """The tiles that bytes [start, stop) touch, cut ones included.
+    def part_bytes(self, part: Part) -> int:
+        """Bytes of a part.
 
         Raises:
-          ValueError: the range is not inside the payload.
+          ValueError: a box that is not in its piece's grid.
         """
-        if not 0 <= start <= stop <= self.total_bytes:
-            raise ValueError(
-                f"bytes [{start}, {stop}) are not in a payload of {self.total_bytes}"
-            )
-        found = []
-        first = bisect.bisect_right(self.placed, start, key=lambda p: p.offset) - 1
-        for index in range(max(first, 0), len(self.placed)):
-            placed = self.placed[index]
-            low = max(start, placed.offset)
-            high = min(stop, placed.offset + placed.nbytes)
-            if low >= high:
-                break
-            width = placed.tile_bytes
-            begin, end = low - placed.offset, high - placed.offset
-            found.append(TileRange(index, begin // width, -(-end // width)))
-        return found
+        if not part:
+            return self.total_bytes
+        total = 0
+        for box in part:
+            shape = self._box_shape(box)
+            total += math.prod(shape) * self.placed[box.piece].tile_bytes
+        return total
 
-    def byte_range(self, tiles: TileRange) -> tuple[int, int]:
-        """Bytes [start, stop) of the payload that these tiles fill.
+    def gather(self, payload: Buffer, part: Part) -> Buffer:
+        """The bytes of a part; those of the whole payload are not copied."""
+        if not part:
+            return payload
+        gathered = np.empty(self.part_bytes(part), np.uint8)
+        for view, place in self._boxes(payload, part, gathered):
+            place[...] = view
+        return gathered.data
+
+    def scatter(self, payload: Buffer, part: Part, octets: Buffer) -> None:
+        """Puts the bytes of a part in their places; the inverse of `gather`.
 
         Raises:
-          IndexError: there is no such piece.
-          ValueError: the piece has no such tiles.
+          ValueError: `octets` has another length than the part.
         """
-        placed = self.placed[tiles.piece]
-        count = placed.nbytes // placed.tile_bytes
-        if not 0 <= tiles.start <= tiles.stop <= count:
+        expected = self.part_bytes(part)
+        flat = np.frombuffer(octets, np.uint8)
+        if flat.size != expected:
             raise ValueError(
-                f"tiles [{tiles.start}, {tiles.stop}) of {placed.piece.name}, which "
-                f"has {count}"
+                f"a part of {expected} bytes came with {flat.size}; sender and "
+                f"receiver disagree on the fragment or its codec"
             )
-        start = placed.offset + tiles.start * placed.tile_bytes
-        return start, placed.offset + tiles.stop * placed.tile_bytes
+        if not part:
+            np.frombuffer(payload, np.uint8)[...] = flat
+            return
+        for view, place in self._boxes(payload, part, flat):
+            view[...] = place
+
+    def _boxes(
+        self, payload: Buffer, part: Part, flat: npt.NDArray[np.uint8]
+    ) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+        """By box: its tiles in the payload, and its place among the part's bytes."""
+        views, start = self.unpack(payload), 0
+        for box in part:
+            tiles = tuple(map(slice, box.start, box.stop))
+            view = views[box.piece][tiles]
+            yield view, flat[start : start + view.size].reshape(view.shape)
+            start += view.size
+
+    def _box_shape(self, box: Box) -> tuple[int, ...]:
+        grid: tuple[int, ...] = ()
+        if 0 <= box.piece < len(self.placed):
+            grid = self.placed[box.piece].encoded_shape[:-1]
+            if len(box.start) == len(box.stop) == len(grid) and all(
+                0 <= low < high <= end
+                for low, high, end in zip(box.start, box.stop, grid, strict=True)
+            ):
+                return tuple(map(operator.sub, box.stop, box.start))
+        raise ValueError(
+            f"{box} is not in a fragment of {len(self.placed)} pieces, where that "
+            f"piece has the grid {grid or None}; do both sides have one config?"
+        )
+
+
+class Coverage:
+    """Which tiles of a payload are here already."""
+
+    def __init__(self, layout: PayloadLayout) -> None:
+        self._here = [np.zeros(p.encoded_shape[:-1], np.bool_) for p in layout.placed]
+
+    def add(self, part: Part) -> None:
+        """The tiles of this part are here."""
+        for box in part:
+            self._here[box.piece][tuple(map(slice, box.start, box.stop))] = True
+        if not part:
+            for here in self._here:
+                here[...] = True
+
+    @property
+    def complete(self) -> bool:
+        """Whether all tiles are here."""
+        return all(bool(here.all()) for here in self._here)

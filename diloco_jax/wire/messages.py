@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from diloco_jax.core.payload import Part
 from diloco_jax.policy.events import Outstanding, Phase, Record, Span, Verdict, Version
 
 MAX_CONTROL_BYTES = 4 << 20
@@ -189,7 +190,7 @@ encode = _encoder.encode
 
 
 class UploadStart(Message, frozen=True, kw_only=True, tag=True):
-    """Announces a contiguous stripe of one delta's payload."""
+    """Announces a contiguous stripe of one delta, or of one host's part of it."""
 
     run_id: str
     island: str
@@ -198,10 +199,12 @@ class UploadStart(Message, frozen=True, kw_only=True, tag=True):
     fragment: int
     tick: int
     offset: int
-    """First byte of this stripe in the fragment's payload."""
+    """First byte of this stripe in the part's bytes."""
     length: int
     total: int
-    """Bytes of the whole payload."""
+    """Bytes of the whole part."""
+    part: Part = ()
+    """Which tiles of the fragment's payload are sent; empty: all of it."""
 
 
 class FetchRequest(Message, frozen=True, kw_only=True, tag=True):
@@ -218,6 +221,9 @@ class FetchRequest(Message, frozen=True, kw_only=True, tag=True):
     offset: int = 0
     length: int = -1
     """-1: to the end."""
+    part: Part = ()
+    """Which tiles of each publish are wanted; empty: all. An anchor in full is sent
+    whole."""
 
 
 class FetchStart(Message, frozen=True, kw_only=True, tag=True):

@@ -55,7 +55,7 @@ class Island:
 
     def _answer(self, take: messages.TakeRequest) -> None:
         self._seq += 1
-        total = self.store.payload_bytes(take.fragment)
+        total = self.store.layouts_up[take.fragment].total_bytes
         start = messages.UploadStart(
             run_id="r",
             island="a",
@@ -127,7 +127,7 @@ def make_engine(tmp_path, store, island):
             outage_budget_s=1.0,
             flush_s=1.0,
         )
-        island.inbox = Inbox(store.payload_bytes, 1 << 20)
+        island.inbox = Inbox(store.layouts_up, 1 << 20)
         island.store = store
         log = log or RecordLog(tmp_path / "log")
         files.extend((log, Tape(tmp_path / "tape.jsonl")))

@@ -3,10 +3,23 @@
 import pytest
 
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.core.codec import get_codec
+from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.core.payload import Box, PayloadLayout
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
 from diloco_jax.wire.messages import UploadStart
 
 KEY = DeltaKey("a", 1, 0, 7)
+
+
+def layout(shape):
+    (pieces,) = plan_fragments(
+        {"x": shape}, {"x": ("embed",) * len(shape)}, 1
+    ).fragments
+    return PayloadLayout.of(get_codec("bf16"), pieces)
+
+
+LAYOUTS = [layout((50,)), layout((64, 64))]  # 100 bytes; 2 x 2 tiles of 2048 bytes
 
 
 def start(offset=0, length=100, total=100, **other):
@@ -23,7 +36,7 @@ def put(inbox, stripe, value):
 
 @pytest.fixture
 def inbox():
-    return Inbox(lambda fragment: 100, capacity_bytes=250)
+    return Inbox(LAYOUTS, capacity_bytes=250)
 
 
 def test_stripes_in_any_order_make_a_delta_once(inbox):
@@ -65,3 +78,33 @@ def test_a_new_incarnation_frees_what_the_old_one_sent(inbox):
     with pytest.raises(KeyError):
         inbox.payload(KEY)
     assert inbox.payload(DeltaKey("b", 1, 0, 7)) is not None
+
+
+LEFT, RIGHT = (Box(0, (0, 0), (2, 1)),), (Box(0, (0, 1), (2, 2)),)
+
+
+def half(part, offset=0, length=4096, **other):
+    return start(offset, length, 4096, fragment=1, part=part, **other)
+
+
+def test_hosts_send_their_tiles_and_the_delta_is_whole_when_all_are_here():
+    inbox = Inbox(LAYOUTS, capacity_bytes=1 << 20)
+    assert not put(inbox, half(LEFT), 1)
+    assert not put(inbox, half(LEFT), 1)  # the same host again
+    assert not put(inbox, half(RIGHT, 0, 3000), 2)
+    assert put(inbox, half(RIGHT, 3000, 1096), 3)
+    (tiles,) = LAYOUTS[1].unpack(inbox.payload(DeltaKey("a", 1, 1, 7)).data)
+    assert (tiles[:, 0] == 1).all()
+    assert (tiles[0, 1] == 2).all()
+    assert tiles[1, 1, -1] == 3
+
+
+def test_hosts_that_send_the_same_tiles_are_refused():
+    inbox = Inbox(LAYOUTS, capacity_bytes=1 << 20)
+    put(inbox, half(LEFT), 1)
+    put(inbox, half(RIGHT, 0, 1), 1)
+    row = (Box(0, (0, 0), (1, 2)),)
+    with pytest.raises(RemoteProtocolError, match="send the same tiles"):
+        inbox.begin(half(row))
+    with pytest.raises(RemoteProtocolError, match="is not in a fragment of 1 pieces"):
+        inbox.begin(half((Box(0, (0, 0), (3, 1)),)))

@@ -1,6 +1,4 @@
-"""A payload is its pieces end to end, and byte ranges are ranges of tiles."""
-
-import itertools
+"""A payload is its pieces end to end, and parts of it are boxes of tiles."""
 
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.core.payload import PayloadLayout, TileRange
+from diloco_jax.core.payload import Box, Coverage, PayloadLayout
 
 SHAPES = {"a": (64, 64), "b": (5,), "c": (2048,)}
 AXES = {"a": (None, None), "b": (None,), "c": (None,)}
@@ -49,30 +47,62 @@ def test_wrong_lengths_name_both_values() -> None:
         LAYOUT.pack(wrong)
 
 
-@given(st.integers(0, LAYOUT.total_bytes), st.integers(0, LAYOUT.total_bytes))
-def test_byte_ranges_are_covered_by_their_tiles(one: int, two: int) -> None:
-    start, stop = min(one, two), max(one, two)
-    ranges = [LAYOUT.byte_range(tiles) for tiles in LAYOUT.tiles_in(start, stop)]
-    if start == stop:
-        assert not ranges
-        return
-    assert ranges[0][0] <= start
-    assert stop <= ranges[-1][1]
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
-    first, last = LAYOUT.tiles_in(start, stop)[0], LAYOUT.tiles_in(start, stop)[-1]
-    assert start - ranges[0][0] < LAYOUT.placed[first.piece].tile_bytes
-    assert ranges[-1][1] - stop < LAYOUT.placed[last.piece].tile_bytes
+@st.composite
+def boxes(draw, placed: int) -> Box:
+    grid = LAYOUT.placed[placed].encoded_shape[:-1]
+    start = tuple(draw(st.integers(0, n - 1)) for n in grid)
+    stop = tuple(
+        draw(st.integers(low + 1, n)) for low, n in zip(start, grid, strict=True)
+    )
+    return Box(placed, start, stop)
 
 
-def test_tiles_by_byte() -> None:
-    assert LAYOUT.tiles_in(1032, 2064) == [TileRange(0, 1, 2)]
-    assert LAYOUT.tiles_in(4127, 4136) == [
-        TileRange(0, 3, 4),
-        TileRange(1, 0, 1),
-        TileRange(2, 0, 1),
-    ]
-    assert LAYOUT.byte_range(TileRange(2, 1, 2)) == (4128 + 7 + 1032, 6199)
-    with pytest.raises(ValueError, match=r"\[0, 6200\) are not in a payload of 6199"):
-        LAYOUT.tiles_in(0, 6200)
-    with pytest.raises(ValueError, match=r"tiles \[1, 3\) of c, which has 2"):
-        LAYOUT.byte_range(TileRange(2, 1, 3))
+@given(st.lists(st.integers(0, 2).flatmap(boxes), min_size=1, max_size=4))
+def test_a_part_comes_back_to_its_places(part: list[Box]) -> None:
+    arrays = encoded()
+    payload = LAYOUT.pack(arrays)
+    octets = LAYOUT.gather(payload, tuple(part))
+    assert memoryview(octets).nbytes == LAYOUT.part_bytes(tuple(part))
+    target = bytearray(LAYOUT.total_bytes)
+    LAYOUT.scatter(target, tuple(part), octets)
+    here = Coverage(LAYOUT)
+    here.add(tuple(part))
+    for i, (got, sent) in enumerate(zip(LAYOUT.unpack(target), arrays, strict=True)):
+        np.testing.assert_array_equal(got[here._here[i]], sent[here._here[i]])
+        assert not got[~here._here[i]].any()
+
+
+def test_parts_cover_a_payload_when_every_tile_is_here() -> None:
+    (grid_a, _, grid_c) = (p.encoded_shape[:-1] for p in LAYOUT.placed)
+    assert (grid_a, grid_c) == ((2, 2), (2,))
+    here = Coverage(LAYOUT)
+    here.add((Box(0, (0, 0), (2, 1)), Box(1, (0,), (1,))))
+    here.add((Box(0, (0, 0), (2, 1)), Box(2, (0,), (2,))))  # the same tiles once more
+    assert not here.complete
+    here.add((Box(0, (0, 1), (2, 2)),))
+    assert here.complete
+    whole = Coverage(LAYOUT)
+    whole.add(())
+    assert whole.complete
+
+
+def test_no_part_is_the_whole_payload() -> None:
+    payload = bytes(LAYOUT.pack(encoded()))
+    assert LAYOUT.gather(payload, ()) == payload
+    target = bytearray(LAYOUT.total_bytes)
+    LAYOUT.scatter(target, (), payload)
+    assert bytes(target) == payload
+
+
+@pytest.mark.parametrize(
+    "box",
+    [Box(3, (0,), (1,)), Box(2, (0,), (3,)), Box(2, (1,), (1,)), Box(0, (0,), (1,))],
+)
+def test_tiles_that_are_not_there_are_named(box: Box) -> None:
+    with pytest.raises(ValueError, match=r"Box\(piece=\d.* is not in a fragment of 3"):
+        LAYOUT.part_bytes((box,))
+
+
+def test_a_part_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="a part of 7 bytes came with 6"):
+        LAYOUT.scatter(bytearray(LAYOUT.total_bytes), (Box(1, (0,), (1,)),), bytes(6))

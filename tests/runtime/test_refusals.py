@@ -212,7 +212,7 @@ UNASKED = messages.TakeRequest(fragment=0, tick=10_000)
 def start(undisturbed) -> messages.UploadStart:
     """Of a delta that nobody asked for: harmless, if nothing is wrong with it."""
     run_id = undisturbed.service.policy_config.run_id
-    total = undisturbed.service.store.payload_bytes(0)
+    total = undisturbed.service.store.layouts_up[0].total_bytes
     return upload_start(undisturbed.hello, run_id, UNASKED, total)
 
 
@@ -304,7 +304,7 @@ def test_a_delta_that_is_not_finite_is_not_merged(text, tmp_path, caplog):
         streams["a"].send(report(2))
         takes = {n: await_message(s, messages.TakeRequest) for n, s in streams.items()}
         run_id = streams["a"].welcome.run_id
-        total = service.store.payload_bytes(takes["b"].fragment)
+        total = service.store.layouts_up[takes["b"].fragment].total_bytes
 
         streams["b"].send(report(1, took(takes["b"], seq=1, steps=1)))
         start = upload_start(hellos["b"], run_id, takes["b"], total)
