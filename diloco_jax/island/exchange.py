@@ -24,16 +24,19 @@ from diloco_jax.core.adopt import adopt
 from diloco_jax.core.codec import encode_with_feedback, get_codec
 from diloco_jax.core.delta import delta
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece
-from diloco_jax.core.payload import Buffer, PayloadLayout
+from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.core.publish import apply_publish
 from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.placing import needed, place
 
 
 @dataclasses.dataclass(frozen=True)
 class _Compiled:
-    """The functions of one kind of tensor; `piece` is how its pieces lie."""
+    """The functions of one kind of tensor; `piece` is how its pieces lie, `encoded`
+    how their bytes do, uint8[*grid, tile_bytes]."""
 
     piece: NamedSharding
+    encoded: NamedSharding
     take: Callable[..., Any]
     advance: Callable[..., jax.Array]
     adopt: Callable[..., jax.Array]
@@ -59,7 +62,7 @@ class Exchange:
         self._residuals_before: dict[Piece, jax.Array] = {}
         if sync.error_feedback:
             self._residuals = {
-                p: jax.device_put(np.zeros(p.shape, np.float32), kind.piece)
+                p: place(np.zeros(p.shape, np.float32), kind.piece)
                 for p, kind in self._kinds.items()
             }
 
@@ -84,12 +87,27 @@ class Exchange:
             encoded.append(sent)
         return tuple(encoded)
 
-    def put_publish(self, fragment: int, payload: Buffer) -> tuple[jax.Array, ...]:
-        """One encoded publish by piece, on the device. Any thread may call it."""
-        views = self.layouts_down[fragment].unpack(payload)
+    def part_down(self, fragment: int) -> Part:
+        """What this host needs of a publish of the fragment."""
+        kinds = [self._kinds[piece].encoded for piece in self._plan.fragments[fragment]]
+        shapes = [p.encoded_shape for p in self.layouts_down[fragment].placed]
+        return needed(list(zip(kinds, shapes, strict=True)))
+
+    def put_publish(self, fragment: int, octets: Buffer) -> tuple[jax.Array, ...]:
+        """One encoded publish by piece, on the device. Any thread may call it.
+
+        octets: those of `part_down`.
+        """
+        layout, part = self.layouts_down[fragment], self.part_down(fragment)
+        payload: Buffer = octets
+        if part:
+            payload = np.empty(layout.total_bytes, np.uint8).data
+            layout.scatter(payload, part, octets)
         return tuple(
-            jax.device_put(view, _on(self._kinds[piece].piece))
-            for piece, view in zip(self._plan.fragments[fragment], views, strict=True)
+            place(view, self._kinds[piece].encoded)
+            for piece, view in zip(
+                self._plan.fragments[fragment], layout.unpack(payload), strict=True
+            )
         )
 
     def put_anchor(self, fragment: int, payload: Buffer) -> tuple[jax.Array, ...]:
@@ -109,9 +127,7 @@ class Exchange:
         for piece in self._plan.fragments[fragment]:
             values = np.frombuffer(payload, "<f4", piece.size, start)
             start += values.nbytes
-            arrays.append(
-                jax.device_put(values.reshape(piece.shape), self._kinds[piece].piece)
-            )
+            arrays.append(place(values.reshape(piece.shape), self._kinds[piece].piece))
         return tuple(arrays)
 
     def full_bytes(self, fragment: int) -> int:
@@ -189,9 +205,9 @@ class Exchange:
                 continue
             seen.add(key)
             index = _index(piece)
-            zeros = jax.device_put(np.zeros(piece.shape, np.float32), kind.piece)
+            zeros = place(np.zeros(piece.shape, np.float32), kind.piece)
             nothing = np.zeros(codec.encoded_shape(piece.shape), np.uint8)
-            published = jax.device_put(nothing, _on(kind.piece))
+            published = place(nothing, kind.encoded)
             _, _, local = kind.take(leaf, index, zeros, self._residuals.get(piece))
             kind.advance(zeros, published)
             leaf = kind.adopt(leaf, index, zeros, zeros, self._alpha)
@@ -239,6 +255,7 @@ def _compile(sync: SyncConfig, leaf: NamedSharding, piece: NamedSharding) -> _Co
 
     return _Compiled(
         piece=piece,
+        encoded=whole,
         take=jax.jit(take, out_shardings=(whole, piece, piece)),
         advance=jax.jit(functools.partial(apply_publish, down), out_shardings=piece),
         adopt=jax.jit(take_over, donate_argnums=0, out_shardings=leaf),

@@ -145,13 +145,15 @@ class Receiver:
 
     def _fetch(self, fragment: int, have: Version | None) -> Arrival:
         exchange = self._exchange
-        size = exchange.layouts_down[fragment].total_bytes
+        part = exchange.part_down(fragment)
+        size = exchange.layouts_down[fragment].part_bytes(part)
         fetched = self._client.fetch(
             FetchRequest(
                 **self._identity.fields(),
                 fragment=fragment,
                 want=self._wanted[fragment],
                 have=have,
+                part=part,
             ),
             max_bytes=max(exchange.full_bytes(fragment), MAX_CHAIN * size),
         )

@@ -15,10 +15,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.identity import Identity
 from diloco_jax.island.mailbox import EXIT_FAILED, Mailbox
+from diloco_jax.island.placing import held
 from diloco_jax.wire.errors import Refused, WireError
 from diloco_jax.wire.messages import UploadStart
 
@@ -39,7 +40,8 @@ class _Parcel:
     tick: int
     arrays: tuple[Any, ...]
     """Encoded pieces on the device, until they are packed."""
-    payload: bytearray | None = None
+    part: Part = ()
+    payload: Buffer | None = None
     due: bool = True
 
 
@@ -122,9 +124,10 @@ class Sender:
     def _send(self, parcel: _Parcel) -> None:
         if parcel.payload is None:
             # Waits for the device, which is why it is done here and not in the loop.
-            arrays = [np.asarray(array) for array in parcel.arrays]
-            parcel.payload = self._layouts[parcel.fragment].pack(arrays)
-            parcel.arrays = ()
+            self._pack(parcel)
+        assert parcel.payload is not None
+        if not parcel.payload:
+            return  # Other hosts of the island hold all of it.
         start = UploadStart(
             **self._identity.fields(),
             fragment=parcel.fragment,
@@ -132,6 +135,7 @@ class Sender:
             offset=0,
             length=len(parcel.payload),
             total=len(parcel.payload),
+            part=parcel.part,
         )
         pause_s = self._deadlines.retry_min_s
         while True:
@@ -155,6 +159,16 @@ class Sender:
             else:
                 self._mailbox.count(bytes_up=nbytes)
                 return
+
+    def _pack(self, parcel: _Parcel) -> None:
+        if all(array.is_fully_addressable for array in parcel.arrays):
+            arrays = [np.asarray(array) for array in parcel.arrays]
+            parcel.payload = self._layouts[parcel.fragment].pack(arrays)
+        else:
+            shards = held(parcel.arrays)
+            parcel.part = tuple(box for box, _ in shards)
+            parcel.payload = b"".join(np.asarray(data).tobytes() for _, data in shards)
+        parcel.arrays = ()
 
     def _pause(self, parcel: _Parcel, pause_s: float) -> bool:
         """Whether the parcel is still wanted after a pause."""

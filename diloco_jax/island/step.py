@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.island.mesh import batch_sharding, param_shardings, replicated
+from diloco_jax.island.placing import place
 from diloco_jax.models.model import Metrics, Model, Params
 
 
@@ -95,8 +96,11 @@ class Trainer:
 
     def place_params(self, params: Params) -> Params:
         """The arrays on the island's devices, f32, copied, cut by `shardings`."""
-        host = jax.tree.map(lambda x: np.asarray(x, np.float32), params)
-        placed: Params = jax.device_put(host, self.shardings, may_alias=False)
+        placed: Params = jax.tree.map(
+            lambda x, sharding: place(np.asarray(x, np.float32), sharding),
+            params,
+            self.shardings,
+        )
         return placed
 
     def init_inner(self, params: Params) -> optax.OptState:
@@ -106,8 +110,7 @@ class Trainer:
 
     def put_batch(self, batch: np.ndarray) -> jax.Array:
         """Cuts the leading axis over all devices."""
-        placed: jax.Array = jax.device_put(batch, batch_sharding(self.mesh))
-        return placed
+        return place(batch, batch_sharding(self.mesh))
 
     def compilations(self) -> int:
         """How often the step was compiled: 1 from the first step on."""

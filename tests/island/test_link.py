@@ -95,6 +95,9 @@ class FakeExchange:
 
     layouts_down = (PayloadLayout.of(get_codec("int8"), PIECES),)
 
+    def part_down(self, fragment):
+        return ()
+
     def full_bytes(self, fragment):
         return 4 * 38
 

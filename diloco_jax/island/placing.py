@@ -1,0 +1,71 @@
+"""Arrays on an island's devices, whichever of its hosts these belong to.
+
+Every host of an island has the same values at hand and puts those on its devices that
+belong there; what it sends and fetches are the shards it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import NamedSharding
+
+from diloco_jax.core.payload import Box, Part
+
+Index = tuple[slice, ...]
+
+
+def place(value: npt.NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
+    """The array cut as `sharding` says; every host calls it with the same value, of
+    which only what belongs to its devices is read. Copies: what is on a device may be
+    donated."""
+    placed: jax.Array
+    if sharding.is_fully_addressable:
+        placed = jax.device_put(value, sharding, may_alias=False)
+    else:
+        placed = jax.make_array_from_callback(
+            value.shape, sharding, lambda index: np.array(value[index])
+        )
+    return placed
+
+
+def held(arrays: Sequence[jax.Array]) -> list[tuple[Box, jax.Array]]:
+    """The tiles of encoded pieces that this host is to send: of every shard, the first
+    copy, where it is on a device of this host.
+
+    arrays: uint8[*grid, tile_bytes], by piece of a fragment.
+    """
+    return [
+        (_box(number, shard.index, array.shape), shard.data)
+        for number, array in enumerate(arrays)
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    ]
+
+
+def needed(shardings: Sequence[tuple[NamedSharding, tuple[int, ...]]]) -> Part:
+    """The tiles that this host's devices need of encoded pieces with these shardings
+    and shapes; empty, which means all, if they are all its own."""
+    if all(sharding.is_fully_addressable for sharding, _ in shardings):
+        return ()
+    boxes = dict.fromkeys(
+        _box(number, index, shape)
+        for number, (sharding, shape) in enumerate(shardings)
+        for index in sharding.addressable_devices_indices_map(shape).values()
+        if index is not None
+    )
+    return tuple(boxes)
+
+
+def _box(piece: int, index: Index, shape: tuple[int, ...]) -> Box:
+    """The index of a shard as tiles; the last axis, the bytes of a tile, is whole."""
+    bounds = [
+        part.indices(extent)[:2] for part, extent in zip(index, shape, strict=True)
+    ]
+    assert bounds[-1] == (0, shape[-1]), "a tile's bytes are not cut"
+    return Box(
+        piece, tuple(b[0] for b in bounds[:-1]), tuple(b[1] for b in bounds[:-1])
+    )
