@@ -41,14 +41,18 @@ class Record:
     """One asynchronous fact of an island's life, numbered per incarnation by `seq`.
 
     kind: `took` (fragment, tick, start: the interval [start, step) entered the delta,
-    version: of the anchor it is against), `adopted` (fragment, version), `reopened`
-    (fragment, tick: a refused delta's steps are in the local parameters still),
-    `dropped` (fragment, tick: they are not), `granted` (start, stop: data positions),
-    `progress` (value: others' tokens on which the learning rate is based).
+    version: of the anchor it is against), `adopted` (fragment, version; its first
+    ones, at step 0, are what it begins with), `reopened` (fragment, tick: a refused
+    delta's steps are in the local parameters still), `dropped` (fragment, tick: they
+    are not), `reset` (as dropped, and the local parameters are the anchor's),
+    `granted` (start, stop: data positions), `progress` (value: others' tokens on which
+    the learning rate is based).
     """
 
     seq: int
-    kind: Literal["took", "adopted", "reopened", "dropped", "granted", "progress"]
+    kind: Literal[
+        "took", "adopted", "reopened", "dropped", "reset", "granted", "progress"
+    ]
     step: int
     fragment: int = -1
     tick: int = -1

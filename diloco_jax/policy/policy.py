@@ -145,7 +145,7 @@ def _record(
         "record": record.line(),
     }
     effects: list[Effect] = [Note(record=line)]
-    if record.kind not in ("took", "reopened", "dropped"):
+    if record.kind not in ("took", "reopened", "dropped", "reset"):
         return state, effects
     fragment = state.fragments[record.fragment]
     if record.kind == "took":

@@ -1,7 +1,7 @@
 """Pacing: when the coordinator's next tick comes, and which fragment it is for.
 
 Tick n comes when the K-th fastest live island has done floor(n H / P) -
-floor((n - 1) H / P) further steps since tick n - 1 (or since it joined). A tick's
+floor((n - 1) H / P) further steps since its last one (or since it joined). A tick's
 number names takes, so it is never used twice, not even after a crash: numbers are
 reserved, durably, before they are used.
 """
@@ -37,8 +37,11 @@ def fragment_of(config: PolicyConfig, tick: int) -> int:
 
 
 def advance(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
-    """The next tick: every island's step counter restarts."""
-    islands = {name: restart(island) for name, island in state.islands.items()}
+    """The next tick: every island's step counter goes down by the tick's steps."""
+    steps, longest = steps_to_tick(config, state.tick + 1), _longest_tick(config)
+    islands = {
+        name: _passed(island, steps, longest) for name, island in state.islands.items()
+    }
     state = replace(state, tick=state.tick + 1, islands=islands)
     if state.tick <= state.ticks_reserved:
         return state, []
@@ -66,3 +69,18 @@ def pacing_step_seconds(config: PolicyConfig, state: State) -> float:
         if island.counted and island.step_seconds > 0
     )
     return times[min(config.quorum, len(times)) - 1] if times else 0.0
+
+
+def _passed(island: Island, steps: int, longest: int) -> Island:
+    """The island after a tick of that many steps: it keeps no lead, and lags by the
+    longest tick's steps at most.
+
+    If counters restarted instead, M islands out of phase would make M ticks while each
+    makes the steps of one: whoever ends a step next would have "done one further".
+    """
+    counter = island.steps - island.steps_at_tick - steps
+    return replace(island, steps_at_tick=island.steps - max(-longest, min(counter, 0)))
+
+
+def _longest_tick(config: PolicyConfig) -> int:
+    return -(-config.steps_per_cycle // config.fragments)

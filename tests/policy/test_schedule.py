@@ -35,16 +35,41 @@ def test_a_tick_asks_every_live_island_for_its_fragment() -> None:
     assert asked(d.report("a", 4)) == {1: ["a", "b"]}
 
 
-def test_counters_restart_at_each_tick() -> None:
+def test_islands_out_of_phase_pace_no_faster_than_one_of_them() -> None:
+    d = Driver(steps_per_cycle=2)  # One step per tick.
+    names = "abcde"
+    d.join(*names)
+    for step in range(1, 11):
+        for name in names:
+            d.report(name, step)
+        assert d.state.tick == step
+    for step in (11, 12, 13):
+        d.report("c", step)
+        assert d.state.tick == step, "whoever is ahead paces"
+
+
+def test_no_lead_outlives_a_tick() -> None:
     d = Driver()
     d.join("a", "b")
     d.report("b", 1)
-    d.report("a", 2)
+    d.report("a", 5)
     assert d.state.tick == 1
-    d.report("b", 2)
-    assert d.state.tick == 1, "b's first step was before the tick"
-    d.report("b", 3)
+    d.report("a", 6)
+    assert d.state.tick == 1, "a's first five steps made the tick before"
+    d.report("a", 7)
     assert d.state.tick == 2
+
+
+@pytest.mark.parametrize("cycle", [2, 4])
+def test_a_lag_is_of_one_tick_at_most(cycle: int) -> None:
+    d = Driver(steps_per_cycle=cycle, fragment_sizes=(1, 1, 1, 1))
+    d.join("a", "b")
+    d.report("a", 100)
+    d.disconnect("a")
+    before = d.state.tick
+    d.report("b", 1)
+    d.report("b", 2)
+    assert d.state.tick > before, "what b did not do long ago does not hold it up"
 
 
 def test_the_kth_fastest_island_sets_the_pace() -> None:
@@ -56,7 +81,9 @@ def test_the_kth_fastest_island_sets_the_pace() -> None:
     assert d.state.tick == 1
     d.report("c", 2)
     d.report("a", 60)
-    assert d.state.tick == 2, "c and a have done two further steps each"
+    assert d.state.tick == 1, "c made up for the first tick, b has done nothing since"
+    d.report("c", 4)
+    assert d.state.tick == 2
 
 
 def test_ticks_pause_below_quorum() -> None:
