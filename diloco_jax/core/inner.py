@@ -27,6 +27,7 @@ def make_inner(
     axes: Mapping[str, Any],
     beta1: float = 0.9,
     beta2: float = 0.95,
+    moment_dtype: str = "float32",
     weight_decay: float = 0.0,
     clip_norm: float = 0.0,
 ) -> optax.GradientTransformation:
@@ -38,6 +39,7 @@ def make_inner(
         with momentum beta1; all else goes through Adam
         with Nesterov momentum.
       axes: nested like the parameters; leaves are tuples of logical axis names.
+      moment_dtype: of the first moment, or of Muon's momentum.
       weight_decay: of parameters with at least two axes besides "layers".
       clip_norm: longest global gradient norm; 0 = any.
 
@@ -47,11 +49,21 @@ def make_inner(
     decays = _map_axes(lambda names: len(_matrix_axes(names)) >= 2, axes)
     if name == "adamw":
         optimizer = optax.adamw(
-            1.0, beta1, beta2, weight_decay=weight_decay, mask=decays
+            1.0,
+            beta1,
+            beta2,
+            mu_dtype=moment_dtype,
+            weight_decay=weight_decay,
+            mask=decays,
         )
     elif name == "lion":
         optimizer = optax.lion(
-            1.0, beta1, beta2, weight_decay=weight_decay, mask=decays
+            1.0,
+            beta1,
+            beta2,
+            mu_dtype=moment_dtype,
+            weight_decay=weight_decay,
+            mask=decays,
         )
     elif name == "sgd":
         decay = optax.add_decayed_weights(weight_decay, decays)
@@ -62,6 +74,7 @@ def make_inner(
         direction = optax.contrib.muon(
             1.0,
             beta=beta1,
+            mu_dtype=moment_dtype,
             adam_b1=beta1,
             adam_b2=beta2,
             muon_weight_dimension_numbers=_map_axes(_muon_numbers, axes),

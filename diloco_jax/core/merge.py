@@ -113,7 +113,14 @@ class MergeState(NamedTuple):
 
 def init(like: ArrayLike) -> MergeState:
     """Nothing merged yet; `like` has the piece's shape."""
-    return MergeState(jnp.zeros(like.shape, jnp.float32), *(jnp.zeros(3)))
+    nothing: MergeState = _nothing(like.shape)
+    return nothing
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _nothing(shape: tuple[int, ...]) -> MergeState:
+    zero = jnp.zeros((), jnp.float32)
+    return MergeState(jnp.zeros(shape, jnp.float32), zero, zero, zero)
 
 
 @functools.partial(jax.jit, static_argnames="rule", donate_argnums=0)

@@ -65,11 +65,10 @@ class OuterPreset(NamedTuple):
 
 
 PRESETS = (
-    # At 12 merges per fragment, RDA without momentum at 1.0 ended at 3.79 bits per
-    # byte, Nesterov 0.7 / 0.9 at 4.07; others saw fine-tuning runs lose 10 % with it.
-    OuterPreset(30, math.inf, "sgd", 1.0, 0.0),
-    # At 61 merges it flips: 2.79 with Nesterov 0.7 / 0.9, 2.96 without momentum.
-    OuterPreset(200, math.inf, "nesterov", 0.7, 0.9),
+    # Momentum hurts short runs: 8 islands, 0.1 M parameters, 2 M tokens, loss without
+    # it / with Nesterov 0.7, 0.9: 2.03 / 2.21 at 10 merges per fragment, 1.97 / 2.42 at
+    # 41, 1.94 / 2.71 at 122 (docs/results/quality.md).
+    OuterPreset(200, math.inf, "sgd", 1.0, 0.0),
     # In long runs the best learning rate depends on the number of islands alone
     # (arXiv 2503.09799, momentum 0.9, plain mean, up to 2.4 B parameters).
     OuterPreset(math.inf, 1, "nesterov", 0.4, 0.9),

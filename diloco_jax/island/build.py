@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
 
 from diloco_jax.config import IslandConfig, RunConfig
-from diloco_jax.core.fragments import FragmentPlan, from_pieces, plan_fragments
+from diloco_jax.core.fragments import FragmentPlan, plan_fragments
 from diloco_jax.core.inner import make_inner
 from diloco_jax.island.exchange import Exchange
-from diloco_jax.island.mesh import make_mesh
+from diloco_jax.island.mesh import layout, make_mesh
 from diloco_jax.island.replica import Replica
 from diloco_jax.island.step import Trainer, TrainState
 from diloco_jax.models import transformer
 from diloco_jax.models.model import Model, Params
 
 
-def build_trainer(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
-    """The run's model and inner optimizer on the island's mesh."""
+def build_trainer(
+    run: RunConfig, island: IslandConfig, devices: Sequence[jax.Device] | None = None
+) -> tuple[Model, Trainer]:
+    """The run's model and inner optimizer on the island's mesh.
+
+    devices: of the mesh; those of a topology that is not here will do to compile.
+    """
+    mesh = make_mesh(island, devices)
     model = transformer.build(
         run.model,
         compute_dtype=island.compute_dtype,
         remat=island.remat,
         attention=island.attention,
+        loss_chunk=island.loss_chunk,
+        layout=layout(mesh),
     )
     inner = make_inner(
         run.inner.optimizer,
         axes=model.axes,
         beta1=run.inner.beta1,
         beta2=run.inner.beta2,
+        moment_dtype=run.inner.moment_dtype,
         weight_decay=run.inner.weight_decay,
         clip_norm=run.inner.clip_norm,
     )
-    return model, Trainer(model, inner, island, make_mesh(island))
+    return model, Trainer(model, inner, island, mesh)
 
 
 def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
@@ -47,9 +55,8 @@ def build_exchange(
 ) -> tuple[Exchange, Params]:
     """Takes and adoptions of an island that has no anchors yet, and parameters of
     zeros that lie as the real ones will."""
-    zeros = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), model.shapes())
-    params = trainer.place_params(zeros)
-    return Exchange(build_plan(run, model), run.sync, params), params
+    plan, params = build_plan(run, model), trainer.zeros()
+    return Exchange(plan, run.sync, params, trainer.anchor_memory), params
 
 
 def join(
@@ -61,6 +68,8 @@ def join(
     """A model copy that begins at these anchors (by fragment, then by piece), with
     fresh moments."""
     exchange.start(anchors)
-    params = trainer.place_params(from_pieces(plan, exchange.anchors()))
+    params = trainer.zeros()
+    for fragment in range(len(plan.fragments)):
+        params = exchange.reset(fragment, params)
     state = TrainState(params, trainer.init_inner(params))
     return Replica(trainer, exchange, state)

@@ -2,67 +2,55 @@
 
 Per piece it holds the anchor, from a take to the next adoption the base (a copy of
 the local values at the take), and with error feedback the residual, before and after
-an outstanding take. The functions are those of `core/`, one piece at a time, compiled
-once per kind of tensor with the layer index traced; parameters are donated to an
-adoption, which changes them in place.
+an outstanding take. All of them lie as the piece does, in device or host memory.
+Parameters are donated to an adoption, which changes them in place.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from diloco_jax.config import SyncConfig
-from diloco_jax.core.adopt import adopt
-from diloco_jax.core.codec import encode_with_feedback, get_codec
-from diloco_jax.core.delta import delta
+from diloco_jax.config import AnchorMemory, SyncConfig
+from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
-from diloco_jax.core.publish import apply_publish
+from diloco_jax.island.kinds import index_of, kind_of
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.island.placing import needed, place
-
-
-@dataclasses.dataclass(frozen=True)
-class _Compiled:
-    """The functions of one kind of tensor; `piece` is how its pieces lie, `encoded`
-    how their bytes do, uint8[*grid, tile_bytes]."""
-
-    piece: NamedSharding
-    encoded: NamedSharding
-    take: Callable[..., Any]
-    advance: Callable[..., jax.Array]
-    adopt: Callable[..., jax.Array]
-    reset: Callable[..., jax.Array]
+from diloco_jax.island.placing import needed, place, zeros
 
 
 class Exchange:
     """Anchors, bases and residuals of all fragments of one island.
 
     params: the local parameters, or arrays that lie like them: nested dict of f32 on
-    the island's mesh.
+    the island's mesh. memory: where anchors, bases and residuals lie.
     """
 
-    def __init__(self, plan: FragmentPlan, sync: SyncConfig, params: Params) -> None:
+    def __init__(
+        self,
+        plan: FragmentPlan,
+        sync: SyncConfig,
+        params: Params,
+        memory: AnchorMemory = "device",
+    ) -> None:
         self._plan = plan
         self._sync = sync
         self.layouts_up = _layouts(plan, sync.codec_up)
         self.layouts_down = _layouts(plan, sync.codec_down)
-        self._kinds = {p: _kind(sync, p, _leaf(params, p.path)) for p in plan.pieces}
+        self._kinds = {
+            p: kind_of(sync, p, _leaf(params, p.path), memory) for p in plan.pieces
+        }
         self._anchors: dict[Piece, jax.Array] = {}
         self._bases: dict[Piece, jax.Array] = {}
         self._residuals: dict[Piece, jax.Array] = {}
         self._residuals_before: dict[Piece, jax.Array] = {}
         if sync.error_feedback:
             self._residuals = {
-                p: place(np.zeros(p.shape, np.float32), kind.piece)
+                p: zeros(p.shape, np.float32, kind.piece)
                 for p, kind in self._kinds.items()
             }
 
@@ -78,7 +66,7 @@ class Exchange:
             leaf, anchor = _leaf(params, piece.path), self._anchors[piece]
             before = self._residuals.get(piece)
             sent, after, self._bases[piece] = self._kinds[piece].take(
-                leaf, _index(piece), anchor, before
+                leaf, index_of(piece), anchor, before
             )
             if before is not None:
                 self._residuals_before[piece] = before
@@ -144,7 +132,7 @@ class Exchange:
             for publish in arrival.publishes:
                 anchor = kind.advance(anchor, publish[i])
             leaf = kind.adopt(
-                _leaf(params, piece.path), _index(piece), base, anchor, self._alpha
+                _leaf(params, piece.path), index_of(piece), base, anchor, self._alpha
             )
             self._anchors[piece] = anchor
             params = _with_leaf(params, piece.path, leaf)
@@ -175,7 +163,7 @@ class Exchange:
         for piece in self._plan.fragments[fragment]:
             anchor = self._anchors[piece]
             leaf = _leaf(params, piece.path)
-            leaf = self._kinds[piece].reset(leaf, _index(piece), anchor)
+            leaf = self._kinds[piece].reset(leaf, index_of(piece), anchor)
             params = _with_leaf(params, piece.path, leaf)
         return params
 
@@ -204,13 +192,13 @@ class Exchange:
             if key in seen:
                 continue
             seen.add(key)
-            index = _index(piece)
-            zeros = place(np.zeros(piece.shape, np.float32), kind.piece)
-            nothing = np.zeros(codec.encoded_shape(piece.shape), np.uint8)
-            published = place(nothing, kind.encoded)
-            _, _, local = kind.take(leaf, index, zeros, self._residuals.get(piece))
-            kind.advance(zeros, published)
-            leaf = kind.adopt(leaf, index, zeros, zeros, self._alpha)
+            index = index_of(piece)
+            anchor = zeros(piece.shape, np.float32, kind.piece)
+            shape = codec.encoded_shape(piece.shape)
+            published = zeros(shape, np.uint8, kind.encoded)
+            _, _, local = kind.take(leaf, index, anchor, self._residuals.get(piece))
+            kind.advance(anchor, published)
+            leaf = kind.adopt(leaf, index, anchor, anchor, self._alpha)
             params = _with_leaf(params, piece.path, kind.reset(leaf, index, local))
         jax.block_until_ready(params)  # type: ignore[no-untyped-call]
         return params
@@ -218,74 +206,6 @@ class Exchange:
     @property
     def _alpha(self) -> np.float32:
         return np.float32(self._sync.blend_alpha)
-
-
-def _kind(sync: SyncConfig, piece: Piece, leaf: jax.Array) -> _Compiled:
-    sharding = leaf.sharding
-    assert isinstance(sharding, NamedSharding)
-    spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
-    spec = spec[1:] if piece.layer >= 0 else spec
-    return _compile(sync, sharding, _on(sharding, *spec))
-
-
-@functools.lru_cache(maxsize=64)
-def _compile(sync: SyncConfig, leaf: NamedSharding, piece: NamedSharding) -> _Compiled:
-    """jit compiles each function once per shape; results lie like the arguments."""
-    up, down = get_codec(sync.codec_up), get_codec(sync.codec_down)
-    whole = _on(piece)
-
-    def take(stacked: Any, index: Any, anchor: Any, residual: Any) -> Any:
-        local = _read(stacked, index)
-        if residual is None:
-            encoded = up.encode(delta(anchor, local))
-        else:
-            encoded, residual = encode_with_feedback(up, delta(anchor, local), residual)
-        # A copy whatever jit makes of outputs that are inputs: the next step donates
-        # the parameter's buffer.
-        return encoded, residual, jnp.copy(local)
-
-    def take_over(
-        stacked: Any, index: Any, base: Any, anchor: Any, alpha: Any
-    ) -> jax.Array:
-        # Without the barriers `blend` is fused with its surroundings, where its
-        # products and sum are contracted, and rounded, differently than in core.
-        local = _barrier(_read(stacked, index))
-        local = adopt(sync.adopt, local, base, anchor, alpha)
-        return _write(stacked, index, _barrier(local))
-
-    return _Compiled(
-        piece=piece,
-        encoded=whole,
-        take=jax.jit(take, out_shardings=(whole, piece, piece)),
-        advance=jax.jit(functools.partial(apply_publish, down), out_shardings=piece),
-        adopt=jax.jit(take_over, donate_argnums=0, out_shardings=leaf),
-        reset=jax.jit(_write, donate_argnums=0, out_shardings=leaf),
-    )
-
-
-def _read(stacked: jax.Array, index: Any) -> jax.Array:
-    """Layer `index` of a stacked tensor; None: the tensor."""
-    if index is None:
-        return stacked
-    layer: jax.Array = jax.lax.dynamic_index_in_dim(stacked, index, 0, keepdims=False)
-    return layer
-
-
-def _write(stacked: jax.Array, index: Any, value: jax.Array) -> jax.Array:
-    if index is None:
-        # As above: the anchor itself must not become the parameter.
-        return jnp.copy(value)
-    written: jax.Array = jax.lax.dynamic_update_index_in_dim(stacked, value, index, 0)
-    return written
-
-
-def _barrier(x: jax.Array) -> jax.Array:
-    y: jax.Array = jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
-    return y
-
-
-def _index(piece: Piece) -> np.int32 | None:
-    return None if piece.layer < 0 else np.int32(piece.layer)
 
 
 def _leaf(params: Params, path: tuple[str, ...]) -> jax.Array:
@@ -300,12 +220,6 @@ def _with_leaf(params: Params, path: tuple[str, ...], leaf: jax.Array) -> Params
     key, *rest = path
     value = _with_leaf(params[key], tuple(rest), leaf) if rest else leaf
     return {**params, key: value}
-
-
-def _on(other: NamedSharding, *spec: Any) -> NamedSharding:
-    """On the mesh of `other`; no spec: the whole array on every device."""
-    parts = PartitionSpec(*spec)  # type: ignore[no-untyped-call]
-    return NamedSharding(other.mesh, parts)
 
 
 def _layouts(plan: FragmentPlan, codec: str) -> tuple[PayloadLayout, ...]:

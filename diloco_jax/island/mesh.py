@@ -1,11 +1,19 @@
 """An island's mesh, and how parameters and batches lie on it.
 
-Axes: "data" repeats the parameters, "fsdp" cuts them; sequences are cut over both.
+Mesh axes: "data" repeats the parameters, "fsdp" cuts them where they rest and each
+layer gathers its own, "tensor" cuts the layer's work as well. Sequences are cut over
+"data" and "fsdp". ("expert" and "sequence" are to come.)
+
+A parameter is cut where its pieces' tiles end (`core/tiles.py`), so that every device
+encodes and decodes what it holds. Where a mesh axis divides no axis of the tile grid,
+small parameters lie whole on its devices, and large ones are cut regardless: takes and
+adoptions gather such a piece along that mesh axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,19 +21,24 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import ConfigError, IslandConfig
+from diloco_jax.core.fragments import LAYERS
+from diloco_jax.core.tiles import TileGrid
+from diloco_jax.models.layout import Layout
 
-MESH_AXES = ("data", "fsdp")
+MESH_AXES = ("data", "fsdp", "tensor")
 
-# Logical axis -> mesh axis. A tensor is cut once, on the first of these axes that it
-# has and whose size the mesh axis divides; without one it lies whole on each device.
+# Mesh axis -> the logical axes of parameters that it may cut: it cuts the first one
+# on whose tiles its shards end, and that no other mesh axis cuts.
 RULES = {
-    "embed": "fsdp",
-    "mlp": "fsdp",
-    "vocab": "fsdp",
-    "heads": "fsdp",
-    "kv_heads": "fsdp",
-    "head_dim": "fsdp",
+    "tensor": ("mlp", "heads", "kv_heads", "vocab"),
+    "fsdp": ("embed", "mlp", "vocab", "heads", "kv_heads", "head_dim"),
 }
+BATCH = ("data", "fsdp")
+# Of activations, and of weights in use: what only "fsdp" cuts is gathered.
+IN_USE = {"batch": BATCH, **dict.fromkeys(RULES["tensor"], ("tensor",))}
+
+LARGE = 1 << 20
+"""Elements of a piece that is rather gathered now and then than whole everywhere."""
 
 
 def make_mesh(
@@ -37,20 +50,22 @@ def make_mesh(
       ConfigError: fewer devices than that.
     """
     devices = jax.devices() if devices is None else devices
+    sizes = (config.mesh_data, config.mesh_fsdp, config.mesh_tensor)
     if len(devices) < config.devices:
         raise ConfigError(
-            f"mesh_data * mesh_fsdp = {config.mesh_data} * {config.mesh_fsdp} = "
-            f"{config.devices} devices, but this process has {len(devices)}; lower "
-            f"them, or for virtual CPU devices set XLA_FLAGS="
+            f"mesh_data * mesh_fsdp * mesh_tensor = "
+            f"{' * '.join(map(str, sizes))} = {config.devices} devices, but there are "
+            f"{len(devices)}; lower them, or for virtual CPU devices set XLA_FLAGS="
             f"--xla_force_host_platform_device_count={config.devices} (or "
             f"jax_num_cpu_devices) before jax starts"
         )
-    grid = np.array(devices[: config.devices], dtype=object)
-    return Mesh(
-        grid.reshape(config.mesh_data, config.mesh_fsdp),
-        MESH_AXES,
-        axis_types=(AxisType.Auto,) * len(MESH_AXES),
-    )
+    grid = np.array(devices[: config.devices], dtype=object).reshape(sizes)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def layout(mesh: Mesh) -> Layout:
+    """Where the activations of a model on this mesh lie."""
+    return Layout(mesh, IN_USE)
 
 
 def param_shardings(
@@ -66,30 +81,58 @@ def param_shardings(
     return {
         name: param_shardings(mesh, axes[name], value)
         if isinstance(value, dict)
-        else NamedSharding(mesh, _spec(mesh, axes[name], value.shape))
+        else NamedSharding(mesh, param_spec(mesh.shape, axes[name], value.shape))
         for name, value in shapes.items()
     }
 
 
+def param_spec(
+    mesh: Mapping[str, int], names: tuple[str | None, ...], shape: tuple[int, ...]
+) -> PartitionSpec:
+    """Vectors stay whole: gathering them costs more than they weigh.
+
+    mesh: the size of each mesh axis.
+    """
+    stacked = names[:1] == (LAYERS,)
+    piece = shape[stacked:]
+    cuts: list[str | None] = [None] * len(piece)
+    if len(piece) >= 2:
+        grid = TileGrid.of(piece).grid
+        for mesh_axis, candidates in RULES.items():
+            size = mesh[mesh_axis]
+            axes = [names.index(name) - stacked for name in candidates if name in names]
+            free = [axis for axis in axes if cuts[axis] is None]
+            fits = [axis for axis in free if grid[axis] % size == 0]
+            if not fits and math.prod(piece) > LARGE:
+                fits = [axis for axis in free if piece[axis] % size == 0]
+            if size > 1 and fits:
+                cuts[fits[0]] = mesh_axis
+    return _partition(*(None,) * stacked, *cuts)
+
+
+def tile_spec(
+    spec: Sequence[str | None], mesh: Mapping[str, int], grid: tuple[int, ...]
+) -> PartitionSpec:
+    """What is left of a piece's cuts if its shards must end on tiles.
+
+    spec: a mesh axis or None for each axis of the piece. grid: of its tiles.
+    """
+    return _partition(
+        *(
+            axis if axis and count % mesh[axis] == 0 else None
+            for axis, count in zip(spec, grid, strict=True)
+        )
+    )
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Sequences, the leading axis, over all devices."""
-    return NamedSharding(mesh, _partition(MESH_AXES))
+    """Sequences, the leading axis, over the axes that cut batches."""
+    return NamedSharding(mesh, _partition(BATCH))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
     """The whole array on every device."""
     return NamedSharding(mesh, _partition())
-
-
-def _spec(mesh: Mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """Vectors stay whole: gathering them costs more than they weigh."""
-    if len([name for name in names if name != "layers"]) < 2:
-        return _partition()
-    for rule, mesh_axis in RULES.items():
-        if rule in names and shape[names.index(rule)] % mesh.shape[mesh_axis] == 0:
-            position = names.index(rule)
-            return _partition(*(None,) * position, mesh_axis)
-    return _partition()
 
 
 def _partition(*axes: str | tuple[str, ...] | None) -> PartitionSpec:

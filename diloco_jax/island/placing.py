@@ -32,6 +32,21 @@ def place(value: npt.NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
     return placed
 
 
+def zeros(
+    shape: tuple[int, ...], dtype: npt.DTypeLike, sharding: NamedSharding
+) -> jax.Array:
+    """Zeros cut as `sharding` says, a shard at a time."""
+    part = np.zeros(sharding.shard_shape(shape), dtype)
+    return jax.make_array_from_callback(shape, sharding, lambda index: part.copy())
+
+
+def abstract(
+    shape: tuple[int, ...], dtype: npt.DTypeLike, sharding: NamedSharding
+) -> jax.ShapeDtypeStruct:
+    """An array without values, to compile for devices that need not be here."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+
+
 def held(arrays: Sequence[jax.Array]) -> list[tuple[Box, jax.Array]]:
     """The tiles of encoded pieces that this host is to send: of every shard, the first
     copy, where it is on a device of this host.

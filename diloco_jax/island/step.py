@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.island.mesh import batch_sharding, param_shardings, replicated
-from diloco_jax.island.placing import place
+from diloco_jax.island.placing import abstract, place, zeros
 from diloco_jax.models.model import Metrics, Model, Params
 
 
@@ -37,15 +37,16 @@ class Trainer:
         mesh: Mesh,
     ):
         """inner: its updates at learning rate 1; ConfigError if the batch does not
-        divide over devices and accumulation rounds."""
-        rounds = mesh.size * island.accumulation
-        if island.batch_size % rounds:
+        divide over the mesh and accumulation rounds."""
+        if island.batch_size % island.batch_multiple:
             raise ConfigError(
-                f"batch_size = {island.batch_size} is not divided by devices * "
-                f"accumulation = {mesh.size} * {island.accumulation} = {rounds}; "
-                f"choose a multiple of {rounds}"
+                f"batch_size = {island.batch_size} is not divided by mesh_data * "
+                f"mesh_fsdp * accumulation = {island.mesh_data} * {island.mesh_fsdp} "
+                f"* {island.accumulation} = {island.batch_multiple}; choose a "
+                f"multiple of {island.batch_multiple}"
             )
         self.mesh = mesh
+        self.anchor_memory = island.anchor_memory
         self.batch_size = island.batch_size
         self._model = model
         self._inner = inner
@@ -53,13 +54,13 @@ class Trainer:
         shapes = model.shapes()
         whole = replicated(mesh)
         self.shardings = param_shardings(mesh, model.axes, shapes)
-        state_shapes = jax.eval_shape(inner.init, shapes)
-        opt_shardings = _like_params(state_shapes, shapes, self.shardings, whole)
+        opt_shapes = jax.eval_shape(inner.init, shapes)
+        opt_shardings = _like_params(opt_shapes, shapes, self.shardings, whole)
+        self._shapes = TrainState(shapes, opt_shapes)
+        self._lies = TrainState(self.shardings, opt_shardings)
         self._init_inner = jax.jit(inner.init, out_shardings=opt_shardings)
         self._step = jax.jit(
-            self._update,
-            donate_argnums=0,
-            out_shardings=(TrainState(self.shardings, opt_shardings), whole),
+            self._update, donate_argnums=0, out_shardings=(self._lies, whole)
         )
         self._eval = jax.jit(self._evaluate, out_shardings=whole)
 
@@ -103,14 +104,42 @@ class Trainer:
         )
         return placed
 
+    def zeros(self) -> Params:
+        """Parameters of zeros, cut by `shardings`; no device or host has them all."""
+        made: Params = jax.tree.map(
+            lambda shape, sharding: zeros(shape.shape, np.float32, sharding),
+            self._shapes.params,
+            self.shardings,
+        )
+        return made
+
     def init_inner(self, params: Params) -> optax.OptState:
         """The inner optimizer's first state, cut as the parameters are."""
         with jax.set_mesh(self.mesh):
             return self._init_inner(params)
 
     def put_batch(self, batch: np.ndarray) -> jax.Array:
-        """Cuts the leading axis over all devices."""
+        """Cuts the leading axis over the mesh."""
         return place(batch, batch_sharding(self.mesh))
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state."""
+        state: TrainState = jax.tree.map(
+            lambda leaf, sharding: leaf.update(sharding=sharding),
+            self._shapes,
+            self._lies,
+        )
+        return state
+
+    def lower(self, sequence_length: int) -> jax.stages.Lowered:
+        """The step without arrays, to be compiled for devices that need not be here.
+
+        sequence_length: T.
+        """
+        shape = (self.batch_size, sequence_length + 1)
+        batch = abstract(shape, np.int32, batch_sharding(self.mesh))
+        with jax.set_mesh(self.mesh):
+            return self._step.lower(self.abstract_state(), batch, np.float32(0))
 
     def compilations(self) -> int:
         """How often the step was compiled: 1 from the first step on."""

@@ -21,10 +21,14 @@ import numpy as np
 from flax import nnx
 
 from diloco_jax.config import ModelConfig
+from diloco_jax.models.attention import Attend
+from diloco_jax.models.layout import Names
 
 NORM_EPSILON = 1e-6
+HEADS = ("batch", None, "heads", None)
+KV_HEADS = ("batch", None, "kv_heads", None)
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Constrain = Callable[[jax.Array, Names], jax.Array]
 Rotations = tuple[jax.Array, jax.Array]
 
 
@@ -37,9 +41,11 @@ class Layer(nnx.Module):
         self.mlp_norm = Norm(config.d_model)
         self.mlp = Mlp(config)
 
-    def __call__(self, x: jax.Array, turns: Rotations, attend: Attend) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x), turns, attend)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(
+        self, x: jax.Array, turns: Rotations, attend: Attend, constrain: Constrain
+    ) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), turns, attend, constrain)
+        return x + self.mlp(self.mlp_norm(x), constrain)
 
 
 class Norm(nnx.Module):
@@ -64,11 +70,13 @@ class Attention(nnx.Module):
         self.value = _weight((d, k, h), ("embed", "kv_heads", "head_dim"), std)
         self.output = _weight((n, h, d), ("heads", "head_dim", "embed"), out)
 
-    def __call__(self, x: jax.Array, turns: Rotations, attend: Attend) -> jax.Array:
-        query = rotate(project(x, self.query[...]), turns)
-        key = rotate(project(x, self.key[...]), turns)
-        value = project(x, self.value[...])
-        mixed = attend(query, key, value)  # B T N H
+    def __call__(
+        self, x: jax.Array, turns: Rotations, attend: Attend, constrain: Constrain
+    ) -> jax.Array:
+        query = constrain(project(x, self.query[...]), HEADS)
+        key = constrain(project(x, self.key[...]), KV_HEADS)
+        value = constrain(project(x, self.value[...]), KV_HEADS)
+        mixed = attend(rotate(query, turns), rotate(key, turns), value)  # B T N H
         return project(mixed, self.output[...], axes=2)
 
 
@@ -82,9 +90,9 @@ class Mlp(nnx.Module):
         out = f**-0.5 * _residual_scale(config)
         self.down = _weight((f, d), ("mlp", "embed"), out)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, constrain: Constrain) -> jax.Array:
         gate = nnx.silu(project(x, self.gate[...]))  # B T F
-        hidden = gate * project(x, self.up[...])
+        hidden = constrain(gate * project(x, self.up[...]), ("batch", None, "mlp"))
         return project(hidden, self.down[...])
 
 

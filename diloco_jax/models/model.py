@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 Params = dict[str, Any]
 Axes = dict[str, Any]
@@ -57,17 +56,3 @@ def weighted_loss(losses: jax.Array, weights: jax.Array) -> tuple[jax.Array, Met
     tokens = jnp.sum(weights)
     loss = jnp.sum(losses * weights) / jnp.maximum(tokens, 1.0)
     return loss, {"loss": loss, "tokens": tokens}
-
-
-def split_by_sequence(x: jax.Array) -> jax.Array:
-    """Keeps the leading axis of activations on all axes of the mesh in context.
-
-    Without it the partitioner is free to gather activations where gathering the
-    weights is cheaper. Outside `jax.set_mesh` it returns x as it is.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return x
-    spec = PartitionSpec(mesh.axis_names)  # type: ignore[no-untyped-call]
-    split: jax.Array = jax.lax.with_sharding_constraint(x, spec)  # type: ignore[no-untyped-call]
-    return split

@@ -1,4 +1,13 @@
-"""Byte models by size: a name is the number of parameters, within 15 %."""
+"""Models by size: a name is the number of parameters, within 15 %.
+
+Those in millions are byte models. Those in billions have the sizes of Gemma 3 (arXiv
+2503.19786, table 1 and the released configurations): 256 k words, heads of 256, grouped
+queries, tied embeddings. Different from it: SiLU where it has GELU in the gate; every
+layer attends to all earlier tokens, where five of six there see a window; rotations
+have one base; queries and keys are not normalised, nor is what a layer adds; and
+embeddings are not scaled by sqrt(d_model). Tokens are bytes still, so most words never
+occur.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +15,19 @@ from diloco_jax.config import ConfigError, ModelConfig, suggest
 
 
 def _sizes(
-    d_model: int, num_layers: int, heads: int, kv: int, head_dim: int, mlp: int
+    d_model: int,
+    num_layers: int,
+    heads: int,
+    kv: int,
+    head_dim: int,
+    mlp: int,
+    vocab_size: int = 256,
+    *,
+    tied: bool = False,
 ) -> ModelConfig:
     return ModelConfig(
-        vocab_size=256,
+        vocab_size=vocab_size,
+        tied_embeddings=tied,
         d_model=d_model,
         num_layers=num_layers,
         num_heads=heads,
@@ -28,6 +46,8 @@ PRESETS = {
     "25m": _sizes(512, 8, 8, 2, 64, 1536),
     "50m": _sizes(640, 10, 10, 2, 64, 2048),
     "100m": _sizes(768, 12, 12, 4, 64, 3072),
+    "1b": _sizes(1152, 26, 4, 1, 256, 6912, 262_144, tied=True),
+    "12b": _sizes(3840, 48, 16, 8, 256, 15_360, 262_144, tied=True),
 }
 
 

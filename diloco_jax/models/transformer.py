@@ -16,25 +16,28 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from diloco_jax.config import ConfigError, ModelConfig, suggest
 from diloco_jax.data.tokenizer import VOCAB_SIZE
-from diloco_jax.models.layers import Attend, Layer, rms_norm, rotations
+from diloco_jax.models.attention import ATTENDED, ATTENTION
+from diloco_jax.models.layers import Layer, rms_norm, rotations
+from diloco_jax.models.layout import Layout
+from diloco_jax.models.loss import positions_at_a_time, token_losses
 from diloco_jax.models.model import (
     Batch,
     Metrics,
     Model,
     Params,
     split_batch,
-    split_by_sequence,
     weighted_loss,
 )
 
 EMBEDDING_STD = 0.02
 UNROLLED_LAYERS = 8
 """Up to this depth the scan is unrolled on CPU: see `layers_per_iteration`."""
+STREAM = ("batch", None, None)
+"""Axes of the residual stream, [B, T, D]."""
 
 
 def build(
@@ -42,7 +45,9 @@ def build(
     *,
     compute_dtype: str = "float32",
     remat: str = "none",
-    attention: str = "dot_product",
+    attention: str = "auto",
+    loss_chunk: int | None = None,
+    layout: Layout | None = None,
 ) -> Model:
     """The transformer of this config.
 
@@ -50,28 +55,58 @@ def build(
       config: sizes.
       compute_dtype: "float32" or "bfloat16"; parameters stay f32, and so do norms,
         softmax, logits and loss.
-      remat: what the backward pass computes again: "none", "full" (each layer) or
-        "dots" (all but the products with weights).
+      remat: what the backward pass computes again; a name in REMAT.
       attention: a name in ATTENTION.
+      loss_chunk: positions of each sequence whose logits stand at a time; 0 = all,
+        None = as many as `positions_at_a_time` says.
+      layout: the mesh that it runs on; None: the default device.
 
     Raises:
       ConfigError: sizes that do not fit together, or an unknown name.
     """
     _validate(config)
+    layout = layout or Layout.of_one_device()
     dtype = _choose("compute_dtype", compute_dtype, DTYPES)
     wrap = _choose("remat", remat, REMAT)
-    attend = _choose("attention", attention, ATTENTION)
+    attend = _choose("attention", attention, ATTENTION)(layout)
+    if loss_chunk is None:
+        loss_chunk = positions_at_a_time(config.vocab_size)
     # Unrolled, nothing would keep the compiler from merging the repeated work again.
-    unroll = layers_per_iteration(config.num_layers) if remat == "none" else 1
+    unroll = layers_per_iteration(config.num_layers, layout) if remat == "none" else 1
+    tensors = _tensors(config)
+    axes = jax.tree.map(lambda t: t.axes, tensors, is_leaf=_is_tensor)
+
+    def in_use(weights: Any, names: Any) -> Any:
+        """Gathered, apart from what the layout cuts; of one layer if stacked."""
+        return jax.tree.map(
+            lambda w, n: layout.constrain(w, n[-w.ndim :]), weights, names
+        )
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         inputs, targets, weights = split_batch(batch)
-        logits = _logits(config, params, inputs, dtype, wrap, attend, unroll)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        params = jax.tree.map(lambda p: p.astype(dtype), params)
+        embedding = in_use(params["embedding"], axes["embedding"])
+        x = layout.constrain(embedding[inputs], STREAM)
+        x = run_layers(params["layers"], x)
+        x = rms_norm(x, params["norm"])
+        if config.tied_embeddings:
+            table = embedding.T
+        else:
+            table = in_use(params["unembedding"], axes["unembedding"])
+        losses = token_losses(x, table, targets, loss_chunk, layout)
         return weighted_loss(losses, weights)
 
-    tensors = _tensors(config)
-    axes = jax.tree.map(lambda t: t.axes, tensors, is_leaf=_is_tensor)
+    def run_layers(stacked: Params, x: jax.Array) -> jax.Array:
+        graph = _layer_graph(config)[0]
+        turns = rotations(x.shape[1], config.head_dim, config.rope_base)
+
+        def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
+            module = nnx.merge(graph, nnx.State(in_use(weights, axes["layers"])))
+            x = module(x, turns, attend, layout.constrain)
+            return layout.constrain(x, STREAM), None
+
+        return jax.lax.scan(wrap(layer), x, stacked, unroll=unroll)[0]
+
     return Model(lambda key: _init(tensors, key), loss, axes)
 
 
@@ -83,40 +118,14 @@ class Tensor(NamedTuple):
     std: float
 
 
-def layers_per_iteration(num_layers: int) -> int:
+def layers_per_iteration(num_layers: int, layout: Layout) -> int:
     """Layers in one iteration of the scan.
 
     On CPU an unrolled step is a quarter faster and compiles no slower at these depths;
     elsewhere one layer per iteration keeps the program small at any depth.
     """
-    unrolled = jax.default_backend() == "cpu" and num_layers <= UNROLLED_LAYERS
+    unrolled = layout.platform == "cpu" and num_layers <= UNROLLED_LAYERS
     return num_layers if unrolled else 1
-
-
-def _logits(
-    config: ModelConfig,
-    params: Params,
-    tokens: jax.Array,
-    dtype: Any,
-    wrap: Callable[[Any], Any],
-    attend: Attend,
-    unroll: int,
-) -> jax.Array:
-    """f32 [B, T, V] of int32 [B, T]."""
-    params = jax.tree.map(lambda p: p.astype(dtype), params)
-    graph = _layer_graph(config)[0]
-    turns = rotations(tokens.shape[1], config.head_dim, config.rope_base)
-
-    def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
-        module = nnx.merge(graph, nnx.State(weights))
-        return split_by_sequence(module(x, turns, attend)), None
-
-    x = split_by_sequence(params["embedding"][tokens])
-    x, _ = jax.lax.scan(wrap(layer), x, params["layers"], unroll=unroll)
-    x = rms_norm(x, params["norm"])
-    tied = config.tied_embeddings
-    table = params["embedding"].T if tied else params["unembedding"]
-    return jnp.matmul(x, table, preferred_element_type=jnp.float32)
 
 
 def _init(tensors: dict[str, Any], key: jax.Array) -> Params:
@@ -164,13 +173,7 @@ def _layer_graph(config: ModelConfig) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: Layer(config)))
 
 
-def _attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """[B, T, N, H] from [B, T, N, H], [B, T, K, H], [B, T, K, H]; softmax in f32."""
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
-
-
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-ATTENTION: dict[str, Attend] = {"dot_product": _attend}
 REMAT: dict[str, Callable[[Any], Any]] = {
     "none": lambda f: f,
     "full": lambda f: jax.checkpoint(f, prevent_cse=False),
@@ -179,7 +182,14 @@ REMAT: dict[str, Callable[[Any], Any]] = {
         prevent_cse=False,
         policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     ),
+    "attention": lambda f: jax.checkpoint(
+        f,
+        prevent_cse=False,
+        policy=jax.checkpoint_policies.save_only_these_names(ATTENDED),
+    ),
 }
+"""What the backward pass computes again of each layer: nothing, all, all but the
+products with weights, all but attention."""
 
 
 def _choose(field: str, name: str, known: dict[str, Any]) -> Any:

@@ -68,6 +68,21 @@ def test_muon_orthogonalises_every_layer_for_itself() -> None:
     np.testing.assert_allclose(embed, embed[0, 0], rtol=1e-3)  # Adam's first step
 
 
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_first_moments_in_bfloat16_take_half_and_change_little(name: str) -> None:
+    grads = jax.tree.map(lambda p: 0.01 * p, params())
+    moved, sizes = [], []
+    for dtype in ("float32", "bfloat16"):
+        inner = make_inner(name, axes=AXES, moment_dtype=dtype)
+        state = inner.init(params())
+        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+        moved.append(updates(inner, grads))
+    model = sum(leaf.nbytes for leaf in jax.tree.leaves(params()))
+    assert sizes[0] - sizes[1] == model / 2
+    for a, b in zip(*map(jax.tree.leaves, moved), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02)
+
+
 def test_clipping_bounds_the_gradient() -> None:
     grads = params()
     clipped = updates(make_inner("sgd", axes=AXES, clip_norm=0.5), grads)

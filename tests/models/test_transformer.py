@@ -50,6 +50,13 @@ def plain_grads(config: ModelConfig = TINY):
     return grads(transformer.build(config), config)
 
 
+def temporary_bytes(model, batch: tuple[int, int]) -> int:
+    """What a gradient needs besides parameters, batch and results."""
+    grad = jax.jit(jax.grad(model.loss, has_aux=True))
+    compiled = grad.lower(model.shapes(), jax.ShapeDtypeStruct(batch, jnp.int32))
+    return compiled.compile().memory_analysis().temp_size_in_bytes
+
+
 def relative_difference(a, b) -> float:
     a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (a, b))
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
@@ -126,10 +133,21 @@ def test_weights_choose_what_counts():
     assert float(nothing) == 0
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", ["full", "dots", "attention"])
 def test_remat_changes_no_gradient(remat):
     again = grads(transformer.build(TINY, remat=remat))
     assert relative_difference(again, plain_grads()) < 1e-5
+
+
+def test_remat_keeps_what_its_name_says():
+    kept = {
+        remat: temporary_bytes(
+            transformer.build(dataclasses.replace(TINY, num_layers=9), remat=remat),
+            batch=(4, 257),
+        )
+        for remat in ("none", "dots", "attention", "full")
+    }
+    assert kept["none"] > kept["dots"] > kept["attention"] > kept["full"]
 
 
 def test_bfloat16_is_close_and_gradients_stay_f32():
@@ -174,11 +192,24 @@ def test_layers_start_out_different():
     assert abs(np.corrcoef(query[0].ravel(), query[1].ravel())[0, 1]) < 0.1
 
 
+def parameters(name: str) -> int:
+    shapes = jax.tree.leaves(transformer.build(preset(name)).shapes())
+    return sum(math.prod(leaf.shape) for leaf in shapes)
+
+
 @pytest.mark.parametrize("name", [n for n in PRESETS if n != "tiny"])
 def test_presets_have_the_size_of_their_name(name):
-    shapes = jax.tree.leaves(transformer.build(preset(name)).shapes())
-    count = sum(math.prod(leaf.shape) for leaf in shapes)
-    assert abs(count / (float(name[:-1]) * 1e6) - 1) < 0.15
+    size = float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
+    assert abs(parameters(name) / size - 1) < 0.15
+
+
+def test_gemma_style_presets_have_every_parameter_that_they_should():
+    d, layers, heads, kv_heads, mlp = 1152, 26, 4, 1, 6912
+    layer = 2 * d * 256 * (heads + kv_heads) + 3 * d * mlp + 2 * d
+    assert parameters("1b") == 262_144 * d + layers * layer + d
+    d, layers, heads, kv_heads, mlp = 3840, 48, 16, 8, 15_360
+    layer = 2 * d * 256 * (heads + kv_heads) + 3 * d * mlp + 2 * d
+    assert parameters("12b") == 262_144 * d + layers * layer + d == 11_765_395_200
 
 
 def test_an_unknown_preset_is_refused_with_a_suggestion():
@@ -195,7 +226,7 @@ def test_an_unknown_preset_is_refused_with_a_suggestion():
         ({"vocab_size": 100}, {}, "model.vocab_size = 100.* at least 256"),
         ({}, {"remat": "fulll"}, "remat = 'fulll'.*did you mean 'full'"),
         ({}, {"compute_dtype": "float16"}, "compute_dtype = 'float16'"),
-        ({}, {"attention": "flash"}, "attention = 'flash'.*dot_product"),
+        ({}, {"attention": "splush"}, "attention = 'splush'.*did you mean 'splash'"),
     ],
 )
 def test_bad_models_are_refused(change, options, message):

@@ -1,0 +1,171 @@
+"""The functions of takes and adoptions, compiled once per kind of tensor.
+
+They are those of `core/`, one piece at a time, with the index of a stacked layer
+traced, and they work where the data lies: a shard of a piece makes its tiles, and tiles
+make their shard. Where a mesh axis cuts a piece inside its tiles (`mesh.py`), a take
+gathers the delta along it first, an adoption the anchor, and all its devices make the
+same tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from diloco_jax.config import AnchorMemory, SyncConfig
+from diloco_jax.core.adopt import adopt
+from diloco_jax.core.codec import encode_with_feedback, get_codec
+from diloco_jax.core.delta import delta
+from diloco_jax.core.fragments import Piece
+from diloco_jax.core.publish import apply_publish
+from diloco_jax.core.tiles import TileGrid
+from diloco_jax.island.mesh import tile_spec
+from diloco_jax.island.placing import abstract
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Functions of `jax.jit`; `index` is the layer of a stacked tensor, else None."""
+
+    piece: NamedSharding
+    """How anchors, bases and residuals lie, f32[shape]: as the parameter does."""
+    encoded: NamedSharding
+    """How bytes lie, uint8[*grid, tile_bytes]."""
+    take: Any
+    """(leaf, index, anchor, residual or None) -> (encoded, residual, base)."""
+    advance: Any
+    """(anchor, encoded publish) -> anchor."""
+    adopt: Any
+    """(leaf, index, base, anchor, alpha) -> leaf, which is donated."""
+    reset: Any
+    """(leaf, index, value) -> leaf, which is donated."""
+
+    def lower(
+        self, sync: SyncConfig, piece: Piece, leaf: jax.ShapeDtypeStruct
+    ) -> dict[str, jax.stages.Lowered]:
+        """The four functions by name, without arrays, as `Trainer.lower` has it."""
+        index = index_of(piece)
+        value = abstract(piece.shape, np.float32, self.piece)
+        shape = get_codec(sync.codec_down).encoded_shape(piece.shape)
+        octets = abstract(shape, np.uint8, self.encoded)
+        residual = value if sync.error_feedback else None
+        alpha = np.float32(sync.blend_alpha)
+        return {
+            "take": self.take.lower(leaf, index, value, residual),
+            "advance": self.advance.lower(value, octets),
+            "adopt": self.adopt.lower(leaf, index, value, value, alpha),
+            "reset": self.reset.lower(leaf, index, value),
+        }
+
+
+def kind_of(
+    sync: SyncConfig,
+    piece: Piece,
+    leaf: jax.Array | jax.ShapeDtypeStruct,
+    memory: AnchorMemory,
+) -> Kind:
+    """Of a piece of this leaf, which need not have values."""
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding)
+    spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
+    spec = spec[1:] if piece.layer >= 0 else spec
+    tiles = tile_spec(spec, sharding.mesh.shape, TileGrid.of(piece.shape).grid)
+    return _compile(sync, sharding, PartitionSpec(*spec), tiles, memory)  # type: ignore[no-untyped-call]
+
+
+def index_of(piece: Piece) -> np.int32 | None:
+    """The argument `index`."""
+    return None if piece.layer < 0 else np.int32(piece.layer)
+
+
+@functools.lru_cache(maxsize=256)
+def _compile(
+    sync: SyncConfig,
+    leaf: NamedSharding,
+    spec: PartitionSpec,
+    tiles: PartitionSpec,
+    memory: AnchorMemory,
+) -> Kind:
+    """jit compiles each function once per shape; results lie like the arguments."""
+    up, down = get_codec(sync.codec_up), get_codec(sync.codec_down)
+    at_work = NamedSharding(leaf.mesh, spec)
+    at_rest = NamedSharding(leaf.mesh, spec, memory_kind=memory)
+    on_tiles = NamedSharding(leaf.mesh, tiles)
+
+    def fetch(*arrays: Any) -> Any:
+        """From where they rest to the device."""
+        if memory == "device":
+            return arrays
+        return tuple(x if x is None else jax.device_put(x, at_work) for x in arrays)
+
+    def take(stacked: Any, index: Any, anchor: Any, residual: Any) -> Any:
+        anchor, residual = fetch(anchor, residual)
+        local = _read(stacked, index)
+        change = _on(delta(anchor, local), on_tiles)
+        if residual is None:
+            encoded = up.encode(change)
+        else:
+            residual = _on(residual, on_tiles)
+            encoded, residual = encode_with_feedback(up, change, residual)
+            residual = _on(residual, on_tiles)
+        # A copy whatever jit makes of outputs that are inputs: the next step donates
+        # the parameter's buffer.
+        return encoded, residual, jnp.copy(local)
+
+    def advance(anchor: Any, encoded: Any) -> jax.Array:
+        (anchor,) = fetch(anchor)
+        return _on(apply_publish(down, _on(anchor, on_tiles), encoded), on_tiles)
+
+    def take_over(
+        stacked: Any, index: Any, base: Any, anchor: Any, alpha: Any
+    ) -> jax.Array:
+        base, anchor = fetch(base, anchor)
+        # Without the barriers `blend` is fused with its surroundings, where its
+        # products and sum are contracted, and rounded, differently than in core.
+        local = _barrier(_read(stacked, index))
+        local = adopt(sync.adopt, local, base, anchor, alpha)
+        return _write(stacked, index, _barrier(local))
+
+    def reset(stacked: Any, index: Any, value: Any) -> jax.Array:
+        return _write(stacked, index, *fetch(value))
+
+    return Kind(
+        piece=at_rest,
+        encoded=on_tiles,
+        take=jax.jit(take, out_shardings=(on_tiles, at_rest, at_rest)),
+        advance=jax.jit(advance, out_shardings=at_rest),
+        adopt=jax.jit(take_over, donate_argnums=0, out_shardings=leaf),
+        reset=jax.jit(reset, donate_argnums=0, out_shardings=leaf),
+    )
+
+
+def _read(stacked: jax.Array, index: Any) -> jax.Array:
+    """Layer `index` of a stacked tensor; None: the tensor."""
+    if index is None:
+        return stacked
+    layer: jax.Array = jax.lax.dynamic_index_in_dim(stacked, index, 0, keepdims=False)
+    return layer
+
+
+def _write(stacked: jax.Array, index: Any, value: jax.Array) -> jax.Array:
+    if index is None:
+        # As in a take: the anchor itself must not become the parameter.
+        return jnp.copy(value)
+    written: jax.Array = jax.lax.dynamic_update_index_in_dim(stacked, value, index, 0)
+    return written
+
+
+def _barrier(x: jax.Array) -> jax.Array:
+    y: jax.Array = jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _on(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    y: jax.Array = jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]
+    return y

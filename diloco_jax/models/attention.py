@@ -1,0 +1,60 @@
+"""Causal grouped-query attention: one function for CPU and GPU, one kernel for TPU.
+
+`B` sequences, `T` tokens, `N` query heads, `K` key and value heads, `H` head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from diloco_jax.models.layout import Layout
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""[B, T, N, H] from [B, T, N, H], [B, T, K, H], [B, T, K, H]; softmax in f32."""
+
+ATTENDED = "attended"
+"""The name of attention's results for checkpoint policies."""
+LANES = 128
+"""The kernel works on whole blocks of tokens, a multiple of this long."""
+
+
+def dot_product(layout: Layout) -> Attend:
+    """What XLA makes of the plain formula."""
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        named: jax.Array = checkpoint_name(mixed, ATTENDED)  # type: ignore[no-untyped-call]
+        return named
+
+    return attend
+
+
+def splash(layout: Layout) -> Attend:
+    """The Pallas kernel for TPUs; interpreted, and slow, on any other device."""
+    # Pallas takes a third of a second to import.
+    from diloco_jax.models.splash import make_splash
+
+    return make_splash(layout)
+
+
+def auto(layout: Layout) -> Attend:
+    """The kernel on TPUs where it fits, the plain formula elsewhere."""
+    if layout.platform != "tpu":
+        return dot_product(layout)
+    plain, kernel = dot_product(layout), splash(layout)
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        fits = query.shape[1] % LANES == 0
+        return (kernel if fits else plain)(query, key, value)
+
+    return attend
+
+
+ATTENTION: dict[str, Callable[[Layout], Attend]] = {
+    "auto": auto,
+    "dot_product": dot_product,
+    "splash": splash,
+}

@@ -1,0 +1,70 @@
+"""Pallas splash attention on a mesh: sequences and heads are cut, nothing is gathered.
+
+`B` sequences, `T` tokens, `N` query heads, `K` key and value heads, `H` head.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention as pallas
+
+from diloco_jax.config import ConfigError
+from diloco_jax.models.attention import ATTENDED, LANES, Attend
+from diloco_jax.models.layout import Layout
+
+LARGEST_BLOCK = 512
+"""Tokens; larger blocks of f32 gradients do not fit a v5p's vector memory."""
+
+
+def make_splash(layout: Layout) -> Attend:
+    """The attention of a model on this mesh."""
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        length, heads, head_dim = query.shape[1:]
+        if length % LANES:
+            raise ConfigError(
+                f"attention = 'splash' with sequence_length = {length}: the kernel "
+                f"needs a multiple of {LANES}; choose one, or attention = "
+                f"'dot_product'"
+            )
+        if key.shape[2] % layout.ways("heads"):
+            # Cut between the heads of one group: each head gets keys of its own.
+            group = heads // key.shape[2]
+            key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
+        arrays = [x.swapaxes(1, 2) for x in (query * head_dim**-0.5, key, value)]
+        specs = [layout.spec(("batch", "heads", None, None), x.shape) for x in arrays]
+        mapped = jax.shard_map(
+            one_device,
+            mesh=layout.mesh,
+            in_specs=tuple(specs),
+            out_specs=specs[0],
+            check_vma=False,
+        )
+        mixed: jax.Array = mapped(*arrays)
+        return mixed.swapaxes(1, 2)
+
+    def one_device(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        """[B, N, T, H] of a device's sequences and heads."""
+        heads, length = query.shape[1:3]
+        block = max(
+            n for n in range(LANES, LARGEST_BLOCK + 1, LANES) if length % n == 0
+        )
+        mask = pallas.CausalMask((length, length))
+        kernel = pallas.make_splash_mha_single_device(
+            pallas.MultiHeadMask([mask] * heads),
+            block_sizes=pallas.BlockSizes(
+                block_q=block,
+                block_kv=block,
+                block_q_dkv=block,
+                block_kv_dkv=block,
+                block_q_dq=block,
+                block_kv_dq=block,
+            ),
+            residual_checkpoint_name=ATTENDED,
+            interpret=layout.platform != "tpu",
+        )
+        mixed: jax.Array = jax.vmap(kernel)(query, key, value)
+        return mixed
+
+    return attend

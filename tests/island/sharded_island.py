@@ -1,0 +1,228 @@
+"""Run by test_meshes.py in a process of its own; prints what it saw as JSON.
+
+`sharded_island.py run`: eight virtual CPU devices train, take and adopt on several
+meshes. `sharded_island.py compile TOPOLOGY`: the same functions, compiled for TPUs that
+are not here.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import re
+import sys
+
+import jax
+import numpy as np
+
+from diloco_jax.config import InnerConfig, IslandConfig, RunConfig, SyncConfig
+from diloco_jax.core.codec import get_codec
+from diloco_jax.core.fragments import get_piece
+from diloco_jax.island import mesh
+from diloco_jax.island.build import build_exchange, build_plan, build_trainer, join
+from diloco_jax.island.kinds import kind_of
+from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.step import TrainState
+from diloco_jax.models.attention import ATTENTION
+from diloco_jax.models.presets import preset
+from diloco_jax.policy.events import Version
+
+COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
+    r"(?:-start)?\("
+)
+TINY = dataclasses.replace(
+    preset("tiny"), d_model=128, head_dim=32, mlp_dim=256, tied_embeddings=True
+)
+RUN = RunConfig(
+    model=TINY,
+    sequence_length=16,
+    inner=InnerConfig(optimizer="sgd", weight_decay=0.0),
+    sync=SyncConfig(fragments=2, codec_up="int4", codec_down="int8"),
+)
+ON_TPU = dataclasses.replace(
+    RUN,
+    model=dataclasses.replace(TINY, head_dim=128, vocab_size=1024),
+    sequence_length=128,
+    inner=InnerConfig(),
+)
+
+
+def island(shape: str, **options: object) -> IslandConfig:
+    """shape: data x fsdp x tensor."""
+    data, fsdp, tensor = map(int, shape.split("x"))
+    return IslandConfig(
+        batch_size=8,
+        mesh_data=data,
+        mesh_fsdp=fsdp,
+        mesh_tensor=tensor,
+        remat="full",
+        **options,
+    )
+
+
+class Compilations(logging.Handler):
+    """Counts what jax says it compiles."""
+
+    count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += "Compiling" in record.getMessage()
+
+
+def train(config: IslandConfig, batches: np.ndarray) -> dict[str, object]:
+    """Steps; then, from the same bits on every mesh, takes and adoptions."""
+    model, trainer = build_trainer(RUN, config)
+    plan = build_plan(RUN, model)
+    first = jax.tree.map(np.array, jax.jit(model.init)(jax.random.key(0)))
+    codec = get_codec(RUN.sync.codec_down)
+    random = np.random.default_rng(1)
+    noise = jax.tree.map(lambda x: random.normal(size=x.shape).astype("<f4"), first)
+    changes = [
+        [codec.encode(get_piece(noise, piece)) for piece in pieces]
+        for pieces in plan.fragments
+    ]
+    exchange, params = build_exchange(RUN, model, trainer)
+    params = exchange.warm(params)
+    trainer.eval_step(params, batches[0], np.ones((8, 16), np.float32))
+    state = TrainState(params, trainer.init_inner(params))
+    trainer.step(state, trainer.put_batch(batches[0]), 0.0)
+    counter = Compilations()
+    logging.getLogger("jax").addHandler(counter)
+    with jax.log_compiles():
+        anchors = {f: put(exchange, plan, f, first) for f in range(2)}
+        replica = join(plan, trainer, exchange, anchors)
+        losses = [float(replica.step(batch, 0.1)["loss"]) for batch in batches]
+        trained = [np.array(x) for x in jax.tree.leaves(replica.params)]
+        sums = trainer.eval_step(replica.params, batches[0], np.ones((8, 16), "f4"))
+        anchors = {f: put(exchange, plan, f, noise) for f in range(2)}
+        exchange.start({f: put(exchange, plan, f, first) for f in range(2)})
+        for fragment in range(2):
+            replica.reset(fragment)
+        exchange.start(anchors)
+        taken = []
+        for number in range(2):
+            for fragment in range(2):
+                taken.append(replica.take(fragment))
+                replica.settle(fragment)
+                payload = exchange.layouts_down[fragment].pack(changes[fragment])
+                publish = exchange.put_publish(fragment, payload)
+                version = Version(1, number + 1)
+                replica.adopt(
+                    Arrival(fragment=fragment, version=version, publishes=(publish,))
+                )
+    logging.getLogger("jax").removeHandler(counter)
+    after = [exchange.anchors()[piece.name] for piece in plan.pieces]
+    return {
+        "losses": losses,
+        "eval": float(sums[0]) / float(sums[1]),
+        "moved": np.concatenate([np.ravel(x) for x in trained]),
+        "taken": digest(taken),
+        "adopted": digest(replica.params),
+        "anchors": digest(after),
+        "anchors_in": sorted({x.sharding.memory_kind for x in after}),
+        "compiled_late": counter.count,
+        "steps_compiled": trainer.compilations(),
+    }
+
+
+def put(exchange, plan, fragment, params) -> tuple[jax.Array, ...]:
+    pieces = plan.fragments[fragment]
+    payload = b"".join(np.asarray(get_piece(params, p)).tobytes() for p in pieces)
+    return exchange.put_anchor(fragment, payload)
+
+
+def digest(tree: object) -> str:
+    sha = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        sha.update(np.ascontiguousarray(leaf).data)
+    return sha.hexdigest()[:16]
+
+
+def compile_all(
+    run: RunConfig, config: IslandConfig, devices=None
+) -> dict[str, object]:
+    """Collectives of the step, and by kind of piece those of its four functions."""
+    model, trainer = build_trainer(run, config, devices)
+    state, pieces, seen = trainer.abstract_state(), {}, set()
+    for piece in build_plan(run, model).pieces:
+        leaf = get_piece(state.params, dataclasses.replace(piece, layer=-1))
+        if (leaf.shape, leaf.sharding) in seen:
+            continue
+        seen.add((leaf.shape, leaf.sharding))
+        kind = kind_of(run.sync, piece, leaf, config.anchor_memory)
+        pieces[piece.name] = {
+            "cut": [axis for axis in kind.piece.spec if axis],
+            "octets_cut": [axis for axis in kind.encoded.spec if axis],
+            **{
+                name: collectives(lowered)
+                for name, lowered in kind.lower(run.sync, piece, leaf).items()
+            },
+        }
+    return {"step": collectives(trainer.lower(run.sequence_length)), "pieces": pieces}
+
+
+def collectives(lowered: jax.stages.Lowered) -> list[str]:
+    return sorted(set(COLLECTIVE.findall(lowered.compile().as_text())))
+
+
+def run_all() -> dict[str, object]:
+    batches = np.random.default_rng(0).integers(0, 256, (3, 8, 17)).astype(np.int32)
+    found: dict[str, object] = {}
+    for shape, options in {
+        "1x1x1": {},
+        "2x2x1": {"anchor_memory": "pinned_host", "accumulation": 2},
+        "2x2x2": {"loss_chunk": 6},
+        "1x4x1": {},
+    }.items():
+        if shape == "1x4x1":
+            # As if every piece were large: those that it cuts inside tiles, too.
+            mesh.LARGE = 0
+        config = island(shape, **options)
+        found[shape] = {**train(config, batches), **compile_all(RUN, config)}
+    expected = found["1x1x1"]["moved"]
+    for result in found.values():
+        moved = result.pop("moved")
+        result["distance"] = float(
+            np.linalg.norm(moved - expected) / np.linalg.norm(expected)
+        )
+    found["splash"] = splash_on_a_mesh()
+    return found
+
+
+def splash_on_a_mesh() -> list[float]:
+    """Largest differences between kernel and formula: key heads that the mesh cuts,
+    and some that it does not."""
+    layout = mesh.layout(mesh.make_mesh(island("1x2x4")))
+    random = np.random.default_rng(0)
+    differences = []
+    for key_heads in (4, 2):
+        query, key, value = (
+            random.normal(size=(4, 128, heads, 32)).astype("<f4")
+            for heads in (8, key_heads, key_heads)
+        )
+        kernel, formula = (
+            np.array(jax.jit(ATTENTION[name](layout))(query, key, value))
+            for name in ("splash", "dot_product")
+        )
+        differences.append(float(np.abs(kernel - formula).max()))
+    return differences
+
+
+def compile_for(topology: str) -> dict[str, object]:
+    from jax.experimental import topologies
+
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    return {
+        f"{shape} {memory}": compile_all(
+            ON_TPU,
+            island(shape, compute_dtype="bfloat16", anchor_memory=memory),
+            described.devices,
+        )
+        for shape, memory in (("1x4x1", "device"), ("1x2x2", "pinned_host"))
+    }
+
+
+if __name__ == "__main__":
+    seen = run_all() if sys.argv[1] == "run" else compile_for(sys.argv[2])
+    print(json.dumps(seen))

@@ -1,0 +1,111 @@
+"""Every mesh trains one model, and takes, sends and adopts the same bits, locally."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diloco_jax.island.environment import prepare_environment
+
+SCRIPT = Path(__file__).with_name("sharded_island.py")
+FUNCTIONS = ("take", "advance", "adopt", "reset")
+
+
+def run(*arguments: str, timeout_s: float, **environment: str):
+    prepare_environment(8, inherited := dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *arguments],
+        env={**inherited, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run("run", timeout_s=280)
+
+
+MESHES = ["2x2x1", "2x2x2", "1x4x1"]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_trains_as_one_device(found, mesh):
+    one = found["1x1x1"]
+    assert found[mesh]["distance"] < 1e-6
+    np.testing.assert_allclose(found[mesh]["losses"], one["losses"], rtol=1e-5)
+    np.testing.assert_allclose(found[mesh]["eval"], one["eval"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("bits", ["taken", "adopted", "anchors"])
+def test_bits_do_not_depend_on_the_mesh(found, mesh, bits):
+    assert found[mesh][bits] == found["1x1x1"][bits]
+
+
+@pytest.mark.parametrize("mesh", ["1x1x1", *MESHES])
+def test_nothing_compiles_after_the_warm_up(found, mesh):
+    assert found[mesh]["compiled_late"] == 0
+    assert found[mesh]["steps_compiled"] == 1
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_aligned_pieces_are_taken_and_adopted_where_they_lie(found, mesh):
+    pieces = found[mesh]["pieces"]
+    aligned = [p for p in pieces.values() if p["cut"] == p["octets_cut"]]
+    assert {axis for p in aligned for axis in p["cut"]} == (
+        {"fsdp", "tensor"} if mesh == "2x2x2" else {"fsdp"}
+    )
+    for piece in aligned:
+        assert [piece[name] for name in FUNCTIONS] == [[], [], [], []]
+
+
+def test_pieces_cut_inside_tiles_are_gathered(found):
+    pieces = found["1x4x1"]["pieces"]
+    unaligned = [p for p in pieces.values() if p["cut"] != p["octets_cut"]]
+    assert unaligned
+    for piece in unaligned:
+        assert piece["take"] == piece["advance"] == ["all-gather"]
+        assert piece["adopt"] == piece["reset"] == []
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_steps_gather_weights_and_reduce_gradients(found, mesh):
+    assert found["1x1x1"]["step"] == []
+    assert found[mesh]["step"] == ["all-gather", "all-reduce"]
+
+
+def test_anchors_rest_where_they_are_told(found):
+    assert found["2x2x1"]["anchors_in"] == ["pinned_host"]
+    assert found["2x2x2"]["anchors_in"] == ["device"]
+
+
+def test_the_kernel_sees_whole_groups_of_heads_on_every_device(found):
+    assert max(found["splash"]) < 1e-5
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs libtpu: pip install 'diloco-jax[tpu]'",
+)
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_on_tpus_takes_and_adoptions_are_local(topology):
+    # The cache cannot read compilations for absent devices again.
+    cache = {"JAX_ENABLE_COMPILATION_CACHE": "false", "TPU_SKIP_MDS_QUERY": "1"}
+    found = run("compile", topology, timeout_s=280, **cache)
+    assert len(found) == 2
+    for result in found.values():
+        assert set(result["step"]) == {"all-gather", "all-reduce"}
+        for piece in result["pieces"].values():
+            assert piece["cut"] == piece["octets_cut"]
+            assert not any(piece[name] for name in FUNCTIONS)

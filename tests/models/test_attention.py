@@ -1,0 +1,67 @@
+"""The kernel for TPUs, interpreted here, and the plain formula are one attention."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.config import ConfigError
+from diloco_jax.models import transformer
+from diloco_jax.models.attention import ATTENTION, LANES
+from diloco_jax.models.layout import Layout
+from diloco_jax.models.presets import preset
+
+LAYOUT = Layout.of_one_device()
+
+
+def arrays(length: int, heads: int = 4, key_heads: int = 2, head_dim: int = 16):
+    random = np.random.default_rng(0)
+    return [
+        random.normal(size=(2, length, n, head_dim)).astype(np.float32)
+        for n in (heads, key_heads, key_heads)
+    ]
+
+
+def test_kernel_and_formula_agree_with_their_gradients():
+    # Three blocks, so that some are masked whole, some in part.
+    found = []
+    for name in ("splash", "dot_product"):
+        attend = ATTENTION[name](LAYOUT)
+
+        def loss(*parts, attend=attend):
+            mixed = attend(*parts)
+            return jnp.sum(mixed * jnp.cos(jnp.arange(mixed.size).reshape(mixed.shape)))
+
+        grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+        found.append(jax.tree.leaves(grad(*arrays(3 * LANES))))
+    for kernel, formula in zip(*found, strict=True):
+        np.testing.assert_allclose(kernel, formula, rtol=1e-3, atol=1e-4)
+
+
+def test_the_model_trains_alike_with_either():
+    config = dataclasses.replace(preset("tiny"), num_layers=1)
+    tokens = np.random.default_rng(0).integers(0, 256, (1, LANES + 1)).astype(np.int32)
+    params = transformer.build(config).init(jax.random.key(0))
+    found = []
+    for name in ("splash", "dot_product"):
+        model = transformer.build(config, attention=name, remat="attention")
+        grads, _ = jax.jit(jax.grad(model.loss, has_aux=True))(params, tokens)
+        found.append(np.concatenate([np.ravel(g) for g in jax.tree.leaves(grads)]))
+    distance = np.linalg.norm(found[0] - found[1]) / np.linalg.norm(found[1])
+    assert 0 < distance < 1e-4
+
+
+def test_auto_is_the_formula_where_there_is_no_tpu():
+    parts = arrays(LANES)
+    lowered = [
+        jax.jit(ATTENTION[name](LAYOUT)).lower(*parts).as_text()
+        for name in ("auto", "dot_product")
+    ]
+    assert lowered[0] == lowered[1]
+
+
+def test_lengths_that_the_kernel_cannot_cut_are_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"sequence_length = 100: .* multiple of 128"):
+        ATTENTION["splash"](LAYOUT)(*arrays(100))
