@@ -1,0 +1,145 @@
+"""The notice that this machine will be taken away, and what is done with its seconds.
+
+It comes as SIGTERM, or as a value of the cloud's metadata server. The loop then ends at
+its next boundary; what the island has outstanding is still sent and merged, for up to
+`placement.notice_s`, and only then does it say goodbye: a goodbye ends the incarnation,
+and with it every delta that has arrived and is not merged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+
+from diloco_jax.island.mailbox import EXIT_FAILED, Mailbox
+
+logger = logging.getLogger(__name__)
+
+METADATA_HOST = "metadata.google.internal"
+LONG_POLL_S = 60
+"""The metadata server answers at least this often, changed or not."""
+ANSWER_S = 5.0
+"""Longest wait for an answer beyond that."""
+
+
+class Preemption:
+    """One island's notice. `watch` waits for it, `drain` uses it.
+
+    notice_s: seconds from the notice until everything should be said; 0 = this machine
+    is not taken away, and nothing is watched or waited for.
+    tell_leader: on a host that follows another, which is told and decides.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        notice_s: float,
+        tell_leader: Callable[[str], None] | None = None,
+    ) -> None:
+        self._mailbox = mailbox
+        self._tell_leader = tell_leader
+        self._notice_s = notice_s
+        self._drained_by: float | None = None
+
+    @property
+    def expected(self) -> bool:
+        """Whether SIGTERM is a notice."""
+        return self._notice_s > 0
+
+    def notice(self, source: str) -> None:
+        """Ends the loop at its next boundary. Not from a signal handler: the mailbox
+        has a lock. The exit code is that of a failure, so that whoever supervises the
+        island starts it again."""
+        if self._tell_leader is not None:
+            self._tell_leader(source)
+            return
+        if self._drained_by is None:
+            self._drained_by = time.monotonic() + self._notice_s
+            logger.warning("notice by %s: this island leaves", source)
+        self._mailbox.end(EXIT_FAILED, f"preempted ({source})")
+
+    def watch(self, host: str = "") -> threading.Thread | None:
+        """Starts waiting for the metadata server's notice, beside the loop.
+
+        host: HOST or HOST:PORT of the server; empty = GCE_METADATA_HOST, or the usual
+        one. Where none answers, the thread ends and nothing else happens.
+        """
+        if not self.expected:
+            return None
+        host = host or os.environ.get("GCE_METADATA_HOST", METADATA_HOST)
+        thread = threading.Thread(
+            target=self._watch, args=(host,), name="preemption", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def drain(self) -> int:
+        """After the loop: waits for verdicts on what is outstanding, if a notice came
+        and as long as it allows. Returns how many takes got none; their steps are lost.
+
+        Link and sender must still run.
+        """
+        if self._drained_by is None:
+            return 0
+        status = self._mailbox.status()
+        # From here on nobody asks this island for more, or waits for it.
+        self._mailbox.post(dataclasses.replace(status, phase="stopped"))
+        unsettled = {(take.fragment, take.tick) for take in status.outstanding}
+        while unsettled and (rest_s := self._drained_by - time.monotonic()) > 0:
+            self._mailbox.wait(rest_s)
+            unsettled -= {
+                (verdict.fragment, verdict.tick)
+                for verdict in self._mailbox.collect().verdicts
+                if verdict.verdict != "pending"
+            }
+        logger.info(
+            "%d of %d outstanding takes have their verdict",
+            len(status.outstanding) - len(unsettled),
+            len(status.outstanding),
+        )
+        return len(unsettled)
+
+    def _watch(self, host: str) -> None:
+        tag, known = "", False
+        while True:
+            try:
+                value, tag = _ask(host, tag)
+            except (OSError, ValueError) as error:
+                if not known:
+                    logger.debug("no metadata server at %s: %s", host, error)
+                    return
+                # It is away for moments now and then.
+                time.sleep(ANSWER_S)
+                continue
+            known = True
+            if value.strip().upper() == "TRUE":
+                self.notice("the metadata server")
+                return
+
+
+def _ask(host: str, tag: str) -> tuple[str, str]:
+    """The value of `instance/preempted` and its tag. With a tag, the answer comes when
+    the value is no longer that one, or after LONG_POLL_S.
+
+    Raises OSError (no server, no such value) or ValueError (another kind of server).
+    """
+    query = {"wait_for_change": "true", "last_etag": tag, "timeout_sec": LONG_POLL_S}
+    request = urllib.request.Request(
+        f"http://{host}/computeMetadata/v1/instance/preempted"
+        + (f"?{urllib.parse.urlencode(query)}" if tag else ""),
+        headers={"Metadata-Flavor": "Google"},
+    )
+    # Never by way of a proxy: the server is this machine's own.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    timeout_s = ANSWER_S + (LONG_POLL_S if tag else 0)
+    with opener.open(request, timeout=timeout_s) as answer:
+        if answer.headers.get("Metadata-Flavor") != "Google":
+            raise ValueError("it answers, but is no metadata server")
+        return answer.read(64).decode(errors="replace"), answer.headers.get("ETag", "")

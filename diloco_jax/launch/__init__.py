@@ -1,0 +1,1 @@
+"""`diloco launch`: from a config to machines in the cloud that run it."""

@@ -1,0 +1,109 @@
+"""Runs one command of the cloud's tools, with a deadline, and says what to do when it
+fails.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from typing import NamedTuple
+
+from diloco_jax.launch.resources import Command
+
+NOT_FOUND = re.compile(r"not[ _]found", re.IGNORECASE)
+
+CAPACITY = re.compile(
+    r"quota|RESOURCE_EXHAUSTED|STOCKOUT|capacity|insufficient|not available in"
+    r"|not supported|accelerator type .* not found|zone .* not found"
+    # How the cloud says that a zone has no TPUs at all.
+    r"|Permission denied on 'locations",
+    re.IGNORECASE,
+)
+REMEDIES = {
+    r"SERVICE_DISABLED|has not been used in project|is not enabled": (
+        "enable the service that the message names: `gcloud services enable SERVICE`"
+    ),
+    r"PERMISSION_DENIED|Required '.*' permission|Forbidden|does not have .* access": (
+        "ask for the role that the message names; docs/tpu.md lists those needed"
+    ),
+    r"Reauthentication|gcloud auth login|Unauthorized|must be logged in": (
+        "log in: `gcloud auth login`; kubectl also needs `gcloud components install "
+        "gke-gcloud-auth-plugin`"
+    ),
+    r"matches for kind \"JobSet\"|resource type \"jobset\"": (
+        "install JobSet in the cluster; docs/tpu.md says how"
+    ),
+}
+INSTALL = {
+    "gcloud": "install the Google Cloud CLI (https://cloud.google.com/sdk)",
+    "kubectl": "install it with `gcloud components install kubectl`",
+}
+
+
+class CommandError(Exception):
+    """A command failed: names it, its exit code, what it said, and the remedy."""
+
+
+class Result(NamedTuple):
+    """What a command printed, and how it ended."""
+
+    code: int
+    output: str
+    errors: str
+
+    @property
+    def not_found(self) -> bool:
+        """Whether it failed because what it is about is not there."""
+        return self.code != 0 and bool(NOT_FOUND.search(self.errors))
+
+
+def attempt(command: Command) -> Result:
+    """Runs it to its end, whatever that is.
+
+    Raises CommandError if the program is missing or the deadline passes.
+    """
+    program = command.arguments[0]
+    try:
+        done = subprocess.run(
+            command.arguments,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=command.deadline_s,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise CommandError(
+            f"{program} is not on this machine; {INSTALL[program]}"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise CommandError(
+            f"{shlex.join(command.arguments)}\ndid not end within "
+            f"{command.deadline_s:g} s; it may go on in the cloud: run the same "
+            f"`diloco launch` again, it takes up what is there"
+        ) from error
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def call(command: Command) -> str:
+    """Runs it and returns what it printed; CommandError if it fails."""
+    result = attempt(command)
+    if result.code:
+        raise failure(command, result)
+    return result.output
+
+
+def failure(command: Command, result: Result) -> CommandError:
+    """The error of a command that failed."""
+    said = result.errors.strip() or result.output.strip() or "(it said nothing)"
+    remedy = "put that right and run the same `diloco launch` again"
+    known = [text for pattern, text in REMEDIES.items() if re.search(pattern, said)]
+    if command.remedy and CAPACITY.search(said):
+        remedy = command.remedy
+    elif known:
+        remedy = known[0]
+    return CommandError(
+        f"{shlex.join(command.arguments)}\nexit code {result.code}: {said}\n{remedy}"
+    )

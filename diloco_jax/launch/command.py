@@ -1,0 +1,130 @@
+"""`diloco launch CONFIG --on tpu_vm|gke`: from the config to running machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from diloco_jax.config import Config, ConfigError, suggest
+from diloco_jax.launch import gke, tpu_vm
+from diloco_jax.launch.calls import CommandError
+from diloco_jax.launch.certificates import prepare_certificates
+from diloco_jax.launch.order import COORDINATOR, Order, make_order
+from diloco_jax.launch.record import Record
+from diloco_jax.launch.submit import Submitter
+
+BACKENDS = {"tpu_vm": tpu_vm.deployment, "gke": gke.deployment}
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchOptions:
+    """Of `diloco launch`."""
+
+    on: Literal["tpu_vm", "gke"] | None = None
+    """Where: Cloud TPU queued resources, or a GKE cluster."""
+    action: Literal["create", "run", "logs", "stop", "delete"] = "create"
+    """create: everything is there and runs; what was preempted or failed is made anew.
+    stop, run: processes end and start again on machines that stay. logs: their last
+    lines. delete: nothing stays but the coordinator's disk."""
+    only: tuple[str, ...] = ()
+    """Islands, or "coordinator", to whom the action is limited."""
+    dry_run: bool = False
+    """Write the files and print the command lines; run nothing."""
+    yes: bool = False
+    """Do not ask."""
+    disk: bool = False
+    """With delete: the coordinator's disk too, and with it the run."""
+
+
+def run(config: Config, path: str, options: LaunchOptions) -> int:
+    """Does what the options say; returns the exit code.
+
+    Raises ConfigError or SecurityError before anything is run.
+    """
+    if options.on is None:
+        raise ConfigError("--on is missing; choose --on tpu_vm or --on gke")
+    if not (options.dry_run or options.yes or sys.stdin.isatty()):
+        raise ConfigError(
+            "there is no terminal to ask on; give --yes to run the commands, or "
+            "--dry-run to see them"
+        )
+    order = make_order(config, path, options.on)
+    _check_owners(order, options.only)
+    workdir = Path(config.placement.workdir or Path("runs") / order.name).absolute()
+    record = Record(workdir / "launch.json", options.on)
+    own = config.placement.certificates
+    certificates = Path(own).absolute() if own else workdir / "certificates"
+    folder = workdir / "launch"
+    deployment = BACKENDS[options.on](
+        order, str(certificates), str(folder), int(time.time())
+    )
+    for line in _remarks(order):
+        _show(line)
+    if options.action in ("create", "run"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in deployment.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+            _show(f"written: {folder / name}")
+        if not options.dry_run:
+            prepare_certificates(certificates, deployment.hosts)
+    submitter = Submitter(
+        deployment,
+        record,
+        only=options.only,
+        show=print if options.dry_run else _show,
+        confirm=_asker(options.yes),
+        dry_run=options.dry_run,
+    )
+    try:
+        match options.action:
+            case "create":
+                submitter.create()
+            case "run":
+                submitter.run()
+            case "logs":
+                submitter.logs()
+            case "stop":
+                submitter.stop()
+            case "delete":
+                submitter.delete(disk=options.disk)
+    except CommandError as error:
+        _show(f"error: {error}")
+        return 1
+    return 0
+
+
+def _check_owners(order: Order, only: tuple[str, ...]) -> None:
+    known = [COORDINATOR, *(island.name for island in order.islands)]
+    for name in only:
+        if name not in known:
+            raise ConfigError(
+                f"--only {name}: no such part of the run{suggest(name, known)}; it has "
+                f"{', '.join(known)}"
+            )
+
+
+def _remarks(order: Order) -> list[str]:
+    return [
+        f"note: {island.zone} is not among the zones known to offer "
+        f"{island.slice.generation.name}: {', '.join(island.slice.generation.zones)}"
+        for island in order.islands
+        if island.zone not in island.slice.generation.zones
+    ]
+
+
+def _asker(yes: bool) -> Callable[[str], bool]:
+    def ask(question: str) -> bool:
+        if yes:
+            return True
+        print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+    return ask
+
+
+def _show(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,167 @@
+"""TPU slices by topology: what each is called, and what machines it is made of.
+
+A topology is written GENERATION:SHAPE, "v5p:4x4x4", "v6e:16x16". What a provider may
+change stands in one table here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from diloco_jax.config import ConfigError, suggest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What all slices of one generation have in common."""
+
+    name: str
+    shapes: tuple[str, ...]
+    """Those that have an accelerator type, smallest first."""
+    counted_per_chip: int
+    """An accelerator type counts chips (1) or their cores (2): "v6e-16", "v5p-16"."""
+    runtime_version: str
+    """Of the machines' image, at the Cloud TPU API."""
+    node_label: str
+    """Value of GKE's node label `gke-tpu-accelerator`."""
+    machine_types: dict[int, str]
+    """By chips per host."""
+    cube: int
+    """Shapes of multiples of this along every axis exist too; 0 = no others do."""
+    max_chips: int
+    zones: tuple[str, ...]
+    """Where it is known to be offered, for messages; the provider has the last word."""
+
+
+GENERATIONS = {
+    "v5p": Generation(
+        name="v5p",
+        shapes=(
+            *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8"),
+            *("8x8x8", "8x8x16", "8x16x16", "16x16x24"),
+        ),
+        counted_per_chip=2,
+        runtime_version="v2-alpha-tpuv5",
+        node_label="tpu-v5p-slice",
+        machine_types={4: "ct5p-hightpu-4t"},
+        cube=4,
+        max_chips=6144,
+        zones=("us-central1-a", "us-east5-a", "europe-west4-b"),
+    ),
+    "v6e": Generation(
+        name="v6e",
+        shapes=("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+        counted_per_chip=1,
+        runtime_version="v2-alpha-tpuv6e",
+        node_label="tpu-v6e-slice",
+        machine_types={
+            1: "ct6e-standard-1t",
+            4: "ct6e-standard-4t",
+            8: "ct6e-standard-8t",
+        },
+        cube=0,
+        max_chips=256,
+        zones=(
+            *("us-central1-b", "us-east1-d", "us-east5-a", "us-east5-b"),
+            *("europe-west4-a", "asia-northeast1-b", "southamerica-west1-a"),
+        ),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """One TPU slice. JAX has one device per chip on these generations."""
+
+    generation: Generation
+    shape: str
+
+    @property
+    def topology(self) -> str:
+        """As configs write it."""
+        return f"{self.generation.name}:{self.shape}"
+
+    @property
+    def chips(self) -> int:
+        """Chips, which are JAX's devices."""
+        return math.prod(_axes(self.shape))
+
+    @property
+    def chips_per_host(self) -> int:
+        """4, but for the v6e slices of a single chip and of a single 8-chip host."""
+        return self.chips if self.chips in self.generation.machine_types else 4
+
+    @property
+    def hosts(self) -> int:
+        """Machines, each of which runs the island's command."""
+        return self.chips // self.chips_per_host
+
+    @property
+    def machine_type(self) -> str:
+        """Of the hosts."""
+        return self.generation.machine_types[self.chips_per_host]
+
+    @property
+    def accelerator_type(self) -> str:
+        """ "v5p-128"; empty for a shape that shares its size with a usual one."""
+        if self.shape not in self.generation.shapes:
+            return ""
+        return f"{self.generation.name}-{self.chips * self.generation.counted_per_chip}"
+
+
+def find_slice(topology: str, field: str) -> Slice:
+    """The slice of that topology.
+
+    Raises ConfigError naming `field` and the nearest topologies if there is none.
+    """
+    name, _, shape = topology.partition(":")
+    generation = GENERATIONS.get(name)
+    if generation is None:
+        known = [f"{g}:{s}" for g, made in GENERATIONS.items() for s in made.shapes]
+        for entry in known:
+            if find_slice(entry, field).accelerator_type == topology:
+                raise ConfigError(f"{field} = {topology!r}; write {entry!r}")
+        raise ConfigError(
+            f"{field} = {topology!r} is no TPU topology{suggest(topology, known)}; "
+            f"write GENERATION:SHAPE with a generation of {', '.join(GENERATIONS)}"
+        )
+    if not _exists(generation, shape):
+        raise ConfigError(
+            f"{field} = {topology!r} does not exist; the nearest "
+            f"{name} topologies are {', '.join(_nearest(generation, shape))}"
+        )
+    return Slice(generation, shape)
+
+
+def _exists(generation: Generation, shape: str) -> bool:
+    if shape in generation.shapes:
+        return True
+    axes, cube = _axes(shape), generation.cube
+    return bool(
+        cube
+        and len(axes) == len(_axes(generation.shapes[0]))
+        and axes == sorted(axes)
+        and all(axis and axis % cube == 0 for axis in axes)
+        and math.prod(axes) <= generation.max_chips
+    )
+
+
+def _nearest(generation: Generation, shape: str) -> list[str]:
+    """Up to three topologies: first the same numbers in order, then by size."""
+    axes = _axes(shape)
+    ordered = "x".join(map(str, sorted(axes)))
+    chips = max(math.prod(axes), 1) if axes else 1
+    near = sorted(
+        generation.shapes,
+        key=lambda known: abs(math.log(math.prod(_axes(known)) / chips)),
+    )
+    if _exists(generation, ordered):
+        near.insert(0, ordered)
+    return [f"{generation.name}:{known}" for known in list(dict.fromkeys(near))[:3]]
+
+
+def _axes(shape: str) -> list[int]:
+    """Its numbers; empty if it is not made of numbers."""
+    parts = shape.split("x")
+    return [int(part) for part in parts] if all(map(str.isdecimal, parts)) else []

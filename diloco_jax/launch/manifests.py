@@ -1,0 +1,306 @@
+"""The Kubernetes objects of a launch, as plain values.
+
+One JobSet per island: its restarts are its own. Labels and values are strings.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from diloco_jax.launch.order import (
+    CERTIFICATES,
+    CONFIG_FOLDER,
+    COORDINATOR,
+    DATA,
+    INIT_WITHIN_S,
+    PORT,
+    WORKDIR,
+    Order,
+    PlacedIsland,
+)
+
+Manifest = dict[str, Any]
+
+CLOUD_IMAGE = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
+MAX_RESTARTS = 1000
+"""Crashes of an island before it is given up. Preemptions do not count, if the cluster
+tells them apart."""
+NOTICE_S = {"spot": 15, "reserved": 60, "on_demand": 60}
+"""From SIGTERM to SIGKILL. A Spot node has 15 s, whatever a pod asks for."""
+GOODBYE_S = 5
+"""Of those, what the goodbye and the end of the process need."""
+STOP_S = 60
+"""The same for the coordinator, which writes a snapshot and the summary."""
+TPU_PORTS = (8471, 8482, 8431)
+"""libtpu, JAX, runtime metrics."""
+
+
+def jobset(order: Order, island: PlacedIsland, address: str, now_unix: int) -> Manifest:
+    """The island's JobSet: as many pods as the slice has hosts, all or none.
+
+    now_unix: the incarnations of this JobSet begin there, above any before it.
+    """
+    job = {
+        "parallelism": island.slice.hosts,
+        "completions": island.slice.hosts,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                # Bad config, or refused by the coordinator: no attempt will help.
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {
+                        "containerName": "diloco",
+                        "operator": "In",
+                        "values": [2, 3],
+                    },
+                },
+                {
+                    "action": "FailJob",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+            ]
+        },
+        "template": {
+            "metadata": {"labels": _labels(order, island.name)},
+            "spec": _island_pod(order, island, address, now_unix),
+        },
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {
+            **_metadata(order, island.resource, island.name),
+            "annotations": {
+                "alpha.jobset.sigs.k8s.io/exclusive-topology": (
+                    "cloud.google.com/gke-nodepool"
+                )
+            },
+        },
+        "spec": {
+            "failurePolicy": {
+                "maxRestarts": MAX_RESTARTS,
+                # No new pod before the last old one has let go of its chips.
+                "restartStrategy": "BlockingRecreate",
+                "rules": [
+                    {
+                        "name": "hopeless",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                        "onJobFailureMessagePatterns": [".*exit code [23] .*"],
+                    },
+                    {
+                        "name": "preempted",
+                        "action": "RestartJobSetAndIgnoreMaxRestarts",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                    },
+                ],
+            },
+            "replicatedJobs": [
+                {"name": "hosts", "replicas": 1, "template": {"spec": job}}
+            ],
+        },
+    }
+
+
+def coordinator(order: Order, address: str, now_unix: int) -> list[Manifest]:
+    """Service, disruption budget and StatefulSet of the coordinator, which may begin a
+    run for a while after `now_unix`."""
+    name, labels = order.coordinator, _labels(order, COORDINATOR)
+    command = shlex.join(["diloco", *order.coordinator_arguments(address)])
+    init_before = now_unix + INIT_WITHIN_S
+    script = f"""\
+if [ ! -d {WORKDIR}/log ] && [ "$(date +%s)" -lt {init_before} ]; then init=--init; fi
+trap 'asked=yes; kill -TERM $!' TERM
+{command} ${{init-}} &
+code=0; wait $! || code=$?
+if [ "${{asked-}}" ]; then wait $!; exit; fi
+[ $code = 0 ] || exit $code
+echo 'the run is over; its results are in {WORKDIR}'
+exec sleep infinity
+"""
+    disk = {"claimName": name}
+    volumes = [
+        *_volumes(order, COORDINATOR),
+        {"name": "run", "persistentVolumeClaim": disk},
+    ]
+    pod = {
+        "terminationGracePeriodSeconds": STOP_S,
+        "nodeSelector": {"cloud.google.com/gke-nodepool": name},
+        **_copies_data(order),
+        "containers": [
+            {
+                "name": "diloco",
+                "image": order.settings.image,
+                "command": ["/bin/bash", "-c", script],
+                "ports": [{"containerPort": PORT}],
+                "readinessProbe": {"tcpSocket": {"port": PORT}},
+                "volumeMounts": _mounts(volumes),
+            }
+        ],
+        "volumes": volumes,
+    }
+    annotations = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": _metadata(order, name, COORDINATOR),
+            "spec": {"selector": labels, "ports": [{"port": PORT}]},
+        },
+        {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": _metadata(order, name, COORDINATOR),
+            "spec": {"minAvailable": 1, "selector": {"matchLabels": labels}},
+        },
+        {
+            "apiVersion": "apps/v1",
+            "kind": "StatefulSet",
+            "metadata": _metadata(order, name, COORDINATOR),
+            "spec": {
+                "replicas": 1,
+                "serviceName": name,
+                "selector": {"matchLabels": labels},
+                "template": {
+                    "metadata": {"labels": labels, "annotations": annotations},
+                    "spec": pod,
+                },
+            },
+        },
+    ]
+
+
+def disk(order: Order) -> Manifest:
+    """Where the coordinator keeps the run. Not made by the StatefulSet, so that what
+    deletes the one leaves the other."""
+    size = f"{order.settings.coordinator_disk_gb}Gi"
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": _metadata(order, order.coordinator, COORDINATOR),
+        "spec": {
+            "accessModes": ["ReadWriteOnce"],
+            "resources": {"requests": {"storage": size}},
+        },
+    }
+
+
+def config_map(order: Order) -> Manifest:
+    """The config, as every pod reads it."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(order, config_name(order), "all"),
+        "data": {"config.json": order.config_json},
+    }
+
+
+def config_name(order: Order) -> str:
+    """Of the ConfigMap."""
+    return f"{order.name}-config"
+
+
+def secret_name(order: Order, role: str) -> str:
+    """Of the Secret with a role's certificates."""
+    return f"{order.name}-certificates-{role}"
+
+
+def _island_pod(
+    order: Order, island: PlacedIsland, address: str, now_unix: int
+) -> Manifest:
+    notice_s = NOTICE_S[island.purchase]
+    command = shlex.join(
+        ["diloco", *island.arguments(address, float(notice_s - GOODBYE_S))]
+    )
+    # The shell adds, and is gone: signals reach `diloco` itself.
+    script = f"exec {command} --incarnation $(({now_unix} + RESTART_ATTEMPT))"
+    chips = {"google.com/tpu": str(island.slice.chips_per_host)}
+    volumes = [*_volumes(order, "island"), {"name": "run", "emptyDir": {}}]
+    selector = {
+        "cloud.google.com/gke-tpu-accelerator": island.slice.generation.node_label,
+        "cloud.google.com/gke-tpu-topology": island.slice.shape,
+        # Its own pool: another island's pods never take part of the slice.
+        "cloud.google.com/gke-nodepool": island.resource,
+    }
+    tolerations = [{"key": "google.com/tpu", "operator": "Exists"}]
+    if island.purchase == "spot":
+        selector["cloud.google.com/gke-spot"] = "true"
+        tolerations.append({"key": "cloud.google.com/gke-spot", "operator": "Exists"})
+    attempt = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": notice_s,
+        "nodeSelector": selector,
+        "tolerations": tolerations,
+        **_copies_data(order),
+        "containers": [
+            {
+                "name": "diloco",
+                "image": order.settings.image,
+                "command": ["/bin/bash", "-c", script],
+                "env": [
+                    {
+                        "name": "RESTART_ATTEMPT",
+                        "valueFrom": {"fieldRef": {"fieldPath": attempt}},
+                    }
+                ],
+                "ports": [{"containerPort": port} for port in TPU_PORTS],
+                "resources": {"requests": chips, "limits": chips},
+                "volumeMounts": _mounts(volumes),
+            }
+        ],
+        "volumes": volumes,
+    }
+
+
+def _volumes(order: Order, role: str) -> list[Manifest]:
+    secret = {"secretName": secret_name(order, role), "defaultMode": 0o400}
+    volumes: list[Manifest] = [
+        {"name": "config", "configMap": {"name": config_name(order)}},
+        {"name": "certificates", "secret": secret},
+    ]
+    if order.settings.data:
+        volumes.append({"name": "data", "emptyDir": {}})
+    return volumes
+
+
+def _mounts(volumes: list[Manifest]) -> list[Manifest]:
+    places = {
+        "config": CONFIG_FOLDER,
+        "certificates": CERTIFICATES,
+        "data": DATA,
+        "run": WORKDIR,
+    }
+    return [
+        {"name": volume["name"], "mountPath": places[volume["name"]]}
+        for volume in volumes
+    ]
+
+
+def _copies_data(order: Order) -> Manifest:
+    """The part of a pod that fetches the text before anything else."""
+    if not order.settings.data:
+        return {}
+    copy = ["gcloud", "storage", "rsync", "--recursive", order.settings.data, DATA]
+    container = {
+        "name": "data",
+        "image": CLOUD_IMAGE,
+        "command": copy,
+        "volumeMounts": [{"name": "data", "mountPath": DATA}],
+    }
+    return {"initContainers": [container]}
+
+
+def _metadata(order: Order, name: str, part: str) -> Manifest:
+    return {
+        "name": name,
+        "namespace": order.settings.namespace,
+        "labels": _labels(order, part),
+    }
+
+
+def _labels(order: Order, part: str) -> dict[str, str]:
+    return {"app": "diloco", "diloco-run": order.name, "diloco-part": part}

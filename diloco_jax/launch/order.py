@@ -1,0 +1,235 @@
+"""What is to be launched, checked: the names, places and command lines that both
+backends share. Nothing is asked of the cloud here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
+from diloco_jax.launch.config import LaunchConfig
+from diloco_jax.launch.fleet import Slice, find_slice
+
+Backend = Literal["tpu_vm", "gke"]
+Purchase = Literal["on_demand", "spot", "reserved"]
+PURCHASES: dict[str, Purchase] = {p: p for p in get_args(Purchase)}
+
+PORT = 7077
+"""Of the coordinator."""
+
+# Where things lie on every machine, in every container.
+ROOT = "/var/lib/diloco"
+CONFIG_FOLDER = f"{ROOT}/config"
+CERTIFICATES = f"{ROOT}/certificates"
+DATA = f"{ROOT}/data"
+WORKDIR = f"{ROOT}/run"
+
+COORDINATOR = "coordinator"
+INIT_WITHIN_S = 3600
+"""A coordinator begins a new run on an empty disk for this long after its machine is
+made, and never later: a disk that got lost is not a new run."""
+
+MAX_NAME = 40
+"""Letters that GKE allows a node pool, the least of all that is named."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacedIsland:
+    """One island, the slice it runs on, and how that is bought."""
+
+    name: str
+    """In the config."""
+    resource: str
+    """Name of everything that is made for it."""
+    slice: Slice
+    zone: str
+    purchase: Purchase
+    reservation: str
+    """Name of the reservation; empty = any of the project's."""
+
+    def arguments(self, address: str, notice_s: float) -> tuple[str, ...]:
+        """What every host of it passes to `diloco`, but for the incarnation.
+
+        notice_s: from SIGTERM until the goodbye must be said.
+        """
+        return (
+            *("island", f"{CONFIG_FOLDER}/config.json", "--name", self.name),
+            *("--coordinator", address, "--workdir", WORKDIR),
+            *("--certificates", CERTIFICATES, "--notice-s", f"{notice_s:g}"),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Order:
+    """A launch, checked."""
+
+    name: str
+    settings: LaunchConfig
+    islands: tuple[PlacedIsland, ...]
+    config_json: str
+    """As machines read it."""
+
+    @property
+    def coordinator(self) -> str:
+        """Name of everything that is made for the coordinator."""
+        return f"{self.name}-{COORDINATOR}"
+
+    def coordinator_arguments(self, address: str) -> tuple[str, ...]:
+        """What the coordinator's machine passes to `diloco`, but for `--init`."""
+        return (
+            *(COORDINATOR, f"{CONFIG_FOLDER}/config.json", "--workdir", WORKDIR),
+            *("--bind", f"0.0.0.0:{PORT}", "--advertise", address),
+            *("--certificates", CERTIFICATES),
+        )
+
+
+def make_order(config: Config, path: str, on: Backend) -> Order:
+    """The launch of the config read from `path`.
+
+    Raises ConfigError naming field, value and remedy.
+    """
+    settings = config.launch
+    for field in ("project", "image", "coordinator_zone", *_needed(on)):
+        if not getattr(settings, field):
+            raise ConfigError(
+                f"launch.{field} is empty and `diloco launch --on {on}` needs it: set "
+                f"it in the config, or give --launch.{field.replace('_', '-')}"
+            )
+    if not re.fullmatch(r"[a-z][-a-z0-9]{4,28}[a-z0-9]", settings.project):
+        raise ConfigError(
+            f"launch.project = {settings.project!r} is no project id; `gcloud projects "
+            f"list` shows yours"
+        )
+    if settings.data and not re.match(r"gs://[^/]+", settings.data):
+        raise ConfigError(
+            f"launch.data = {settings.data!r} is no gs://BUCKET/FOLDER; copy the text "
+            f"to a bucket (`gcloud storage rsync -r FOLDER gs://BUCKET/FOLDER`)"
+        )
+    if config.run.data.paths and not settings.data:
+        raise ConfigError(
+            f"data.paths = {', '.join(config.run.data.paths)} is on this machine only; "
+            f"copy it to a bucket (`gcloud storage rsync -r`) and name that as "
+            f"launch.data = 'gs://BUCKET/FOLDER'"
+        )
+    for field in ("zones", "purchase"):
+        for name in getattr(settings, field):
+            if name not in config.islands:
+                raise ConfigError(
+                    f"launch.{field} names {name!r}, but the islands are "
+                    f"{', '.join(config.islands)}"
+                )
+    name = settings.name or Path(path).stem
+    if Path(path).name == "config.json" and not settings.name:
+        raise ConfigError(
+            "launch.name is empty and a config.json gives none; set launch.name"
+        )
+    islands = tuple(_place(name, config, island, on) for island in config.islands)
+    resources = [island.resource for island in islands]
+    for resource in (*resources, _resource(name, COORDINATOR)):
+        if [*resources, _resource(name, COORDINATOR)].count(resource) > 1:
+            raise ConfigError(
+                f"two parts of the run would be called {resource!r}; rename an island"
+            )
+    return Order(
+        name=_resource(name, ""),
+        settings=settings,
+        islands=islands,
+        config_json=json.dumps(_host_config(config, islands), indent=2),
+    )
+
+
+def _needed(on: Backend) -> tuple[str, ...]:
+    return ("cluster", "location") if on == "gke" else ()
+
+
+def _place(name: str, config: Config, island: str, on: Backend) -> PlacedIsland:
+    settings = config.launch
+    if island not in settings.zones:
+        raise ConfigError(
+            f"launch.zones has no zone for island {island!r}; add one, for example "
+            f"zones={{{island!r}: 'us-east5-a'}}"
+        )
+    found = _slice_of(island, config.islands[island])
+    how, _, reservation = settings.purchase.get(island, "on_demand").partition(":")
+    purchase = PURCHASES.get(how)
+    field = f"launch.purchase.{island}"
+    if purchase is None or (reservation and purchase != "reserved"):
+        raise ConfigError(
+            f"{field} = {settings.purchase[island]!r}; write 'on_demand', 'spot', "
+            f"'reserved' or 'reserved:NAME'"
+        )
+    if on == "gke" and purchase == "reserved" and not reservation:
+        raise ConfigError(
+            f"{field} = 'reserved': GKE wants to know which; write 'reserved:NAME'"
+        )
+    return PlacedIsland(
+        name=island,
+        resource=_resource(name, island),
+        slice=found,
+        zone=settings.zones[island],
+        purchase=purchase,
+        reservation=reservation,
+    )
+
+
+def _slice_of(name: str, island: IslandConfig) -> Slice:
+    field = f"islands.{name}.topology"
+    if not island.topology:
+        raise ConfigError(
+            f"{field} is empty: name the slice that the island runs on, such as "
+            f"'v5p:2x2x1' or 'v6e:4x4'"
+        )
+    found = find_slice(island.topology, field)
+    if island.devices != found.chips:
+        raise ConfigError(
+            f"islands.{name}: its mesh has {island.devices} devices, and "
+            f"{found.topology} has {found.chips} chips, one device each; choose mesh_* "
+            f"whose product is {found.chips}, or another topology"
+        )
+    if island.hosts not in (1, found.hosts):
+        raise ConfigError(
+            f"islands.{name}.hosts = {island.hosts}, and {found.topology} has "
+            f"{found.hosts}; leave it out, the topology says it"
+        )
+    return found
+
+
+def _resource(name: str, part: str) -> str:
+    """A name that every part of the cloud accepts."""
+    made = re.sub(r"[._]", "-", f"{name}-{part}" if part else name).lower()
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", made) or len(made) > MAX_NAME:
+        raise ConfigError(
+            f"{made!r} cannot name machines: letters, digits and '-' are allowed, a "
+            f"letter first, {MAX_NAME} in all; set a shorter launch.name, or rename "
+            f"the island"
+        )
+    return made
+
+
+def _host_config(config: Config, placed: tuple[PlacedIsland, ...]) -> dict[str, Any]:
+    """Without what is of this machine only, which command lines give, and with the
+    hosts that the slices have."""
+    here = Placement()
+    placement = dataclasses.replace(
+        config.placement,
+        workdir=here.workdir,
+        bind=here.bind,
+        advertise=here.advertise,
+        certificates=here.certificates,
+        insecure=here.insecure,
+    )
+    paths = (DATA,) if config.launch.data else ()
+    data = dataclasses.replace(config.run.data, paths=paths)
+    run = dataclasses.replace(config.run, data=data)
+    islands = {
+        island.name: dataclasses.replace(
+            config.islands[island.name], hosts=island.slice.hosts
+        )
+        for island in placed
+    }
+    told = Config(run=run, islands=islands, placement=placement, launch=config.launch)
+    return dataclasses.asdict(told.validate())

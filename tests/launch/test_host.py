@@ -1,0 +1,219 @@
+"""The script that every machine boots with, run with tools that tell what they do."""
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import time
+
+import pytest
+
+from diloco_jax.launch.order import make_order
+from diloco_jax.launch.tpu_vm import deployment
+from diloco_jax.loading import read_config_json
+
+NOW = 1_800_000_000
+WAIT_S = 20.0
+
+DOCKER = """#!/usr/bin/env bash
+echo "docker $*" >>"$TOOLS/calls"
+[ "$1" != login ] || cat >"$TOOLS/password"
+case "$*" in
+  *"print-access-token"*) echo token ;;
+  *"secrets versions access"*) cp "$TOOLS/secret.tar" "${!#}" ;;
+  *"--name diloco"*) exit "${EXIT:-0}" ;;
+esac
+[ ! -e "$TOOLS/broken" ] || [[ $* != *"$(cat "$TOOLS/broken")"* ]] || exit 2
+"""
+TOOL = '#!/usr/bin/env bash\necho "${0##*/} $*" >>"$TOOLS/calls"\n'
+
+
+class Machine:
+    """A folder in the place of a machine's `/`."""
+
+    def __init__(self, root, config, name):
+        self.root = root
+        self.tools = root / "tools"
+        self.tools.mkdir(parents=True)
+        for folder in ("etc/systemd/system", "sys/kernel/mm/transparent_hugepage"):
+            (root / folder).mkdir(parents=True)
+        (self.tools / "docker").write_text(DOCKER)
+        for tool in ("sysctl", "systemctl", "iptables", "mount", "mkfs.ext4"):
+            (self.tools / tool).write_text(TOOL)
+        for tool in ("mountpoint", "blkid"):
+            (self.tools / tool).write_text(TOOL + "exit 1\n")
+        for tool in self.tools.iterdir():
+            tool.chmod(0o755)
+        secret = root / "key"
+        secret.write_text("a key")
+        with tarfile.open(self.tools / "secret.tar", "w") as tar:
+            tar.add(secret, "island.key")
+        self.render(config, name)
+
+    def render(self, config, name, now=NOW):
+        """Puts the rendered script there, with this folder as `/`."""
+        order = make_order(config, "two.py", "tpu_vm")
+        text = deployment(order, "certificates", "folder", now).files[name]
+        for place in ("/var/lib/", "/etc/systemd", "/sys/kernel", "/mnt/disks"):
+            text = text.replace(place, f"{self.root}{place}")
+        self.script = self.root / "startup"
+        self.script.write_text(text)
+
+    def start(self, verb, **environment):
+        """Runs the script; returns its exit code."""
+        path = f"{self.tools}:/usr/bin:/bin"
+        done = subprocess.run(
+            ["/bin/bash", self.script, verb],
+            env={**environment, "PATH": path, "TOOLS": str(self.tools)},
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+        self.errors = done.stderr
+        return done.returncode
+
+    @property
+    def calls(self):
+        """What was run, and forgets it."""
+        path = self.tools / "calls"
+        found = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return [line.replace(str(self.root), "") for line in found]
+
+
+@pytest.fixture
+def island(tmp_path, config):
+    machine = Machine(tmp_path / "island", config, "two-v6e-b.sh")
+    assert machine.start("boot") == 0, machine.errors
+    return machine
+
+
+@pytest.fixture
+def coordinator(tmp_path, config):
+    machine = Machine(tmp_path / "coordinator", config, "coordinator.sh")
+    machine.render(config, "coordinator.sh", int(time.time()))
+    assert machine.start("boot") == 0, machine.errors
+    return machine
+
+
+def diloco(machine):
+    """What follows the image's name in the last command."""
+    return machine.calls[-1].partition("/diloco/diloco:1 ")[2]
+
+
+def test_a_boot_installs_the_service_and_starts_it(island, config, tmp_path):
+    calls = island.calls
+    assert calls[-2:] == [
+        "systemctl daemon-reload",
+        "systemctl start --no-block diloco",
+    ]
+    assert not any(call.startswith("iptables") for call in calls)
+    pages = island.root / "sys/kernel/mm/transparent_hugepage/enabled"
+    assert pages.read_text() == "always\n"
+    unit = (island.root / "etc/systemd/system/diloco.service").read_text()
+    started = re.search(r"^ExecStart=/bin/bash (\S+) run$", unit, re.MULTILINE)[1]
+    assert started == f"{island.root}/var/lib/diloco/host.sh"
+    assert "Restart=on-failure\n" in unit
+    assert "RestartPreventExitStatus=2 3\n" in unit
+    read = read_config_json(island.root / "var/lib/diloco/config/config.json")
+    assert read.run == config.run
+    assert read.islands["v6e.b"].hosts == 4
+    assert island.start("boot") == 0  # Boots come again.
+
+
+def test_a_coordinators_machine_lets_islands_in(coordinator):
+    (rule,) = [call for call in coordinator.calls if call.startswith("iptables")]
+    assert "--dport 7077 --jump ACCEPT" in rule
+
+
+def test_an_island_runs_with_certificates_and_a_new_incarnation(island):
+    assert island.start("run") == 0, island.errors
+    calls = island.calls
+    key = island.root / "var/lib/diloco/certificates/island.key"
+    assert key.read_text() == "a key"
+    assert key.parent.joinpath("island.tar").stat().st_mode & 0o077 == 0
+    assert "--secret two-certificates-island --project my-project" in " ".join(calls)
+    assert (island.tools / "password").read_text() == "token\n"
+    assert not any("rsync" in call for call in calls)
+    assert "docker rm --force diloco" in calls
+    assert "--network host" in calls[-1]
+    assert calls[-1].endswith(
+        "island /var/lib/diloco/config/config.json --name v6e.b --coordinator "
+        "two-coordinator.us-east5-a.c.my-project.internal:7077 --workdir "
+        "/var/lib/diloco/run --certificates /var/lib/diloco/certificates "
+        f"--notice-s 25 --incarnation {NOW}"
+    )
+    island.start("run", EXIT="1")
+    assert diloco(island).endswith(f"--incarnation {NOW + 1}")
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 137])
+def test_the_exit_code_is_dilocos_own(island, code):
+    assert island.start("run", EXIT=str(code)) == code
+
+
+@pytest.mark.parametrize("broken", ["login", "pull", "secrets", "rsync"])
+def test_what_fails_before_is_tried_again(tmp_path, config, broken):
+    launch = dataclasses.replace(config.launch, data="gs://bucket/text")
+    config = dataclasses.replace(config, launch=launch)
+    machine = Machine(tmp_path / "host", config, "two-v5p.sh")
+    machine.start("boot")
+    (machine.tools / "broken").write_text(broken)
+    # The tool exits 2, which from `diloco` would mean that no attempt will help.
+    assert machine.start("run") == 1
+    assert not any("--name diloco" in call for call in machine.calls)
+    (machine.tools / "broken").unlink()
+    assert machine.start("run") == 0
+    assert any("rsync --recursive gs://bucket/text" in c for c in machine.calls)
+
+
+def test_a_coordinator_begins_a_run_on_its_new_disk(coordinator):
+    assert coordinator.start("run") == 0, coordinator.errors
+    calls = coordinator.calls
+    (made,) = [call for call in calls if call.startswith("mkfs")]
+    device = "/dev/disk/by-id/google-two-coordinator"
+    assert made == f"mkfs.ext4 -q {device}"
+    assert f"mount -o discard {device} /mnt/disks/diloco" in calls
+    assert "--volume /mnt/disks/diloco/run:/var/lib/diloco/run" in calls[-1]
+    assert calls[-1].endswith("--init")
+    assert "--bind 0.0.0.0:7077" in calls[-1]
+    assert "--incarnation" not in calls[-1]
+
+
+def test_a_coordinator_goes_on_with_the_run_on_its_disk(coordinator):
+    (coordinator.root / "mnt/disks/diloco/run/log").mkdir(parents=True)
+    shutil.copy("/bin/true", coordinator.tools / "blkid")
+    coordinator.start("run")
+    calls = coordinator.calls
+    assert not any(call.startswith("mkfs") for call in calls)
+    assert not calls[-1].endswith("--init")
+
+
+def test_a_disk_that_got_lost_is_no_new_run(coordinator, config):
+    coordinator.render(config, "coordinator.sh", int(time.time()) - 7200)
+    coordinator.start("run")
+    assert not diloco(coordinator).endswith("--init")
+
+
+def test_signals_reach_diloco(island):
+    """The script becomes `docker run`: systemd's SIGTERM goes there."""
+    docker = island.tools / "docker"
+    docker.write_text(
+        DOCKER.replace(
+            'exit "${EXIT:-0}"',
+            "trap 'exit 41' TERM; echo up; sleep 20 >/dev/null & wait",
+        )
+    )
+    environment = {"PATH": f"{island.tools}:/usr/bin:/bin", "TOOLS": str(island.tools)}
+    with subprocess.Popen(
+        ["/bin/bash", island.script, "run"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "up\n"
+        os.kill(process.pid, 15)
+        assert process.wait(WAIT_S) == 41

@@ -1,0 +1,113 @@
+"""What is refused before anything is asked of the cloud, and what machines are told."""
+
+import dataclasses
+import json
+
+import pytest
+
+from diloco_jax.config import ConfigError, DataConfig, IslandConfig
+from diloco_jax.launch.order import DATA, make_order
+from diloco_jax.loading import read_config_json
+
+
+def changed(config, **settings):
+    launch = dataclasses.replace(config.launch, **settings)
+    return dataclasses.replace(config, launch=launch)
+
+
+def with_island(config, name="v5p", **fields):
+    island = dataclasses.replace(config.islands.get(name, IslandConfig()), **fields)
+    return dataclasses.replace(config, islands={**config.islands, name: island})
+
+
+def refusal(config, on="tpu_vm", path="configs/two.py"):
+    with pytest.raises(ConfigError) as error:
+        make_order(config, path, on)
+    return str(error.value)
+
+
+def test_everything_is_named_after_the_run(config):
+    order = make_order(config, "configs/two.py", "gke")
+    assert [i.resource for i in order.islands] == ["two-v5p", "two-v6e-b"]
+    assert [i.name for i in order.islands] == ["v5p", "v6e.b"]
+    assert order.coordinator == "two-coordinator"
+    unnamed = make_order(changed(config, name=""), "configs/my_run.py", "gke")
+    assert unnamed.name == "my-run"
+
+
+@pytest.mark.parametrize(
+    "field", ["project", "image", "coordinator_zone", "cluster", "location"]
+)
+def test_a_setting_that_is_missing_is_named(config, field):
+    said = refusal(changed(config, **{field: ""}), on="gke")
+    assert f"launch.{field} is empty" in said
+    assert f"--launch.{field.replace('_', '-')}" in said
+
+
+def test_tpu_vms_need_no_cluster(config):
+    make_order(changed(config, cluster="", location=""), "two.py", "tpu_vm")
+
+
+def test_bad_settings_are_refused_with_a_remedy(config):
+    assert "gcloud projects list" in refusal(changed(config, project="My Project"))
+    assert "zones={'v5p'" in refusal(changed(config, zones={"v6e.b": "us-east5-b"}))
+    zones = {**config.launch.zones, "v4": "x"}
+    assert "the islands are v5p, v6e.b" in refusal(changed(config, zones=zones))
+    assert "'reserved:NAME'" in refusal(changed(config, purchase={"v5p": "cheap"}))
+    assert "'spot:x'; write" in refusal(changed(config, purchase={"v5p": "spot:x"}))
+    reserved = changed(config, purchase={"v5p": "reserved"})
+    make_order(reserved, "two.py", "tpu_vm")
+    assert "write 'reserved:NAME'" in refusal(reserved, on="gke")
+    assert "gs://BUCKET/FOLDER" in refusal(changed(config, data="/data/text"))
+    assert "launch.name is empty" in refusal(
+        changed(config, name=""), path="runs/x/config.json"
+    )
+    assert "set a shorter launch.name" in refusal(changed(config, name="x" * 40))
+    assert "cannot name machines" in refusal(changed(config, name="2nd"))
+
+
+def test_an_islands_slice_must_fit_its_mesh(config):
+    said = refusal(with_island(config, topology=""))
+    assert "islands.v5p.topology is empty" in said
+    said = refusal(with_island(config, topology="v5p:2x2x1"))
+    assert "8 devices" in said
+    assert "v5p:2x2x1 has 4 chips" in said
+    assert "does not exist" in refusal(with_island(config, topology="v5p:2x3x1"))
+    said = refusal(with_island(config, hosts=4))
+    assert "islands.v5p.hosts = 4, and v5p:2x2x2 has 2" in said
+    make_order(with_island(config, hosts=2), "two.py", "gke")
+
+
+def test_two_parts_of_one_name_are_refused(config):
+    twin = with_island(config, "V6E-B", topology="v6e:1x1")
+    zones = {**config.launch.zones, "V6E-B": "us-east5-a"}
+    assert "would be called 'two-v6e-b'" in refusal(changed(twin, zones=zones))
+    namesake = with_island(config, "coordinator", topology="v6e:1x1")
+    zones = {**config.launch.zones, "coordinator": "us-east5-a"}
+    assert "'two-coordinator'" in refusal(changed(namesake, zones=zones))
+
+
+def test_machines_read_the_config_without_what_is_of_this_machine(config, tmp_path):
+    placement = dataclasses.replace(
+        config.placement, certificates="here", advertise="here:1", time_budget_s=7.0
+    )
+    config = dataclasses.replace(config, placement=placement)
+    order = make_order(config, "two.py", "tpu_vm")
+    path = tmp_path / "config.json"
+    path.write_text(order.config_json)
+    read = read_config_json(path)
+    assert read.run.fingerprint() == config.run.fingerprint()
+    assert [island.hosts for island in read.islands.values()] == [2, 4]
+    assert read.islands["v5p"] == dataclasses.replace(config.islands["v5p"], hosts=2)
+    assert read.placement.time_budget_s == 7.0
+    assert (read.placement.workdir, read.placement.certificates) == ("", "")
+    assert str(tmp_path) not in order.config_json
+
+
+def test_text_of_this_machine_must_be_in_a_bucket(config):
+    data = DataConfig(paths=("/home/me/text",), digest="d")
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, data=data))
+    assert "launch.data = 'gs://BUCKET/FOLDER'" in refusal(config)
+    order = make_order(changed(config, data="gs://b/text"), "two.py", "tpu_vm")
+    assert json.loads(order.config_json)["run"]["data"]["paths"] == [DATA]
+    assert json.loads(order.config_json)["run"]["data"]["digest"] == "d"

@@ -1,0 +1,69 @@
+"""docs/tpu.md: its config launches, and its command lines are ones that exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import fake_gcloud
+import fake_kubectl
+import pytest
+
+from diloco_jax import cli
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tpu.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+LINES = [shlex.split(line) for block in blocks("bash") for line in block.splitlines()]
+
+
+@pytest.fixture
+def configs(tmp_path, monkeypatch):
+    """A folder with the page's config where the page says."""
+    (tmp_path / "configs").mkdir()
+    (block,) = blocks("python")
+    (tmp_path / "configs" / "two_slices.py").write_text(block)
+    monkeypatch.chdir(tmp_path)
+
+
+def of(tool):
+    return [line for line in LINES if line[0] == tool]
+
+
+def test_the_page_uses_tools_that_are_checked_here():
+    assert {line[0] for line in LINES} == {"gcloud", "kubectl", "docker", "diloco"}
+
+
+@pytest.mark.parametrize("line", of("gcloud"), ids=" ".join)
+def test_every_gcloud_line_is_in_the_reference(line):
+    fake_gcloud.parse(line[1:])
+
+
+@pytest.mark.parametrize("line", of("kubectl"), ids=" ".join)
+def test_every_kubectl_line_is_in_the_reference(line):
+    fake_kubectl.parse(line[1:])
+
+
+def test_the_image_is_built_from_a_file_that_is_there():
+    build, push = of("docker")
+    assert (ROOT / build[build.index("--file") + 1]).is_file()
+    assert build[build.index("--tag") + 1] == push[-1]
+
+
+@pytest.mark.parametrize("line", of("diloco"), ids=" ".join)
+def test_every_diloco_line_works(line, cloud, configs, capsys):
+    again = ["--yes"] if "--dry-run" not in line else []
+    assert cli.main([*line[1:], *again]) == 0, capsys.readouterr().err
+
+
+def test_what_the_page_asks_by_hand_is_what_was_made(cloud, configs):
+    assert cli.main([*of("diloco")[1][1:], "--yes"]) == 0
+    (ssh,) = [line for line in of("gcloud") if "ssh" in line]
+    assert ssh[5] in cloud.things["queued resource"]
+    (script,) = Path("runs/two-slices/launch").glob("two-slices-v5p.sh")
+    address = re.search(r"two-slices-coordinator\S+:7077", ssh[-1])[0]
+    assert address in script.read_text()

@@ -1,0 +1,206 @@
+"""Queued resources, from creation to deletion, against a fake `gcloud`."""
+
+import dataclasses
+import json
+import re
+import tarfile
+from pathlib import Path
+
+import pytest
+
+SLICE = "gcloud compute tpus queued-resources"
+
+
+def lines(calls):
+    return [" ".join(call) for call in calls]
+
+
+def test_create_makes_everything_once(cloud, launch, capsys):
+    assert launch("tpu_vm") == 0
+    things = cloud.things
+    assert {kind: sorted(made) for kind, made in things.items()} == {
+        "firewall rule": ["two"],
+        "secret": ["two-certificates-coordinator", "two-certificates-island"],
+        "disk": ["two-coordinator"],
+        "instance": ["two-coordinator"],
+        "queued resource": ["two-v5p", "two-v6e-b"],
+    }
+    v5p, v6e = (things["queued resource"][f"two-{n}"] for n in ("v5p", "v6e-b"))
+    assert (v5p["--accelerator-type"], v5p["--zone"]) == ("v5p-16", "us-east5-a")
+    assert (v6e["--accelerator-type"], v6e["--zone"]) == ("v6e-16", "us-east5-b")
+    assert v5p["--runtime-version"] == "v2-alpha-tpuv5"
+    assert v6e["--runtime-version"] == "v2-alpha-tpuv6e"
+    # One slice per request: more would be joined into one world.
+    assert (v5p["--node-id"], v6e["--node-id"]) == ("two-v5p", "two-v6e-b")
+    assert ("--spot" in v5p, "--spot" in v6e) == (False, True)
+    cloud.changes()
+    assert launch("tpu_vm") == 0
+    assert cloud.changes() == []
+    assert "there: slice two-v5p" in capsys.readouterr().err
+
+
+def test_slices_are_bought_as_the_config_says(cloud, launch):
+    purchase = {"v5p": "reserved:mine", "v6e.b": "on_demand"}
+    launch(
+        "tpu_vm",
+        purchase=purchase,
+        network="wide",
+        subnetwork="tpus",
+        internal_ips=True,
+        service_account="me@my-project.iam.gserviceaccount.com",
+    )
+    v5p, v6e = cloud.things["queued resource"].values()
+    assert ("--reserved" in v5p, "--reserved" in v6e) == (True, False)
+    machine = cloud.things["instance"]["two-coordinator"]
+    for made in (v5p, v6e, machine):
+        assert made["--network"] == "wide"
+        assert made["--service-account"].startswith("me@")
+        assert made["--scopes"] == "cloud-platform"
+    assert ("--internal-ips" in v5p, "--no-address" in machine) == (True, True)
+    assert (v5p["--subnetwork"], machine["--subnet"]) == ("tpus", "tpus")
+    cloud.changes()
+    launch("tpu_vm", "stop", purchase=purchase, internal_ips=True)
+    assert all("--tunnel-through-iap" in call for call in cloud.changes())
+
+
+def test_a_shape_without_an_accelerator_type_is_asked_for_by_itself(
+    cloud, launch, config
+):
+
+    island = dataclasses.replace(
+        config.islands["v5p"], topology="v5p:4x4x12", mesh_fsdp=192, batch_size=192
+    )
+    config.islands["v5p"] = island
+    launch("tpu_vm")
+    made = cloud.things["queued resource"]["two-v5p"]
+    assert (made["--type"], made["--topology"]) == ("v5p", "4x4x12")
+    assert "--accelerator-type" not in made
+
+
+def first_incarnation(cloud, name):
+    made = cloud.things["queued resource"][name]
+    script = Path(made["--metadata-from-file"].partition("=")[2]).read_text()
+    return int(re.search(r"^FIRST_INCARNATION=(\d+)$", script, re.MULTILINE)[1])
+
+
+@pytest.mark.parametrize("state", ["FAILED", "SUSPENDED"])
+def test_a_lost_slice_is_made_anew_with_higher_incarnations(
+    cloud, launch, monkeypatch, state
+):
+    launch("tpu_vm")
+    before = first_incarnation(cloud, "two-v6e-b")
+    cloud.set_state("queued resource", "two-v6e-b", state)
+    cloud.set_state("queued resource", "two-v5p", "ACTIVE")
+    cloud.changes()
+    monkeypatch.setattr("diloco_jax.launch.command.time.time", lambda: before + 3600)
+    assert launch("tpu_vm") == 0
+    deleted, created = lines(cloud.changes())
+    assert deleted.startswith(f"{SLICE} delete two-v6e-b --zone=us-east5-b --force")
+    assert created.startswith(f"{SLICE} create two-v6e-b")
+    assert first_incarnation(cloud, "two-v6e-b") == before + 3600
+
+
+def test_the_services_are_stopped_and_started_on_every_host(cloud, launch):
+    launch("tpu_vm")
+    for name in ("two-v5p", "two-v6e-b"):
+        cloud.set_state("queued resource", name, "ACTIVE")
+    cloud.changes()
+    assert launch("tpu_vm", "stop") == 0
+    stopped = cloud.changes()
+    # Islands first: they still have somebody to say goodbye to.
+    assert [call[5] for call in stopped[:-1]] == ["two-v6e-b", "two-v5p"]
+    assert stopped[-1][:4] == ["gcloud", "compute", "ssh", "two-coordinator"]
+    assert all("--worker=all" in call for call in stopped[:-1])
+    assert all("--command=sudo systemctl stop diloco" in call for call in stopped)
+    assert launch("tpu_vm", "run") == 0
+    started = cloud.changes()
+    assert len(started) == 3
+    assert all("--command=sudo systemctl start diloco" in call for call in started)
+    assert cloud.things["queued resource"]["two-v5p"]["state"] == "ACTIVE"
+
+
+def test_logs_of_one_island(cloud, launch, capsys):
+    launch("tpu_vm")
+    cloud.changes()
+    assert launch("tpu_vm", "logs", only=("v6e.b",)) == 0
+    (call,) = cloud.changes()
+    assert call[5] == "two-v6e-b"
+    assert "two-v6e-b: sudo journalctl --unit diloco" in capsys.readouterr().err
+
+
+def test_delete_leaves_the_disk_unless_told_otherwise(cloud, launch, capsys, tmp_path):
+    launch("tpu_vm")
+    assert launch("tpu_vm", "delete") == 0
+    assert set(cloud.things) == {"disk"}
+    assert "kept: disk two-coordinator" in capsys.readouterr().err
+    assert launch("tpu_vm", "delete", disk=True) == 0
+    assert cloud.things == {}
+    record = json.loads((tmp_path / "run" / "launch.json").read_text())
+    assert record == {"on": "tpu_vm", "made": []}
+    cloud.changes()
+    assert launch("tpu_vm", "delete", disk=True) == 0
+    assert cloud.changes() == []
+
+
+def test_what_somebody_else_deleted_is_gone_too(cloud, launch):
+    launch("tpu_vm")
+    things = cloud.things
+    del things["queued resource"]["two-v5p"]
+    (cloud._folder / "things.json").write_text(json.dumps(things))
+    assert launch("tpu_vm", "delete", disk=True) == 0
+    assert cloud.things == {}
+
+
+def test_a_launch_that_broke_off_is_taken_up(cloud, launch, capsys):
+    cloud.fail(
+        "compute tpus queued-resources create",
+        1,
+        "ERROR: RESOURCE_EXHAUSTED: Quota limit 'TPUV5pPerProjectPerZone' exceeded",
+    )
+    assert launch("tpu_vm") == 1
+    said = capsys.readouterr().err
+    assert f"error: {SLICE} create two-v5p --zone=us-east5-a" in said
+    assert "exit code 1: ERROR: RESOURCE_EXHAUSTED" in said
+    assert "offered in us-central1-a, us-east5-a, europe-west4-b" in said
+    assert "launch.zones.v5p" in said
+    cloud.fail("", 0, "")
+    cloud.changes()
+    assert launch("tpu_vm") == 0
+    assert [call[5] for call in cloud.changes()] == ["two-v5p", "two-v6e-b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("PERMISSION_DENIED: Permission denied on 'locations/us-x'", "launch.zones"),
+        ("PERMISSION_DENIED: tpu.nodes.create denied", "ask for the role"),
+        ("Cloud TPU API has not been used in project", "gcloud services enable"),
+        ("something else", "run the same `diloco launch` again"),
+    ],
+)
+def test_a_failure_comes_with_its_remedy(cloud, launch, capsys, text, remedy):
+    cloud.fail("compute tpus queued-resources create", 1, text)
+    assert launch("tpu_vm") == 1
+    said = capsys.readouterr().err
+    assert text in said
+    assert remedy in said.rpartition(text)[2]
+
+
+def test_what_cannot_be_looked_at_is_not_taken_for_missing(cloud, launch, capsys):
+    cloud.fail("compute firewall-rules describe", 1, "Required 'get' permission")
+    assert launch("tpu_vm") == 1
+    assert "ask for the role" in capsys.readouterr().err
+    assert cloud.things == {}
+
+
+def test_scripts_hold_no_key_and_secrets_no_authority(cloud, launch, tmp_path):
+
+    launch("tpu_vm")
+    folder = tmp_path / "run"
+    for script in (folder / "launch").iterdir():
+        assert "PRIVATE KEY" not in script.read_text()
+    for role in ("coordinator", "island"):
+        given = cloud.things["secret"][f"two-certificates-{role}"]["--data-file"]
+        with tarfile.open(given) as tar:
+            assert tar.getnames() == ["ca.pem", f"{role}.pem", f"{role}.key"]
+        assert (tmp_path / given).stat().st_mode & 0o077 == 0
