@@ -9,6 +9,8 @@ but for the flush at the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from diloco_jax.policy import ledger, takes
 from diloco_jax.policy.events import (
     AskTake,
@@ -20,7 +22,6 @@ from diloco_jax.policy.events import (
     Verdict,
 )
 from diloco_jax.policy.state import (
-    Account,
     Fragment,
     PolicyConfig,
     Take,
@@ -75,10 +76,8 @@ def open_tick(
             }
         )
     ]
-    for name in asked:
-        fragment, asks = _ask(fragment, name)
-        effects += asks
-    return fragment, effects
+    fragment, asks = _ask(fragment, asked)
+    return fragment, effects + asks
 
 
 def skip_tick(fragment: Fragment, tick: int) -> Effect:
@@ -90,30 +89,37 @@ def settle(
     config: PolicyConfig,
     fragment: Fragment,
     live: tuple[str, ...],
-    step_seconds: float,
+    step_seconds: Callable[[], float],
     now: float,
     *,
     hurry: bool = False,
 ) -> Step:
-    """Closes an open fragment if it is time. `step_seconds`: of the pacing island;
-    `hurry`: the flush's deadline has passed."""
+    """Closes an open fragment if it is time. `step_seconds`: of the pacing island,
+    asked when there is quorum; `hurry`: the flush's deadline has passed."""
     if fragment.phase != "open":
         return fragment, []
-    accounts = fragment.accounts
-    ready = [n for n in fragment.asked if _ready(accounts.get(n))]
-    awaited = [n for n in fragment.asked if n in live and _awaited(accounts.get(n))]
+    ready = awaited = 0
+    for name in fragment.asked:
+        account = fragment.accounts.get(name)
+        take = account.take if account is not None else None
+        if take is None or take.refused:
+            continue
+        if take.ready:
+            ready += 1
+        elif name in live:
+            awaited += 1
     quorum = 1 if fragment.final else config.quorum
-    if len(ready) < quorum:
-        if len(ready) + len(awaited) >= quorum and not hurry:
+    if ready < quorum:
+        if ready + awaited >= quorum and not hurry:
             return fragment, []
-        return _extend(config, fragment, live, len(ready) + len(awaited), hurry=hurry)
+        return _extend(config, fragment, live, ready + awaited, hurry=hurry)
     if fragment.quorum_at is None:
         seconds = averaged(fragment.quorum_seconds, now - fragment.opened_at)
         fragment = replace(
             fragment,
             quorum_at=now,
             quorum_seconds=seconds,
-            closes_at=now + grace_seconds(config, fragment, seconds, step_seconds),
+            closes_at=now + grace_seconds(config, fragment, seconds, step_seconds()),
         )
     closes_at = fragment.closes_at
     assert closes_at is not None
@@ -198,11 +204,7 @@ def _extend(
         note = _skipped(fragment, fragment.tick, "quorum is out of reach")
         return replace(fragment, phase="idle", asked=()), [note]
     fragment = replace(fragment, asked=(*fragment.asked, *fresh))
-    effects: list[Effect] = []
-    for name in fresh:
-        fragment, asks = _ask(fragment, name)
-        effects += asks
-    return fragment, effects
+    return _ask(fragment, fresh)
 
 
 def _close(fragment: Fragment, now: float) -> Step:
@@ -235,21 +237,15 @@ def _close(fragment: Fragment, now: float) -> Step:
     return fragment, [merge]
 
 
-def _ask(fragment: Fragment, name: str) -> Step:
-    account = fragment.accounts[name]
-    account = replace(account, take=Take(tick=fragment.tick))
-    ask = AskTake(island=name, fragment=fragment.index, tick=fragment.tick)
-    return with_account(fragment, name, account), [ask]
-
-
-def _ready(account: Account | None) -> bool:
-    return account is not None and account.take is not None and account.take.ready
-
-
-def _awaited(account: Account | None) -> bool:
-    if account is None or account.take is None:
-        return False
-    return not account.take.ready and not account.take.refused
+def _ask(fragment: Fragment, names: tuple[str, ...]) -> Step:
+    accounts = dict(fragment.accounts)
+    for name in names:
+        accounts[name] = replace(accounts[name], take=Take(tick=fragment.tick))
+    asks: list[Effect] = [
+        AskTake(island=name, fragment=fragment.index, tick=fragment.tick)
+        for name in names
+    ]
+    return replace(fragment, accounts=accounts), asks
 
 
 def _skipped(fragment: Fragment, tick: int, why: str) -> Note:

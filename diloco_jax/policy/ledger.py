@@ -8,6 +8,7 @@ lost, `[start, steps)` is open. So merged + lost + open = computed, always and e
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from diloco_jax.policy.events import Contribution
 from diloco_jax.policy.state import (
@@ -36,21 +37,22 @@ class Totals:
 def book(fragment: Fragment, contribution: Contribution) -> Fragment:
     """Books one delta as merged. The incarnation may have ended meanwhile."""
     account = fragment.accounts[contribution.island]
+    settled: dict[str, Any] = {}
+    if account.incarnation == contribution.incarnation:
+        settled = {
+            "start": max(account.start, contribution.end),
+            "merged_end": contribution.end,
+            "take": None,
+            "told": Told(tick=contribution.tick, verdict="merged", reason=""),
+        }
     account = replace(
         account,
         merged_tokens=account.merged_tokens + contribution.tokens,
         merges_in=account.merges_in + 1,
         merges_alive=account.merges_alive + 1,
         missed_merges=0,
+        **settled,
     )
-    if account.incarnation == contribution.incarnation:
-        account = replace(
-            account,
-            start=max(account.start, contribution.end),
-            merged_end=contribution.end,
-            take=None,
-            told=Told(tick=contribution.tick, verdict="merged", reason=""),
-        )
     return with_account(fragment, contribution.island, account)
 
 
@@ -142,14 +144,12 @@ def merged_by_fragment(state: State) -> list[int]:
 
 def progress_tokens(config: PolicyConfig, state: State) -> int:
     """Computed tokens that are not lost, over all islands (see DESIGN, Inner)."""
-    computed = sum(i.computed_tokens for i in state.islands.values())
-    lost = 0
+    computed = lost = 0
+    for island in state.islands.values():
+        computed += island.tokens_before + island.steps * island.tokens_per_step
     for fragment, size in zip(state.fragments, config.fragment_sizes, strict=True):
-        lost += size * sum(
-            sum(account.lost_tokens.values())
-            for account in fragment.accounts.values()
-            if account.lost_tokens
-        )
+        found_for, found = _LOST.get(fragment.index, _NOTHING)
+        lost += size * (found if found_for is fragment else _lost_tokens(fragment))
     return computed - lost // config.parameters
 
 
@@ -178,6 +178,22 @@ def check(config: PolicyConfig, state: State) -> list[str]:
                     f"{account.start} of {island.steps}"
                 )
     return wrong
+
+
+def _lost_tokens(fragment: Fragment) -> int:
+    """Of all islands, and kept: every report asks, and few change a fragment."""
+    lost = sum(
+        sum(account.lost_tokens.values())
+        for account in fragment.accounts.values()
+        if account.lost_tokens
+    )
+    _LOST[fragment.index] = fragment, lost
+    return lost
+
+
+_NOTHING: tuple[Fragment | None, int] = None, 0
+_LOST: dict[int, tuple[Fragment | None, int]] = {}
+"""By index, for the value that was last asked for."""
 
 
 def _is_of(contribution: Contribution, account: Account, name: str) -> bool:

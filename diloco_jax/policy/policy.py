@@ -10,6 +10,9 @@ open is merged, exempt from quorum, up to a deadline) -> done.
 
 from __future__ import annotations
 
+import functools
+import math
+
 from diloco_jax.policy import alerts, ledger, membership, schedule, shares, takes
 from diloco_jax.policy import fragment as fragments
 from diloco_jax.policy.events import (
@@ -35,6 +38,7 @@ from diloco_jax.policy.events import (
 )
 from diloco_jax.policy.state import (
     Fragment,
+    Island,
     PolicyConfig,
     State,
     with_fragment,
@@ -47,7 +51,7 @@ Step = tuple[State, list[Effect]]
 
 def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
     """Applies one event at time `now` (monotonic seconds)."""
-    before, was_live = state.fragments, _live(state)
+    before = state
     match event:
         case Hello():
             state, effects = membership.hello(config, state, event, now)
@@ -68,23 +72,25 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             effects = []
     state, expired = membership.expire(state, now)
     effects += expired
-    everything = _live(state) != was_live
-    state, moved = _advance(config, state, now, None if everything else before)
+    untouched = before.fragments if _same_live(before, state) else None
+    state, moved = _advance(config, state, now, untouched)
     return state, effects + moved
 
 
 def next_deadline(state: State, now: float) -> float | None:
     """When time alone changes something next: an expiry, a grace window, a flush.
     `now` is that of the last step, which dealt with everything due until then."""
-    deadlines = [i.lease_until for i in state.islands.values() if i.status == "live"]
-    deadlines += [
-        fragment.closes_at
-        for fragment in state.fragments
-        if fragment.phase == "open" and fragment.closes_at is not None
-    ]
-    if state.phase in ("stopping", "flushing"):
-        deadlines.append(state.deadline)
-    return min((d for d in deadlines if d > now), default=None)
+    soonest = math.inf
+    for island in state.islands.values():
+        if now < island.lease_until < soonest and island.status == "live":
+            soonest = island.lease_until
+    for fragment in state.fragments:
+        at = fragment.closes_at
+        if at is not None and now < at < soonest and fragment.phase == "open":
+            soonest = at
+    if state.phase in ("stopping", "flushing") and now < state.deadline:
+        soonest = min(soonest, state.deadline)
+    return None if soonest == math.inf else soonest
 
 
 def _report(config: PolicyConfig, state: State, event: Report, now: float) -> Step:
@@ -103,16 +109,22 @@ def _report(config: PolicyConfig, state: State, event: Report, now: float) -> St
     if event.phase == "training" and island.phase != "training":
         # It joins the pacing with the steps that this report brings.
         island = schedule.restart(island)
+    through, new = island.records_through, []
+    for record in event.records:
+        if record.seq > through:
+            through = record.seq
+            new.append(record)
     island = replace(
         island,
         phase=event.phase,
         steps=max(island.steps, event.steps),
         step_seconds=event.step_seconds or island.step_seconds,
+        records_through=through,
     )
     state = with_island(state, membership.alive(config, island, now))
     effects: list[Effect] = []
-    for record in event.records:
-        state, found = _record(config, state, event.island, record, now)
+    for record in new:
+        state, found = _record(config, state, island, record, now)
         effects += found
     if state.phase == "running":
         state, grants = shares.top_up(config, state, event.island)
@@ -132,12 +144,9 @@ def _report(config: PolicyConfig, state: State, event: Report, now: float) -> St
 
 
 def _record(
-    config: PolicyConfig, state: State, name: str, record: Record, now: float
+    config: PolicyConfig, state: State, island: Island, record: Record, now: float
 ) -> Step:
-    island = state.islands[name]
-    if record.seq <= island.records_through:
-        return state, []
-    state = with_island(state, replace(island, records_through=record.seq))
+    name = island.name
     line = {
         "kind": "island",
         "island": name,
@@ -240,17 +249,20 @@ def _advance(
         effects += found
     if state.phase == "stopping" and (_all_stopped(state) or now >= state.deadline):
         state = replace(state, phase="flushing", deadline=now + config.flush_s)
+    moving = state.fragments
+    if before is not None and state.phase == "running":
+        moving = tuple(
+            fragment
+            for fragment, untouched in zip(moving, before, strict=True)
+            if fragment is not untouched
+            or (fragment.phase == "open" and _closes(fragment, now))
+        )
+    if not moving:
+        return state, effects
     live = _counted(state) if state.phase == "running" else _live(state)
-    pacing = schedule.pacing_step_seconds(config, state)
+    pacing = functools.partial(schedule.pacing_step_seconds, config, state)
     hurry = state.phase == "flushing" and now >= state.deadline
-    for fragment in state.fragments:
-        if (
-            before is not None
-            and state.phase == "running"
-            and fragment is before[fragment.index]
-            and not _closes(fragment, now)
-        ):
-            continue
+    for fragment in moving:
         if state.phase == "flushing":
             state, found = _flush(config, state, fragment, live, now, hurry=hurry)
             effects += found
@@ -271,7 +283,7 @@ def _advance(
 
 def _closes(fragment: Fragment, now: float) -> bool:
     at = fragment.closes_at
-    return fragment.phase == "open" and at is not None and now >= at
+    return at is not None and now >= at
 
 
 def _stop(config: PolicyConfig, state: State, now: float) -> Step:
@@ -329,13 +341,17 @@ def _counted(state: State) -> tuple[str, ...]:
 
 
 def _live(state: State) -> tuple[str, ...]:
-    return tuple(
-        sorted(
-            name
-            for name, island in state.islands.items()
-            if island.status == "live" and island.phase in ("training", "stopped")
-        )
-    )
+    return tuple(sorted(n for n, i in state.islands.items() if i.answers))
+
+
+def _same_live(a: State, b: State) -> bool:
+    """Whether the same islands are live in both; members stay in their order."""
+    if len(a.islands) != len(b.islands):
+        return False
+    for x, y in zip(a.islands.values(), b.islands.values(), strict=True):
+        if x is not y and (x.answers, x.counted) != (y.answers, y.counted):
+            return False
+    return True
 
 
 def _all_stopped(state: State) -> bool:

@@ -18,11 +18,12 @@ CYCLES_RESERVED = 16
 
 def tick_is_due(config: PolicyConfig, state: State) -> bool:
     """Whether the pacing island has done the steps of the next tick."""
-    counted = [i for i in state.islands.values() if i.counted]
-    if len(counted) < config.quorum:
-        return False
-    done = sorted((i.steps - i.steps_at_tick for i in counted), reverse=True)
-    return done[config.quorum - 1] >= steps_to_tick(config, state.tick + 1)
+    steps = steps_to_tick(config, state.tick + 1)
+    reached = 0
+    for island in state.islands.values():
+        if island.steps - island.steps_at_tick >= steps and island.counted:
+            reached += 1
+    return reached >= config.quorum
 
 
 def steps_to_tick(config: PolicyConfig, tick: int) -> int:
@@ -66,7 +67,7 @@ def pacing_step_seconds(config: PolicyConfig, state: State) -> float:
     times = sorted(
         island.step_seconds
         for island in state.islands.values()
-        if island.counted and island.step_seconds > 0
+        if island.step_seconds > 0 and island.counted
     )
     return times[min(config.quorum, len(times)) - 1] if times else 0.0
 

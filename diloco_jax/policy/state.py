@@ -179,6 +179,11 @@ class Island:
         return self.tokens_before + self.steps * self.tokens_per_step
 
     @property
+    def answers(self) -> bool:
+        """Whether it can take what it is asked for."""
+        return self.status == "live" and self.phase in ("training", "stopped")
+
+    @property
     def counted(self) -> bool:
         """Whether it makes steps that pacing, asking and waiting may count on."""
         return self.status == "live" and self.phase == "training"

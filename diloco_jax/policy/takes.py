@@ -102,15 +102,20 @@ def arrived(
                 tick=tick,
             )
         ]
+    transfer_seconds = fragment.transfer_seconds
+    if take.taken_at and not refusal and not take.refused:
+        transfer_seconds = averaged(transfer_seconds, now - take.taken_at)
     take = replace(take, arrived=True)
-    fragment = with_account(fragment, name, replace(account, take=take))
+    account = replace(account, take=take)
+    fragment = replace(
+        fragment,
+        accounts={**fragment.accounts, name: account},
+        transfer_seconds=transfer_seconds,
+    )
     if refusal:
         return refuse(fragment, name, refusal)
     if take.refused:
         return fragment, [drop(fragment, name)]
-    if take.taken_at:
-        seconds = averaged(fragment.transfer_seconds, now - take.taken_at)
-        fragment = replace(fragment, transfer_seconds=seconds)
     return fragment, []
 
 

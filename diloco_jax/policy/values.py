@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,26 +10,39 @@ T = TypeVar("T")
 
 
 def replace(value: T, **changes: Any) -> T:
-    """As `dataclasses.replace`, for classes all of whose fields go through `__init__`.
+    """As `dataclasses.replace`, for classes with slots and without `__post_init__`.
 
-    Decisions consist of little else, and this takes half the time.
+    Decisions consist of little else, and this takes a quarter of the time.
     """
     kind = type(value)
-    known = _FIELDS.get(kind)
-    if known is None:
-        known = _FIELDS[kind] = _fields(kind)
-    names, read = known
-    fields = dict(zip(names, read(value), strict=True))
-    fields.update(changes)
-    return kind(**fields)
+    copy = _COPY.get(kind)
+    if copy is None:
+        copy = _COPY[kind] = _make_copy(kind)
+    new: T = copy(value, changes)
+    return new
 
 
-Fields = tuple[tuple[str, ...], Callable[[Any], Any]]
-
-_FIELDS: dict[type, Fields] = {}
+_COPY: dict[type, Callable[[Any, dict[str, Any]], Any]] = {}
 
 
-def _fields(kind: type[Any]) -> Fields:
-    names = tuple(field.name for field in dataclasses.fields(kind))
-    assert len(names) > 1, f"{kind} has one field: attrgetter gives no tuple"
-    return names, operator.attrgetter(*names)
+def _make_copy(kind: type[Any]) -> Callable[[Any, dict[str, Any]], Any]:
+    """A function made for one class, as `dataclasses` makes its methods: every field
+    is written through its slot, which works though the class is frozen."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    writes = {name: getattr(kind, name).__set__ for name in names}
+    lines = [f"    write_{name}(new, value.{name})" for name in names]
+    source = "\n".join(
+        [
+            "def copy(value, changes):",
+            "    new = make(kind)",
+            *lines,
+            "    for name, field in changes.items():",
+            "        writes[name](new, field)",
+            "    return new",
+        ]
+    )
+    scope: dict[str, Any] = {"kind": kind, "make": object.__new__, "writes": writes}
+    scope |= {f"write_{name}": write for name, write in writes.items()}
+    exec(source, scope)
+    copy: Callable[[Any, dict[str, Any]], Any] = scope["copy"]
+    return copy
