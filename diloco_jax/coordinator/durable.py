@@ -16,7 +16,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +47,7 @@ class RecordLog:
 
     def append(self, record: Mapping[str, Any], payload: bytes = b"") -> None:
         """Writes a record and its payload; on disk when this returns."""
-        head = json.dumps(record, separators=(",", ":")).encode()
-        crc = zlib.crc32(payload, zlib.crc32(head))
-        self._file.write(_HEADER.pack(_MAGIC, len(head), len(payload), crc))
-        self._file.write(head)
-        self._file.write(payload)
+        self._file.write(frame(record, payload))
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -82,53 +78,61 @@ def read(folder: Path, after: int) -> Iterator[Entry]:
     """
     numbers = [n for n in _segments(folder) if n > after]
     for number in numbers:
-        yield from _read_segment(_path(folder, number), last=number == numbers[-1])
+        path = _path(folder, number)
+        with path.open("rb+") as file:
+            yield from read_frames(file, str(path), last=number == numbers[-1])
 
 
-def _read_segment(path: Path, *, last: bool) -> Iterator[Entry]:
-    size = path.stat().st_size
-    with path.open("rb+") as file:
-        offset = 0
-        while offset < size:
-            raw = file.read(_HEADER.size)
-            torn = len(raw) < _HEADER.size
-            if not torn:
-                magic, head_bytes, payload_bytes, crc = _HEADER.unpack(raw)
-                if magic != _MAGIC:
-                    raise DurableError(
-                        f"{path}, byte {offset}: found {magic!r} where a record with "
-                        f"{_MAGIC!r} begins; the log is damaged, restore the workdir "
-                        f"from a copy"
-                    )
-                end = offset + _HEADER.size + head_bytes + payload_bytes
-                torn = end > size
-            if torn:
-                if not last:
-                    raise DurableError(
-                        f"{path} ends inside the record at byte {offset}, but later "
-                        f"segments exist; the log is damaged, restore the workdir "
-                        f"from a copy"
-                    )
-                logger.warning(
-                    "%s: the unfinished record at byte %d is cut off", path, offset
-                )
-                file.truncate(offset)
-                return
-            head, payload = file.read(head_bytes), file.read(payload_bytes)
-            found = zlib.crc32(payload, zlib.crc32(head))
-            if found != crc:
-                if last and end == size:
-                    logger.warning(
-                        "%s: the torn record at byte %d is cut off", path, offset
-                    )
-                    file.truncate(offset)
-                    return
+def frame(record: Mapping[str, Any], payload: bytes = b"") -> bytes:
+    """One record as the log has it."""
+    head = json.dumps(record, separators=(",", ":")).encode()
+    crc = zlib.crc32(payload, zlib.crc32(head))
+    return b"".join((_HEADER.pack(_MAGIC, len(head), len(payload), crc), head, payload))
+
+
+def read_frames(file: BinaryIO, name: str, *, last: bool) -> Iterator[Entry]:
+    """The entries of one segment. last: it is the newest, which a crash may have left
+    with an unfinished frame; that is cut off. Raises DurableError as `read` does."""
+    size, offset = file.seek(0, os.SEEK_END), file.seek(0)
+    while offset < size:
+        raw = file.read(_HEADER.size)
+        torn = len(raw) < _HEADER.size
+        if not torn:
+            magic, head_bytes, payload_bytes, crc = _HEADER.unpack(raw)
+            if magic != _MAGIC:
                 raise DurableError(
-                    f"{path}, byte {offset}: checksum {found:08x}, written as "
-                    f"{crc:08x}; the log is damaged, restore the workdir from a copy"
+                    f"{name}, byte {offset}: found {magic!r} where a record with "
+                    f"{_MAGIC!r} begins; the log is damaged, restore the workdir "
+                    f"from a copy"
                 )
-            yield Entry(json.loads(head), payload)
-            offset = end
+            end = offset + _HEADER.size + head_bytes + payload_bytes
+            torn = end > size
+        if torn:
+            if not last:
+                raise DurableError(
+                    f"{name} ends inside the record at byte {offset}, but later "
+                    f"segments exist; the log is damaged, restore the workdir "
+                    f"from a copy"
+                )
+            _cut_off(file, name, offset)
+            return
+        head, payload = file.read(head_bytes), file.read(payload_bytes)
+        found = zlib.crc32(payload, zlib.crc32(head))
+        if found != crc:
+            if last and end == size:
+                _cut_off(file, name, offset)
+                return
+            raise DurableError(
+                f"{name}, byte {offset}: checksum {found:08x}, written as "
+                f"{crc:08x}; the log is damaged, restore the workdir from a copy"
+            )
+        yield Entry(json.loads(head), payload)
+        offset = end
+
+
+def _cut_off(file: BinaryIO, name: str, offset: int) -> None:
+    logger.warning("%s: the unfinished record at byte %d is cut off", name, offset)
+    file.truncate(offset)
 
 
 def _segments(folder: Path) -> list[int]:

@@ -21,7 +21,8 @@ from diloco_jax.coordinator.inbox import DeltaKey, Inbox
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.faults import Faults
-from diloco_jax.observability.tape import JsonLines, Tape
+from diloco_jax.observability.metrics import Metrics
+from diloco_jax.observability.tape import Tape
 from diloco_jax.policy import policy
 from diloco_jax.policy.events import (
     Alert,
@@ -71,7 +72,7 @@ class Engine:
         inbox: Inbox,
         log: RecordLog,
         tape: Tape,
-        metrics: JsonLines,
+        metrics: Metrics,
         sessions: Sessions,
         faults: Faults,
         housekeeping: Callable[[Engine], None],

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
-from diloco_jax import checkpoint, compilation, loading
+from diloco_jax import checkpoint, compilation, environment, loading
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
 from diloco_jax.coordinator import durable, summary
 from diloco_jax.coordinator.engine import Engine
@@ -39,7 +39,8 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.models.model import Model
 from diloco_jax.models.transformer import build
-from diloco_jax.observability.tape import JsonLines, Tape
+from diloco_jax.observability.metrics import Metrics
+from diloco_jax.observability.tape import Tape, not_on_tape
 from diloco_jax.policy import state as policy_state
 from diloco_jax.policy.events import Version
 from diloco_jax.policy.recovery import recover
@@ -130,7 +131,7 @@ class Coordinator:
             state = self._initialise(model, plan)
         else:
             state = self._recover(plan, shapes, found)
-        self._metrics = JsonLines(workdir / "metrics.jsonl")
+        self._metrics = Metrics(workdir)
         self._roster = Roster(workdir / "roster.msgpack")
         inbox = Inbox(self.store.layouts_up, placement.merge_buffer_bytes)
         sessions = Sessions()
@@ -215,18 +216,19 @@ class Coordinator:
         params = jax.jit(model.init)(jax.random.key(seed))
         self.store = Store(self._config.run, plan, params, self._deadlines.pin_s)
         state = policy_state.initial(self.policy_config)
-        self._log = durable.RecordLog(self._workdir / "log")
-        self._save(self._log.rotate(), state, self.store.arrays())
+        # First, since a run with a snapshot goes on after a crash.
         self._tape.append(
             {
                 "kind": "begun",
                 "run_id": self._facts["run_id"],
                 "fingerprint": self.policy_config.fingerprint,
                 "plan": plan.digest(),
-                "jax": jax.__version__,
+                "environment": environment.describe(),
                 "time": time.time(),
             }
         )
+        self._log = durable.RecordLog(self._workdir / "log")
+        self._save(self._log.rotate(), state, self.store.arrays())
         return state
 
     def _recover(
@@ -252,12 +254,16 @@ class Coordinator:
         logger.info(
             "recovered from snapshot %d and %d records after it", found, len(records)
         )
+        for record in not_on_tape(self._tape.path, records):
+            self._tape.append({**record, "time": time.time()})
         self._tape.append(
             {
                 "kind": "recovered",
                 "snapshot": found,
+                "snapshot_merges": sum(f.merges for f in snapshot.fragments),
                 "records": len(records),
                 "versions": [list(f.version) for f in state.fragments],
+                "environment": environment.describe(),
                 "time": time.time(),
             }
         )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.policy.events import Record
-from diloco_jax.wire.messages import Hello, Measures
+from diloco_jax.wire.messages import Measures
 
 INTERVALS_KEPT = 64
 """Activity intervals per island; when there are more, the oldest two become one."""
@@ -40,18 +41,35 @@ class Member(msgspec.Struct, kw_only=True):
     """Version number by fragment."""
 
 
+class Incarnation(Protocol):
+    """Who says hello: as in `wire.messages.Hello`."""
+
+    @property
+    def island(self) -> str:
+        """Its name."""
+
+    @property
+    def incarnation(self) -> int:
+        """Counts the processes of this island."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all its hosts and devices."""
+
+
 class Roster:
     """All islands that ever said hello. Used from the engine's thread."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None = None) -> None:
+        """path: where `save` keeps it; what is there already is read."""
         self._path = path
         self.members: dict[str, Member] = {}
-        if path.exists():
+        if path is not None and path.exists():
             self.members = msgspec.msgpack.decode(
                 path.read_bytes(), type=dict[str, Member]
             )
 
-    def hello(self, hello: Hello, now: float) -> None:
+    def hello(self, hello: Incarnation, now: float) -> None:
         """An incarnation was let in."""
         member = self.members.get(hello.island)
         if member is None:
@@ -96,6 +114,7 @@ class Roster:
 
     def save(self) -> None:
         """Replaces the file, atomically."""
+        assert self._path is not None
         scratch = self._path.with_suffix(".tmp")
         scratch.write_bytes(msgspec.msgpack.encode(self.members))
         os.replace(scratch, self._path)

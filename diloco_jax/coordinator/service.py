@@ -17,7 +17,7 @@ from diloco_jax.coordinator.inbox import DeltaKey, Inbox
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
-from diloco_jax.observability.tape import JsonLines
+from diloco_jax.observability.metrics import Metrics
 from diloco_jax.policy.events import (
     DeltaArrived,
     Disconnected,
@@ -47,7 +47,7 @@ class Service:
         inbox: Inbox,
         sessions: Sessions,
         roster: Roster,
-        metrics: JsonLines,
+        metrics: Metrics,
         status: Callable[[], dict[str, Any]],
     ) -> None:
         self._shared = shared_fields(run)

@@ -119,7 +119,7 @@ class Store:
         layout = self._up_layouts[fragment]
         arrays = layout.unpack(payload.data)
         return all(
-            all_finite(self._up, jnp.asarray(array), placed.piece.shape)
+            all_finite(self._up, array, placed.piece.shape)
             for array, placed in zip(arrays, layout.placed, strict=True)
         )
 
@@ -147,8 +147,7 @@ class Store:
         merged = []
         for index, placed in enumerate(layout.placed):
             deltas = [
-                self._up.decode(jnp.asarray(arrays[index]), placed.piece.shape)
-                for arrays in encoded
+                self._up.decode(arrays[index], placed.piece.shape) for arrays in encoded
             ]
             rule = "mean" if final else merge.rule_for(placed.piece, sync.merge)
             merged.append(merge.merge_deltas(deltas, weights, rule))

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from diloco_jax.config import ConfigError
+from diloco_jax.config import ConfigError, DataConfig
 from diloco_jax.data.tokenizer import SEPARATOR
 
 # Not every installation has these, or they differ between builds, or they are tables
@@ -75,6 +75,19 @@ def load_corpus(paths: tuple[str, ...], validation_fraction: float) -> Corpus:
             f"data.paths: no text in {where}; name files or folders with text"
         )
     return Corpus(_row(train), _row(validation), digest.hexdigest()[:16], tuple(names))
+
+
+def load_checked_corpus(data: DataConfig) -> Corpus:
+    """The corpus of a run; ConfigError if what is here has another digest."""
+    corpus = load_corpus(data.paths, data.validation_fraction)
+    if data.digest and corpus.digest != data.digest:
+        raise ConfigError(
+            f"data.digest = {data.digest} in the run's config, but the corpus here "
+            f"({', '.join(data.paths) or 'the Python standard library'}) has "
+            f"{corpus.digest}; give the run's text (--data.paths), of the same Python "
+            f"version if it is the standard library"
+        )
+    return corpus
 
 
 def is_validation(name: str, fraction: float) -> bool:

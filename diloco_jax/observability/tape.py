@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -105,6 +105,31 @@ def read_tape(path: str | Path) -> Iterator[dict[str, Any]]:
                 )
             expected = _digest(line)
             yield record
+
+
+def not_on_tape(
+    path: str | Path, durable: Sequence[dict[str, Any]]
+) -> Sequence[dict[str, Any]]:
+    """The last of these records that a crash kept from the tape: each was made durable
+    first, and goes onto the tape with its `time`."""
+    kinds = {record["kind"] for record in durable}
+    for line in _newest_first(Path(path)):
+        if line["kind"] in kinds:
+            del line["prev"], line["time"]
+            found = durable.index(line) + 1 if line in durable else 0
+            return durable[found:]
+    return durable
+
+
+def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
+    """All lines from the last one back, unchecked."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = _after_last_newline(file, end - 1)
+            file.seek(start)
+            yield json.loads(file.read(end - 1 - start))
+            end = start
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

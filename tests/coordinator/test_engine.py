@@ -13,7 +13,8 @@ from diloco_jax.coordinator.durable import RecordLog, read
 from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox
 from diloco_jax.faults import Fault, Faults
-from diloco_jax.observability.tape import JsonLines, Tape, read_tape
+from diloco_jax.observability.metrics import Metrics
+from diloco_jax.observability.tape import Tape, read_tape
 from diloco_jax.policy.events import (
     DeltaArrived,
     Hello,
@@ -131,7 +132,7 @@ def make_engine(tmp_path, store, island):
         island.store = store
         log = log or RecordLog(tmp_path / "log")
         files.extend((log, Tape(tmp_path / "tape.jsonl")))
-        files.append(JsonLines(tmp_path / "metrics.jsonl"))
+        files.append(Metrics(tmp_path))
         engine = Engine(
             config,
             initial(config),

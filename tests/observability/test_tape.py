@@ -2,7 +2,13 @@
 
 import pytest
 
-from diloco_jax.observability.tape import JsonLines, Tape, TapeError, read_tape
+from diloco_jax.observability.tape import (
+    JsonLines,
+    Tape,
+    TapeError,
+    not_on_tape,
+    read_tape,
+)
 
 
 @pytest.fixture
@@ -96,3 +102,17 @@ def test_plain_lines_carry_no_chain(tmp_path):
     lines.append({"loss": 2.5})
     lines.close()
     assert (tmp_path / "logs" / "metrics.jsonl").read_text() == '{"loss":2.5}\n'
+
+
+MERGED = [{"kind": "merged", "version": [1, n]} for n in range(4)]
+
+
+@pytest.mark.parametrize("written", range(4))
+def test_what_a_crash_kept_from_the_tape_is_found(tmp_path, written):
+    tape = Tape(tmp_path / "tape.jsonl")
+    for record in [{"kind": "begun"}, *MERGED[:written], {"kind": "tick"}]:
+        tape.append({**record, "time": 1.0})
+    tape.close()
+    # A snapshot held the first one, so the log begins with the second.
+    assert not_on_tape(tape.path, MERGED[1:]) == MERGED[max(1, written) :]
+    assert not_on_tape(tape.path, []) == []

@@ -1,0 +1,59 @@
+"""The facts about a process that the bits of its results depend on, for the tape."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import jaxlib.version
+
+VECTOR_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
+"""Instruction sets for which XLA compiles different code, as Linux names them."""
+
+
+def describe() -> dict[str, str | int]:
+    """Versions, device kind, and how many devices, processes and threads there are."""
+    device = jax.devices()[0]
+    return {
+        "diloco_jax": metadata.version("diloco-jax"),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__,
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+        "host": socket.gethostname(),
+        "cpu": _cpu(),
+        "threads": _threads(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def _threads() -> int:
+    """Of XLA's pool; they change how long sums are cut, and with it their bits."""
+    if nproc := os.environ.get("NPROC"):
+        return int(nproc)
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu() -> str:
+    """Name and instruction sets of the processor, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip().lower(), value.strip())
+    flags = facts.get("flags", facts.get("features", "")).split()
+    sets = [name for name in VECTOR_SETS if name in flags]
+    return " ".join((facts.get("model name", platform.machine()), *sets))

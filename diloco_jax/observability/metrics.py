@@ -1,0 +1,50 @@
+"""`metrics.jsonl`, and the same numbers as curves in `tensorboard/`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+
+from diloco_jax.observability.tape import JsonLines
+
+CURVES = {
+    "island": (
+        *("loss", "eval_loss", "learning_rate"),
+        *("median_step_seconds", "stalled_seconds", "bytes_up", "bytes_down"),
+    ),
+    "merge": ("norm", "tokens", "seconds"),
+}
+"""Fields drawn, by kind of line."""
+FLUSH_S = 5
+
+
+class Metrics:
+    """Lines of numbers with a kind and a time. Use from one thread at a time."""
+
+    def __init__(self, workdir: Path) -> None:
+        self._lines = JsonLines(workdir / "metrics.jsonl")
+        self._curves = SummaryWriter(str(workdir / "tensorboard"), flush_secs=FLUSH_S)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Writes a line, and a point of each of its curves: an island's over its own
+        steps, a fragment's merges over versions."""
+        self._lines.append(record)
+        kind = record["kind"]
+        if kind == "island":
+            name, step = record["island"], record["step"]
+        else:
+            name, step = f"fragment-{record['fragment']}", record["version"]
+        for field in CURVES[kind]:
+            value = record[field]
+            if value is not None:
+                self._curves.add_scalar(
+                    f"{kind}/{field}/{name}", value, step, record["time"]
+                )
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._lines.close()
+        self._curves.close()

@@ -1,0 +1,144 @@
+"""What a tape recorded, as replay needs it: merges, crashes, incarnations' lives."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco_jax.cluster.commands import coordinator_environment
+from diloco_jax.config import Config, IslandConfig
+from diloco_jax.observability.tape import TapeError
+from diloco_jax.policy.events import Contribution, Record, Version
+
+Environment = Mapping[str, Any]
+"""What `diloco_jax.environment.describe` said there and then."""
+
+
+class Who(NamedTuple):
+    """One incarnation of an island."""
+
+    island: str
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"island {self.island}, incarnation {self.incarnation}"
+
+
+class Written(NamedTuple):
+    """A record of an island and its line on the tape."""
+
+    line: int
+    record: Record
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordedMerge:
+    """One merge as the tape has it; merges are numbered from 1."""
+
+    line: int
+    number: int
+    fragment: int
+    version: Version
+    final: bool
+    contributions: tuple[Contribution, ...]
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """The coordinator came back after `merges` merges: from a snapshot that held the
+    first `snapshot_merges` of them, and the log."""
+
+    merges: int
+    snapshot_merges: int
+
+
+@dataclasses.dataclass(kw_only=True)
+class Life:
+    """What the tape tells of one incarnation."""
+
+    who: Who
+    config: IslandConfig
+    environment: Environment
+    records: list[Written] = dataclasses.field(default_factory=list)
+
+    def begins(self) -> list[Version]:
+        """The versions it began with, by fragment: its first records."""
+        versions: list[Version] = []
+        for _, record in self.records:
+            began = record.kind == "adopted" and record.step == 0
+            if not began or record.fragment != len(versions):
+                break
+            versions.append(record.version)
+        return versions
+
+    def cut_after_takes(self, takes: Mapping[tuple[int, int], RecordedMerge]) -> None:
+        """Drops what follows the last of these takes, which are named by (fragment,
+        tick) and came into those merges.
+
+        Raises TapeError if one is missing, or holds other steps than were merged.
+        """
+        missing = dict(takes)
+        count = 0
+        for index, (line, record) in enumerate(self.records, start=1):
+            key = (record.fragment, record.tick)
+            if record.kind == "took" and key in missing:
+                self._compare(line, record, missing.pop(key))
+                count = index
+        for (fragment, tick), merge in missing.items():
+            raise TapeError(
+                f"line {merge.line}: the take of fragment {fragment} at tick {tick} by "
+                f"{self.who} is merged, but on no line: a record is missing"
+            )
+        del self.records[count:]
+
+    def _compare(self, line: int, record: Record, merge: RecordedMerge) -> None:
+        part = next(
+            p for p in merge.contributions if Who(p.island, p.incarnation) == self.who
+        )
+        if (record.start, record.step, record.version) != (
+            part.start,
+            part.end,
+            part.base,
+        ):
+            raise TapeError(
+                f"line {merge.line}: the delta of {self.who} holds steps [{part.start}"
+                f", {part.end}) on version {tuple(part.base)}, its take on line {line} "
+                f"[{record.start}, {record.step}) on {tuple(record.version)}: one of "
+                f"them was altered"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What is to be repeated."""
+
+    workdir: Path
+    config: Config
+    plan_digest: str
+    coordinators: tuple[Environment, ...]
+    """Of the first coordinator and of each that came back."""
+    merges: tuple[RecordedMerge, ...]
+    merges_on_tape: int
+    recoveries: tuple[Recovery, ...]
+    lives: Mapping[Who, Life]
+    """The incarnations in these merges, each up to its last take in them."""
+
+    def prepare_environment(self) -> None:
+        """Makes this process compute as the coordinator's did; call before importing
+        jax."""
+        like = environment_like(self.coordinators[0])
+        os.environ.update({**coordinator_environment(), **like})
+
+
+def environment_like(recorded: Environment) -> dict[str, str]:
+    """What makes a process compute as the recorded one did, if set before it imports
+    jax: as many threads and devices, with the same flags."""
+    return {
+        "JAX_PLATFORMS": "cpu" if recorded["platform"] == "cpu" else "",
+        "NPROC": str(recorded["threads"]),
+        "XLA_FLAGS": str(recorded["xla_flags"]),
+    }

@@ -1,0 +1,168 @@
+"""One incarnation of an island, repeated: the tape decides in place of the network.
+
+Books, boundary, pace and model copy are the runtime's. Each record of the tape is acted
+upon alone, at its step, and the books must write down that same record again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco_jax.config import RunConfig
+from diloco_jax.data.positions import LeasedPositions
+from diloco_jax.data.windows import Windows
+from diloco_jax.island.books import NON_FINITE, Books
+from diloco_jax.island.boundary import Boundary
+from diloco_jax.island.mailbox import Arrival, Inbox
+from diloco_jax.island.pace import Pace
+from diloco_jax.observability.tape import TapeError
+from diloco_jax.policy.events import Record, Span, Verdict, Version
+from diloco_jax.simulation.published import Published
+from diloco_jax.simulation.recording import Life
+from diloco_jax.simulation.replay_pipe import RemoteReplica, Worker
+from diloco_jax.wire.messages import TakeVerdict
+
+
+class ReplayedIsland:
+    """Goes on only as far as the delta needs that is asked for.
+
+    Raises TapeError, from any method, naming the first line that cannot be repeated.
+    """
+
+    def __init__(
+        self,
+        life: Life,
+        run: RunConfig,
+        windows: Windows,
+        published: Published,
+        worker: Worker,
+    ) -> None:
+        self.steps = 0
+        """Inner steps done."""
+        versions = life.begins()
+        self._life, self._windows, self._published = life, windows, published
+        self._next = len(versions)
+        rule = run.sync.adopt
+        self._books = Books(versions, rule)
+        self._books.begin()
+        self._books.drain()
+        anchors = [self._anchor(f, version) for f, version in enumerate(versions)]
+        self._replica = RemoteReplica(worker, life.who, life.config, anchors)
+        self._positions = LeasedPositions()
+        self._boundary = Boundary(
+            self._books, self._replica, self._positions, self, rule
+        )
+        self._pace = Pace(run, life.config.batch_size * run.sequence_length)
+        self._others_tokens = 0
+        self._deltas: dict[tuple[int, int], bytes] = {}
+
+    def delta(self, fragment: int, tick: int) -> npt.NDArray[np.uint8]:
+        """The encoded delta of a take that is merged."""
+        while (fragment, tick) not in self._deltas:
+            line, record = self._life.records[self._next]
+            self._next += 1
+            self._repeat(line, record)
+        return np.frombuffer(self._deltas[fragment, tick], np.uint8)
+
+    def merged(self, fragment: int, tick: int) -> None:
+        """That take is in a merge."""
+        verdict = self._verdict(fragment, tick, "merged", "")
+        self._act(Inbox(verdicts=(verdict,)), self.steps)
+
+    def end(self) -> None:
+        """No more deltas are needed."""
+        self._replica.end()
+
+    def put(self, fragment: int, tick: int, encoded: bytes) -> None:
+        """See boundary.Outgoing."""
+        self._deltas[fragment, tick] = encoded
+
+    def forget(self, fragment: int, tick: int) -> None:
+        """See boundary.Outgoing."""
+        del self._deltas[fragment, tick]
+
+    # ---- one record -------------------------------------------------------------
+
+    def _repeat(self, line: int, record: Record) -> None:
+        while self.steps < record.step:
+            self._train(line)
+        fragment, tick = record.fragment, record.tick
+        inbox = Inbox()
+        match record.kind:
+            case "granted":
+                inbox = Inbox(grants=(Span(record.start, record.stop),))
+            case "progress":
+                self._others_tokens = record.value
+            case "took":
+                inbox = Inbox(takes={fragment: tick})
+            case "adopted":
+                inbox = Inbox(arrivals=(self._arrival(line, record),))
+            case "reopened" | "dropped" | "reset":
+                reason = NON_FINITE if record.kind == "reset" else "refused"
+                verdict = self._verdict(fragment, tick, "refused", reason)
+                inbox = Inbox(verdicts=(verdict,))
+        self._act(inbox, record.step)
+        found = self._books.drain()
+        if found != (record,):
+            raise TapeError(
+                f"line {line}: {self._life.who} noted {record}, but after what it "
+                f"noted before comes {found or 'nothing'}; a record was altered or is "
+                f"missing"
+            )
+
+    def _train(self, line: int) -> None:
+        positions = self._positions.draw(self._life.config.batch_size)
+        if positions is None:
+            raise TapeError(
+                f"line {line}: {self._life.who} did step {self.steps} without data, "
+                f"with {self._positions.granted} sequences granted; a record of a "
+                f"grant was altered or is missing"
+            )
+        rate = self._pace.learning_rate(self.steps, self._boundary.others_tokens)
+        self._replica.step(self._windows.batch(positions), rate)
+        self.steps += 1
+
+    def _act(self, inbox: Inbox, step: int) -> None:
+        others = self._others_tokens
+        self._boundary.act(dataclasses.replace(inbox, others_tokens=others), step)
+
+    def _arrival(self, line: int, record: Record) -> Arrival:
+        fragment, version = record.fragment, record.version
+        try:
+            payloads = self._published.chain(
+                fragment, self._books.version(fragment), version
+            )
+        except KeyError as error:
+            raise self._unmerged(line, fragment, version) from error
+        return Arrival(
+            fragment=fragment,
+            version=version,
+            publishes=tuple((payload,) for payload in payloads),
+        )
+
+    def _anchor(self, fragment: int, version: Version) -> bytes:
+        try:
+            return self._published.anchor(fragment, version)
+        except KeyError as error:
+            line = self._life.records[fragment].line
+            raise self._unmerged(line, fragment, version) from error
+
+    def _unmerged(self, line: int, fragment: int, version: Version) -> TapeError:
+        return TapeError(
+            f"line {line}: {self._life.who} adopted version {tuple(version)} of "
+            f"fragment {fragment} before it was merged; a record is out of order"
+        )
+
+    def _verdict(
+        self, fragment: int, tick: int, verdict: Verdict, reason: str
+    ) -> TakeVerdict:
+        return TakeVerdict(
+            fragment=fragment,
+            tick=tick,
+            verdict=verdict,
+            reason=reason,
+            version=self._books.version(fragment),
+        )

@@ -1,0 +1,134 @@
+"""Where bits need not be the same, they are not compared."""
+
+import dataclasses
+
+import pytest
+
+from diloco_jax import environment
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    IslandConfig,
+    ModelConfig,
+    OuterConfig,
+    RunConfig,
+    SyncConfig,
+)
+from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.data.corpus import load_corpus
+from diloco_jax.models import transformer
+from diloco_jax.policy.events import Contribution, Record, Version
+from diloco_jax.simulation import replay
+from diloco_jax.simulation.recording import Life, RecordedMerge, Recording, Who, Written
+
+WHO = Who("a", 1)
+RUN = RunConfig(
+    model=ModelConfig(
+        d_model=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=16
+    ),
+    outer=OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0),
+    sync=SyncConfig(fragments=1),
+    sequence_length=16,
+)
+
+
+class Worker:
+    """One that is never asked for anything."""
+
+    def __init__(self, run, recorded):
+        self.environment = environment.describe()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        """See `replay_pipe.Worker`."""
+
+
+@pytest.fixture
+def recording(tmp_path, monkeypatch):
+    """Of a run with one merge, on this machine."""
+    monkeypatch.setattr(replay, "Worker", Worker)
+    (tmp_path / "text").write_text("a few words " * 20)
+    paths = (str(tmp_path / "text"),)
+    data = DataConfig(paths=paths, digest=load_corpus(paths, 0.02).digest)
+    run = dataclasses.replace(RUN, data=data)
+    model = transformer.build(run.model)
+    here = environment.describe()
+    took = Record(seq=2, kind="took", step=1, fragment=0, tick=1)
+    begins = Record(seq=1, kind="adopted", step=0, fragment=0)
+    life = Life(
+        who=WHO,
+        config=IslandConfig(batch_size=1),
+        environment=here,
+        records=[Written(4, begins), Written(5, took)],
+    )
+    part = Contribution(
+        island="a", incarnation=1, tick=1, start=0, end=1, tokens=16, base=Version()
+    )
+    merge = RecordedMerge(
+        line=6,
+        number=1,
+        fragment=0,
+        version=Version(1, 1),
+        final=False,
+        contributions=(part,),
+        digest="",
+    )
+    return Recording(
+        workdir=tmp_path,
+        config=Config(run=run),
+        plan_digest=plan_fragments(model.shapes(), model.axes, 1).digest(),
+        coordinators=(here,),
+        merges=(merge,),
+        merges_on_tape=1,
+        recoveries=(),
+        lives={WHO: life},
+    )
+
+
+def test_all_is_well_here(recording):
+    with replay.Replay(recording) as repeated, pytest.raises(AttributeError):
+        next(repeated.merges())  # it gets as far as commanding its worker
+
+
+@pytest.mark.parametrize("fact", replay.SAME_BITS)
+def test_another_coordinators_machine_is_refused(recording, fact):
+    there = {**recording.coordinators[0], fact: "another"}
+    recording = dataclasses.replace(recording, coordinators=(there,))
+    with pytest.raises(ConfigError, match=f"coordinator had {fact} = 'another', here"):
+        replay.Replay(recording)
+
+
+@pytest.mark.parametrize("fact", replay.SAME_BITS)
+def test_another_islands_machine_is_refused(recording, fact):
+    life = recording.lives[WHO]
+    life.environment = {**life.environment, fact: "another"}
+    with (
+        replay.Replay(recording) as repeated,
+        pytest.raises(ConfigError, match=f"incarnation 1 had {fact} = 'another', here"),
+    ):
+        next(repeated.merges())
+
+
+def test_fewer_devices_are_refused(recording):
+    life = recording.lives[WHO]
+    life.config = IslandConfig(batch_size=99, mesh_data=99)
+    with (
+        replay.Replay(recording) as repeated,
+        pytest.raises(ConfigError, match="incarnation 1 computed on 99 devices, here"),
+    ):
+        next(repeated.merges())
+
+
+def test_other_text_is_refused(recording, tmp_path):
+    (tmp_path / "text").write_text("other words " * 20)
+    with pytest.raises(ConfigError, match=r"data\.digest = .*--data\.paths"):
+        replay.Replay(recording)
+
+
+def test_other_fragments_are_refused(recording):
+    recording = dataclasses.replace(recording, plan_digest="feed")
+    with pytest.raises(ConfigError, match="digest feed, here it is"):
+        replay.Replay(recording)

@@ -1,0 +1,205 @@
+"""A repeated incarnation sends the same bytes, whatever became of its takes."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from diloco_jax.config import IslandConfig, ModelConfig, RunConfig, SyncConfig
+from diloco_jax.core.codec import get_codec
+from diloco_jax.core.fragments import get_piece
+from diloco_jax.data.positions import LeasedPositions
+from diloco_jax.data.windows import Windows
+from diloco_jax.island.books import Books
+from diloco_jax.island.boundary import Boundary
+from diloco_jax.island.build import build_exchange, build_plan, build_trainer, join
+from diloco_jax.island.mailbox import Arrival, Inbox
+from diloco_jax.island.pace import Pace
+from diloco_jax.observability.tape import TapeError
+from diloco_jax.policy.events import Span, Version
+from diloco_jax.simulation.recording import Life, Who, Written
+from diloco_jax.simulation.replay_island import ReplayedIsland
+from diloco_jax.simulation.replay_worker import Copies
+from diloco_jax.wire.messages import TakeVerdict
+
+ISLAND = IslandConfig(batch_size=2)
+RUN = RunConfig(
+    model=ModelConfig(
+        d_model=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=16
+    ),
+    sync=SyncConfig(fragments=2),
+    sequence_length=16,
+    total_tokens=100_000,
+)
+TEXT = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint8)
+WINDOWS = Windows(TEXT, RUN.sequence_length, seed=0)
+V = [Version(1, n) for n in range(9)]
+
+
+class Publishes:
+    """Random ones, instead of a coordinator's."""
+
+    def __init__(self, run):
+        self.model, self.trainer = build_trainer(run, ISLAND)
+        self.plan = build_plan(run, self.model)
+        self.exchange, _ = build_exchange(run, self.model, self.trainer)
+        self.params = jax.device_get(jax.jit(self.model.init)(jax.random.key(0)))
+
+    def anchor(self, fragment, version):
+        if version > V[0]:
+            raise KeyError(version)
+        pieces = self.plan.fragments[fragment]
+        return b"".join(get_piece(self.params, p).tobytes() for p in pieces)
+
+    def chain(self, fragment, have, want):
+        return [self.publish(fragment, n) for n in range(have.number + 1, want[1] + 1)]
+
+    def publish(self, fragment, number):
+        random = np.random.default_rng((fragment, number))
+        codec = get_codec("int8")
+        pieces = self.plan.fragments[fragment]
+        changes = [random.normal(size=p.shape).astype(np.float32) / 99 for p in pieces]
+        layout = self.exchange.layouts_down[fragment]
+        return bytes(layout.pack([codec.encode(change) for change in changes]))
+
+
+class Lived:
+    """One incarnation as it was: its records, and what it sent."""
+
+    def __init__(self, run):
+        self.published = published = Publishes(run)
+        anchors = {
+            f: published.exchange.put_anchor(f, published.anchor(f, V[0]))
+            for f in range(2)
+        }
+        self.replica = join(
+            published.plan, published.trainer, published.exchange, anchors
+        )
+        self.books = Books([V[0]] * 2, run.sync.adopt)
+        self.books.begin()
+        self.positions, self.sent, self.steps = LeasedPositions(), {}, 0
+        self.boundary = Boundary(
+            self.books, self.replica, self.positions, self, run.sync.adopt
+        )
+        self.pace = Pace(run, ISLAND.batch_size * run.sequence_length)
+        self.others = 0
+
+    def put(self, fragment, tick, encoded):
+        layout = self.published.exchange.layouts_up[fragment]
+        arrays = [np.asarray(a) for a in encoded]
+        self.sent[fragment, tick] = bytes(layout.pack(arrays))
+
+    def forget(self, fragment, tick):
+        """Kept, to compare."""
+
+    def train(self, steps):
+        for _ in range(steps):
+            batch = WINDOWS.batch(self.positions.draw(ISLAND.batch_size))
+            rate = self.pace.learning_rate(self.steps, self.boundary.others_tokens)
+            self.replica.step(batch, rate)
+            self.steps += 1
+
+    def act(self, others=None, **inbox):
+        self.others = self.others if others is None else others
+        self.boundary.act(Inbox(others_tokens=self.others, **inbox), self.steps)
+
+    def arrival(self, fragment, version):
+        payloads = self.published.chain(fragment, self.books.version(fragment), version)
+        put = self.published.exchange.put_publish
+        publishes = tuple(put(fragment, payload) for payload in payloads)
+        return Arrival(fragment=fragment, version=version, publishes=publishes)
+
+    def life(self):
+        return Life(
+            who=Who("a", 1),
+            config=dataclasses.replace(ISLAND, step_seconds=0.3),
+            environment={},
+            records=[
+                Written(n, record) for n, record in enumerate(self.records, start=1)
+            ],
+        )
+
+
+class Here:
+    """A worker that is this process."""
+
+    def __init__(self, run):
+        self.send = self.ask = Copies(run).carry_out
+
+
+def judged(fragment, tick, verdict, reason=""):
+    return TakeVerdict(
+        fragment=fragment, tick=tick, verdict=verdict, reason=reason, version=V[0]
+    )
+
+
+@functools.cache
+def live(run):
+    """Takes that are merged, reopened, dropped and reset; adoptions in chains; changes
+    of progress; a grant in the middle."""
+    lived = Lived(run)
+    lived.act(grants=(Span(0, 9),))
+    lived.train(3)
+    lived.act(takes={0: 1, 1: 2})
+    lived.train(1)
+    lived.act(others=3000, verdicts=(judged(1, 2, "refused", "stale"),))
+    lived.act(grants=(Span(50, 99),))
+    lived.train(2)
+    arrivals = (lived.arrival(0, V[2]), lived.arrival(1, V[1]))
+    lived.act(verdicts=(judged(0, 1, "merged"),), arrivals=arrivals)
+    lived.act(takes={0: 3, 1: 4})
+    lived.train(1)
+    lived.act(arrivals=(lived.arrival(0, V[3]),), others=70_000)
+    lived.act(verdicts=(judged(0, 3, "refused", "stale"),))
+    lived.act(verdicts=(judged(1, 4, "refused", "non_finite"),))
+    lived.train(2)
+    lived.act(takes={0: 5, 1: 6})
+    lived.records = lived.books.drain()
+    return lived
+
+
+OVERWRITE = dataclasses.replace(
+    RUN, sync=dataclasses.replace(RUN.sync, adopt="overwrite")
+)
+here = functools.cache(Here)
+
+
+def repeated(life, run):
+    return ReplayedIsland(life, run, WINDOWS, live(run).published, here(run))
+
+
+@pytest.mark.parametrize("run", [RUN, OVERWRITE], ids=lambda run: run.sync.adopt)
+def test_every_delta_has_the_same_bytes(run):
+    lived = live(run)
+    life = lived.life()
+    kinds = [w.record.kind for w in life.records]
+    assert {"reopened", "dropped", "reset", "progress"} < set(kinds)
+    island = repeated(life, run)
+    assert island.delta(0, 1).tobytes() == lived.sent[0, 1]
+    assert island.steps == 3, "no further than was asked for"
+    island.merged(0, 1)
+    for take in [(0, 5), (1, 6)]:
+        assert island.delta(*take).tobytes() == lived.sent[take], take
+    assert island.steps == lived.steps
+
+
+FIRST_GRANT, SECOND_TAKE = 2, 3
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "bad"),
+    [
+        (FIRST_GRANT, {"stop": 5}, "line 4: .*step 2 without data.* 5 sequences"),
+        (SECOND_TAKE, {"start": 1}, "line 4: .*start=1.*start=0"),
+        (SECOND_TAKE, {"version": V[1]}, "line 4: .*number=1.*number=0"),
+        (0, {"version": V[1]}, r"line 1: .*version \(1, 1\) of fragment 0 before"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_named(number, change, bad):
+    life = live(RUN).life()
+    line, record = life.records[number]
+    life.records[number] = Written(line, dataclasses.replace(record, **change))
+    with pytest.raises(TapeError, match=bad):
+        repeated(life, RUN).delta(0, 1)

@@ -1,0 +1,21 @@
+"""The tape says what a replay must find again."""
+
+import jax
+
+from diloco_jax import environment
+
+
+def test_threads_are_those_of_xlas_pool(monkeypatch):
+    monkeypatch.setenv("NPROC", "5")
+    assert environment.describe()["threads"] == 5
+    monkeypatch.delenv("NPROC")
+    assert environment.describe()["threads"] >= 1
+
+
+def test_facts_are_those_of_this_process(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_one=1")
+    facts = environment.describe()
+    assert facts["jax"] == jax.__version__
+    assert facts["devices"] == jax.device_count()
+    assert facts["xla_flags"] == "--xla_one=1"
+    assert facts["cpu"]
