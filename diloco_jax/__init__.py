@@ -1,0 +1,33 @@
+"""One model, trained by TPU slices that differ, fail, join and leave.
+
+`emulate(config)` runs a config's whole algorithm in this process, in virtual time;
+`LocalCluster(config)` runs it as processes of this machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco_jax.cluster.local import LocalCluster
+    from diloco_jax.simulation.emulate import Emulation, emulate
+    from diloco_jax.simulation.history import History
+    from diloco_jax.simulation.options import EmulationOptions
+
+__all__ = ["Emulation", "EmulationOptions", "History", "LocalCluster", "emulate"]
+
+# Nothing heavy is imported before it is needed: jax looks at the environment then.
+_HOMES = {
+    "Emulation": "diloco_jax.simulation.emulate",
+    "emulate": "diloco_jax.simulation.emulate",
+    "EmulationOptions": "diloco_jax.simulation.options",
+    "History": "diloco_jax.simulation.history",
+    "LocalCluster": "diloco_jax.cluster.local",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -22,31 +22,34 @@ class Due:
 
 class Clock:
     """Runs calls at their times. Those of one time go in the order in which they were
-    asked for, so a run depends on nothing but its inputs."""
+    asked for, `last` ones after all others, so a run depends on nothing but its inputs.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
         """Seconds."""
-        self._queue: list[tuple[float, int, Due]] = []
+        self._queue: list[tuple[float, bool, int, Due]] = []
         self._count = itertools.count()
 
     def at(self, time: float, call: Callable[[], None]) -> Due:
         """Calls at `time`, which must not have passed."""
         assert time >= self.now, f"{time} has passed: it is {self.now}"
-        due = Due(time, call)
-        heapq.heappush(self._queue, (time, next(self._count), due))
-        return due
+        return self._put(Due(time, call), last=False)
 
     def after(self, seconds: float, call: Callable[[], None]) -> Due:
         """Calls in so many seconds."""
         return self.at(self.now + seconds, call)
+
+    def last(self, call: Callable[[], None]) -> Due:
+        """Calls now, after everything else that is due now, or will be."""
+        return self._put(Due(self.now, call), last=True)
 
     def run(
         self, until: float = float("inf"), done: Callable[[], bool] | None = None
     ) -> None:
         """Goes on until nothing is due by `until`, or `done`, asked after each call."""
         while self._queue and self._queue[0][0] <= until:
-            time, _, due = heapq.heappop(self._queue)
+            time, _, _, due = heapq.heappop(self._queue)
             if due.call is None:
                 continue
             self.now = time
@@ -55,3 +58,7 @@ class Clock:
                 return
         if until != float("inf"):
             self.now = max(self.now, until)
+
+    def _put(self, due: Due, *, last: bool) -> Due:
+        heapq.heappush(self._queue, (due.at, last, next(self._count), due))
+        return due

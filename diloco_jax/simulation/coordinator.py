@@ -7,6 +7,7 @@ after a given delay. Everything that is decided, is decided by `policy.step`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -46,9 +47,15 @@ from diloco_jax.wire.messages import Welcome as WelcomeMessage
 
 
 class Peer(Protocol):
-    """An incarnation's end of a connection."""
+    """A connection, by which an incarnation is reached."""
 
-    session: str
+    @property
+    def name(self) -> str:
+        """Of the island."""
+
+    @property
+    def session(self) -> str:
+        """Of the incarnation's process."""
 
     def receive(self, message: FromCoordinator) -> None:
         """Sends it on its way to the island."""
@@ -97,11 +104,11 @@ class VirtualCoordinator:
         self.step(hello)
         self._joining.pop(hello.session, None)
 
-    def disconnected(self, island: str, peer: Peer) -> None:
+    def disconnected(self, peer: Peer) -> None:
         """A connection broke, and this end noticed."""
-        if self.peers.get(island) is peer:
-            del self.peers[island]
-        self.step(Disconnected(island=island, session=peer.session))
+        if self.peers.get(peer.name) is peer:
+            del self.peers[peer.name]
+            self.step(Disconnected(island=peer.name, session=peer.session))
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """All bytes of a delta."""
@@ -117,14 +124,17 @@ class VirtualCoordinator:
         """One event: policy, then its effects in order."""
         if self._dead:
             return
-        self.state, effects = policy.step(
-            self.config, self.state, event, self.clock.now + self.clock_offset
-        )
-        for effect in effects:
+        for effect in self.decide(event):
             self.carry_out(effect)
             if self._dead:
                 return
         self._set_timer()
+
+    def decide(self, event: Event) -> list[Effect]:
+        """What the policy makes of an event."""
+        now = self.clock.now + self.clock_offset
+        self.state, effects = policy.step(self.config, self.state, event, now)
+        return effects
 
     # ---- what goes out --------------------------------------------------------------
 
@@ -151,9 +161,7 @@ class VirtualCoordinator:
                 for island in list(self.peers):
                     self._tell(island, outbox.published(effect, island))
             case Merge():
-                self.clock.after(
-                    self.merge_seconds(effect), lambda: self._merge(effect)
-                )
+                self._merge(effect)
             case Welcome():
                 self.peers[effect.island] = self._joining[effect.session]
                 welcome = WelcomeMessage(
@@ -184,14 +192,19 @@ class VirtualCoordinator:
             peer.receive(message)
 
     def _merge(self, merge: Merge) -> None:
-        if self._dead:
-            return
+        # At once: its deltas may be dropped before the result is due.
         digest = self.merging.compute(merge)
-        for c in merge.contributions:
-            self.merging.drop(DeltaKey(c.island, c.incarnation, merge.fragment, c.tick))
-        self.step(
-            MergeComputed(fragment=merge.fragment, version=merge.version, digest=digest)
+        computed = MergeComputed(
+            fragment=merge.fragment, version=merge.version, digest=digest
         )
+
+        def done() -> None:
+            for c in merge.contributions:
+                key = DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
+                self.merging.drop(key)
+            self.step(computed)
+
+        self.clock.after(self.merge_seconds(merge), done)
 
     def _set_timer(self) -> None:
         """Deadlines move with every report: a timer that rings too early is harmless
@@ -200,7 +213,11 @@ class VirtualCoordinator:
         deadline = policy.next_deadline(self.state, now)
         if deadline is None:
             return
-        at = max(deadline - self.clock_offset, self.clock.now)
+        at = deadline - self.clock_offset
+        if at + self.clock_offset < deadline:
+            # Rounded down: it would ring before its time, again and again.
+            at += math.ulp(at) + math.ulp(deadline)
+        at = max(at, self.clock.now)
         if self._timer is not None:
             if self._timer.call is not None and self._timer.at <= at:
                 return

@@ -8,16 +8,14 @@ said to take, and connections are `Line`s.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
-
-import numpy as np
+from collections.abc import Callable
+from typing import Any
 
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.island.books import Books
-from diloco_jax.island.boundary import Arrays, Boundary
+from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.inbound import Inbound, Targets
 from diloco_jax.island.mailbox import Arrival, Mailbox, Status
 from diloco_jax.island.pace import Pace
@@ -29,56 +27,12 @@ from diloco_jax.policy.events import (
     Report,
     Version,
 )
+from diloco_jax.simulation.body import Body
 from diloco_jax.simulation.clock import Clock, Due
 from diloco_jax.simulation.coordinator import VirtualCoordinator
 from diloco_jax.simulation.line import Line
 from diloco_jax.simulation.merging import Fetched
-from diloco_jax.wire.messages import FromCoordinator, Welcome
-
-
-class Body(Arrays, Protocol):
-    """An island's model copy, and how it is stepped; or nothing (`NoBody`)."""
-
-    def begin(self, fetched: Mapping[int, Fetched]) -> None:
-        """Joins with these anchors, in full, by fragment."""
-
-    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
-        """A later version, ready to be adopted."""
-
-    def train(self, positions: np.ndarray, learning_rate: float) -> None:
-        """One inner step on the sequences at these positions of the data."""
-
-
-class NoBody:
-    """A body without arrays."""
-
-    def begin(self, fetched: Mapping[int, Fetched]) -> None:
-        """See Body."""
-
-    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
-        """See Body."""
-        return Arrival(fragment=fragment, version=fetched.version)
-
-    def train(self, positions: np.ndarray, learning_rate: float) -> None:
-        """See Body."""
-
-    def take(self, fragment: int) -> None:
-        """See Arrays."""
-
-    def adopt(self, arrival: Arrival) -> None:
-        """See Arrays."""
-
-    def settle(self, fragment: int) -> None:
-        """See Arrays."""
-
-    def reopen(self, fragment: int) -> None:
-        """See Arrays."""
-
-    def drop(self, fragment: int) -> None:
-        """See Arrays."""
-
-    def reset(self, fragment: int) -> None:
-        """See Arrays."""
+from diloco_jax.wire.messages import FromCoordinator, Progress, Welcome
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +47,33 @@ class IslandSpec:
     """From its welcome to its first step: compiling, fetching apart."""
     bytes_up: tuple[int, ...] = ()
     """Of an encoded delta, by fragment."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Connection:
+    """`coordinator.Peer`: how an incarnation is reached on one line."""
+
+    island: VirtualIsland
+    line: Line
+
+    @property
+    def name(self) -> str:
+        """See Peer."""
+        return self.island.name
+
+    @property
+    def session(self) -> str:
+        """See Peer."""
+        return self.island.session
+
+    def receive(self, message: FromCoordinator) -> None:
+        """See Peer."""
+        self.line.send_down(lambda: self.island.received(message))
+
+    def refused(self, refusal: Refuse) -> None:
+        """See Peer."""
+        reason = f"refused: {refusal.message}"
+        self.line.send_down(lambda: self.island.turned_away(reason))
 
 
 class VirtualIsland:
@@ -116,6 +97,8 @@ class VirtualIsland:
         self.steps = 0
         self.ended: str | None = None
         self.line: Line | None = None
+        self.peer: Connection | None = None
+        """Its last connection, as the coordinator sees it."""
         self.mailbox = Mailbox()
         self.positions = LeasedPositions()
         self.boundary: Boundary | None = None
@@ -168,7 +151,8 @@ class VirtualIsland:
             outstanding=status.outstanding,
             sequences_granted=self._inbound.granted,
         )
-        line.send(lambda: coordinator.hello(hello, self))
+        self.peer = peer = Connection(self, line)
+        line.send_up(lambda: coordinator.hello(hello, peer))
 
     def disconnect(self) -> None:
         """Its connection is gone; it trains on."""
@@ -189,24 +173,19 @@ class VirtualIsland:
         self._report()
         if line is not None and coordinator is not None:
             goodbye = Goodbye(island=self.name, session=self.session, reason=reason)
-            line.send(lambda: coordinator.step(goodbye))
+            line.send_up(lambda: coordinator.step(goodbye))
         self.ended = reason
         if self._next is not None:
             self._next.cancel()
 
     # ---- its end of the connection ----------------------------------------------
 
-    def receive(self, message: FromCoordinator) -> None:
-        """See coordinator.Peer."""
-        if self.line is not None:
-            self.line.send(lambda: self._received(message))
+    def turned_away(self, reason: str) -> None:
+        """It is not let in, or put out."""
+        self.die(reason)
 
-    def refused(self, refusal: Refuse) -> None:
-        """See coordinator.Peer."""
-        if self.line is not None:
-            self.line.send(lambda: self.die(f"refused: {refusal.message}"))
-
-    def _received(self, message: FromCoordinator) -> None:
+    def received(self, message: FromCoordinator) -> None:
+        """A message of the coordinator is here."""
         if self.ended is not None:
             return
         if isinstance(message, Welcome):
@@ -219,6 +198,8 @@ class VirtualIsland:
             self._report(alive=True)
             return
         self._inbound.dispatch(message)
+        if self._next is not None and isinstance(message, Progress):
+            return  # As in a real loop, it is looked at with the next boundary.
         if not self._stepping:
             self._at_boundary()
 
@@ -376,7 +357,7 @@ class VirtualIsland:
             step_seconds=self._last_step_seconds,
             records=records,
         )
-        line.send(lambda: coordinator.step(report))
+        line.send_up(lambda: coordinator.step(report))
 
     def _beat(self) -> None:
         """Rings less often than it could: it is set anew only when it has rung."""

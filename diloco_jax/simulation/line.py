@@ -30,8 +30,12 @@ class Line:
         """Breaks it: all that is under way is lost."""
         self.open = False
 
-    def send(self, arrive: Callable[[], None]) -> None:
-        """A control message, either way."""
+    def send_up(self, arrive: Callable[[], None]) -> None:
+        """A control message from the island."""
+        self._arrive(self._clock.now + self._speed.latency_s, arrive)
+
+    def send_down(self, arrive: Callable[[], None]) -> None:
+        """A control message to the island."""
         self._arrive(self._clock.now + self._speed.latency_s, arrive)
 
     def upload(self, nbytes: int, arrive: Callable[[], None]) -> None:

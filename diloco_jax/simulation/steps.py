@@ -14,23 +14,24 @@ LOCKSTEP_STEPS = 20_000
 def durations(
     mean_seconds: float, spread: float, rng: np.random.Generator
 ) -> Iterator[float]:
-    """Seconds of one step after the other: log-normal, so never negative. spread:
-    standard deviation over mean."""
-    sigma = math.sqrt(math.log1p(spread**2))
+    """Seconds of one step after the other, each on its own. spread: standard
+    deviation over mean."""
     while True:
-        drawn = rng.lognormal(-(sigma**2) / 2, sigma, DRAWN_AT_ONCE)
-        yield from (mean_seconds * drawn).tolist()
+        yield from drawn(mean_seconds, spread, DRAWN_AT_ONCE, rng).tolist()
+
+
+def drawn(
+    mean_seconds: float, spread: float, count: int, rng: np.random.Generator
+) -> np.ndarray:
+    """f64[count] seconds of steps: log-normal, so that none is negative."""
+    sigma = math.sqrt(math.log1p(spread**2))
+    return mean_seconds * rng.lognormal(-(sigma**2) / 2, sigma, count)
 
 
 def lockstep_share(
     mean_seconds: Sequence[float], spread: float, rng: np.random.Generator
 ) -> float:
-    """Share of their own time that islands compute if every step waits for the
-    slowest of them; all islands count alike. mean_seconds: of a step, by island."""
-    each = np.array(
-        [
-            [seconds for seconds, _ in zip(durations(m, spread, rng), range(LOCKSTEP_STEPS))]
-            for m in mean_seconds
-        ]
-    )
-    return float(np.mean(each) / np.mean(each.max(axis=0)))
+    """Share of their time that islands compute if each step waits for the slowest of
+    them, as one data-parallel program does. mean_seconds: of a step, by island."""
+    each = [drawn(mean, spread, LOCKSTEP_STEPS, rng) for mean in mean_seconds]
+    return float(np.mean(each) / np.mean(np.max(each, axis=0)))

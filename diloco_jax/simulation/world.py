@@ -8,9 +8,10 @@ from typing import Any
 from diloco_jax.config import RunConfig
 from diloco_jax.policy.events import Merge
 from diloco_jax.policy.state import PolicyConfig, initial
+from diloco_jax.simulation.body import Body, NoBody
 from diloco_jax.simulation.clock import Clock
 from diloco_jax.simulation.coordinator import VirtualCoordinator
-from diloco_jax.simulation.island import Body, IslandSpec, NoBody, VirtualIsland
+from diloco_jax.simulation.island import IslandSpec, VirtualIsland
 from diloco_jax.simulation.line import Line, LineSpeed
 from diloco_jax.simulation.merging import Merging
 
@@ -64,7 +65,8 @@ class World:
         """The island's process dies; its connection breaks at once."""
         island = self.islands[name]
         island.die()
-        self.coordinator.disconnected(name, island)
+        assert island.peer is not None
+        self.coordinator.disconnected(island.peer)
 
     def run(self, until: float = float("inf")) -> None:
         """Until the run is over, at most until that time (seconds)."""

@@ -107,7 +107,8 @@ def test_an_island_that_lost_its_line_trains_on_and_is_merged_after() -> None:
 
     def cut() -> None:
         island.disconnect()
-        world.coordinator.disconnected("b", island)
+        assert island.peer is not None
+        world.coordinator.disconnected(island.peer)
 
     def again() -> None:
         island.connect(world.coordinator, Line(world.clock, LineSpeed()))

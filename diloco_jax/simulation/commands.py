@@ -1,0 +1,297 @@
+"""`diloco simulate KIND`: options in, tables out, or one JSON object."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich import progress as bars
+from rich.console import Console
+from rich.table import Table
+
+from diloco_jax.config import ConfigError, suggest
+from diloco_jax.simulation.progress import Progress
+
+ConfigT = TypeVar("ConfigT")
+OutputT = TypeVar("OutputT", bound="Output")
+
+
+def simulate_command(arguments: Sequence[str]) -> int:
+    """`diloco simulate KIND [options]`."""
+    kind = arguments[0] if arguments else "--help"
+    if kind in ("-h", "--help"):
+        print(_help())
+        return 0
+    if kind not in KINDS:
+        raise ConfigError(
+            f"no simulation {kind!r}{suggest(kind, list(KINDS))}; there are "
+            f"{', '.join(KINDS)}"
+        )
+    return KINDS[kind][0](arguments[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What becomes of the result."""
+
+    json: bool = False
+    """Print one JSON object to standard output."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepOutput(Output):
+    """What becomes of a result that may be a sweep."""
+
+    sweep: bool = False
+    """Go over chips, islands and methods (their own options are ignored)."""
+    out: Path = Path()
+    """Folder for goodput.csv and goodput.png of a sweep."""
+
+
+def goodput_command(arguments: Sequence[str]) -> int:
+    """`diloco simulate goodput`."""
+    from diloco_jax.simulation import goodput, sweep
+
+    default = goodput.GoodputConfig()
+    config, output = _parse("goodput", arguments, default, SweepOutput())
+    if not output.sweep:
+        with _bar("goodput") as progress:
+            result = goodput.simulate_goodput(config, progress)
+        _show(output.json, _goodput_json(result), _goodput_text(result))
+        return 0
+    if not output.out.is_dir():
+        raise ConfigError(f"--out {output.out} is not a folder; make it first")
+    with _bar("sweep") as progress:
+        results = sweep.sweep_goodput(config, sweep.CHIPS, sweep.ISLANDS, progress)
+    sweep.write_csv(results, output.out / "goodput.csv")
+    sweep.write_plot(results, output.out / "goodput.png")
+    points = {"points": [_goodput_json(result) for result in results]}
+    _show(output.json, points, _sweep_table(results))
+    Console(stderr=True).print(f"written: {output.out}/goodput.csv, goodput.png")
+    return 0
+
+
+def mix_command(arguments: Sequence[str]) -> int:
+    """`diloco simulate mix`."""
+    from diloco_jax.simulation.mix import MixConfig, simulate_mix
+
+    config, output = _parse("mix", arguments, MixConfig(), Output())
+    with _bar("mix") as progress:
+        rows = simulate_mix(config, progress)
+    table = _table("islands wait", "goodput", "published", "participation", "merges/h")
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.goodput:.1%}",
+            _or_dash(row.published_goodput, ".0%"),
+            f"{row.participation:.1%}",
+            f"{row.merges_per_hour:.0f}",
+        )
+    _show(output.json, _with_config(config, rows=rows), table)
+    return 0
+
+
+def scavenge_command(arguments: Sequence[str]) -> int:
+    """`diloco simulate scavenge`."""
+    from diloco_jax.simulation.scavenge import ScavengeConfig, simulate_scavenge
+
+    config, output = _parse("scavenge", arguments, ScavengeConfig(), Output())
+    with _bar("scavenge") as progress:
+        rows = simulate_scavenge(config, progress)
+    table = _table("extra", "time", "published", "at best", "elastic, published")
+    for row in rows:
+        table.add_row(
+            f"{row.extra:+.0%}",
+            f"{row.time_ratio:.3f}",
+            _or_dash(row.published_ratio, ".2f"),
+            f"{row.best_ratio:.3f}",
+            _or_dash(row.published_elastic_ratio, ".2f"),
+        )
+    _show(output.json, _with_config(config, rows=rows), table)
+    return 0
+
+
+def bandwidth_command(arguments: Sequence[str]) -> int:
+    """`diloco simulate bandwidth`."""
+    from diloco_jax.simulation.bandwidth import BandwidthConfig, simulate_bandwidth
+
+    config, output = _parse("bandwidth", arguments, BandwidthConfig(), Output())
+    result = simulate_bandwidth(config)
+    formulas = result.formulas()
+    values = {**dataclasses.asdict(result), "formulas": formulas}
+    _show(output.json, values, "\n".join(formulas))
+    return 0
+
+
+def faults_command(arguments: Sequence[str]) -> int:
+    """`diloco simulate faults`."""
+    from diloco_jax.simulation.faults import command
+
+    config, output = _parse("faults", arguments, command.FaultsConfig(), Output())
+    with _bar("faults") as progress:
+        report = command.check_faults(config, progress)
+    _show(output.json, report.json(), command.text(report))
+    return 1 if report.violations else 0
+
+
+KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "goodput": (goodput_command, "what failures leave of the chip time; --sweep"),
+    "mix": (mix_command, "unequal islands: waiting for all, for one, with grace"),
+    "scavenge": (scavenge_command, "extra islands for a part of the token budget"),
+    "bandwidth": (bandwidth_command, "what links must carry"),
+    "faults": (faults_command, "random faults, and what must hold all the same"),
+}
+
+
+# ---- options ---------------------------------------------------------------------
+
+
+def _parse(
+    kind: str, arguments: Sequence[str], config: ConfigT, output: OutputT
+) -> tuple[ConfigT, OutputT]:
+    """The fields of both as options, those of nested dataclasses by their own names.
+    Unknown or malformed ones end the process with code 2 and a suggestion."""
+    import tyro
+
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_whole_number)
+    parsed_type = dataclasses.make_dataclass(
+        "Simulation", [("config", type(config)), ("output", type(output))], frozen=True
+    )
+    parsed: Any = tyro.cli(
+        parsed_type,
+        prog=f"diloco simulate {kind}",
+        description=type(config).__doc__,
+        args=list(arguments),
+        default=parsed_type(config, output),
+        config=(tyro.conf.OmitArgPrefixes,),
+        registry=registry,
+    )
+    return parsed.config, parsed.output
+
+
+def _whole_number(info: Any) -> Any:
+    """Lets tyro read 1.2e6 where a whole number is asked for."""
+    import tyro
+
+    if info.type is not int:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda texts: _int(texts[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        value = float(text)
+        if not value.is_integer():
+            raise ValueError(f"{text} is not a whole number") from None
+        return int(value)
+
+
+# ---- output ----------------------------------------------------------------------
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[Progress]:
+    """A progress bar on a terminal, gone when it is done."""
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    with bars.Progress(console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda share: bar.update(task, completed=share)
+
+
+def _show(as_json: bool, values: dict[str, Any], text: Table | str) -> None:
+    if as_json:
+        print(json.dumps(values))
+    else:
+        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+
+
+def _goodput_json(result: Any) -> dict[str, Any]:
+    mean = dataclasses.asdict(result.mean)
+    low, high = dataclasses.asdict(result.low), dataclasses.asdict(result.high)
+    return {
+        **mean,
+        "bounds": {name: [low[name], high[name]] for name in mean},
+        "published_compute_goodput": result.published,
+        **_with_config(result.config, samples=result.samples),
+    }
+
+
+def _goodput_text(result: Any) -> str:
+    config = result.config
+    published = ""
+    if result.published is not None:
+        published = f"; published {result.published:.0%}"
+    lines = [
+        f"{config.label}: {config.chips:,} chips, "
+        f"{config.seeds} x {config.seconds / 3600:g} h"
+    ]
+    for name, form in (
+        ("compute_goodput", ".1%"),
+        ("goodput", ".1%"),
+        ("uptime", ".1%"),
+        ("participation", ".1%"),
+        ("merges", ",.0f"),
+        ("lost_tokens_fraction", ".3%"),
+    ):
+        mean, low, high = (
+            format(getattr(sample, name), form)
+            for sample in (result.mean, result.low, result.high)
+        )
+        lines.append(f"  {name:<21}{mean:>8}  ({low} to {high}{published})")
+        published = ""
+    return "\n".join(lines)
+
+
+def _sweep_table(results: Sequence[Any]) -> Table:
+    table = _table("way", "chips", "compute goodput", "published", "goodput", "uptime")
+    for result in results:
+        mean = result.mean
+        table.add_row(
+            result.config.label,
+            f"{result.config.chips:,}",
+            f"{mean.compute_goodput:.1%}",
+            _or_dash(result.published, ".0%"),
+            f"{mean.goodput:.1%}",
+            f"{mean.uptime:.1%}",
+        )
+    return table
+
+
+def _with_config(config: Any, **values: Sequence[Any]) -> dict[str, Any]:
+    """Dataclasses as JSON-compatible builtins, with what they were computed from."""
+    listed = {n: [dataclasses.asdict(v) for v in rows] for n, rows in values.items()}
+    return {**listed, "config": dataclasses.asdict(config)}
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    return table
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _help() -> str:
+    lines = [
+        "usage: diloco simulate KIND ...   (diloco simulate KIND --help tells more)",
+        "",
+    ]
+    lines += [f"  {name:<10} {does}" for name, (_, does) in KINDS.items()]
+    return "\n".join(lines)

@@ -1,0 +1,69 @@
+"""What `core/round.py` makes of a config: the bits that everything else must give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from diloco_jax.config import Config
+from diloco_jax.coordinator.store import outer_settings
+from diloco_jax.core import round as oracle
+from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.data.corpus import load_corpus
+from diloco_jax.data.windows import Windows
+from diloco_jax.island.step import TrainState
+from diloco_jax.simulation.bodies import trainer_of
+
+
+def expected_history(
+    config: Config, positions: Mapping[str, np.ndarray], ticks: int
+) -> list[oracle.MergeRecord]:
+    """The merges of islands in lockstep, at a constant learning rate, each on the data
+    at its positions."""
+    run = config.run
+    windows = Windows(
+        load_corpus(run.data.paths, run.data.validation_fraction).train,
+        run.sequence_length,
+        run.seed,
+    )
+    islands = []
+    for name, island in config.islands.items():
+        model, trainer = trainer_of(run, island)
+
+        def step(carry, params, count, trainer=trainer, name=name, island=island):
+            opt_state, done = carry
+            state = TrainState(*jax.tree.map(np.array, (params, opt_state)))
+            state = jax.device_put(state)
+            for _ in range(count):
+                chosen = positions[name][
+                    done * island.batch_size : (done + 1) * island.batch_size
+                ]
+                batch = trainer.put_batch(windows.batch(chosen))
+                state, _ = trainer.step(state, batch, run.inner.learning_rate)
+                done += 1
+            return (state.opt_state, done), state.params
+
+        params = jax.jit(model.init)(jax.random.key(run.seed))
+        carry = (trainer.init_inner(params), 0)
+        islands.append(
+            oracle.RoundIsland(
+                name, carry, step, island.batch_size * run.sequence_length
+            )
+        )
+    plan = plan_fragments(model.shapes(), model.axes, run.sync.fragments)
+    sync = run.sync
+    settings = oracle.RoundSettings(
+        steps_per_cycle=sync.steps_per_cycle,
+        outer=outer_settings(run),
+        overlap_steps=sync.overlap_steps,
+        weighting=sync.weighting,
+        merge=sync.merge,
+        adopt=sync.adopt,
+        blend_alpha=sync.blend_alpha,
+        codec_up=sync.codec_up,
+        codec_down=sync.codec_down,
+        error_feedback=sync.error_feedback,
+    )
+    return oracle.run(params, plan, islands, settings, ticks).history

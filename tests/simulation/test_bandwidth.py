@@ -1,0 +1,85 @@
+"""The bandwidth formula against figures that can be worked out by hand."""
+
+import dataclasses
+
+import pytest
+
+from diloco_jax.config import ConfigError
+from diloco_jax.simulation.bandwidth import (
+    PUBLISHED_DECOUPLED_GBIT_PER_S,
+    BandwidthConfig,
+    simulate_bandwidth,
+)
+
+
+def test_data_parallel_between_eight_sites_is_the_published_198():
+    result = simulate_bandwidth(BandwidthConfig(params=7e9, sites=8, step_seconds=1.0))
+    assert round(result.data_parallel_gbit_per_s) == 198
+    payload = simulate_bandwidth(BandwidthConfig(link_utilisation=1.0))
+    assert payload.data_parallel_gbit_per_s == pytest.approx(196.0)
+
+
+def test_decoupled_sends_every_parameter_once_in_a_cycle():
+    config = BandwidthConfig(
+        params=1e9, cycle=10, codec="bf16", step_seconds=2.0, link_utilisation=1.0
+    )
+    result = simulate_bandwidth(config)
+    assert result.decoupled_gbit_per_s == pytest.approx(16 / 20)
+    assert result.coordinator_gbit_per_s == pytest.approx(8 * 16 / 20)
+
+
+def test_block_scales_count():
+    assert (
+        simulate_bandwidth(BandwidthConfig(codec="int4")).bytes_per_parameter
+        == 0.5 + 2 / 32
+    )
+    assert (
+        simulate_bandwidth(BandwidthConfig(codec="int8")).bytes_per_parameter
+        == 1 + 2 / 256
+    )
+
+
+def test_the_peak_is_one_fragment_each_way_within_the_overlap():
+    config = BandwidthConfig(
+        params=1e9, cycle=100, fragments=10, overlap=4, codec="bf16", link_utilisation=1
+    )
+    # 1.6 Gbit in two of the four steps.
+    assert simulate_bandwidth(config).peak_gbit_per_s == pytest.approx(0.8)
+    crowded = dataclasses.replace(config, cycle=10, overlap=40)
+    result = simulate_bandwidth(crowded)
+    assert result.peak_gbit_per_s == result.decoupled_gbit_per_s
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8", "bf16"])
+def test_the_published_rate_comes_out_at_the_cycle_that_is_shown(codec):
+    config = BandwidthConfig(codec=codec, cycle=1000)
+    shown = simulate_bandwidth(config)
+    ratio = shown.published_at_cycle / config.cycle
+    assert shown.decoupled_gbit_per_s / ratio == pytest.approx(
+        PUBLISHED_DECOUPLED_GBIT_PER_S
+    )
+    used = dataclasses.replace(config, link_utilisation=shown.published_at_utilisation)
+    assert simulate_bandwidth(used).decoupled_gbit_per_s == pytest.approx(
+        PUBLISHED_DECOUPLED_GBIT_PER_S
+    )
+
+
+def test_the_formula_is_printed_with_its_terms():
+    text = "\n".join(simulate_bandwidth(BandwidthConfig()).formulas())
+    for term in ("2 (8 - 1) / 8", "7e+09", "198 Gbit/s", "24 steps", "int8", "0.84"):
+        assert term in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"params": -1}, r"params = -1; .* above 0"),
+        ({"sites": 0}, r"sites = 0; .* at least 1"),
+        ({"overlap": 0}, r"overlap = 0; .* above 0"),
+        ({"params": 3, "fragments": 24}, r"fragments = 24, but params = 3"),
+        ({"link_utilisation": 1.5}, r"link_utilisation = 1.5; choose a share"),
+    ],
+)
+def test_bad_terms_are_refused_by_name(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate_bandwidth(BandwidthConfig(**fields))

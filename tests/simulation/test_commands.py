@@ -1,0 +1,118 @@
+"""`diloco simulate`: what programs read and what people see."""
+
+import json
+
+import pytest
+
+from diloco_jax.cli import main
+
+QUICK = ["--hours", "0.2", "--seeds", "2", "--islands", "2", "--chips", "3e5"]
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = main(["simulate", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_goodput_as_json_has_every_measure_with_bounds(capsys):
+    code, out, _ = run(capsys, "goodput", *QUICK, "--json")
+    result = json.loads(out)
+    assert code == 0
+    for name in (
+        "goodput",
+        "compute_goodput",
+        "uptime",
+        "participation",
+        "merges",
+        "lost_tokens_fraction",
+    ):
+        low, high = result["bounds"][name]
+        assert low <= result[name] <= high
+    assert result["config"]["chips"] == 300_000
+    assert len(result["samples"]) == 2
+
+
+def test_without_json_nothing_goes_to_standard_output(capsys):
+    code, out, err = run(capsys, "goodput", "--method", "elastic")
+    assert (code, out) == (0, "")
+    assert "published 58%" in err
+
+
+def test_every_stated_option_of_goodput_is_there(capsys):
+    code, _, _ = run(
+        capsys,
+        "goodput",
+        *QUICK,
+        *("--mtbi-years", "2", "--slice-chips", "1000", "--down-seconds", "1"),
+        *("--up-seconds", "1", "--return-seconds", "1", "--step-seconds", "10"),
+        *("--step-spread", "0.1", "--quorum", "2", "--grace", "0.5", "--seed", "3"),
+        *("--method", "decoupled", "--json"),
+    )
+    assert code == 0
+
+
+def test_a_sweep_writes_table_and_plot(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("diloco_jax.simulation.sweep.CHIPS", (100_000,))
+    monkeypatch.setattr("diloco_jax.simulation.sweep.ISLANDS", (1,))
+    arguments = ["--sweep", "--out", str(tmp_path), "--hours", "0.1", "--json"]
+    code, out, _ = run(capsys, "goodput", *arguments)
+    assert code == 0
+    assert len(json.loads(out)["points"]) == 3
+    assert {p.name for p in tmp_path.iterdir()} == {"goodput.csv", "goodput.png"}
+
+
+def test_a_sweep_needs_its_folder(capsys, tmp_path):
+    missing = str(tmp_path / "missing")
+    code, _, err = run(capsys, "goodput", "--sweep", "--out", missing)
+    assert code == 2
+    assert "missing is not a folder" in err
+
+
+def test_mix_and_scavenge_show_published_figures_beside_ours(capsys):
+    code, _, err = run(capsys, "mix", "--hours", "0.2")
+    assert code == 0
+    assert "84%" in err
+    arguments = ["--hours", "0.5", "--islands", "4", "--extra", "0.25", "--json"]
+    code, out, _ = run(capsys, "scavenge", *arguments)
+    (row,) = json.loads(out)["rows"]
+    assert row["published_ratio"] == 0.90
+
+
+def test_bandwidth_has_its_stated_keys(capsys):
+    arguments = ["--params", "7e9", "--sites", "8", "--step-seconds", "1"]
+    arguments += ["--cycle", "100", "--fragments", "10", "--overlap", "5"]
+    code, out, _ = run(capsys, "bandwidth", *arguments, "--codec", "int4", "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert round(result["data_parallel_gbit_per_s"]) == 198
+    assert result["decoupled_gbit_per_s"] < result["peak_gbit_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["goodput", "--chips", "-5"], "chips = -5"),
+        (["goodput", "--quorum", "9"], "quorum = 9, but islands = 8"),
+        (["gooput"], "did you mean 'goodput'"),
+    ],
+)
+def test_bad_input_ends_with_code_2(capsys, arguments, message):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize("wrong", [["--chip", "5"], ["--chips", "1.5"]])
+def test_options_that_cannot_be_read_end_with_code_2(capsys, wrong):
+    with pytest.raises(SystemExit) as ended:
+        run(capsys, "goodput", *wrong)
+    assert ended.value.code == 2
+    assert "--chips" in capsys.readouterr().err
+
+
+def test_help_names_every_kind(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for kind in ("goodput", "mix", "scavenge", "bandwidth"):
+        assert kind in out

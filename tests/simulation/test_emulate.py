@@ -1,0 +1,263 @@
+"""Emulation: the oracle's bits in lockstep, and what failures and joins do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from oracle_support import expected_history
+
+from diloco_jax import Emulation, EmulationOptions, cli, emulate
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    InnerConfig,
+    IslandConfig,
+    ModelConfig,
+    OuterConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+)
+from diloco_jax.data.corpus import load_corpus
+from diloco_jax.simulation.bodies import TrainedBody
+from diloco_jax.simulation.line import LineSpeed
+
+LENGTH = 16
+CYCLES = 3
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("text")
+    words = np.random.default_rng(0)
+    for index in range(20):
+        line = " ".join(str(n) for n in words.integers(0, 99, 200))
+        (folder / f"{index}.txt").write_text(line)
+    return str(folder)
+
+
+def make_config(text: str, *, steps: int = 16, **sync) -> Config:
+    """Islands `a` and `b` do so many steps of a second each, together."""
+    settings = {"steps_per_cycle": 4, "fragments": 2, "overlap_steps": 1, "quorum": 2}
+    run = RunConfig(
+        model=ModelConfig(
+            d_model=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16
+        ),
+        data=DataConfig(
+            paths=(text,),
+            validation_fraction=0.2,
+            digest=load_corpus((text,), 0.2).digest,
+        ),
+        inner=InnerConfig(
+            learning_rate=1e-2, schedule="constant", warmup_fraction=0, rewarm_steps=0
+        ),
+        outer=OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9),
+        sync=SyncConfig(**{**settings, **sync}),
+        sequence_length=LENGTH,
+        total_tokens=steps * 6 * LENGTH,
+    )
+    islands = {
+        "b": IslandConfig(batch_size=2, step_seconds=1.0),
+        "a": IslandConfig(batch_size=4, step_seconds=1.0),
+    }
+    return Config(run=run, islands=islands)
+
+
+def with_placement(config: Config, **placement) -> Config:
+    return dataclasses.replace(config, placement=Placement(**placement))
+
+
+def check_books(result: Emulation) -> None:
+    """Every token is accounted for, and the history says the same."""
+    summary = result.summary
+    for part in (summary, *summary["islands"].values()):
+        lost = sum(part["tokens_lost"].values())
+        assert part["tokens_computed"] == (
+            part["tokens_merged"] + lost + part["tokens_in_flight"]
+        )
+    merges = result.history.merges
+    by_fragment = [
+        int(merges["contributions"][merges["fragment"] == f].sum()) for f in range(2)
+    ]
+    assert by_fragment == summary["tokens_merged_by_fragment"]
+
+
+@pytest.mark.parametrize(
+    ("sync", "seconds"),
+    [
+        ({"codec_up": "f32", "codec_down": "f32", "overlap_steps": 0}, 0.0),
+        ({"codec_up": "int8", "codec_down": "int8", "overlap_steps": 1}, 0.5),
+        ({"codec_up": "int8", "codec_down": "f32", "adopt": "overwrite"}, 0.5),
+        ({"codec_up": "f32", "codec_down": "int8", "adopt": "blend"}, 0.5),
+    ],
+    ids=["f32-at-once", "int8-rebase", "overwrite", "blend"],
+)
+def test_lockstep_gives_the_oracles_bits(sync, seconds, text, monkeypatch) -> None:
+    positions: dict[str, list[int]] = {"a": [], "b": []}
+    train = TrainedBody.train
+
+    def note(body, drawn, learning_rate):
+        positions[body._diary.island] += drawn.tolist()
+        train(body, drawn, learning_rate)
+
+    monkeypatch.setattr(TrainedBody, "train", note)
+    config = make_config(text, **sync)
+    merges = emulate(config, options=EmulationOptions(merge_seconds=seconds)).history
+    at = {name: np.array(drawn) for name, drawn in positions.items()}
+    expected = expected_history(config, at, CYCLES * 2)
+    assert len(expected) == 6
+    for index, wanted in enumerate(expected):
+        assert merges.merges["fragment"][index] == wanted.fragment
+        assert merges.merges["digest"][index] == wanted.digest, wanted
+
+
+def test_the_seeds_are_all_that_a_result_depends_on(text) -> None:
+    def digests(run_seed: int = 0, chance_seed: int = 0) -> list[str]:
+        config = make_config(text, quorum=1)
+        run = dataclasses.replace(config.run, seed=run_seed)
+        options = EmulationOptions(
+            step_spread=0.3,
+            failure_every_seconds=20.0,
+            down_seconds=2.0,
+            chance_seed=chance_seed,
+            line=LineSpeed(latency_s=0.1, up_bytes_per_s=1e6, down_bytes_per_s=1e6),
+        )
+        result = emulate(dataclasses.replace(config, run=run), options=options)
+        check_books(result)
+        return result.history.merges["digest"].tolist()
+
+    first = digests()
+    assert digests() == first
+    assert digests(run_seed=1)[0] != first[0]
+    assert digests(chance_seed=1) != first
+
+
+def test_a_kill_costs_what_was_not_merged(text) -> None:
+    config = with_placement(make_config(text, steps=40), faults=("b@13:kill",))
+    result = emulate(config, options=EmulationOptions(down_seconds=3.0))
+    check_books(result)
+    victim = result.summary["islands"]["b"]
+    # The steps of less than a cycle in every fragment.
+    assert 0 < victim["tokens_lost"]["died"] <= 4 * 2 * LENGTH
+    assert victim["joins"] == 2
+    assert result.summary["islands"]["a"]["tokens_lost"] == {}
+    lives = result.history.frame("lives")
+    assert lives[lives.island == "b"].end.tolist() == ["died", "finished"]
+    died, back = lives[lives.island == "b"].iloc[0], lives[lives.island == "b"].iloc[1]
+    assert back.began == died.ended + 3.0
+
+
+def test_an_island_takes_part_for_a_while(text) -> None:
+    config = make_config(text, steps=30, quorum=1)
+    options = EmulationOptions(joins={"b": (5.0, 15.5)})
+    result = emulate(config, options=options)
+    check_books(result)
+    steps = result.history.frame("steps")
+    mine = steps[steps.island == "b"]
+    assert (mine.began.min(), mine.time.max()) == (5.0, 15.0)
+    assert result.history.lives["end"].tolist() == ["finished", "left"]
+    # Without it, the other one goes on alone, and the run has its tokens.
+    assert result.summary["islands"]["a"]["steps"] > 30
+    assert result.summary["phase"] == "done"
+
+
+def test_if_everybody_leaves_the_user_is_told(text) -> None:
+    options = EmulationOptions(joins={"a": (0.0, 5.0), "b": (0.0, 6.0)})
+    with pytest.raises(ConfigError, match=r"at .* s no island is left.* of its 1536"):
+        emulate(make_config(text), options=options)
+
+
+def test_slower_islands_and_pauses_take_their_time(text) -> None:
+    config = make_config(text, quorum=1)
+    slow = dataclasses.replace(config.islands["b"], step_seconds=2.0)
+    config = dataclasses.replace(config, islands={**config.islands, "b": slow})
+    result = emulate(with_placement(config, faults=("b@3:pause5",)))
+    islands = result.summary["islands"]
+    assert islands["a"]["median_step_seconds"] == 1.0
+    assert islands["b"]["median_step_seconds"] == 2.0
+    assert islands["b"]["max_step_gap_seconds"] == 7.0
+    assert result.summary["wall_seconds"] == result.history.steps["time"].max()
+
+
+def test_history_says_who_computed_sent_and_adopted_when(text) -> None:
+    options = EmulationOptions(
+        line=LineSpeed(latency_s=0.25), evaluate_every_tokens=600
+    )
+    result = emulate(make_config(text), options=options)
+    history = result.history
+    takes, adoptions = history.frame("takes"), history.frame("adoptions")
+    assert (takes.arrived - takes.time).round(6).eq(0.25).all()
+    # Published at the earliest when the second delta is here, and fetched in 0.5 s.
+    first = adoptions[(adoptions.island == "a") & (adoptions.fragment == 0)].iloc[0]
+    assert first.version == 1
+    assert first.time >= takes[takes.fragment == 0].iloc[0].time + 1.0
+    merges = history.frame("merges")
+    assert {"contributions.a", "contributions.b", "norm"} <= set(merges.columns)
+    assert merges.tokens.is_monotonic_increasing
+    assert np.isfinite(history.steps["loss"]).all()
+    assert len(history.evaluations["loss"]) == 2
+    assert result.summary["eval_loss"] < history.evaluations["loss"][0]
+    assert result.summary["bytes_up"] > result.summary["bytes_down"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step_spread": -1.0}, r"step_spread = -1.0; it must be finite and >= 0"),
+        ({"joins": {"c": (0.0, 1.0)}}, r"'c', which is no island.*there are b, a"),
+        ({"joins": {"a": (2.0, 1.0)}}, r"joins.a = 2 to 1; choose 0 <= from < to"),
+        ({"line": LineSpeed(up_bytes_per_s=0.0)}, r"up_bytes_per_s = 0.0; .* above 0"),
+    ],
+)
+def test_unfit_options_are_named(change, message, text) -> None:
+    with pytest.raises(ConfigError, match=message):
+        emulate(make_config(text), options=EmulationOptions(**change))
+
+
+def test_a_config_without_step_times_cannot_be_emulated(text) -> None:
+    config = make_config(text)
+    config.islands["b"] = IslandConfig(batch_size=2)
+    with pytest.raises(ConfigError, match=r"islands.b.step_seconds = 0; virtual time"):
+        emulate(config)
+
+
+def test_a_coordinators_fault_is_refused(text) -> None:
+    config = with_placement(make_config(text), faults=("coordinator@3:kill",))
+    with pytest.raises(ConfigError, match="an emulated coordinator does not fail"):
+        emulate(config)
+
+
+def test_the_command_leaves_config_history_and_summary(text, tmp_path, capsys) -> None:
+    from diloco_jax.loading import write_config_json
+
+    path, workdir = tmp_path / "config.json", tmp_path / "run"
+    write_config_json(make_config(text), path)
+    arguments = ["emulate", str(path), "--workdir", str(workdir), "--json"]
+    assert cli.main([*arguments, "--line.latency-s", "0.1"]) == 0
+    output = capsys.readouterr()
+    summary = json.loads(output.out)
+    assert summary == json.loads((workdir / "summary.json").read_text())
+    assert (workdir / "config.json").exists()
+    assert len((workdir / "history" / "merges.csv").read_text().splitlines()) > 6
+    assert "validation loss" in output.err
+    assert cli.main(arguments) == 2
+    assert "holds another run" in capsys.readouterr().err
+
+
+def test_the_package_is_light_until_it_is_used() -> None:
+    code = "import sys, diloco_jax; print({'jax', 'numpy'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stdout.strip() == "set()"

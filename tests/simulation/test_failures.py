@@ -1,0 +1,124 @@
+"""Interruptions, stops and returning slices, second by second."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from diloco_jax.config import ConfigError
+from diloco_jax.simulation.failures import (
+    SECONDS_PER_YEAR,
+    Capacity,
+    FailureModel,
+    Segment,
+    segments,
+    undisturbed,
+)
+
+DAY_S = 86_400.0
+
+
+class ScriptedChance:
+    """Draws what it is told to, then nothing ever again."""
+
+    def __init__(self, *waits: float) -> None:
+        self.waits = list(waits)
+
+    def exponential(self, mean: float) -> float:
+        return self.waits.pop(0) if self.waits else math.inf
+
+
+def life(*waits: float, slices: int = 4, **fields: float) -> list[Segment]:
+    model = FailureModel(slice_chips=1, **fields)
+    return list(segments(slices, model, ScriptedChance(*waits)))
+
+
+def test_an_interruption_stops_the_island_and_costs_a_slice_until_it_returns():
+    assert life(100.0) == [
+        Segment(0, 100, 1.0),
+        Segment(100, 112, 0.0),
+        Segment(112, 220, 0.75),
+        Segment(220, 232, 0.0),
+        Segment(232, math.inf, 1.0),
+    ]
+
+
+def test_a_slice_that_is_back_is_taken_in_by_whatever_stop_ends_next():
+    # The second interruption, at 215 s, stops the island until 227 s.
+    assert life(100.0, 103.0) == [
+        Segment(0, 100, 1.0),
+        Segment(100, 112, 0.0),
+        Segment(112, 215, 0.75),
+        Segment(215, 227, 0.0),
+        Segment(227, 335, 0.75),
+        Segment(335, 347, 0.0),
+        Segment(347, math.inf, 1.0),
+    ]
+
+
+def test_an_island_without_slices_is_lost_until_one_is_back():
+    assert life(100.0, slices=1) == [
+        Segment(0, 100, 1.0),
+        Segment(100, 112, 0.0, lost=True),
+        Segment(112, 220, 0.0, lost=True),
+        Segment(220, 232, 0.0, lost=True),
+        Segment(232, math.inf, 1.0),
+    ]
+
+
+def test_no_interruptions_come_if_there_is_no_mean_time_between_them():
+    rng = np.random.default_rng(0)
+    assert list(segments(1e6, FailureModel(mtbi_years=0), rng)) == list(undisturbed())
+
+
+def test_interruptions_come_at_the_rate_of_the_working_chips():
+    model = FailureModel(down_seconds=0, up_seconds=0, return_seconds=0)
+    rng = np.random.default_rng(0)
+    whole = itertools.takewhile(lambda s: s.start < DAY_S, segments(1.2e6, model, rng))
+    # Without any stop, each interruption ends a segment.
+    expected = 1.2e6 * DAY_S / SECONDS_PER_YEAR
+    assert sum(1 for _ in whole) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_life_has_no_gaps():
+    rng = np.random.default_rng(1)
+    pieces = list(itertools.islice(segments(150_000, FailureModel(), rng), 500))
+    assert pieces[0].start == 0
+    assert all(a.stop == b.start for a, b in itertools.pairwise(pieces))
+
+
+def test_a_step_takes_longer_by_stops_and_missing_slices():
+    capacity = Capacity(iter(life(100.0)))
+    assert capacity.use(0, 10) == (10, True)
+    # 5 s before the stop, 12 s of it, and 5 s of work on three of four slices.
+    done, finished = capacity.use(95, 10)
+    assert (done, finished) == (pytest.approx(112 + 5 / 0.75), True)
+    assert capacity.active == [(0, 10), (95, 100), (112, done)]
+
+
+def test_consecutive_steps_are_one_interval_of_activity():
+    capacity = Capacity(undisturbed())
+    now = 0.0
+    for _ in range(1000):
+        now, _ = capacity.use(now, 0.1)
+    assert capacity.active == [(0.0, now)]
+
+
+def test_a_step_ends_with_the_island_that_does_it():
+    capacity = Capacity(iter(life(100.0, slices=1)))
+    assert capacity.use(95, 10) == (100, False)
+    assert capacity.back_at(100) == 232
+
+
+@pytest.mark.parametrize(
+    "field", ["mtbi_years", "down_seconds", "up_seconds", "return_seconds"]
+)
+def test_negative_times_are_refused(field: str):
+    with pytest.raises(ConfigError, match=rf"{field} = -1; .* at least 0"):
+        FailureModel(**{field: -1}).validate()
+
+
+def test_an_island_has_the_nearest_whole_number_of_slices():
+    model = FailureModel(slice_chips=4096)
+    assert [model.slices(chips) for chips in (4096, 10_000, 150_000)] == [1, 2, 37]

@@ -1,0 +1,89 @@
+"""`simulate_goodput`: published figures, bounds, repetition, bad input."""
+
+import dataclasses
+
+import pytest
+
+from diloco_jax.config import ConfigError
+from diloco_jax.simulation.goodput import GoodputConfig, simulate_goodput
+
+SHORT = GoodputConfig(hours=0.25, seeds=1)
+
+
+def test_eight_islands_reach_the_published_goodput_and_never_all_stop():
+    result = simulate_goodput(dataclasses.replace(SHORT, hours=1.2, seeds=2))
+    assert result.published == 0.88
+    assert result.mean.compute_goodput == pytest.approx(0.88, abs=0.04)
+    assert result.mean.goodput == pytest.approx(0.88, abs=0.04)
+    assert result.mean.uptime == pytest.approx(1.0, abs=1e-3)
+    assert result.mean.participation > 0.9
+    assert result.mean.lost_tokens_fraction == 0
+    # A tick a step, and the flush.
+    assert result.mean.merges == pytest.approx(216 + 24, rel=0.1)
+
+
+@pytest.mark.parametrize(("method", "published"), [("rigid", 0.27), ("elastic", 0.58)])
+def test_data_parallel_reaches_the_published_goodput(method, published):
+    result = simulate_goodput(GoodputConfig(method=method))
+    assert result.published == published
+    assert result.mean.compute_goodput == pytest.approx(published, abs=0.04)
+    assert result.mean.goodput == result.mean.compute_goodput
+    assert result.mean.merges == 0
+
+
+def test_bounds_hold_all_seeds_and_the_mean():
+    result = simulate_goodput(GoodputConfig(method="elastic", seeds=5))
+    each = [sample.goodput for sample in result.samples]
+    assert len(set(each)) > 1
+    assert result.low.goodput == min(each) < result.mean.goodput < max(each)
+    assert result.high.goodput == max(each)
+
+
+def test_a_seed_repeats_its_run_and_another_one_does_not():
+    once, again = simulate_goodput(SHORT), simulate_goodput(SHORT)
+    assert once == again
+    other = simulate_goodput(dataclasses.replace(SHORT, seed=1))
+    assert other.mean != once.mean
+
+
+def test_the_second_seed_of_two_is_the_first_of_the_next():
+    both = simulate_goodput(dataclasses.replace(SHORT, hours=0.5, seeds=2))
+    second = simulate_goodput(dataclasses.replace(SHORT, seed=1))
+    assert both.samples[1] == second.samples[0]
+
+
+def test_fewer_interruptions_and_more_islands_help():
+    def compute_goodput(**changes) -> float:
+        config = dataclasses.replace(SHORT, method="elastic", hours=24.0, **changes)
+        return simulate_goodput(config).mean.compute_goodput
+
+    assert compute_goodput(chips=150_000) > compute_goodput(chips=1_200_000)
+    one = simulate_goodput(dataclasses.replace(SHORT, islands=1)).mean
+    assert one.compute_goodput < simulate_goodput(SHORT).mean.compute_goodput - 0.2
+    assert one.uptime < 0.7
+
+
+def test_spread_makes_one_program_wait_but_not_islands():
+    never = dataclasses.replace(SHORT.failures, mtbi_years=0)
+    calm = dataclasses.replace(SHORT, failures=never, step_spread=0.2)
+    islands = simulate_goodput(calm).mean
+    program = simulate_goodput(dataclasses.replace(calm, method="elastic")).mean
+    assert islands.compute_goodput == pytest.approx(1.0, abs=0.02)
+    assert program.compute_goodput < 0.85
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chips": -5}, r"chips = -5; .* at least 1"),
+        ({"islands": 0}, r"islands = 0"),
+        ({"hours": 0}, r"hours = 0; .* above 0"),
+        ({"step_spread": -0.1}, r"step_spread = -0.1"),
+        ({"quorum": 9}, r"quorum = 9, but islands = 8: .* lower quorum or add islands"),
+        ({"chips": 8000}, r"chips = 8000 on islands = 8 .*slice_chips = 4096.*; lower"),
+        ({"hours": 0.001}, r"hours = 0.001 over seeds = 3 .*step_seconds = 10; raise"),
+    ],
+)
+def test_bad_numbers_are_refused_with_both_values_and_the_remedy(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate_goodput(GoodputConfig(**fields))

@@ -1,0 +1,39 @@
+"""Unequal islands: who waits, and what that costs."""
+
+import pytest
+
+from diloco_jax.config import ConfigError
+from diloco_jax.simulation.mix import MixConfig, simulate_mix
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {row.name: row for row in simulate_mix(MixConfig(hours=0.5))}
+
+
+def test_waiting_for_all_costs_the_published_sixth(rows):
+    assert rows["lockstep"].goodput == pytest.approx(0.84, abs=0.01)
+    assert rows["lockstep"].published_goodput == 0.84
+    # All make as many steps: 10.9 s of work in 84 % of the time.
+    expected = 3600 / (10.9 / 0.84)
+    assert rows["lockstep"].merges_per_hour == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["K = 1", "K = 1 with grace", "K = M"])
+def test_islands_of_the_product_never_wait(rows, name):
+    assert rows[name].compute_goodput == pytest.approx(1.0, abs=0.02)
+    assert rows[name].goodput == pytest.approx(1.0, abs=0.03)
+
+
+def test_grace_brings_the_slow_ones_in(rows):
+    assert rows["K = M"].participation == 1.0
+    assert rows["K = 1 with grace"].participation > rows["K = 1"].participation + 0.2
+
+
+def test_a_quorum_of_all_merges_at_the_pace_of_the_slowest(rows):
+    assert rows["K = M"].merges_per_hour < rows["K = 1"].merges_per_hour
+
+
+def test_one_island_is_no_mix():
+    with pytest.raises(ConfigError, match="v6e = 1 and v5p = 0 islands"):
+        simulate_mix(MixConfig(v6e=1, v5p=0))

@@ -1,0 +1,38 @@
+"""Extra islands for a part of the run."""
+
+import pytest
+
+from diloco_jax.config import ConfigError
+from diloco_jax.simulation.scavenge import ScavengeConfig, simulate_scavenge
+
+
+def test_extra_islands_shorten_the_run_almost_as_much_as_they_could():
+    config = ScavengeConfig(islands=2, extra=(0.5, 1.0), hours=1.5)
+    half, double = simulate_scavenge(config)
+    assert half.best_ratio == pytest.approx(0.5 + 0.5 / 1.5)
+    assert double.best_ratio == pytest.approx(0.75)
+    for row in (half, double):
+        assert row.best_ratio < row.time_ratio < row.best_ratio + 0.08
+    assert half.published_ratio == 0.83
+    assert double.published_elastic_ratio == 1.02
+
+
+def test_published_figures_are_for_half_of_the_tokens_only():
+    config = ScavengeConfig(islands=2, extra=(1.0,), tokens_share=0.8, hours=1.0)
+    (row,) = simulate_scavenge(config)
+    assert row.published_ratio is None
+    assert row.best_ratio == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"extra": (0.3,)}, "extra = 0.3 of islands = 8 is 2.4 islands; choose"),
+        ({"extra": (-1.0,)}, "extra = -1 of islands = 8"),
+        ({"tokens_share": 0}, "tokens_share = 0; choose"),
+        ({"quorum": 9}, "quorum = 9, but islands = 8"),
+    ],
+)
+def test_bad_numbers_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate_scavenge(ScavengeConfig(**fields))

@@ -1,0 +1,32 @@
+"""How step times vary, and what it costs to wait for the slowest."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from diloco_jax.simulation.steps import DRAWN_AT_ONCE, drawn, durations, lockstep_share
+
+
+def test_steps_without_spread_take_what_they_usually_take():
+    steps = durations(10.0, 0.0, np.random.default_rng(0))
+    assert set(itertools.islice(steps, 2 * DRAWN_AT_ONCE)) == {10.0}
+
+
+def test_mean_and_spread_are_those_asked_for():
+    seconds = drawn(10.0, 0.1, 100_000, np.random.default_rng(0))
+    assert seconds.mean() == pytest.approx(10.0, rel=0.002)
+    assert seconds.std() == pytest.approx(1.0, rel=0.02)
+    assert seconds.min() > 0
+
+
+def test_in_lockstep_the_fast_wait_for_the_slow():
+    rng = np.random.default_rng(0)
+    assert lockstep_share([1.0, 1.0], 0.0, rng) == pytest.approx(1.0)
+    assert lockstep_share([1.0, 2.0], 0.0, rng) == pytest.approx(0.75)
+
+
+def test_the_published_mix_computes_84_percent_of_the_time_in_lockstep():
+    rng = np.random.default_rng(0)
+    share = lockstep_share([1.0] * 4 + [1.18] * 4, 0.10, rng)
+    assert share == pytest.approx(0.84, abs=0.01)

@@ -1,0 +1,41 @@
+"""Sweeps: every point, as CSV and as a plot."""
+
+import csv
+
+import pytest
+
+from diloco_jax.simulation.goodput import GoodputConfig
+from diloco_jax.simulation.sweep import sweep_goodput, write_csv, write_plot
+
+
+@pytest.fixture(scope="module")
+def results():
+    config = GoodputConfig(hours=0.1, seeds=1)
+    return sweep_goodput(config, chips=(100_000, 200_000), islands=(1, 2))
+
+
+def test_a_sweep_has_every_method_at_every_number_of_chips(results):
+    labels = [result.config.label for result in results[:4]]
+    assert labels == [
+        "rigid data-parallel",
+        "elastic data-parallel",
+        "decoupled, 1 island",
+        "decoupled, 2 islands",
+    ]
+    assert [r.config.chips for r in results] == [100_000] * 4 + [200_000] * 4
+
+
+def test_the_csv_has_a_line_per_point_with_bounds(results, tmp_path):
+    write_csv(results, tmp_path / "x.csv")
+    with (tmp_path / "x.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(results)
+    assert float(rows[0]["goodput"]) == results[0].mean.goodput
+    assert float(rows[3]["uptime_low"]) == results[3].low.uptime
+    assert rows[3]["method"] == "decoupled"
+    assert rows[3]["islands"] == "2"
+
+
+def test_the_plot_is_a_png(results, tmp_path):
+    write_plot(results, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
