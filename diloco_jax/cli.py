@@ -115,6 +115,11 @@ class IslandOptions:
     """HOST:PORT of the coordinator."""
     incarnation: int = 0
     """Number of this attempt, higher than any before; 0 = counted in WORKDIR."""
+    world: str = ""
+    """HOST:PORT at which host 0 of this island meets the others; empty = found by jax
+    (TPU slices), or not needed (one host)."""
+    host_index: int = 0
+    """Which host of the island this is, with --world."""
 
 
 def island_command(arguments: Sequence[str]) -> int:
@@ -127,22 +132,56 @@ def island_command(arguments: Sequence[str]) -> int:
         if not getattr(options, field):
             raise ConfigError(f"--{field} is missing; see diloco island --help")
     # Before anything imports jax.
-    prepare_environment(config.island(options.name).devices)
+    island = config.island(options.name)
+    prepare_environment(island.devices // island.hosts)
     incarnation = options.incarnation
     if not incarnation:
         from diloco_jax.cluster.attempts import Attempts
 
         workdir.mkdir(parents=True, exist_ok=True)
         incarnation = Attempts(workdir / "attempts.json").next(options.name)
+    from diloco_jax.island.hosts import WorldAddress
     from diloco_jax.island.main import run
     from diloco_jax.loading import resolve
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
     code: int = run(
-        resolve(config), options.name, options.coordinator, workdir, incarnation
+        resolve(config),
+        options.name,
+        options.coordinator,
+        workdir,
+        incarnation,
+        WorldAddress(address=options.world, index=options.host_index),
     )
     return code
+
+
+def emulate_command(arguments: Sequence[str]) -> int:
+    """`diloco emulate CONFIG`: all islands in this process, in virtual time."""
+    from diloco_jax.simulation.options import CommandOptions
+
+    path, config, options = _config_and_options("emulate", arguments, CommandOptions())
+    from diloco_jax.island.environment import prepare_environment
+
+    # Before anything imports jax.
+    prepare_environment(max(island.devices for island in config.islands.values()))
+    from rich.console import Console
+
+    from diloco_jax.simulation.emulate import run
+
+    summary = run(config, path, Console(stderr=True), options)
+    if options.json:
+        print(json.dumps(summary))
+    return 0
+
+
+def launch_command(arguments: Sequence[str]) -> int:
+    """`diloco launch CONFIG --on tpu_vm|gke`."""
+    from diloco_jax.launch.command import LaunchOptions, run
+
+    path, config, options = _config_and_options("launch", arguments, LaunchOptions())
+    return run(config, path, options)
 
 
 def _config_and_options(
@@ -228,6 +267,20 @@ def eval_command(arguments: Sequence[str]) -> int:
     return 0
 
 
+def simulate_command(arguments: Sequence[str]) -> int:
+    """`diloco simulate KIND`."""
+    from diloco_jax.simulation import commands
+
+    return commands.simulate_command(arguments)
+
+
+def replay_command(arguments: Sequence[str]) -> int:
+    """`diloco replay WORKDIR [--until MERGE] [--json]`."""
+    from diloco_jax.simulation import replay_command
+
+    return replay_command.replay_command(arguments)
+
+
 def certs_command(arguments: Sequence[str]) -> int:
     """`diloco certs DIR --hosts NAME...`."""
     parser = _parser("certs", "Makes a run's authority and certificates (mutual TLS).")
@@ -283,6 +336,11 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "CONFIG --name NAME --coordinator HOST:PORT --workdir DIR",
         "one island",
     ),
+    "emulate": (
+        emulate_command,
+        "CONFIG [--workdir DIR] [--json] [options]",
+        "all islands with real gradients in this process, in virtual time",
+    ),
     "status": (
         status_command,
         "HOST:PORT or WORKDIR [--json]",
@@ -292,6 +350,21 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         eval_command,
         "WORKDIR [--json]",
         "loss on the whole validation split",
+    ),
+    "simulate": (
+        simulate_command,
+        "goodput|mix|scavenge|bandwidth|faults [options] [--json]",
+        "virtual time: what fleets would do",
+    ),
+    "replay": (
+        replay_command,
+        "WORKDIR [--until MERGE] [--json]",
+        "repeats a recorded run from its tape and compares every merge",
+    ),
+    "launch": (
+        launch_command,
+        "CONFIG --on tpu_vm|gke [--action create|run|logs|stop|delete] [--dry-run]",
+        "makes and starts what runs CONFIG on TPU slices",
     ),
     "certs": (
         certs_command,

@@ -16,10 +16,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from diloco_jax.launch.config import LaunchConfig as LaunchConfig
+
 CodecName = Literal["f32", "bf16", "int8", "int4"]
 Weighting = Literal["tokens", "tokens_times_rate", "uniform"]
 MergeRule = Literal["rda", "mean"]
 AdoptRule = Literal["rebase", "overwrite", "blend"]
+AnchorMemory = Literal["device", "pinned_host"]
 
 # A field with this metadata is local to a machine and outside the fingerprint.
 LOCAL = {"local": True}
@@ -70,6 +73,8 @@ class InnerConfig:
     """Steps over which a fresh or returned island's learning rate rises."""
     beta1: float = 0.9
     beta2: float = 0.95
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the first moment; "sgd" has none."""
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down; 0 = never."""
@@ -142,19 +147,42 @@ class IslandConfig:
     accumulation: int = 1
     """Rounds of gradient accumulation that a batch is cut into."""
     mesh_data: int = 1
+    """Devices over which sequences are spread, each with its own parameters."""
     mesh_fsdp: int = 1
-    remat: Literal["none", "full", "dots"] = "none"
+    """Devices over which sequences and parameters are spread."""
+    mesh_tensor: int = 1
+    """Devices over which the work on a sequence is spread."""
+    hosts: int = 1
+    """Host processes of the island, each with an equal share of its devices."""
+    remat: Literal["none", "full", "dots", "attention"] = "none"
+    """What the backward pass computes again of a layer: nothing, all, all but the
+    products with weights, all but attention."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    attention: Literal["dot_product"] = "dot_product"
+    attention: Literal["auto", "dot_product", "splash"] = "auto"
+    """"splash" is a kernel for TPUs, which "auto" takes there."""
+    loss_chunk: int | None = None
+    """Tokens of each sequence whose logits stand at a time; 0 = all, None = as many
+    as the vocabulary allows."""
+    anchor_memory: AnchorMemory = "device"
+    """Where anchors, bases and residuals lie between takes and adoptions."""
     step_seconds: float = 0.0
     """Emulated step time: a step takes at least this long; 0 = as fast as it goes."""
     stands_for: str = ""
     """What this island stands in for, for people: "v6e-16"."""
+    topology: str = ""
+    """The TPU slice it runs on: "v5p:4x4x4", "v6e:16x16"; empty = this machine's
+    devices."""
 
     @property
     def devices(self) -> int:
         """Devices of the island's mesh."""
-        return self.mesh_data * self.mesh_fsdp
+        return self.mesh_data * self.mesh_fsdp * self.mesh_tensor
+
+    @property
+    def batch_multiple(self) -> int:
+        """What `batch_size` must be a multiple of: each device has as many sequences
+        in each round of accumulation."""
+        return self.mesh_data * self.mesh_fsdp * self.accumulation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,6 +208,10 @@ class Placement:
     """Seconds of data an island holds, to train through a coordinator's outage."""
     compile_budget_s: float = 600.0
     """Longest time that an island may report "compiling"."""
+    notice_s: float = 0.0
+    """Seconds that an island has, once its machine is to be taken away, to have what
+    it sent merged and to say goodbye. Above 0, the notice is SIGTERM or the cloud's
+    metadata server, and ends the island with exit code 1, to be started again."""
     merge_buffer_bytes: int = 4 << 30
     """Bound on the encoded deltas that the coordinator holds."""
     snapshot_every_s: float = 30.0
@@ -206,6 +238,7 @@ class Config:
         default_factory=lambda: {"a": IslandConfig()}
     )
     placement: Placement = Placement()
+    launch: LaunchConfig = dataclasses.field(default_factory=LaunchConfig)
 
     def validate(self) -> Config:
         """Returns self; raises ConfigError naming field, values and remedy."""
@@ -268,21 +301,23 @@ def _validate_island(name: str, island: IslandConfig) -> None:
         raise ConfigError(
             f"island name {name!r} has characters outside letters, digits, '-_.'"
         )
-    for field in ("batch_size", "accumulation", "mesh_data", "mesh_fsdp"):
+    sizes = ("batch_size", "accumulation", "mesh_data", "mesh_fsdp", "mesh_tensor")
+    for field in sizes:
         value = getattr(island, field)
         if value < 1:
             raise ConfigError(f"{where}.{field} = {value}; it must be at least 1")
+    if (island.loss_chunk or 0) < 0:
+        raise ConfigError(f"{where}.loss_chunk = {island.loss_chunk}; it must be >= 0")
     if island.step_seconds < 0:
         raise ConfigError(
             f"{where}.step_seconds = {island.step_seconds}; it must be >= 0"
         )
-    rounds = island.devices * island.accumulation
-    if island.batch_size % rounds:
+    if island.batch_size % island.batch_multiple:
         raise ConfigError(
             f"{where}.batch_size = {island.batch_size} is not divided by "
             f"mesh_data * mesh_fsdp * accumulation = {island.mesh_data} * "
-            f"{island.mesh_fsdp} * {island.accumulation} = {rounds}; choose a "
-            f"multiple of {rounds}"
+            f"{island.mesh_fsdp} * {island.accumulation} = {island.batch_multiple}; "
+            f"choose a multiple of {island.batch_multiple}"
         )
 
 

@@ -1,6 +1,7 @@
 """Faults to inject, named by who and at which step: `WHO@STEP:ACTION`.
 
-WHO is an island (`v5p-a`; `v5p-a#2` for its second incarnation) or `coordinator`.
+WHO is an island (`v5p-a`; `v5p-a#2` for its second incarnation; `v5p-a/1` for its
+host 1) or `coordinator`.
 STEP counts an incarnation's own inner steps; for the coordinator, its merges. ACTION
 is `kill` (SIGKILL, as a preempted or crashed host) or `pauseS` (SIGSTOP for S
 seconds, as a stalled one).
@@ -20,9 +21,12 @@ from diloco_jax.config import ConfigError, suggest
 
 COORDINATOR = "coordinator"
 
-_FORMS = "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS' or 'NAME#INCARNATION@STEP:...'"
+_FORMS = (
+    "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS', 'NAME#INCARNATION@STEP:...' or "
+    "'NAME/HOST@STEP:...'"
+)
 _PATTERN = re.compile(
-    r"(?P<who>[^@#]+)(?:#(?P<incarnation>[1-9]\d*))?@(?P<step>\d+):"
+    r"(?P<who>[^@#/]+)(?:/(?P<host>\d+))?(?:#(?P<incarnation>[1-9]\d*))?@(?P<step>\d+):"
     r"(?:(?P<kill>kill)|pause(?P<pause>\d+(?:\.\d+)?))"
 )
 # Detached, so that it lives on while its parent is stopped.
@@ -37,6 +41,7 @@ class Fault:
     incarnation: int
     step: int
     pause_s: float | None
+    host: int = 0
 
     def strike(self) -> None:
         """Does it to this process; returns after a pause, and never from a kill."""
@@ -56,13 +61,15 @@ class Faults:
 
     faults: tuple[Fault, ...] = ()
 
-    def for_who(self, name: str, incarnation: int = 1) -> Faults:
-        """Those that strike this incarnation of an island (or `coordinator`)."""
+    def for_who(self, name: str, incarnation: int = 1, host: int = 0) -> Faults:
+        """Those that strike this host of this incarnation of an island (or
+        `coordinator`)."""
         return Faults(
             tuple(
                 fault
                 for fault in self.faults
-                if (fault.who, fault.incarnation) == (name, incarnation)
+                if (fault.who, fault.incarnation, fault.host)
+                == (name, incarnation, host)
             )
         )
 
@@ -97,4 +104,5 @@ def _parse(text: str, known: list[str]) -> Fault:
         incarnation=int(match["incarnation"] or 1),
         step=int(match["step"]),
         pause_s=float(match["pause"]) if match["pause"] else None,
+        host=int(match["host"] or 0),
     )

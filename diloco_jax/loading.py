@@ -23,6 +23,7 @@ from diloco_jax.config import (
     Config,
     ConfigError,
     IslandConfig,
+    LaunchConfig,
     Placement,
     RunConfig,
     suggest,
@@ -65,6 +66,7 @@ def parse_options(
             ("run", Annotated[RunConfig, bare]),
             ("islands", dict[str, IslandConfig]),
             ("placement", Annotated[Placement, bare]),
+            ("launch", LaunchConfig),
         ],
         frozen=True,
     )
@@ -73,9 +75,16 @@ def parse_options(
         prog=prog,
         description="Options override what the config says.",
         args=list(arguments),
-        default=parsed_type(options, config.run, config.islands, config.placement),
+        default=parsed_type(
+            options, config.run, config.islands, config.placement, config.launch
+        ),
     )
-    config = Config(run=parsed.run, islands=parsed.islands, placement=parsed.placement)
+    config = Config(
+        run=parsed.run,
+        islands=parsed.islands,
+        placement=parsed.placement,
+        launch=parsed.launch,
+    )
     return config.validate(), parsed.own
 
 

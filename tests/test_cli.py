@@ -11,10 +11,12 @@ from diloco_jax import cli
 from diloco_jax.cluster.cluster import ClusterError
 from diloco_jax.cluster.processes import ManagedProcess
 from diloco_jax.config import Config, DataConfig, OuterConfig, RunConfig
+from diloco_jax.island.hosts import WorldAddress
 from diloco_jax.loading import write_config_json
 from diloco_jax.wire.errors import ConnectionLost, Refused
 
 FILE = """
+from diloco_jax.island.hosts import WorldAddress
 from diloco_jax.config import *
 def config():
     outer = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
@@ -176,7 +178,8 @@ def test_island_counts_its_attempts_unless_told(path, fake, tmp_path, monkeypatc
     assert cli.main([*arguments, "--incarnation", "7"]) == 0
     assert devices == [1, 1, 1]
     assert [call[1:] for call in calls] == [
-        ("v6e", "h:1", tmp_path / "w", incarnation) for incarnation in (1, 2, 7)
+        ("v6e", "h:1", tmp_path / "w", incarnation, WorldAddress())
+        for incarnation in (1, 2, 7)
     ]
 
 

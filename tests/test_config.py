@@ -155,6 +155,8 @@ def test_every_config_of_the_repository_is_valid(pytestconfig):
             ["--islands.v6e.mesh-fsdp", "3"],
             ["islands.v6e.batch_size = 8", "1 * 3 * 1 = 3", "multiple of 3"],
         ),
+        (["--islands.v6e.mesh-tensor", "0"], ["mesh_tensor = 0", "at least 1"]),
+        (["--islands.v6e.loss-chunk=-1"], ["v6e.loss_chunk = -1", ">= 0"]),
         (["--sync.fragments", "0"], ["sync.fragments = 0", "at least 1"]),
         (["--data.validation-fraction", "1"], ["data.validation_fraction = 1.0"]),
         (["--inner.learning-rate", "nan"], ["inner.learning_rate = nan", "finite"]),
@@ -171,6 +173,12 @@ def test_errors_name_field_and_both_values(path, options, both_values):
 def test_an_unknown_island_is_told_with_the_nearest(path):
     with pytest.raises(ConfigError, match="did you mean 'v6e'"):
         load_config(path).island("v6")
+
+
+def test_tensor_parallel_devices_share_their_sequences(path):
+    options = ["--islands.v6e.mesh-tensor", "16", "--islands.v6e.mesh-fsdp", "8"]
+    island = load_config(path, options).islands["v6e"]
+    assert (island.batch_size, island.devices, island.batch_multiple) == (8, 128, 8)
 
 
 # ---- fingerprint -----------------------------------------------------------------

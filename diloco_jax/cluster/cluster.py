@@ -13,8 +13,11 @@ from diloco_jax.cluster.interrupt import Interrupt
 from diloco_jax.cluster.processes import POLL_S, ManagedProcess, log_tail, wait_all
 from diloco_jax.config import Config
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.loading import write_json
 
 ADDRESS_FILE = "coordinator.address"
+PROCESSES_FILE = "processes.json"
+"""Process ids of everything that runs, by name and then by host."""
 ALIVE = ("running", "restarting")
 
 
@@ -39,6 +42,7 @@ class Cluster:
         self.address = ""
         """Where islands reach the coordinator; empty before it is up."""
         self.outages = Outages()
+        self._noted: dict[str, list[int]] = {}
         self._deadlines = Deadlines(config.placement.time_budget_s)
         self.coordinator = self._managed(
             "coordinator", self._coordinator_command, commands.coordinator_environment()
@@ -70,11 +74,13 @@ class Cluster:
             interrupt.wait(POLL_S)
         self.address = address
         attempts = Attempts(self.workdir / "attempts.json")
-        for name in self.config.islands:
+        for name, island in self.config.islands.items():
 
-            def command(start: int, name: str = name) -> list[str]:
-                return commands.island_command(
-                    self.workdir, name, self.address, attempts.next(name)
+            def command(
+                start: int, name: str = name, hosts: int = island.hosts
+            ) -> list[list[str]]:
+                return commands.island_commands(
+                    self.workdir, name, hosts, self.address, attempts.next(name)
                 )
 
             self.islands[name] = self._managed(
@@ -88,7 +94,16 @@ class Cluster:
             starts = island.starts
             if island.poll() == "restarting" or island.starts != starts:
                 self.outages.down(name, time.monotonic())
-        return self.coordinator.poll() in ALIVE
+        alive = self.coordinator.poll() in ALIVE
+        self._note_processes()
+        return alive
+
+    def _note_processes(self) -> None:
+        managed = {"coordinator": self.coordinator, **self.islands}
+        pids = {name: process.pids for name, process in managed.items()}
+        if pids != self._noted:
+            self._noted = pids
+            write_json(pids, self.workdir / PROCESSES_FILE)
 
     def alone(self) -> bool:
         """Whether no island is left, or ever will be."""
@@ -126,12 +141,12 @@ class Cluster:
                 islands[name]["state"] = process.state
         return {**status, "islands": islands}
 
-    def _coordinator_command(self, start: int) -> list[str]:
+    def _coordinator_command(self, start: int) -> list[list[str]]:
         bind = self.config.placement.bind
         if bind.endswith(":0") and self.address:
             # The same port again: islands know no other.
             bind = bind.removesuffix("0") + self.address.rpartition(":")[2]
-        return commands.coordinator_command(self.workdir, bind, init=start == 1)
+        return [commands.coordinator_command(self.workdir, bind, init=start == 1)]
 
     def _read_address(self) -> str:
         try:
@@ -142,7 +157,7 @@ class Cluster:
     def _managed(
         self,
         name: str,
-        command: Callable[[int], list[str]],
+        command: Callable[[int], list[list[str]]],
         environment: Mapping[str, str],
     ) -> ManagedProcess:
         return ManagedProcess(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -16,13 +17,25 @@ def coordinator_command(workdir: Path, bind: str, init: bool) -> list[str]:
     return [*command, "--init"] if init else command
 
 
-def island_command(
-    workdir: Path, name: str, coordinator: str, incarnation: int
-) -> list[str]:
-    """`diloco island` for one attempt of one island."""
+def island_commands(
+    workdir: Path, name: str, hosts: int, coordinator: str, incarnation: int
+) -> list[list[str]]:
+    """`diloco island` for one attempt of one island, once for each of its hosts."""
     command = [*DILOCO, "island", str(workdir / "config.json"), "--name", name]
     command += ["--coordinator", coordinator, "--workdir", str(workdir)]
-    return [*command, "--incarnation", str(incarnation)]
+    command += ["--incarnation", str(incarnation)]
+    if hosts == 1:
+        return [command]
+    world = ["--world", f"127.0.0.1:{_free_port()}"]
+    return [[*command, *world, "--host-index", str(n)] for n in range(hosts)]
+
+
+def _free_port() -> int:
+    """Of this machine, a moment ago: if it is taken since, the attempt fails and the
+    next one asks again."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def eval_command(workdir: Path) -> list[str]:

@@ -1,5 +1,8 @@
 """Child processes that are restarted when they crash and never outlive the launcher.
 
+What is managed is one process, or the hosts of one island, which start and end
+together: when one of them fails, the others are killed and all start again.
+
 A child leads a process group and a session of its own, so that Ctrl-C reaches the
 launcher alone. On Linux the kernel kills it when the launcher dies, however that
 happens. Its standard output and error are appended to one log.
@@ -32,17 +35,18 @@ GUARD = Path(__file__).with_name("guard.py")
 
 
 class ManagedProcess:
-    """One child, its restarts included. `poll()` must be called now and then.
+    """One child or several, restarts included. `poll()` must be called now and then.
 
-    command: the child's command line for its n-th attempt (counted from 1, within
-    this launcher); called just before each start. Start from the main thread only:
-    the kernel ties the child's life to the thread that started it.
+    commands: the children's command lines for their n-th attempt (counted from 1,
+    within this launcher); called just before each start. Start from the main thread
+    only: the kernel ties a child's life to the thread that started it.
+    log: of the first child; the n-th other one writes to NAME.n.log beside it.
     """
 
     def __init__(
         self,
         name: str,
-        command: Callable[[int], Sequence[str]],
+        commands: Callable[[int], Sequence[Sequence[str]]],
         log: Path,
         *,
         environment: Mapping[str, str],
@@ -59,68 +63,93 @@ class ManagedProcess:
         """Why it is not running, for people."""
         self.exit_code: int | None = None
         """Of the attempt that ended last; negative = the signal that ended it."""
-        self._command = command
+        self._commands = commands
         self._environment = dict(environment)
         self._restarts = restarts
         self._restart_delay_s = restart_delay_s
         self._stop_s = stop_s
         self._clock = clock
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._restart_at = 0.0
         self._kill_at = float("inf")
 
     @property
     def pid(self) -> int:
-        """The child's process id; 0 if there is none."""
-        return self._process.pid if self._process else 0
+        """The first child's process id; 0 if there is none."""
+        return self._processes[0].pid if self._processes else 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all children, in the order of their commands."""
+        return [process.pid for process in self._processes]
 
     def start(self) -> None:
-        """Starts the child."""
+        """Starts the children."""
         self.starts += 1
-        command = self._command(self.starts)
+        commands = self._commands(self.starts)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self._process = start_child(command, self._environment, log, log)
+        for number, command in enumerate(commands):
+            suffix = f".{number}.log" if number else ".log"
+            with self.log.with_suffix(suffix).open("ab") as log:
+                child = start_child(command, self._environment, log, log)
+            self._processes.append(child)
         self.state, self.reason = "running", ""
-        logger.info("%s started as process %d", self.name, self._process.pid)
+        logger.info("%s started as process %s", self.name, self.pids)
 
     def poll(self) -> State:
-        """Looks after the child: reaps, restarts or kills it where that is due."""
+        """Looks after the children: reaps, restarts or kills where that is due."""
         if self.state == "restarting" and self._clock() >= self._restart_at:
             self.start()
-        if self._process is not None:
-            code = self._process.poll()
+        if self._processes:
+            code = self._exit_code()
             if code is not None:
                 self._ended(code)
             elif self._clock() >= self._kill_at:
                 logger.warning(
                     "%s did not end within %g s; killed", self.name, self._stop_s
                 )
-                kill_group(self._process)
+                self._kill_groups()
         return self.state
 
     def stop(self) -> None:
-        """Asks the child to end (SIGTERM); `poll` kills it after `stop_s`."""
-        if self._process is not None and (code := self._process.poll()) is not None:
+        """Asks the children to end (SIGTERM); `poll` kills them after `stop_s`."""
+        if self._processes and (code := self._exit_code()) is not None:
             self._ended(code)
-        if self._process is None:
+        if not self._processes:
             if self.state == "restarting":
                 self.state = "stopped"
         elif self._kill_at == float("inf"):
             self._kill_at = self._clock() + self._stop_s
-            self._process.terminate()
+            for process in self._processes:
+                process.terminate()
 
     def kill(self) -> None:
-        """Ends the child and its group at once, and waits until it is gone."""
+        """Ends the children and their groups at once, and waits until they are gone."""
         self.stop()
-        if self._process is not None:
-            kill_group(self._process)
-            self._ended(self._process.wait(self._stop_s))
+        if self._processes:
+            self._kill_groups()
+            codes = [process.wait(self._stop_s) for process in self._processes]
+            self._ended(next((code for code in codes if code), 0))
+
+    def _exit_code(self) -> int | None:
+        """0 once all have ended well, the code of one that failed, or None."""
+        codes = [process.poll() for process in self._processes]
+        failed = [code for code in codes if code]
+        # What nobody cures by another attempt, before what followed from it.
+        for code in (EXIT_CONFIG, EXIT_REFUSED, *failed):
+            if code in failed:
+                return code
+        return None if None in codes else 0
+
+    def _kill_groups(self) -> None:
+        for process in self._processes:
+            kill_group(process)
 
     def _ended(self, code: int) -> None:
-        assert self._process is not None
-        kill_group(self._process)  # whatever it may have started
-        self._process, self.exit_code = None, code
+        self._kill_groups()  # and whatever they may have started
+        for process in self._processes:
+            process.wait(self._stop_s)
+        self._processes, self.exit_code = [], code
         asked, self._kill_at = self._kill_at < float("inf"), float("inf")
         ended = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited {code}"
         if code == 0:
@@ -161,8 +190,12 @@ def start_child(
     environment: Mapping[str, str],
     stdout: BinaryIO | int,
     stderr: BinaryIO | int,
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Starts a command that dies with this process, in a group of its own."""
+    """Starts a command that dies with this process, in a group of its own.
+
+    pass_fds: open files that it inherits under their numbers.
+    """
     guard = [sys.executable, "-IS", str(GUARD), str(os.getpid())]
     return subprocess.Popen(
         [*guard, *command] if sys.platform == "linux" else command,
@@ -171,6 +204,7 @@ def start_child(
         stderr=stderr,
         env={**os.environ, **environment},
         start_new_session=True,
+        pass_fds=pass_fds,
     )
 
 

@@ -26,7 +26,9 @@ none: nothing. settled: the delta is merged, the residual after it stands. reope
 if the take had not been. dropped: the steps are lost, the residual before it returns.
 reset: as dropped, and the local value goes back to the anchor."""
 
-RecordKind = Literal["took", "adopted", "reopened", "dropped", "granted", "progress"]
+RecordKind = Literal[
+    "took", "adopted", "reopened", "dropped", "reset", "granted", "progress"
+]
 
 NON_FINITE = "non_finite"
 """Reason of a refusal that leaves the local value unusable."""
@@ -52,6 +54,11 @@ class Books:
         self._rule = rule
         self._next_seq = 1
         self._new: list[Record] = []
+
+    def begin(self) -> None:
+        """Notes what the incarnation begins with: every fragment, adopted at step 0."""
+        for fragment, account in enumerate(self._accounts):
+            self._record("adopted", 0, fragment=fragment, version=account.version)
 
     def version(self, fragment: int) -> Version:
         """Version of the fragment's anchor."""
@@ -118,7 +125,7 @@ class Books:
             return "settled"
         if reason == NON_FINITE:
             account.start, account.unsettled = step, False
-            self._record("dropped", step, fragment=fragment, tick=tick)
+            self._record("reset", step, fragment=fragment, tick=tick)
             return "reset"
         if account.unsettled:
             account.start, account.unsettled = take.start, False

@@ -7,6 +7,7 @@ from collections.abc import MutableMapping
 
 HOST_DEVICES = "--xla_force_host_platform_device_count"
 MIN_NPROC = 16
+MULTI_SLICE = "MEGASCALE_"
 
 
 def prepare_environment(
@@ -14,10 +15,13 @@ def prepare_environment(
 ) -> None:
     """Gives the process `devices` virtual CPU devices; call before importing jax.
 
-    Real accelerators are not touched. NPROC sizes XLA's thread pool: with as many
+    Variables of a multi-slice job that it inherited are cleared: an island's world is
+    one slice, and with them jax would wait for the others. Real accelerators are not touched. NPROC sizes XLA's thread pool: with as many
     threads as two cores suggest, several devices and steps dispatched ahead, jax
     0.10.2 waits for itself forever. One device needs no more threads than cores.
     """
+    for name in [name for name in environment if name.startswith(MULTI_SLICE)]:
+        del environment[name]
     flags = environment.get("XLA_FLAGS", "").split()
     flags = [flag for flag in flags if flag.split("=")[0] != HOST_DEVICES]
     environment["XLA_FLAGS"] = " ".join([*flags, f"{HOST_DEVICES}={devices}"])

@@ -106,6 +106,7 @@ class Mailbox:
         self._changed = threading.Condition()
         self._news = self._news_collected = 0
         self._takes: dict[int, int] = {}
+        self._newest_take: dict[int, int] = {}
         self._arrivals: dict[int, Arrival] = {}
         self._verdicts: list[TakeVerdict] = []
         self._grants: list[Span] = []
@@ -172,10 +173,12 @@ class Mailbox:
     # ---- the network's side -----------------------------------------------------
 
     def request_take(self, fragment: int, tick: int) -> None:
-        """The newest request for a fragment replaces an older one."""
+        """The newest request for a fragment replaces an older one, which may come
+        late, and a second time."""
         with self._changed:
-            self._takes[fragment] = tick
-            self._tell_loop()
+            if tick >= self._newest_take.get(fragment, tick):
+                self._takes[fragment] = self._newest_take[fragment] = tick
+                self._tell_loop()
 
     def deliver(self, arrival: Arrival, timeout_s: float) -> bool:
         """Hands over an arrival; False if the loop did not make room in time."""
@@ -216,6 +219,11 @@ class Mailbox:
         with self._changed:
             self._others_tokens = others_tokens
             self._records = [r for r in self._records if r.seq > records_through]
+
+    def forget_records(self) -> None:
+        """Another host of the island reports them."""
+        with self._changed:
+            self._records = []
 
     def stop(self) -> None:
         """The run has its tokens."""

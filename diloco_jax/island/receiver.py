@@ -1,4 +1,4 @@
-"""Wire -> host -> device: the thread that fetches published fragments.
+"""The thread that has published fragments fetched.
 
 Per fragment it remembers the newest version that it was told of and the newest that
 it fetched; it asks for what lies between, or for the whole anchor where that is gone.
@@ -11,15 +11,13 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.exchange import Exchange
-from diloco_jax.island.identity import Identity
-from diloco_jax.island.mailbox import EXIT_FAILED, MAX_CHAIN, Arrival, Mailbox
+from diloco_jax.island.fetcher import Fetcher
+from diloco_jax.island.following import Order, Orders
+from diloco_jax.island.mailbox import EXIT_FAILED, Arrival, Mailbox
 from diloco_jax.policy.events import Version
 from diloco_jax.wire.errors import Refused, VersionGone, WireError
-from diloco_jax.wire.messages import FetchRequest
 
 logger = logging.getLogger(__name__)
 
@@ -27,33 +25,26 @@ JOIN_FETCHES = 4
 """Fragments fetched at a time by a join."""
 
 
-class Fetches(Protocol):
-    """What the receiver needs of a `wire.Client`."""
-
-    def fetch(self, request: FetchRequest, *, max_bytes: int) -> Any:
-        """A `Fetched`: version, full, count, payload, wire_bytes."""
-        ...
-
-
 class Receiver:
     """One thread after `start`. `want` never waits for it."""
 
     def __init__(
         self,
-        client: Fetches,
-        identity: Identity,
-        exchange: Exchange,
+        fetcher: Fetcher,
         mailbox: Mailbox,
         deadlines: Deadlines,
         versions: Sequence[Version],
+        orders: Orders | None = None,
     ) -> None:
-        self._client = client
-        self._identity = identity
-        self._exchange = exchange
+        """orders: to the other hosts of the island, if there are any."""
+        self._fetcher = fetcher
+        self._orders = orders
         self._mailbox = mailbox
         self._deadlines = deadlines
         self._wanted = list(versions)
         self._have: list[Version | None] = [None] * len(versions)
+        self._accepted: dict[int, Version] = {}
+        """Versions that every host of the island has."""
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
@@ -144,36 +135,23 @@ class Receiver:
                 pause_s = min(2 * pause_s, self._deadlines.retry_max_s)
 
     def _fetch(self, fragment: int, have: Version | None) -> Arrival:
-        exchange = self._exchange
-        part = exchange.part_down(fragment)
-        size = exchange.layouts_down[fragment].part_bytes(part)
-        fetched = self._client.fetch(
-            FetchRequest(
-                **self._identity.fields(),
+        want = self._wanted[fragment]
+        number = -1
+        if self._orders is not None:
+            order = Order(
                 fragment=fragment,
-                want=self._wanted[fragment],
+                want=want,
                 have=have,
-                part=part,
-            ),
-            max_bytes=max(exchange.full_bytes(fragment), MAX_CHAIN * size),
-        )
-        payload = memoryview(fetched.payload)
-        if fetched.full:
-            self._mailbox.count(bytes_join=fetched.wire_bytes)
-            arrival = Arrival(
-                fragment=fragment,
-                version=fetched.version,
-                anchor=exchange.put_anchor(fragment, payload),
+                accepted=self._accepted.get(fragment),
             )
-        else:
-            self._mailbox.count(bytes_down=fetched.wire_bytes)
-            parts = [payload[i * size : (i + 1) * size] for i in range(fetched.count)]
-            arrival = Arrival(
-                fragment=fragment,
-                version=fetched.version,
-                publishes=tuple(exchange.put_publish(fragment, p) for p in parts),
-            )
-        self._have[fragment] = fetched.version
+            number = self._orders.give(order)
+        try:
+            arrival = self._fetcher.fetch(fragment, want, have)
+        finally:
+            # Whatever became of ours: theirs must be known before the next order.
+            if self._orders is not None:
+                self._orders.await_answers(number)
+        self._have[fragment] = self._accepted[fragment] = arrival.version
         return arrival
 
     def _hand_over(self, arrival: Arrival) -> None:

@@ -22,21 +22,21 @@ DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVE
 def make(tmp_path):
     made = []
 
-    def make(code, **options):
+    def make(*codes, **options):
         options = {"restarts": 2, "restart_delay_s": 0.01, "stop_s": 5.0, **options}
 
-        def command(start):
-            return [sys.executable, "-c", code, str(start)]
+        def commands(start):
+            return [[sys.executable, "-c", code, str(start)] for code in codes]
 
         process = ManagedProcess(
-            "child", command, tmp_path / "logs" / "child.log", **options
+            "child", commands, tmp_path / "logs" / "child.log", **options
         )
         made.append(process)
         process.start()
         return process
 
-    def make_with_environment(code, **options):
-        return make(code, **{"environment": {}, **options})
+    def make_with_environment(*codes, **options):
+        return make(*codes, **{"environment": {}, **options})
 
     yield make_with_environment
     for process in made:
@@ -170,7 +170,7 @@ def test_children_do_not_outlive_a_killed_launcher(tmp_path, until, alive, child
     launcher_code = (
         "import pathlib, sys, time\n"
         "from diloco_jax.cluster.processes import ManagedProcess\n"
-        f"p = ManagedProcess('c', lambda n: [sys.executable, '-c', {child!r}],"
+        f"p = ManagedProcess('c', lambda n: [[sys.executable, '-c', {child!r}]],"
         f" pathlib.Path({str(log)!r}), environment={{}}, restarts=0,"
         " restart_delay_s=1.0, stop_s=1.0)\n"
         "p.start()\n"
@@ -208,3 +208,38 @@ def test_unreadable_attempts_are_an_error_that_names_the_remedy(tmp_path, conten
     with pytest.raises(ConfigError, match="--incarnation"):
         Attempts(path).next("a")
     assert path.read_text() == content
+
+
+def test_hosts_of_an_island_end_and_start_together(make, until, alive):
+    dies = "import sys, time; time.sleep(0 if sys.argv[1] == '1' else 600); sys.exit(5)"
+    process = make(FOREVER, dies)
+    first = process.pids
+    assert len(first) == 2
+    until(lambda: process.poll() == "running" and process.starts == 2, "2nd attempt")
+    assert not any(alive(pid) for pid in first)
+    assert process.exit_code == 5
+    second = process.pids
+    process.kill()
+    assert process.state == "stopped"
+    assert not any(alive(pid) for pid in second)
+
+
+def test_hosts_that_end_well_are_done_when_the_last_one_is(make, until, tmp_path):
+    there = f"os.path.exists({str(tmp_path / 'go')!r})"
+    waits = f"import os, time\nwhile not {there}: time.sleep(.01)"
+    process = make("print('host 0')", waits + "\nprint('host 1')")
+    until(lambda: process._processes[0].poll() == 0, "end of host 0")
+    assert process.poll() == "running"
+    (tmp_path / "go").touch()
+    until(lambda: process.poll() == "done", "end of host 1")
+    logs = tmp_path / "logs"
+    assert (logs / "child.log").read_text() == "host 0\n"
+    assert (logs / "child.1.log").read_text() == "host 1\n"
+
+
+def test_the_cause_that_no_attempt_cures_is_the_one_reported(make, until):
+    process = make("import sys; sys.exit(1)", "import sys; sys.exit(2)")
+    for child in process._processes:
+        child.wait(20)
+    assert process.poll() == "failed"
+    assert process.exit_code == 2

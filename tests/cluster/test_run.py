@@ -86,11 +86,11 @@ def launch(config, monkeypatch):
         def coordinator_command(workdir, bind, init):
             return command(coordinator, workdir, bind, init)
 
-        def island_command(workdir, name, address, incarnation):
-            return command(island, workdir, name, address, incarnation)
+        def island_commands(workdir, name, hosts, address, incarnation):
+            return [command(island, workdir, name, address, incarnation)]
 
         monkeypatch.setattr(commands, "coordinator_command", coordinator_command)
-        monkeypatch.setattr(commands, "island_command", island_command)
+        monkeypatch.setattr(commands, "island_commands", island_commands)
         monkeypatch.setattr(commands, "eval_command", lambda w: command(evaluate, w))
         placement = dataclasses.replace(config.placement, **fields)
         console = Console(file=io.StringIO(), width=200)

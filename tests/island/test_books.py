@@ -64,6 +64,15 @@ def test_non_finite_refusal_starts_from_the_anchor():
     books.take(0, 1, 4)
     assert books.settle(0, 1, "refused", "non_finite", 6) == "reset"
     assert books.take(0, 2, 8).start == 6
+    assert [r.kind for r in books.drain()] == ["took", "reset", "took"]
+
+
+def test_an_incarnation_says_what_it_begins_with():
+    books = Books([V[3], V[1]], "rebase")
+    books.begin()
+    begins = [(r.kind, r.step, r.fragment, r.version) for r in books.drain()]
+    assert begins == [("adopted", 0, 0, V[3]), ("adopted", 0, 1, V[1])]
+    assert books.adopt(0, V[4], 0)
 
 
 def test_overwrite_loses_the_steps_since_the_take():
@@ -143,7 +152,7 @@ def test_intervals_tile_the_steps(rule, script):
                 resets.discard(f)
                 settled[f] = record.start
                 outstanding[f] = record
-            elif record.kind == "dropped":
+            elif record.kind in ("dropped", "reset"):
                 settled[f] = outstanding[f].step
                 outstanding[f] = None
             elif record.kind == "reopened":

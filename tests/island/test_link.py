@@ -11,6 +11,7 @@ from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.island.fetcher import Fetcher
 from diloco_jax.island.identity import Identity
 from diloco_jax.island.inbound import Targets
 from diloco_jax.island.link import Link
@@ -317,9 +318,8 @@ def test_a_refused_delta_waits_for_its_verdict(coordinator, sender):
 
 @pytest.fixture
 def receiver(stack, client, mailbox):
-    receiver = Receiver(
-        client, IDENTITY, FakeExchange(), mailbox, DEADLINES, [Version(1, 0)]
-    )
+    fetcher = Fetcher(client, IDENTITY, FakeExchange(), mailbox)
+    receiver = Receiver(fetcher, mailbox, DEADLINES, [Version(1, 0)])
     stack.callback(receiver.close, 5.0)
     return receiver
 

@@ -35,6 +35,17 @@ def test_everything_is_collected_once():
     assert later.others_tokens == 5000
 
 
+def test_an_older_request_for_a_take_comes_too_late():
+    mailbox = Mailbox()
+    mailbox.request_take(0, 4)
+    mailbox.request_take(0, 1)
+    assert mailbox.collect().takes == {0: 4}
+    mailbox.request_take(0, 1)
+    assert mailbox.collect().takes == {}
+    mailbox.request_take(0, 4)  # The coordinator asks again for what it has not got.
+    assert mailbox.collect().takes == {0: 4}
+
+
 def test_publishes_of_a_fragment_become_one_chain():
     mailbox = Mailbox()
     for arrival in (publish(1), publish(2), publish(7, fragment=3)):

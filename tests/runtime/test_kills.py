@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
 import numpy as np
 import pytest
 import support
@@ -16,6 +21,7 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
+from diloco_jax.observability.tape import Tape
 
 pytestmark = pytest.mark.dist
 
@@ -27,9 +33,13 @@ BATCH, SEQUENCE = 2, 32
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> support.Run:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("kills")
+
+
+@pytest.fixture(scope="module")
+def run(folder) -> support.Run:
     """Done; island b was killed after 10 steps, the coordinator after 20 merges."""
-    folder = tmp_path_factory.mktemp("kills")
     (folder / "text").mkdir()
     numbers = np.random.default_rng(0)
     for index in range(20):
@@ -48,7 +58,9 @@ def run(tmp_path_factory) -> support.Run:
             total_tokens=2 * steps * BATCH * SEQUENCE,
         ),
         islands={"a": island, "b": island},
-        placement=Placement(faults=("b@10:kill", "coordinator@20:kill")),
+        placement=Placement(
+            faults=("b@10:kill", "coordinator@20:kill"), snapshot_every_s=4.0
+        ),
     )
     return support.run_in(config.validate(), folder, TIMEOUT_S)
 
@@ -80,3 +92,62 @@ def test_the_ledger_balances_with_the_tape(run):
 
 def test_the_killed_island_is_merged_again_within_a_cycle(run):
     assert tape_checks.steps_to_first_merge(run.tape, "b", 2) <= CYCLE_STEPS
+
+
+# ---- the run once more, from config, text and tape alone -----------------------------
+
+
+@pytest.fixture
+def workdir(run, folder, tmp_path) -> Path:
+    """What replay needs of the workdir."""
+    for name in ("config.json", "tape.jsonl"):
+        shutil.copy(folder / "run" / name, tmp_path / name)
+    return tmp_path
+
+
+def replay(workdir: Path, *options: str) -> tuple[int, str, str]:
+    command = [*support.DILOCO, "replay", str(workdir), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_replay_gives_the_bits_of_every_merge(run, workdir):
+    (recovered,) = (r for r in run.tape if r["kind"] == "recovered")
+    assert 0 < recovered["snapshot_merges"] < 20, "both halves of a recovery"
+    code, printed, errors = replay(workdir, "--json")
+    assert code == 0, errors
+    outcome = json.loads(printed)
+    assert outcome["identical"]
+    assert outcome["merges"] == outcome["merges_on_tape"] == run.summary["merges"]
+
+
+def test_replay_names_the_first_merge_that_differs(run, workdir):
+    tape = [dict(record) for record in run.tape]
+    fourth = [n for n, r in enumerate(tape) if r["kind"] == "merged"][3]
+    tape[fourth]["digest"] = "feed"
+    (workdir / "tape.jsonl").unlink()
+    chained = Tape(workdir / "tape.jsonl")
+    for record in tape:
+        chained.append(record)
+    chained.close()
+    saved = workdir / "saved"
+    code, printed, errors = replay(workdir, "--json", "--save", str(saved))
+    assert code == 1, errors
+    outcome = json.loads(printed)
+    assert (outcome["merges"], outcome["identical"]) == (3, False)
+    found = outcome["first_mismatch"]
+    assert (found["merge"], found["line"]) == (4, fourth + 1)
+    assert found["digest_on_tape"] == "feed" != found["digest"]
+    assert f"merge 4 (line {fourth + 1}" in errors
+    evaluate = [*support.DILOCO, "eval", str(saved), "--json"]
+    evaluated = json.loads(subprocess.check_output(evaluate, timeout=TIMEOUT_S))
+    assert evaluated["eval_loss"] > run.summary["eval_loss"], "an early state"
+
+
+def test_replay_refuses_a_tape_with_a_line_missing(workdir):
+    path = workdir / "tape.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:30] + lines[31:]))
+    code, printed, errors = replay(workdir, "--json")
+    assert (code, printed) == (2, "")
+    assert "tape.jsonl, line 31" in errors

@@ -1,0 +1,181 @@
+"""`diloco run` from Python: real processes to watch, kill and pause.
+
+    with LocalCluster(config) as cluster:
+        cluster.until(lambda status: status["merges"] > 10, timeout_s=120)
+        cluster.islands["v5p-a"].kill()
+        summary = cluster.wait(timeout_s=600)
+
+The processes are children of a `diloco run` of its own, which restarts what crashes and
+takes all of them with it when it ends, or when this process does, however that happens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from diloco_jax.cluster.cluster import PROCESSES_FILE
+from diloco_jax.cluster.commands import DILOCO
+from diloco_jax.cluster.processes import log_tail, start_child
+from diloco_jax.cluster.status import read_status
+from diloco_jax.config import Config, ConfigError
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.loading import write_json
+from diloco_jax.wire.errors import WireError
+
+POLL_S = 0.2
+
+
+class LocalClusterError(RuntimeError):
+    """The run did not do what was waited for: says what, and how its log ends."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalProcess:
+    """The coordinator, or an island with all its hosts. Signals go to the process that
+    serves now; after a restart, to the new one."""
+
+    name: str
+    workdir: Path
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by host; empty while it is not running."""
+        try:
+            known = json.loads((self.workdir / PROCESSES_FILE).read_bytes())
+        except FileNotFoundError:
+            return []
+        return list(known.get(self.name, ()))
+
+    def kill(self, host: int = 0) -> None:
+        """SIGKILL, as when a machine is lost."""
+        self._signal(signal.SIGKILL, host)
+
+    def pause(self, host: int = 0) -> None:
+        """SIGSTOP, as when a machine hangs."""
+        self._signal(signal.SIGSTOP, host)
+
+    def resume(self, host: int = 0) -> None:
+        """SIGCONT, after `pause`."""
+        self._signal(signal.SIGCONT, host)
+
+    def _signal(self, number: int, host: int) -> None:
+        pids = self.pids
+        if host >= len(pids):
+            raise LocalClusterError(
+                f"{self.name} has no process for host {host}: it has {len(pids)} now"
+            )
+        os.kill(pids[host], number)
+
+
+class LocalCluster:
+    """One run of a config on this machine, in a folder of its own.
+
+    workdir: stays afterwards; None: a temporary one, which goes with the cluster.
+    """
+
+    def __init__(self, config: Config, workdir: str | Path | None = None) -> None:
+        self.config = config.validate()
+        self._temporary = None
+        if workdir is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="diloco-")
+            workdir = self._temporary.name
+        self.workdir = Path(workdir).absolute() / "run"
+        self.log = self.workdir.with_name("diloco.log")
+        self.coordinator = LocalProcess("coordinator", self.workdir)
+        self.islands = {
+            name: LocalProcess(name, self.workdir) for name in config.islands
+        }
+        self._launcher: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> LocalCluster:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Starts the launcher, which starts everything; returns at once."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        path = self.log.with_name("config.json")
+        write_json(dataclasses.asdict(self.config), path)
+        command = [*DILOCO, "run", str(path), "--workdir", str(self.workdir)]
+        with self.log.open("wb") as log:
+            self._launcher = start_child(command, {}, log, log)
+
+    def status(self) -> dict[str, Any]:
+        """As `diloco status`; only `phase` "starting" before the coordinator is up,
+        and "unreachable" while it is away."""
+        try:
+            return read_status(str(self.workdir), self.config.placement)
+        except ConfigError:
+            return {"phase": "starting", "islands": {}, "merges": 0}
+        except WireError:
+            return {"phase": "unreachable", "islands": {}, "merges": 0}
+
+    def until(
+        self, holds: Callable[[dict[str, Any]], bool], timeout_s: float
+    ) -> dict[str, Any]:
+        """The first status of which that holds.
+
+        Raises LocalClusterError if the run ends before, or it takes longer.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not holds(status := self.status()):
+            if self._ended():
+                raise self._error("ended before what was waited for", status)
+            if time.monotonic() >= deadline:
+                raise self._error(f"did not get there in {timeout_s:g} s", status)
+            time.sleep(POLL_S)
+        return status
+
+    def wait(self, timeout_s: float) -> dict[str, Any]:
+        """The summary, when the run is done and evaluated.
+
+        Raises LocalClusterError if it fails or takes longer.
+        """
+        assert self._launcher is not None, "start it first"
+        try:
+            code = self._launcher.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise self._error(f"was not done in {timeout_s:g} s", {}) from None
+        if code:
+            raise self._error(f"ended with exit code {code}", {})
+        return dict(json.loads((self.workdir / "summary.json").read_bytes()))
+
+    def close(self) -> None:
+        """Ends every process; the folder goes too if it is a temporary one."""
+        if self._launcher is not None and not self._ended():
+            self._launcher.terminate()
+            try:
+                # Islands say goodbye, then the coordinator sums up.
+                budget_s = Deadlines(self.config.placement.time_budget_s).stop_s
+                self._launcher.wait(3 * budget_s)
+            except subprocess.TimeoutExpired:
+                self._launcher.kill()
+                self._launcher.wait()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _ended(self) -> bool:
+        return self._launcher is None or self._launcher.poll() is not None
+
+    def _error(self, what: str, status: dict[str, Any]) -> LocalClusterError:
+        tail = "\n".join(f"  {line}" for line in log_tail(self.log, 15))
+        phase = f" (phase {status['phase']})" if "phase" in status else ""
+        return LocalClusterError(f"the run {what}{phase}; {self.log}:\n{tail}")

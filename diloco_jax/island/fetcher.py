@@ -1,0 +1,63 @@
+"""Wire -> host -> device: one published version of a fragment."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from diloco_jax.island.exchange import Exchange
+from diloco_jax.island.identity import Identity
+from diloco_jax.island.mailbox import MAX_CHAIN, Arrival, Mailbox
+from diloco_jax.policy.events import Version
+from diloco_jax.wire.messages import FetchRequest
+
+
+class Fetches(Protocol):
+    """What the fetcher needs of a `wire.Client`."""
+
+    def fetch(self, request: FetchRequest, *, max_bytes: int) -> Any:
+        """A `Fetched`: version, full, count, payload, wire_bytes."""
+        ...
+
+
+class Fetcher:
+    """Fetches this host's part of versions. Any thread may call it."""
+
+    def __init__(
+        self, client: Fetches, identity: Identity, exchange: Exchange, mailbox: Mailbox
+    ) -> None:
+        self._client, self._identity = client, identity
+        self._exchange, self._mailbox = exchange, mailbox
+
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> Arrival:
+        """What leads from `have` to `want`; all of A if `have` is None, or too old.
+
+        Raises VersionGone if that is not kept any more, or another WireError.
+        """
+        exchange = self._exchange
+        part = exchange.part_down(fragment)
+        size = exchange.layouts_down[fragment].part_bytes(part)
+        fetched = self._client.fetch(
+            FetchRequest(
+                **self._identity.fields(),
+                fragment=fragment,
+                want=want,
+                have=have,
+                part=part,
+            ),
+            max_bytes=max(exchange.full_bytes(fragment), MAX_CHAIN * size),
+        )
+        payload = memoryview(fetched.payload)
+        if fetched.full:
+            self._mailbox.count(bytes_join=fetched.wire_bytes)
+            return Arrival(
+                fragment=fragment,
+                version=fetched.version,
+                anchor=exchange.put_anchor(fragment, payload),
+            )
+        self._mailbox.count(bytes_down=fetched.wire_bytes)
+        parts = [payload[i * size : (i + 1) * size] for i in range(fetched.count)]
+        return Arrival(
+            fragment=fragment,
+            version=fetched.version,
+            publishes=tuple(exchange.put_publish(fragment, p) for p in parts),
+        )

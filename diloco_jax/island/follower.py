@@ -1,0 +1,143 @@
+"""A host that follows host 0 of its island: it computes, sends and fetches its part.
+
+It has no control stream. What to do at every boundary comes from host 0, so its
+parameters are those of every other host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from pathlib import Path
+
+import msgspec
+
+from diloco_jax.config import Config, ConfigError, differences
+from diloco_jax.faults import parse_faults
+from diloco_jax.island.following import (
+    Arrivals,
+    Begin,
+    FollowDecisions,
+    OrderThread,
+)
+from diloco_jax.island.host import Host
+from diloco_jax.island.hosts import Hosts, HostsError
+from diloco_jax.island.identity import Identity
+from diloco_jax.island.loop import Loop
+from diloco_jax.island.mailbox import Ending
+from diloco_jax.policy.events import Version
+
+logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """start, run, stop, close: each is called once, in this order."""
+
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        coordinator_address: str,
+        workdir: Path,
+        hosts: Hosts,
+    ) -> None:
+        """Reads the corpus; raises ConfigError or SecurityError."""
+        self._host = Host(config, name, coordinator_address, workdir)
+        self._hosts = hosts
+        self._arrivals = Arrivals()
+        self._orders: OrderThread | None = None
+        self._loop: Loop | None = None
+        self._ended = False
+        self.mailbox = self._host.mailbox
+
+    def start(self) -> None:
+        """Joins with host 0; raises HostsError if that says nothing in time, and
+        ConfigError if it has another config."""
+        host, hosts = self._host, self._hosts
+        config, deadlines = host.config, host.deadlines
+        patience_s = config.placement.outage_budget_s + deadlines.pin_s
+        begin = msgspec.msgpack.decode(self._hear("begin", patience_s), type=Begin)
+        self._check(begin)
+        host.build(
+            Identity(
+                run_id=begin.run_id,
+                island=host.name,
+                incarnation=begin.incarnation,
+                session=begin.session,
+            )
+        )
+        self._orders = OrderThread(
+            hosts,
+            self.mailbox,
+            host.fetcher.fetch,
+            host.sender.resend,
+            self._arrivals,
+            deadlines,
+        )
+        self._orders.start()
+        host.compile()
+        joined = self._hear("joined", config.placement.compile_budget_s)
+        versions = msgspec.msgpack.decode(joined, type=list[Version])
+        arrivals = [self._arrivals.take(f, v) for f, v in enumerate(versions)]
+        decisions = FollowDecisions(
+            hosts, self.mailbox, self._arrivals, begin.lead, deadlines.budget_s
+        )
+        faults = parse_faults(config.placement.faults, config.islands)
+        self._loop = host.loop(
+            arrivals,
+            decisions,
+            faults.for_who(host.name, begin.incarnation, hosts.index),
+        )
+        host.sender.start()
+
+    def run(self) -> Ending:
+        """Trains until host 0 ends it."""
+        assert self._loop is not None
+        ending = self._loop.run()
+        self._ended = True
+        return ending
+
+    def asked_to_end(self, reason: str) -> None:
+        """Host 0 decides when; it is told."""
+        with contextlib.suppress(HostsError):
+            self._hosts.tell("leave", f"host {self._hosts.index}: {reason}".encode())
+
+    def stop(self, reason: str) -> None:
+        """Ends the threads, within `stop_s`."""
+        timeout_s = self._host.deadlines.stop_s / 4
+        if self._ended:
+            # Host 0 may still need what this one has not sent.
+            patience_s = self._host.config.placement.notice_s + 2 * timeout_s
+            with contextlib.suppress(HostsError):
+                self._hosts.hear("left", patience_s)
+        if self._loop is not None:
+            self._host.sender.close(timeout_s)
+        if self._orders is not None:
+            self._orders.close(timeout_s)
+
+    def close(self) -> None:
+        """Frees sockets and threads."""
+        self._host.close()
+
+    def _check(self, begin: Begin) -> None:
+        run, island = self._host.config.run, dataclasses.asdict(self._host.island)
+        lines = differences(island, begin.island)
+        if run.fingerprint() != begin.fingerprint:
+            lines.append(
+                f"run: fingerprint {run.fingerprint()} here, {begin.fingerprint} there"
+            )
+        if lines:
+            raise ConfigError(
+                f"host {self._hosts.index} of island {self._host.name!r} has another "
+                f"config than host 0: {'; '.join(lines)}; give all hosts one config"
+            )
+
+    def _hear(self, key: str, timeout_s: float) -> bytes:
+        heard = self._hosts.hear(key, timeout_s)
+        if heard is None:
+            raise HostsError(
+                f"host 0 of island {self._host.name!r} did not say {key!r} within "
+                f"{timeout_s:g} s; is the coordinator reachable from it?"
+            )
+        return heard

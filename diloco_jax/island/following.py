@@ -1,0 +1,346 @@
+"""How the hosts of an island act alike: host 0 decides, the others follow.
+
+Decision n is what happens at the n-th boundary, on every host. Host 0 publishes it
+LEAD boundaries ahead, which is more than steps are dispatched ahead, so no host waits
+for it. An adoption is only decided once every host has its part of the bytes: orders to
+fetch go out as soon as host 0 hears of a version, and the answers come back.
+
+Keys: `begin`, `joined`; `decision/N`, `passed/N/HOST`; `order/N`, `answer/N/HOST`;
+`leave`, `left`.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.island.decisions import Decisions
+from diloco_jax.island.hosts import Hosts, HostsError
+from diloco_jax.island.mailbox import Arrival, Ending, Inbox, Mailbox
+from diloco_jax.policy.events import Span, Version
+from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireError
+from diloco_jax.wire.messages import TakeVerdict
+
+logger = logging.getLogger(__name__)
+
+LEAD = 2
+"""More than the steps that are dispatched ahead, so that no host waits."""
+BATCH = 32
+"""Decisions after which followers say that they passed them, and their keys go."""
+ORDERS_KEPT = 64
+"""At most JOIN_FETCHES orders are under way at a time."""
+DONE, GONE, LOST = b"done", b"gone", b"lost"
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True):
+    """What host 0 knows and the others need before they build anything."""
+
+    run_id: str
+    incarnation: int
+    session: str
+    fingerprint: str
+    island: dict[str, Any]
+    """The IslandConfig as builtins."""
+    lead: int
+    """Boundaries between the publication of a decision and its time."""
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """Bulk work for every host: to fetch its part of a version, or, with a tick, to
+    send its part of that take once more."""
+
+    fragment: int
+    want: Version = Version()
+    have: Version | None = None
+    accepted: Version | None = None
+    """The newest version that all hosts have; what came after it is not to be used."""
+    resend_tick: int = -1
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do at a boundary: an `Inbox` without arrays."""
+
+    takes: dict[int, int]
+    adopts: tuple[tuple[int, Version], ...]
+    verdicts: tuple[TakeVerdict, ...]
+    grants: tuple[Span, ...]
+    others_tokens: int
+    again: bool
+    stop: bool
+    finished: bool
+    ending: Ending | None
+
+    @classmethod
+    def of(cls, inbox: Inbox) -> Decision:
+        """The inbox of host 0 as all hosts are told."""
+        return cls(
+            takes=inbox.takes,
+            adopts=tuple((a.fragment, a.version) for a in inbox.arrivals),
+            verdicts=inbox.verdicts,
+            grants=inbox.grants,
+            others_tokens=inbox.others_tokens,
+            again=inbox.again,
+            stop=inbox.stop,
+            finished=inbox.finished,
+            ending=inbox.ending,
+        )
+
+    def inbox(self, arrivals: tuple[Arrival, ...]) -> Inbox:
+        """The same on another host, with its part of the arrays."""
+        return Inbox(
+            takes=self.takes,
+            arrivals=arrivals,
+            verdicts=self.verdicts,
+            grants=self.grants,
+            others_tokens=self.others_tokens,
+            again=self.again,
+            stop=self.stop,
+            finished=self.finished,
+            ending=self.ending,
+        )
+
+
+class LeadDecisions:
+    """Host 0: what its source says is decided for `lead` boundaries later, and told.
+
+    Raises HostsError from `at` if another host is more than two BATCHes behind and
+    does not come on within `patience_s`.
+    """
+
+    def __init__(
+        self, source: Decisions, hosts: Hosts, lead: int, patience_s: float
+    ) -> None:
+        self._source, self._hosts, self._patience_s = source, hosts, patience_s
+        self._ahead = collections.deque([Inbox()] * lead)
+        self._numbers = itertools.count(lead)
+        self._now = Inbox()
+
+    def at(self, step: int, *, stepping: bool) -> Inbox:
+        """See decisions.Decisions."""
+        fresh, number = self._source.at(step, stepping=stepping), next(self._numbers)
+        told = msgspec.msgpack.encode(Decision.of(fresh))
+        self._hosts.tell(f"decision/{number}", told)
+        if number % BATCH == 0:
+            self._clean_up(number - 2 * BATCH, step)
+        self._ahead.append(fresh)
+        self._now = self._ahead.popleft()
+        return self._now
+
+    def wait(self, timeout_s: float) -> None:
+        """See decisions.Decisions; does not wait while something is decided."""
+        if not any(_is_news(inbox, self._now) for inbox in self._ahead):
+            self._source.wait(timeout_s)
+
+    def _clean_up(self, start: int, step: int) -> None:
+        """Forgets a batch of decisions that everybody acted upon."""
+        if start < 0:
+            return
+        for host in self._hosts.others:
+            key = f"passed/{start + BATCH}/{host}"
+            if self._hosts.hear(key, self._patience_s) is None:
+                raise HostsError(
+                    f"host {host} is {BATCH} boundaries behind at step {step}, and did "
+                    f"not come on within {self._patience_s:g} s; all hosts of this "
+                    f"island start again together"
+                )
+            self._hosts.forget(key)
+        for number in range(start, start + BATCH):
+            self._hosts.forget(f"decision/{number}")
+
+
+class FollowDecisions:
+    """Another host: waits for what host 0 decided for this boundary.
+
+    Raises HostsError from `at` if that does not come within `patience_s`.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        mailbox: Mailbox,
+        arrivals: Arrivals,
+        lead: int,
+        patience_s: float,
+    ) -> None:
+        self._hosts, self._mailbox, self._arrivals = hosts, mailbox, arrivals
+        self._lead, self._patience_s = lead, patience_s
+        self._numbers = itertools.count()
+        self._decode = msgspec.msgpack.Decoder(Decision).decode
+
+    def at(self, step: int, *, stepping: bool) -> Inbox:
+        """See decisions.Decisions."""
+        if (ending := self._mailbox.ending) is not None:
+            raise HostsError(ending.reason)
+        number = next(self._numbers)
+        if number < self._lead:
+            return Inbox()
+        told = self._hosts.hear(f"decision/{number}", self._patience_s)
+        if told is None:
+            raise HostsError(
+                f"host 0 said nothing for {self._patience_s:g} s at step {step}; all "
+                f"hosts of this island start again together"
+            )
+        if number % BATCH == 0:
+            self._hosts.tell(f"passed/{number}/{self._hosts.index}", b"")
+        decision = self._decode(told)
+        # Host 0 reports for all.
+        self._mailbox.forget_records()
+        return decision.inbox(
+            tuple(self._arrivals.take(f, version) for f, version in decision.adopts)
+        )
+
+    def wait(self, timeout_s: float) -> None:
+        """See decisions.Decisions; `at` waits."""
+
+
+class Arrivals:
+    """What this host fetched by order, until it is decided to be adopted."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[int, list[Arrival]] = {}
+
+    def put(self, arrival: Arrival, accepted: Version | None) -> None:
+        """It is here. What came after version `accepted` before is dropped: another
+        host failed to get its part."""
+        with self._lock:
+            kept = [
+                a
+                for a in self._waiting.get(arrival.fragment, ())
+                if accepted is not None and a.version <= accepted
+            ]
+            self._waiting[arrival.fragment] = [*kept, arrival]
+
+    def take(self, fragment: int, version: Version) -> Arrival:
+        """All that leads to `version`, as one."""
+        with self._lock:
+            waiting = self._waiting.get(fragment, [])
+            due = [a for a in waiting if a.version <= version]
+            self._waiting[fragment] = waiting[len(due) :]
+        if not due or due[-1].version != version:
+            raise HostsError(
+                f"fragment {fragment} is to be adopted at version {tuple(version)}, "
+                f"this host has {[tuple(a.version) for a in due]}"
+            )
+        arrival = due[0]
+        for later in due[1:]:
+            arrival = arrival.followed_by(later)
+        return arrival
+
+
+class Orders:
+    """Host 0's end of the bulk work of its followers."""
+
+    def __init__(self, hosts: Hosts, patience_s: float) -> None:
+        self._hosts, self._patience_s = hosts, patience_s
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+
+    def give(self, order: Order) -> int:
+        """Tells everybody; returns the order's number."""
+        with self._lock:
+            number = next(self._numbers)
+            self._hosts.tell(f"order/{number}", msgspec.msgpack.encode(order))
+            if number >= ORDERS_KEPT:
+                self._hosts.forget(f"order/{number - ORDERS_KEPT}")
+        return number
+
+    def await_answers(self, number: int) -> None:
+        """Returns when every host has done order `number`.
+
+        Raises VersionGone or ConnectionLost if one of them could not get its part,
+        HostsError if one does not answer in time.
+        """
+        answers: set[bytes] = set()
+        for host in self._hosts.others:
+            key = f"answer/{number}/{host}"
+            answer = self._hosts.hear(key, self._patience_s)
+            if answer is None:
+                raise HostsError(
+                    f"host {host} did not fetch its part within {self._patience_s:g} s"
+                )
+            answers.add(answer)
+            self._hosts.forget(key)
+        if GONE in answers:
+            raise VersionGone("a host of this island could not fetch its part any more")
+        if LOST in answers:
+            raise ConnectionLost("a host of this island lost the coordinator")
+
+
+class OrderThread:
+    """A follower's end: does the orders one by one, on a thread of its own."""
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        mailbox: Mailbox,
+        fetch: Callable[[int, Version, Version | None], Arrival],
+        resend: Callable[[int, int], None],
+        arrivals: Arrivals,
+        deadlines: Deadlines,
+    ) -> None:
+        self._hosts, self._mailbox, self._deadlines = hosts, mailbox, deadlines
+        self._fetch, self._resend, self._arrivals = fetch, resend, arrivals
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends it; an order under way may go on until the process ends."""
+        self._closing.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        decode = msgspec.msgpack.Decoder(Order).decode
+        try:
+            for number in itertools.count():
+                told = None
+                while told is None:
+                    if self._closing.is_set():
+                        return
+                    told = self._hosts.hear(f"order/{number}", self._deadlines.report_s)
+                self._do(number, decode(told))
+        except Exception as error:
+            if not self._closing.is_set():
+                logger.exception("host %d cannot follow", self._hosts.index)
+                self._mailbox.end(1, f"host {self._hosts.index}: {error}")
+
+    def _do(self, number: int, order: Order) -> None:
+        if order.resend_tick >= 0:
+            self._resend(order.fragment, order.resend_tick)
+            return
+        answer = DONE
+        try:
+            arrival = self._fetch(order.fragment, order.want, order.have)
+        except VersionGone:
+            answer = GONE
+        except Refused:
+            raise
+        except WireError as error:
+            logger.debug("fragment %d not fetched: %s", order.fragment, error)
+            answer = LOST
+        else:
+            self._arrivals.put(arrival, order.accepted)
+        self._hosts.tell(f"answer/{number}/{self._hosts.index}", answer)
+
+
+def _is_news(inbox: Inbox, now: Inbox) -> bool:
+    """Whether an inbox says anything that is not so already."""
+    return bool(
+        inbox.takes
+        or inbox.arrivals
+        or inbox.verdicts
+        or inbox.grants
+        or (inbox.stop, inbox.finished, inbox.ending)
+        != (now.stop, now.finished, now.ending)
+    )

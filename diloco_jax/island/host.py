@@ -1,0 +1,124 @@
+"""One host process of an island: what it has, whoever decides for it.
+
+`main.py` makes the one that leads (the only one, on most islands), `follower.py` the
+others.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from diloco_jax import compilation
+from diloco_jax.config import Config
+from diloco_jax.data.corpus import load_checked_corpus
+from diloco_jax.data.stream import LeasedStream
+from diloco_jax.data.validation import ValidationBatches
+from diloco_jax.data.windows import Windows
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.faults import Faults
+from diloco_jax.island.books import Books
+from diloco_jax.island.boundary import Boundary
+from diloco_jax.island.build import build_exchange, build_plan, build_trainer, join
+from diloco_jax.island.decisions import Decisions
+from diloco_jax.island.evaluate import Evaluator
+from diloco_jax.island.fetcher import Fetcher
+from diloco_jax.island.identity import Identity
+from diloco_jax.island.loop import Loop
+from diloco_jax.island.mailbox import Arrival, Mailbox
+from diloco_jax.island.sender import Sender
+from diloco_jax.island.step import TrainState
+from diloco_jax.island.timing import Timing
+from diloco_jax.wire.client import Client
+from diloco_jax.wire.tls import TlsFiles
+
+
+class Host:
+    """Make it, `build`, `compile`, `loop`, at the end `close`."""
+
+    def __init__(
+        self, config: Config, name: str, coordinator_address: str, workdir: Path
+    ) -> None:
+        """Reads the corpus; raises ConfigError or SecurityError."""
+        compilation.use_cache(workdir)
+        placement, run = config.placement, config.run
+        self.config, self.name, self.island = config, name, config.island(name)
+        self.deadlines = Deadlines(placement.time_budget_s)
+        self.mailbox = Mailbox()
+        corpus = load_checked_corpus(run.data)
+        windows = Windows(corpus.train, run.sequence_length, run.seed)
+        self.data = LeasedStream(windows, self.island.batch_size)
+        self._validation = ValidationBatches(
+            corpus.validation, run.sequence_length, self.island.batch_size
+        )
+        folder = placement.certificates
+        self.client = Client(
+            coordinator_address,
+            tls=TlsFiles.load(folder, "island") if folder else None,
+            deadlines=self.deadlines,
+            bulk_channels=placement.bulk_channels,
+            insecure=placement.insecure,
+        )
+
+    def build(self, identity: Identity) -> None:
+        """Everything that needs a device."""
+        run = self.config.run
+        model, self._trainer = build_trainer(run, self.island)
+        self._plan = build_plan(run, model)
+        self._exchange, self._zeros = build_exchange(run, model, self._trainer)
+        self.fetcher = Fetcher(self.client, identity, self._exchange, self.mailbox)
+        self.sender = Sender(
+            self.client,
+            identity,
+            self._exchange.layouts_up,
+            self.mailbox,
+            self.deadlines,
+        )
+        placement = self.config.placement
+        self._evaluator = Evaluator(
+            self._trainer,
+            self._validation,
+            placement.evaluate_every_steps,
+            placement.evaluate_batches,
+        )
+
+    def compile(self) -> None:
+        """Runs everything once, so that nothing compiles later. On islands of several
+        hosts all of them must come here."""
+        began, trainer = time.monotonic(), self._trainer
+        params, self._zeros = self._exchange.warm(self._zeros), {}
+        batch = self._validation[0]
+        if self.config.placement.evaluate_every_steps:
+            float(trainer.eval_step(params, *batch)[0])
+        state = TrainState(params, trainer.init_inner(params))
+        _, metrics = trainer.step(state, trainer.put_batch(batch.tokens), 0.0)
+        float(metrics["loss"])
+        self.compile_seconds = time.monotonic() - began
+
+    def loop(
+        self, arrivals: list[Arrival], decisions: Decisions, faults: Faults
+    ) -> Loop:
+        """The train loop, beginning at these anchors: one arrival in full for every
+        fragment, in order."""
+        rule = self.config.run.sync.adopt
+        anchors = {a.fragment: a.anchor or () for a in arrivals}
+        replica = join(self._plan, self._trainer, self._exchange, anchors)
+        books = Books([a.version for a in arrivals], rule)
+        books.begin()
+        return Loop(
+            config=self.config,
+            name=self.name,
+            replica=replica,
+            boundary=Boundary(books, replica, self.data, self.sender, rule),
+            data=self.data,
+            mailbox=self.mailbox,
+            decisions=decisions,
+            timing=Timing(self.compile_seconds),
+            evaluator=self._evaluator,
+            faults=faults,
+        )
+
+    def close(self) -> None:
+        """Frees sockets and threads."""
+        self.data.close()
+        self.client.close()

@@ -1,0 +1,141 @@
+"""The hosts of one island: one `jax.distributed` world, and what they tell each other.
+
+Messages go through the key-value store that the world has anyway, so no collective is
+added to the step and no port is opened. Host 0 leads: it alone talks to the
+coordinator about decisions, and the others follow (`following.py`). A world never
+spans islands: when a host dies, the others of its island end too, and nobody else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+
+from diloco_jax.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class HostsError(Exception):
+    """The hosts of this island cannot go on together: names the host and the cause."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorldAddress:
+    """Where the hosts of an island meet. Empty: found by jax, on a TPU slice."""
+
+    address: str = ""
+    """HOST:PORT of host 0, for `jax.distributed`."""
+    index: int = 0
+    """This host, from 0."""
+
+
+class Hosts:
+    """This host among those of its island. Values are bytes; a key is set once."""
+
+    def __init__(self, client: Any, index: int, count: int) -> None:
+        self.index, self.count = index, count
+        self._client = client
+
+    @property
+    def others(self) -> range:
+        """The hosts that follow host 0."""
+        return range(1, self.count)
+
+    def tell(self, key: str, value: bytes) -> None:
+        """Sets a key for all hosts to see."""
+        self._call("key_value_set_bytes", key, value)
+
+    def hear(self, key: str, timeout_s: float) -> bytes | None:
+        """The value of a key once it is set; None if that takes longer."""
+        try:
+            heard: bytes = self._client.blocking_key_value_get_bytes(
+                key, int(timeout_s * 1000)
+            )
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise HostsError(_lost(error)) from error
+        return heard
+
+    def forget(self, key: str) -> None:
+        """Frees a key that nobody needs any more."""
+        self._call("key_value_delete", key)
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        try:
+            getattr(self._client, method)(*arguments)
+        except jax.errors.JaxRuntimeError as error:
+            raise HostsError(_lost(error)) from error
+
+
+def join_world(where: WorldAddress, count: int, budget_s: float) -> Hosts:
+    """Meets the other hosts; call it before anything else of jax.
+
+    Args:
+      count: hosts of the island, by its config.
+      budget_s: a host that is silent for so long is lost.
+
+    Raises:
+      ConfigError: jax finds no world, or another number of hosts.
+      HostsError: the others do not come.
+    """
+    # Its handler swallows SIGTERM, with which an island is asked to say goodbye.
+    jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call]
+    explicit: dict[str, Any] = {}
+    if where.address:
+        explicit = {
+            "coordinator_address": where.address,
+            "num_processes": count,
+            "process_id": where.index,
+        }
+    try:
+        jax.distributed.initialize(
+            **explicit,
+            initialization_timeout=max(1, int(10 * budget_s)),
+            heartbeat_timeout_seconds=max(1, int(budget_s)),
+            shutdown_timeout_seconds=max(1, int(budget_s)),
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"hosts = {count}, but jax finds no world of several hosts here ({error}); "
+            f"off a TPU slice, give every host --world HOST:PORT (of host 0) and "
+            f"--host-index"
+        ) from error
+    except jax.errors.JaxRuntimeError as error:
+        raise HostsError(
+            f"the {count} hosts of this island did not meet"
+            f"{f' at {where.address}' if where.address else ''}: {_first_line(error)}"
+        ) from error
+    found = jax.process_count()
+    if found != count:
+        raise ConfigError(
+            f"hosts = {count} in the island's config, but this slice has {found}; "
+            f"set islands.NAME.hosts = {found}"
+        )
+    # The store has no public name; multihost_utils and orbax use this one too.
+    from jax._src import distributed
+
+    return Hosts(distributed.global_state.client, jax.process_index(), count)
+
+
+def leave_world() -> None:
+    """Ends the membership; waits for the others within their budget."""
+    try:
+        jax.distributed.shutdown()  # type: ignore[no-untyped-call]
+    except (RuntimeError, ValueError) as error:
+        logger.debug("leaving the world of hosts: %s", error)
+
+
+def _lost(error: Exception) -> str:
+    return (
+        f"host 0 of this island cannot be reached ({_first_line(error)}); all its "
+        f"hosts start again together"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,14 @@
+"""What jax finds when an island imports it."""
+
+from diloco_jax.island.environment import prepare_environment
+
+
+def test_an_island_forgets_the_multi_slice_job_it_was_started_in():
+    environment = {
+        "MEGASCALE_COORDINATOR_ADDRESS": "10.0.0.1:8080",
+        "MEGASCALE_NUM_SLICES": "4",
+        "TPU_WORKER_ID": "1",
+    }
+    prepare_environment(1, environment)
+    assert not any(name.startswith("MEGASCALE") for name in environment)
+    assert environment["TPU_WORKER_ID"] == "1"

@@ -1,0 +1,116 @@
+"""One host of an island, watched: notes its parameters after every adoption.
+
+CONFIG NAME COORDINATOR WORKDIR WORLD INDEX scripted|SEED. With a seed, everything that
+this host does is late by random milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+import time
+from pathlib import Path
+
+
+def main(
+    config_path: str,
+    name: str,
+    coordinator: str,
+    workdir: str,
+    world: str,
+    index: str,
+    how: str,
+) -> int:
+    from diloco_jax.island.environment import prepare_environment
+    from diloco_jax.loading import read_config_json
+
+    config = read_config_json(Path(config_path))
+    island = config.island(name)
+    prepare_environment(island.devices // island.hosts)
+    from diloco_jax.island import main as island_main
+    from diloco_jax.island.hosts import WorldAddress
+    from diloco_jax.observability.logs import setup_logging
+
+    setup_logging()
+    note_adoptions(Path(workdir) / f"{name}.{index}.adopted")
+    if how == "scripted":
+        script(config)
+    else:
+        be_late(random.Random(f"{how}/{index}"))
+    return island_main.run(
+        config,
+        name,
+        coordinator,
+        Path(workdir) / f"{name}.{index}",
+        1,
+        WorldAddress(address=world, index=int(index)),
+    )
+
+
+def note_adoptions(path: Path) -> None:
+    """Appends fragment, version and a digest of the parameters that this host has."""
+    import jax
+    import numpy as np
+
+    from diloco_jax.island.replica import Replica
+
+    adopt = Replica.adopt
+
+    def noted(self, arrival):
+        adopt(self, arrival)
+        digest = hashlib.sha256()
+        for leaf in jax.tree.leaves(self.params):
+            shards = {str(s.index): s.data for s in leaf.addressable_shards}
+            for shard in sorted(shards):
+                digest.update(np.asarray(shards[shard]).tobytes())
+        with path.open("a") as file:
+            version = tuple(arrival.version)
+            print(arrival.fragment, version, digest.hexdigest(), file=file)
+
+    Replica.adopt = noted
+
+
+def be_late(rng: random.Random) -> None:
+    """Delays decisions, fetches and uploads of this host."""
+    from diloco_jax.island import fetcher, following, sender
+
+    def late(kind, method):
+        real = getattr(kind, method)
+
+        def delayed(self, *args, **kwargs):
+            time.sleep(rng.random() * 0.05)
+            return real(self, *args, **kwargs)
+
+        setattr(kind, method, delayed)
+
+    late(fetcher.Fetcher, "fetch")
+    late(sender.Sender, "_send")
+    late(following.FollowDecisions, "at")
+    late(following.LeadDecisions, "at")
+
+
+def script(config) -> None:
+    """The oracle's script decides, as in `runtime_support.run_scripted`."""
+    from diloco_jax.island.decisions import ScriptedDecisions
+    from diloco_jax.island.main import Island
+
+    start, sync = Island.start, config.run.sync
+
+    def scripted(self):
+        start(
+            self,
+            ScriptedDecisions(
+                self.mailbox,
+                steps_per_cycle=sync.steps_per_cycle,
+                fragments=sync.fragments,
+                overlap_steps=sync.overlap_steps,
+                patience_s=60.0,
+            ),
+        )
+
+    Island.start = scripted
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

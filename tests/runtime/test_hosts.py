@@ -1,0 +1,178 @@
+"""Islands of several host processes: real processes, real `jax.distributed` worlds."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import support
+import tape_checks
+from runtime_support import coordinator, make_config, with_run
+
+from diloco_jax.config import Config, IslandConfig, Placement, SyncConfig
+from diloco_jax.loading import write_config_json
+
+pytestmark = pytest.mark.dist
+
+HOST = Path(__file__).with_name("host_process.py")
+TIMEOUT_S = 240.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_processes(config: Config, folder: Path, how: str) -> dict[str, np.ndarray]:
+    """Every host of every island as `host_process.py`; the global parameters."""
+    path = folder / "config.json"
+    write_config_json(config, path)
+    children = []
+    with coordinator(config, folder / "run") as service:
+        for name, island in config.islands.items():
+            world = f"127.0.0.1:{free_port()}"
+            for index in range(island.hosts):
+                arguments = [path, name, service.address, folder, world, index, how]
+                with (folder / f"{name}.{index}.log").open("wb") as log:
+                    child = subprocess.Popen(
+                        [sys.executable, str(HOST), *map(str, arguments)],
+                        stdout=log,
+                        stderr=log,
+                    )
+                children.append((f"{name}.{index}", child))
+        try:
+            for name, child in children:
+                code = child.wait(TIMEOUT_S)
+                assert code == 0, (folder / f"{name}.log").read_text()[-3000:]
+        finally:
+            for _, child in children:
+                child.kill()
+        return service.store.params()
+
+
+def flat(params, prefix: str = "") -> dict[str, np.ndarray]:
+    found = {}
+    for name, value in params.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}/")
+        else:
+            found[prefix + name] = np.asarray(value)
+    return found
+
+
+def test_hosts_of_an_island_have_the_same_bits_after_every_adoption(text, tmp_path):
+    config = make_config(text, codec_up="int8", codec_down="int8", quorum=1)
+    config = with_run(config, total_tokens=48 * 4 * 16)
+    # Both hosts have all parameters: "data" lies across them.
+    pair = IslandConfig(
+        batch_size=4, hosts=2, mesh_data=2, mesh_fsdp=2, step_seconds=0.1
+    )
+    config = dataclasses.replace(config, islands={"pair": pair}).validate()
+    run_processes(config, tmp_path, how="7")
+    first, second = (
+        (tmp_path / f"pair.{index}.adopted").read_text().splitlines()
+        for index in range(2)
+    )
+    assert first == second
+    assert len(first) >= 6
+    assert len({line.split()[-1] for line in first}) == len(first)
+
+
+def test_meshes_and_hosts_change_nothing_but_rounding(text, tmp_path):
+    """f32 on every wire, scripted: three unlike islands against three of one device."""
+    config = make_config(text, codec_up="f32", codec_down="f32")
+    sync = dataclasses.replace(config.run.sync, quorum=3)
+    config = with_run(config, sync=sync, total_tokens=4 * 4 * 12 * 16)
+    unlike = {
+        "a": IslandConfig(batch_size=4, hosts=2, mesh_fsdp=4),
+        "b": IslandConfig(batch_size=4, mesh_fsdp=2, mesh_tensor=2),
+        "c": IslandConfig(batch_size=4),
+    }
+    (tmp_path / "unlike").mkdir()
+    unlike_config = dataclasses.replace(config, islands=unlike).validate()
+    found = flat(run_processes(unlike_config, tmp_path / "unlike", how="scripted"))
+    alike = dict.fromkeys(unlike, IslandConfig(batch_size=4))
+    (tmp_path / "alike").mkdir()
+    alike_config = dataclasses.replace(config, islands=alike).validate()
+    expected = flat(run_processes(alike_config, tmp_path / "alike", how="scripted"))
+    for name, value in expected.items():
+        error = np.linalg.norm(found[name] - value) / np.linalg.norm(value)
+        assert error <= 1e-4, f"{name} differs by {error}"
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> support.Run:
+    """Done; host 1 of the pair was killed after 15 steps."""
+    folder = tmp_path_factory.mktemp("hosts")
+    (folder / "text").mkdir()
+    numbers = np.random.default_rng(0)
+    for index in range(20):
+        line = " ".join(str(n) for n in numbers.integers(0, 99, 2000))
+        (folder / "text" / f"{index}.txt").write_text(line)
+    config = make_config(folder / "text")
+    run = dataclasses.replace(
+        config.run,
+        sync=SyncConfig(steps_per_cycle=6, fragments=3, quorum=1),
+        sequence_length=32,
+        total_tokens=2 * 150 * 4 * 32,
+    )
+    islands = {
+        "pair": IslandConfig(batch_size=4, hosts=2, mesh_fsdp=4, step_seconds=0.4),
+        "solo": IslandConfig(batch_size=4, step_seconds=0.4),
+    }
+    placement = Placement(faults=("pair/1@15:kill",))
+    config = Config(run=run, islands=islands, placement=placement).validate()
+    return support.run_in(config, folder, TIMEOUT_S)
+
+
+def test_the_death_of_one_host_ends_its_islands_attempt_and_nothing_else(killed):
+    islands = killed.summary["islands"]
+    assert {name: i["joins"] for name, i in islands.items()} == {"pair": 2, "solo": 1}
+    solo = islands["solo"]
+    assert solo["max_step_gap_seconds"] <= 3 * solo["median_step_seconds"]
+    assert solo["stalled_seconds"] <= 0.05 * solo["step_seconds"]
+    assert solo["tokens_lost"] == {}
+
+
+def test_the_island_is_merged_again_and_the_ledger_balances(killed):
+    sizes = support.fragment_sizes(killed.config)
+    assert tape_checks.ledger_problems(killed.summary, killed.tape, sizes) == []
+    assert tape_checks.version_problems(killed.tape) == []
+    assert tape_checks.steps_to_first_merge(killed.tape, "pair", 2) <= 6
+    assert set(killed.summary["islands"]["pair"]["tokens_lost"]) == {"died"}
+
+
+def test_hosts_with_different_configs_are_told_apart(text, tmp_path):
+    config = make_config(text)
+    pair = IslandConfig(batch_size=4, hosts=2, mesh_fsdp=2)
+    config = dataclasses.replace(config, islands={"pair": pair, "b": IslandConfig()})
+    other = dataclasses.replace(
+        config,
+        islands={**config.islands, "pair": dataclasses.replace(pair, remat="full")},
+    )
+    world, children = f"127.0.0.1:{free_port()}", []
+    with coordinator(config.validate(), tmp_path / "run") as service:
+        for index, told in enumerate((config, other)):
+            path = tmp_path / f"{index}.json"
+            write_config_json(told.validate(), path)
+            arguments = [path, "pair", service.address, tmp_path, world, index, "1"]
+            children.append(
+                subprocess.Popen(
+                    [sys.executable, str(HOST), *map(str, arguments)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        output, _ = children[1].communicate(timeout=TIMEOUT_S)
+        children[0].kill()
+        children[0].communicate(timeout=TIMEOUT_S)
+    assert children[1].returncode == 2, output
+    assert "host 1 of island 'pair' has another config than host 0" in output
+    assert "remat: 'full' here, 'none' there" in output
