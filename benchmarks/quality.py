@@ -1,0 +1,160 @@
+"""Quality at equal tokens: what decoupling, codecs, merge and adopt rules cost.
+
+Question: how far is the validation loss of each way to put islands' work together from
+its baseline, on real text, at equal tokens and with paired seeds?
+
+Every run is emulated (`diloco emulate`: the real policy, the real arithmetic, virtual
+time), so the machine's speed plays no part. Rows are in `quality_rows.py`. Runs that
+are missing are done in the order of the rows, first seeds first; each is kept in
+docs/results/raw/quality.json as soon as it is done, so the study can go on any time.
+
+Prediction, before the first run: decoupled within 0.5 % of synchronous DiLoCo; int8
+free, int4 below 0.5 %; data-parallel ahead of 8 islands by 5 to 10 % at these sizes and
+tokens; RDA ahead of the mean; overlaps of 1 to 4 steps alike.
+
+Command: `python benchmarks/quality.py --size 0.1m --minutes 60`. Cost: 2 to 3 minutes
+of one core per run at 0.1 M parameters, 20 minutes at 0.3 M.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import quality_report
+import support
+from machine import machine_facts
+from quality_rows import SIZES, Row, rates, rows
+
+from diloco_jax.loading import write_json
+
+RUN_TIMEOUT_S = 3 * 3600.0
+POLL_S = 1.0
+MIN_SEEDS, HEADLINE_SEEDS = 3, 5
+
+
+def main() -> int:
+    """Does what is missing within the time given, then writes the report."""
+    parser = support.parser(__doc__)
+    parser.add_argument("--size", choices=list(SIZES), default="0.1m")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="no run begins later"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument(
+        "--seeds", type=int, default=HEADLINE_SEEDS, help="of each row, at most"
+    )
+    parser.add_argument("--run", nargs=3, metavar=("SIZE", "ROW", "SEED"))
+    options = parser.parse_args()
+    if options.run:
+        size, name, seed = options.run
+        print(json.dumps(run_one(size, name, int(seed))))
+        return 0
+    path = options.out / "raw" / "quality.json"
+    known = json.loads(path.read_bytes())["runs"] if path.exists() else []
+    _work(options, path, known)
+    return quality_report.write(options.out, __doc__, known)
+
+
+def run_one(size: str, name: str, seed: int) -> dict[str, Any]:
+    """One run in this process."""
+    row = {r.name: r for r in (*rows(SIZES[size]), *rates(SIZES[size]))}[name]
+    run = dataclasses.replace(row.config.run, seed=seed)
+    config = dataclasses.replace(row.config, run=run)
+    began = time.monotonic()
+    if row.plain:
+        from diloco_jax import baseline
+        from diloco_jax.loading import resolve
+
+        found = baseline.run(resolve(config))
+        result = {"loss": found["eval_loss"], "tokens": found["tokens"]}
+    else:
+        from diloco_jax import emulate
+
+        options = dataclasses.replace(row.options, chance_seed=seed)
+        summary = emulate(config, options=options).summary
+        islands = summary["islands"].values()
+        result = {
+            "loss": summary["eval_loss"],
+            "tokens": summary["tokens_merged"],
+            "lost": sum(summary["tokens_lost"].values()),
+            "merges": summary["merges"],
+            "goodput": summary["goodput"],
+            "participation": min(i["participation"] for i in islands),
+            "restarts": sum(i["joins"] - 1 for i in islands),
+        }
+    seconds = round(time.monotonic() - began, 1)
+    return {"size": size, "row": name, "seed": seed, **result, "seconds": seconds}
+
+
+def _wanted(size: str, only: str, seeds: int) -> Iterator[tuple[Row, int]]:
+    """First the sweep of rates, then all rows by seed."""
+    found = list(rows(SIZES[size]))
+    chosen = [(row, 0) for row in rates(SIZES[size])]
+    for seed in range(seeds):
+        for row in found:
+            if row.headline or seed < MIN_SEEDS:
+                chosen.append((row, seed))
+    # Headlines first: they are what the defaults hang on.
+    chosen.sort(key=lambda item: not item[0].headline and item[0].group != "rates")
+    yield from (item for item in chosen if only in item[0].name)
+
+
+def _work(options: Any, path: Path, known: list[dict[str, Any]]) -> None:
+    done = {(run["size"], run["row"], run["seed"]) for run in known}
+    todo = [
+        (options.size, row.name, seed)
+        for row, seed in _wanted(options.size, options.only, options.seeds)
+        if (options.size, row.name, seed) not in done
+    ]
+    deadline = time.monotonic() + 60 * options.minutes
+    running: list[tuple[tuple[str, str, int], subprocess.Popen[str]]] = []
+    total = len(todo)
+    while running or (todo and time.monotonic() < deadline):
+        while todo and len(running) < options.jobs and time.monotonic() < deadline:
+            job = todo.pop(0)
+            running.append((job, _start(job)))
+        time.sleep(POLL_S)
+        for job, process in [r for r in running if r[1].poll() is not None]:
+            running.remove((job, process))
+            output, errors = process.communicate()
+            if process.returncode:
+                print(f"{job} failed:\n{errors[-2000:]}", file=sys.stderr)
+                continue
+            known.append(json.loads(output.splitlines()[-1]))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json({**machine_facts(), "runs": known}, path)
+            left = len(todo) + len(running)
+            print(
+                f"{time.strftime('%H:%M:%S')} {total - left}/{total} {known[-1]}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _start(job: tuple[str, str, int]) -> subprocess.Popen[str]:
+    """One thread each: two runs side by side are faster than one on two cores."""
+    command = [sys.executable, __file__, "--run", *map(str, job)]
+    environment = {**os.environ, "NPROC": "1", "JAX_PLATFORMS": "cpu"}
+    environment.setdefault(
+        "JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache/diloco_jax/jax")
+    )
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""The document of `quality.py`: paired differences with intervals, tables and plots."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import support
+from quality_rows import SIZES, Row, rates, rows
+
+PUBLISHED_GAPS = {1: -0.1, 2: 0.7, 4: 2.0, 8: 3.9}
+"""Percent over data-parallel at 35 M parameters, 20 tokens each, H = 30, each at its
+own best batch size (arXiv 2503.09799, table 4)."""
+BOUNDS = (
+    # Row, against, upper end of the interval in percent.
+    ("decoupled, 4 fast + 4 slow islands", "synchronous DiLoCo, 8 islands", 0.5),
+    ("decoupled, failures as at 1.2 M chips", "synchronous DiLoCo, 8 islands", 1.0),
+    ("decoupled, 8 islands", "bf16 both ways", 0.3),
+    ("int4 both ways", "bf16 both ways", 0.5),
+    ("one island, outer optimizer", "data-parallel", 0.0),
+)
+
+Runs = Sequence[dict[str, Any]]
+
+
+def write(out: Path, doc: str | None, runs: Runs) -> int:
+    """Writes quality.md, its plot and raw numbers; returns the exit code."""
+    tables: dict[str, list[dict[str, str]]] = {}
+    checks: list[support.Check] = []
+    for size in SIZES:
+        losses = _losses(runs, size)
+        if not losses:
+            continue
+        for row in rows(SIZES[size]):
+            if row.name in losses:
+                heading = f"{size} parameters: {row.group}"
+                tables.setdefault(heading, []).append(_line(row, losses))
+        swept = [
+            _swept(row, losses) for row in rates(SIZES[size]) if row.name in losses
+        ]
+        if swept:
+            tables[f"{size} parameters: sweep of learning rates (seed 0)"] = swept
+        checks += _checks(size, losses)
+    _plot(out / "quality.png", runs)
+    code = support.write_results(
+        out, "quality", doc or "", tables, checks, {"runs": list(runs)}
+    )
+    with (out / "quality.md").open("a") as file:
+        file.write("\n![Gap to data-parallel by number of islands](quality.png)\n")
+    return code
+
+
+def difference(
+    losses: dict[str, dict[int, float]], name: str, against: str
+) -> tuple[float, float, int] | None:
+    """Mean paired difference in percent, half of its 95 % interval, pairs; None
+    without a pair. The interval is infinite with one."""
+    pairs = [
+        100 * (losses[name][seed] / losses[against][seed] - 1)
+        for seed in losses.get(name, {})
+        if seed in losses.get(against, {})
+    ]
+    if not pairs:
+        return None
+    if len(pairs) == 1:
+        return pairs[0], float("inf"), 1
+    from scipy import stats
+
+    quantile = float(stats.t.ppf(0.975, len(pairs) - 1))
+    half = quantile * statistics.stdev(pairs) / len(pairs) ** 0.5
+    return statistics.fmean(pairs), half, len(pairs)
+
+
+def _losses(runs: Runs, size: str) -> dict[str, dict[int, float]]:
+    losses: dict[str, dict[int, float]] = {}
+    for run in runs:
+        if run["size"] == size:
+            losses.setdefault(run["row"], {})[run["seed"]] = run["loss"]
+    return losses
+
+
+def _line(row: Row, losses: dict[str, dict[int, float]]) -> dict[str, str]:
+    found = losses[row.name]
+    line = {
+        "row": row.name,
+        "loss, mean": f"{statistics.fmean(found.values()):.4f}",
+        "seeds": str(len(found)),
+        "against": row.against,
+        "difference, 95 % interval": "",
+    }
+    compared = difference(losses, row.name, row.against) if row.against else None
+    if compared is not None:
+        mean, half, _ = compared
+        interval = f"± {half:.2f}" if half < float("inf") else "(one pair)"
+        line["difference, 95 % interval"] = f"{mean:+.2f} % {interval}"
+    return line
+
+
+def _swept(row: Row, losses: dict[str, dict[int, float]]) -> dict[str, str]:
+    return {"row": row.name, "loss": f"{losses[row.name].get(0, float('nan')):.4f}"}
+
+
+def _checks(size: str, losses: dict[str, dict[int, float]]) -> list[support.Check]:
+    checks = []
+    for name, against, bound in BOUNDS:
+        compared = difference(losses, name, against)
+        if compared is None:
+            continue
+        mean, half, pairs = compared
+        what = f"{size}: {name} over {against}, upper end of {pairs} pairs"
+        checks.append(support.at_most(what, mean + half, bound, ".2f"))
+    return checks
+
+
+def _plot(path: Path, runs: Runs) -> None:
+    """Gap to data-parallel by number of islands, beside the published line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = {
+        1: "one island, outer optimizer",
+        8: "decoupled, 8 islands",
+        **{count: f"decoupled, {count} islands" for count in (2, 4, 16)},
+    }
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for size in SIZES:
+        losses = _losses(runs, size)
+        points = [
+            (count, *found[:2])
+            for count in sorted(names)
+            if (found := difference(losses, names[count], "data-parallel"))
+        ]
+        if points:
+            counts, gaps, halves = zip(*points, strict=True)
+            bars = [0.0 if half == float("inf") else half for half in halves]
+            axes.errorbar(counts, gaps, bars, marker="o", label=f"{size} parameters")
+    published = sorted(PUBLISHED_GAPS.items())
+    axes.plot(
+        *zip(*published, strict=True), "k--", label="published, 35 M, synchronous"
+    )
+    axes.set(xlabel="islands", ylabel="loss over data-parallel, %", xscale="log")
+    axes.set_xticks(sorted(names), [str(count) for count in sorted(names)])
+    axes.axhline(0, color="0.8")
+    axes.legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
