@@ -1,0 +1,208 @@
+"""What stands for arrays: anchors as digests, local values as the steps in them.
+
+An anchor's value is a digest over all publishes that made it. Of an island's local
+value it is known which of its own steps have an effect in (local - base), which is
+what its next delta holds (see `core.adopt`): `island.books` must say the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diloco_jax.config import AdoptRule
+from diloco_jax.coordinator.inbox import DeltaKey
+from diloco_jax.coordinator.store import RETAINED_PUBLISHES
+from diloco_jax.island.books import NON_FINITE
+from diloco_jax.island.mailbox import Arrival
+from diloco_jax.policy.events import FIRST_VERSION, Merge, Version
+from diloco_jax.simulation.merging import Fetched
+
+FIRST_ANCHOR = b"first"
+
+
+def digest(*parts: object) -> bytes:
+    """Of whatever has a repr."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+
+
+class Delta(NamedTuple):
+    """An encoded delta: the island's steps [start, stop), against `base`."""
+
+    start: int
+    stop: int
+    base: Version
+    finite: bool
+
+
+class Anchor(NamedTuple):
+    """A fragment's version and value."""
+
+    version: Version
+    value: bytes
+
+    def next(self, publish: bytes) -> Anchor:
+        """The anchor that a publish leads to."""
+        return Anchor(self.version.next(), digest(self.value, publish))
+
+
+class Anchors:
+    """`merging.Merging`: a coordinator's anchors and the deltas that it has."""
+
+    def __init__(self, anchors: tuple[Anchor, ...]) -> None:
+        self.anchors = list(anchors)
+        self._publishes: list[deque[tuple[Version, bytes]]] = [
+            deque(maxlen=RETAINED_PUBLISHES) for _ in anchors
+        ]
+        self._computed: dict[int, bytes] = {}
+        self._deltas: dict[DeltaKey, Delta] = {}
+
+    def put(self, key: DeltaKey, encoded: Delta) -> str:
+        """See Merging."""
+        self._deltas[key] = encoded
+        return "" if encoded.finite else NON_FINITE
+
+    def drop(self, key: DeltaKey) -> None:
+        """See Merging."""
+        self._deltas.pop(key, None)
+
+    def drop_island(self, island: str, before: int) -> None:
+        """Drops what incarnations of an island below `before` sent."""
+        for key in [k for k in self._deltas if k.island == island]:
+            if key.incarnation < before:
+                del self._deltas[key]
+
+    def compute(self, merge: Merge) -> str:
+        """See Merging."""
+        deltas = [
+            self._deltas[DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)]
+            for c in merge.contributions
+        ]
+        publish = digest(merge.version, merge.contributions, deltas, merge.final)
+        self._computed[merge.fragment] = publish
+        return publish.hex()
+
+    def publish(self, fragment: int) -> bytes:
+        """The encoded publish of the computed merge."""
+        return self._computed[fragment]
+
+    def commit(self, fragment: int, version: Version) -> None:
+        """See Merging."""
+        self.replay(fragment, version, self._computed.pop(fragment))
+
+    def replay(self, fragment: int, version: Version, publish: bytes) -> None:
+        """Applies a publish that is in the log."""
+        self.anchors[fragment] = self.anchors[fragment].next(publish)
+        self._publishes[fragment].append((version, publish))
+
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> Fetched:
+        """See Merging."""
+        anchor = self.anchors[fragment]
+        chain = [p for v, p in self._publishes[fragment] if have and v > have]
+        if have and chain and len(chain) == anchor.version.number - have.number:
+            return Fetched(anchor.version, 0, chain)
+        return Fetched(anchor.version, 0, anchor)
+
+
+@dataclasses.dataclass
+class _Local:
+    anchor: Anchor
+    start: int = 0
+    """First step with an effect in (local - base)."""
+    start_before: int = 0
+    """As it was before the outstanding take."""
+
+
+class DigestBody:
+    """`body.Body` of one incarnation.
+
+    adopted, trained: told of every anchor that it takes over, and of every step.
+    """
+
+    def __init__(
+        self,
+        rule: AdoptRule,
+        adopted: Callable[[int, Anchor], None],
+        trained: Callable[[int, np.ndarray], None],
+    ) -> None:
+        self.finite = True
+        """Whether the next delta will be finite."""
+        self._rule, self._adopted, self._trained = rule, adopted, trained
+        self._locals: dict[int, _Local] = {}
+        self._steps = 0
+
+    def begin(self, fetched: Mapping[int, Fetched]) -> None:
+        """See Body."""
+        for fragment, whole in fetched.items():
+            self._locals[fragment] = _Local(whole.data)
+            self._adopted(fragment, whole.data)
+
+    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
+        """See Body."""
+        if isinstance(fetched.data, Anchor):
+            return Arrival(
+                fragment=fragment, version=fetched.version, anchor=(fetched.data,)
+            )
+        return Arrival(
+            fragment=fragment,
+            version=fetched.version,
+            publishes=tuple((publish,) for publish in fetched.data),
+        )
+
+    def train(self, positions: np.ndarray, learning_rate: float) -> None:
+        """See Body."""
+        self._trained(self._steps, positions)
+        self._steps += 1
+
+    def take(self, fragment: int) -> Delta:
+        """See Arrays."""
+        local = self._locals[fragment]
+        finite, self.finite = self.finite, True
+        delta = Delta(local.start, self._steps, local.anchor.version, finite)
+        local.start_before, local.start = local.start, self._steps
+        return delta
+
+    def adopt(self, arrival: Arrival) -> None:
+        """See Arrays."""
+        local = self._locals[arrival.fragment]
+        if arrival.anchor is not None:
+            local.anchor = arrival.anchor[0]
+        for (publish,) in arrival.publishes:
+            local.anchor = local.anchor.next(publish)
+        if self._rule == "overwrite":
+            local.start = self._steps
+        self._adopted(arrival.fragment, local.anchor)
+
+    def settle(self, fragment: int) -> None:
+        """See Arrays."""
+
+    def reopen(self, fragment: int) -> None:
+        """See Arrays."""
+        local = self._locals[fragment]
+        local.start = local.start_before
+
+    def drop(self, fragment: int) -> None:
+        """See Arrays."""
+
+    def reset(self, fragment: int) -> None:
+        """See Arrays."""
+        self._locals[fragment].start = self._steps
+
+
+def first_anchors(fragments: int) -> tuple[Anchor, ...]:
+    """Of a new run."""
+    return (Anchor(FIRST_VERSION, FIRST_ANCHOR),) * fragments
+
+
+def loaded(anchors: tuple[Anchor, ...], entries: Any) -> Anchors:
+    """A coordinator's anchors after a crash: a snapshot's, and the log after it."""
+    made = Anchors(anchors)
+    for record, payload in entries:
+        if record["kind"] == "merged":
+            made.replay(record["fragment"], Version(*record["version"]), payload)
+    return made

@@ -1,0 +1,65 @@
+"""`diloco simulate faults`: what is checked, and how it is told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diloco_jax.config import ConfigError
+from diloco_jax.simulation.faults.plant import planted
+from diloco_jax.simulation.faults.play import Report, check, check_schedule
+from diloco_jax.simulation.faults.schedule import from_json
+from diloco_jax.simulation.progress import Progress
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FaultsConfig:
+    """Plays random schedules of faults against the policy, islands, log and recovery
+    of the product, and checks at every event what must hold. Exit code 1 if it did not.
+    """
+
+    seeds: int = 1000
+    """Schedules, one of each seed."""
+    first_seed: int = 0
+    """Of so many seeds in a row."""
+    schedule: str = ""
+    """Play this one instead, as a violation printed it (JSON)."""
+    plant: str = ""
+    """Break the code on purpose, to see a violation: a name of `plant.PLANTS`."""
+
+    def validate(self) -> None:
+        """Raises ConfigError naming field, value and remedy."""
+        if self.seeds < 1:
+            raise ConfigError(f"--seeds {self.seeds}; play at least 1")
+        if self.first_seed < 0:
+            raise ConfigError(f"--first-seed {self.first_seed}; it must be >= 0")
+
+
+def check_faults(config: FaultsConfig, progress: Progress) -> Report:
+    """Plays what the config says. Raises ConfigError for what it cannot."""
+    config.validate()
+    with planted(config.plant):
+        if config.schedule:
+            return check_schedule(from_json(config.schedule), config.plant)
+        last = config.first_seed + config.seeds
+        return check(range(config.first_seed, last), config.plant, progress)
+
+
+def text(report: Report) -> str:
+    """For people."""
+    lines = []
+    for found in report.violations:
+        where = "schedule" if found.seed is None else f"seed {found.seed}"
+        lines += [f"{where} violates {found.invariant}: {found.what}"]
+        if found.shortest is not None:
+            lines += [f"  shortest schedule found: {found.shortest.json()}"]
+        lines += [f"  again: {found.command}"]
+    faults = ", ".join(f"{kind} {n}" for kind, n in sorted(report.faults.items()))
+    return "\n".join(
+        [
+            *lines,
+            f"{report.schedules} schedules in {report.seconds:.1f} s "
+            f"({report.schedules_per_minute:.0f} a minute), {report.merges} merges, "
+            f"{report.crashes} crashes, {report.faults.total()} faults ({faults}): "
+            f"{len(report.violations)} violations",
+        ]
+    )

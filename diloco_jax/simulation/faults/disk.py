@@ -1,0 +1,100 @@
+"""The coordinator's disk: log segments and snapshots in memory, which may fail.
+
+The bytes are those of `coordinator.durable`; what it does with files (segments that
+rotate with every snapshot, and go once it is complete) is done here with buffers.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from diloco_jax.coordinator import durable
+from diloco_jax.policy.state import State
+
+SNAPSHOTS_KEPT = 2
+
+
+class DiskError(Exception):
+    """An append did not return: the process must end. complete: whether the record
+    is on the disk all the same."""
+
+    def __init__(self, *, complete: bool) -> None:
+        super().__init__("the disk failed")
+        self.complete = complete
+
+
+class EmptyDiskError(Exception):
+    """There is no run on the disk: without --init, nothing may begin."""
+
+
+class Found(NamedTuple):
+    """What a coordinator goes on from."""
+
+    state: State
+    anchors: Any
+    entries: list[durable.Entry]
+
+
+class Disk:
+    """Log and snapshots of one run."""
+
+    def __init__(self) -> None:
+        self.empty = False
+        """As a mount that did not come up."""
+        self.fails_in: int | None = None
+        """Appends until one fails."""
+        self.written_share = 0.0
+        """Of the record whose append fails."""
+        self._segments: dict[int, io.BytesIO] = {0: io.BytesIO()}
+        self._snapshots: dict[int, tuple[bytes, Any]] = {}
+
+    def append(self, record: Mapping[str, Any], payload: bytes) -> None:
+        """As `RecordLog.append`. Raises DiskError."""
+        data = durable.frame(record, payload)
+        newest = self._segments[max(self._segments)]
+        if self.fails_in == 0:
+            self.fails_in = None
+            written = int(self.written_share * len(data))
+            newest.write(data[:written])
+            raise DiskError(complete=written == len(data))
+        if self.fails_in is not None:
+            self.fails_in -= 1
+        newest.write(data)
+
+    def rotate(self) -> int:
+        """As `RecordLog.rotate`: returns the number of the segment that ended."""
+        ended = max(self._segments)
+        self._segments[ended + 1] = io.BytesIO()
+        return ended
+
+    def save(self, number: int, state: State, anchors: Any) -> None:
+        """A complete snapshot; forgets the log that it makes superfluous."""
+        self._snapshots[number] = (msgspec.json.encode(state), anchors)
+        for old in sorted(self._snapshots)[:-SNAPSHOTS_KEPT]:
+            del self._snapshots[old]
+        for segment in [n for n in self._segments if n <= number]:
+            del self._segments[segment]
+
+    def load(self) -> Found:
+        """The newest snapshot and the records after it.
+
+        Raises EmptyDiskError; DurableError if the log is damaged.
+        """
+        if self.empty:
+            raise EmptyDiskError
+        number = max(self._snapshots)
+        state, anchors = self._snapshots[number]
+        later = [n for n in sorted(self._segments) if n > number]
+        entries = [
+            entry
+            for n in later
+            for entry in durable.read_frames(
+                self._segments[n], f"segment {n}", last=n == later[-1]
+            )
+        ]
+        self._segments[later[-1]].seek(0, io.SEEK_END)
+        return Found(msgspec.json.decode(state, type=State), anchors, entries)

@@ -1,0 +1,233 @@
+"""Schedules drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from diloco_jax.simulation.faults import kinds, liveness
+from diloco_jax.simulation.faults.kinds import AnyFault, Restart
+from diloco_jax.simulation.faults.network import Way
+from diloco_jax.simulation.faults.schedule import (
+    LEASE_S,
+    IslandPlan,
+    Schedule,
+)
+
+FAULTS = 5
+"""Every schedule has at least so many, drawn early enough to happen."""
+JOIN_S = 2.0
+"""Longest join, about the time until the first step."""
+OVERWRITE_KEEPS = 0.7
+"""About the share of tokens that this rule does not lose."""
+
+
+def draw(seed: int) -> Schedule:
+    """At least 3 islands and 5 faults, and tokens for about 5 cycles or more. In most
+    schedules faults stop early enough to see that the run then goes on."""
+    rng = random.Random(f"faults {seed}")
+    names = "abcd"[: rng.choice([3, 3, 3, 4])]
+    fragments = rng.choice([1, 2, 2, 3])
+    schedule = Schedule(
+        islands={
+            name: IslandPlan(
+                step_s=rng.choice([0.8, 1.0, 1.0, 1.5, 2.5]),
+                batch_size=rng.randint(1, 3),
+                join_s=round(rng.uniform(0, JOIN_S), 1),
+            )
+            for name in names
+        },
+        total_tokens=0,
+        fragment_sizes=tuple(rng.randint(1, 9) for _ in range(fragments)),
+        steps_per_cycle=rng.choice([3, 4, 5, 6]),
+        overlap_steps=rng.choice([1, 2]),
+        quorum=rng.choice([1, 1, 2, 2, len(names)]),
+        grace=rng.choice([0.0, 0.8]),
+        max_staleness=rng.choice([0, 1, 1, 2]),
+        adopt=rng.choice(["rebase", "overwrite", "blend"]),
+        outage_s=rng.choice([20.0, 110.0, 125.0]),
+        transfer_s=rng.choice([0.1, 0.4, 1.2]),
+        merge_s=rng.choice([0.0, 0.1, 0.8]),
+    )
+    cycle_s = schedule.steps_per_cycle * schedule.pacing_s
+    storm_s = JOIN_S + rng.uniform(2, 3) * cycle_s
+    calm_s = rng.choice(
+        [
+            3 * cycle_s,
+            liveness.merges_within_s(schedule),
+            liveness.takes_within_s(schedule),
+        ]
+    )
+    # Later faults may come when the run is over; the first must not.
+    faults = [_draw_fault(rng, names, storm_s) for _ in range(FAULTS)]
+    if calm_s == 3 * cycle_s:
+        while rng.random() < 0.7:
+            faults.append(_draw_fault(rng, names, 1.2 * (storm_s + calm_s)))
+    kept = OVERWRITE_KEEPS if schedule.adopt == "overwrite" else 1.0
+    return msgspec.structs.replace(
+        schedule,
+        total_tokens=int((storm_s + calm_s) * schedule.tokens_per_s * kept),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+    )
+
+
+def _draw_fault(rng: random.Random, names: str, latest_s: float) -> AnyFault:
+    at_s = round(rng.uniform(0, latest_s), 2)
+    return rng.choice(DRAWS)(rng, at_s, rng.choice(names))
+
+
+def _restart(rng: random.Random) -> Restart:
+    return Restart(
+        down_s=round(rng.choice([0.2, 3.0, 9.0]) * rng.uniform(0.5, 1), 2),
+        clock_s=round(rng.choice([10.0, 5000.0]) * rng.random(), 1),
+        noticed_s=rng.choice([0.0, 0.0, 4.0]),
+    )
+
+
+def _seconds(rng: random.Random) -> float:
+    """Shorter or longer than a lease."""
+    return round(rng.choice([0.3, 1.0, 2.0]) * LEASE_S * rng.uniform(0.3, 1), 2)
+
+
+def _island_crash(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.IslandCrash(
+        at_s=at_s,
+        island=island,
+        down_s=_seconds(rng),
+        noticed=rng.random() < 0.5,
+        lingers=rng.random() < 0.5,
+    )
+
+
+def _join_crash(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.JoinCrash(
+        at_s=at_s,
+        island=island,
+        down_s=round(rng.uniform(0.1, 3), 2),
+        joining_s=round(rng.uniform(0, JOIN_S), 2),
+    )
+
+
+def _leave(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.Leave(at_s=at_s, island=island, away_s=_seconds(rng))
+
+
+def _replacement(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.Replacement(at_s=at_s, island=island)
+
+
+def _impostor(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.Impostor(at_s=at_s, island=island, behind=rng.randint(0, 1))
+
+
+def _step_jump(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.StepJump(
+        at_s=at_s,
+        island=island,
+        for_s=_seconds(rng),
+        factor=rng.choice([0.4, 3.0, 8.0]),
+    )
+
+
+def _unfit(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.Unfit(at_s=at_s, island=island)
+
+
+def _coordinator_crash(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    effects = rng.randrange(12)
+    return kinds.CoordinatorCrash(at_s=at_s, effects=effects, restart=_restart(rng))
+
+
+def _disk_failure(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.DiskFailure(
+        at_s=at_s,
+        appends=rng.randrange(3),
+        written=rng.random() < 0.5,
+        restart=_restart(rng),
+    )
+
+
+def _torn_write(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.TornWrite(
+        at_s=at_s,
+        appends=rng.randrange(3),
+        written_share=round(rng.uniform(0.02, 0.98), 2),
+        restart=_restart(rng),
+    )
+
+
+def _snapshot_failure(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.SnapshotFailure(at_s=at_s)
+
+
+def _disk_gone(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    restart = _restart(rng)
+    gone_s = round(restart.down_s + rng.uniform(0, 6), 2)
+    return kinds.DiskGone(at_s=at_s, gone_s=gone_s, restart=restart)
+
+
+def _clock_jump(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.ClockJump(at_s=at_s, forward_s=round(rng.uniform(1, 40), 1))
+
+
+def _break(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.Break(
+        at_s=at_s,
+        island=island,
+        away_s=rng.choice([0.0, _seconds(rng)]),
+        noticed=rng.random() < 0.5,
+        lingers=rng.random() < 0.5,
+    )
+
+
+def _partition(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    ways: tuple[Way, ...] = rng.choice([("up",), ("down",), ("up", "down")])
+    return kinds.Partition(at_s=at_s, island=island, for_s=_seconds(rng), ways=ways)
+
+
+def _repeat(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.Repeat(
+        at_s=at_s,
+        island=island,
+        for_s=_seconds(rng),
+        after_s=rng.choice([0.01, 0.5, 3.0]),
+    )
+
+
+def _delay(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.Delay(
+        at_s=at_s,
+        island=island,
+        for_s=_seconds(rng),
+        late_s=round(rng.uniform(0.5, 4), 1),
+        channel=rng.choice(["control", "bulk"]),
+    )
+
+
+def _corruption(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.Corruption(at_s=at_s, island=island, for_s=_seconds(rng))
+
+
+DRAWS: tuple[Callable[[random.Random, float, str], AnyFault], ...] = (
+    _island_crash,
+    _join_crash,
+    _leave,
+    _replacement,
+    _impostor,
+    _step_jump,
+    _unfit,
+    _coordinator_crash,
+    _coordinator_crash,
+    _disk_failure,
+    _torn_write,
+    _snapshot_failure,
+    _disk_gone,
+    _clock_jump,
+    _break,
+    _partition,
+    _repeat,
+    _delay,
+    _corruption,
+)

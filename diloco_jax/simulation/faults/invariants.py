@@ -1,0 +1,59 @@
+"""What must hold at every event, whatever fails: safety.
+
+Each invariant is a class that sees a run as a stream of observations (the methods of
+`Invariant`) and raises `ViolationError` with its `name`. They keep books of their own,
+from what is durable and what islands do, and do not trust the code that they check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from diloco_jax.policy.state import PolicyConfig
+from diloco_jax.simulation.faults import safe_books, safe_merges, safe_versions
+from diloco_jax.simulation.faults.observing import Invariant
+
+INVARIANTS: tuple[type[Invariant], ...] = (
+    safe_versions.AdoptedStays,
+    safe_versions.VersionsGrow,
+    safe_versions.AnchorsEqual,
+    safe_versions.TicksOnce,
+    safe_merges.MergedOnce,
+    safe_merges.DeltasExact,
+    safe_merges.QuorumHeld,
+    safe_merges.FencedOut,
+    safe_merges.StaleOut,
+    safe_books.LedgerExact,
+    safe_books.DataOnce,
+    safe_books.DurableFirst,
+)
+
+OBSERVATIONS = tuple(
+    name
+    for name, value in vars(Invariant).items()
+    if callable(value) and not name.startswith("_") and name != "hold"
+)
+
+
+class Monitor(Invariant):
+    """All of them as one."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        invariants = [kind(config) for kind in INVARIANTS]
+        for name in OBSERVATIONS:
+            watching = [
+                getattr(invariant, name)
+                for invariant in invariants
+                if name in vars(type(invariant))
+            ]
+            setattr(self, name, _all(watching))
+
+
+def _all(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    def observe(*observation: Any) -> None:
+        for call in calls:
+            call(*observation)
+
+    return observe

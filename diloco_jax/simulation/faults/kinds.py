@@ -1,0 +1,373 @@
+"""What can go wrong: each kind with its data and with what it does to a world.
+
+A fault strikes at `at_s`, or as soon after it as there is something to strike.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from diloco_jax.policy.events import Timer
+from diloco_jax.simulation.faults.network import Way
+
+if TYPE_CHECKING:
+    from diloco_jax.simulation.faults.world import World
+
+
+def _tag(name: str) -> str:
+    """`IslandCrash` -> "island_crash"."""
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+class Fault(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    tag_field="kind",
+    tag=_tag,
+):
+    """at_s: seconds from the begin of the run."""
+
+    at_s: float
+
+    @property
+    def kind(self) -> str:
+        """Its name in JSON."""
+        return str(self.__struct_config__.tag)
+
+    def strike(self, world: World) -> bool:
+        """Does it, or arms it; False if there is nothing to strike just now.
+
+        It calls `world.begun` once it really happens.
+        """
+        raise NotImplementedError
+
+
+# ---- islands ----------------------------------------------------------------------
+
+
+class IslandCrash(Fault, frozen=True):
+    """An island's process dies and starts again.
+
+    noticed: the coordinator sees the connection break; otherwise only its lease ends.
+    lingers: what it had sent still arrives.
+    """
+
+    island: str
+    down_s: float
+    noticed: bool = True
+    lingers: bool = False
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        return world.crash_island(
+            self.island, self.down_s, noticed=self.noticed, lingers=self.lingers
+        ) and world.begun(self, self.down_s)
+
+
+class JoinCrash(Fault, frozen=True):
+    """It dies, starts again, and dies again `joining_s` into its join."""
+
+    island: str
+    down_s: float
+    joining_s: float
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        if not world.crash_island(self.island, self.down_s):
+            return False
+        again_s = self.down_s + self.joining_s
+        world.clock.after(again_s, lambda: self._again(world))
+        return world.begun(self, again_s + self.down_s)
+
+    def _again(self, world: World) -> None:
+        world.crash_island(self.island, self.down_s)
+
+
+class Leave(Fault, frozen=True):
+    """It says goodbye, and comes back as another incarnation."""
+
+    island: str
+    away_s: float
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        island = world.islands[self.island]
+        if island.ended is not None:
+            return False
+        island.leave("left")
+        world.start_island_after(self.away_s, self.island)
+        return world.begun(self, self.away_s)
+
+
+class Replacement(Fault, frozen=True):
+    """The next incarnation starts while this one, now stale, goes on."""
+
+    island: str
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        if world.islands[self.island].ended is not None:
+            return False
+        world.start_island(self.island)
+        return world.begun(self, 0.0)
+
+
+class Impostor(Fault, frozen=True):
+    """A second process says hello under an incarnation of before (`behind` of them)
+    or, 0, of now."""
+
+    island: str
+    behind: int = 0
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        island = world.islands[self.island]
+        if island.ended is not None:
+            return False
+        impostor = world.make_island(self.island, island.incarnation - self.behind)
+        impostor.session += ".impostor"
+        world.connect(impostor)
+        return world.begun(self, 0.0)
+
+
+class StepJump(Fault, frozen=True):
+    """Its steps take `factor` times as long for a while."""
+
+    island: str
+    for_s: float
+    factor: float
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        world.slowness[self.island] = self.factor
+        world.clock.after(self.for_s, lambda: self._end(world))
+        return world.begun(self, self.for_s)
+
+    def _end(self, world: World) -> None:
+        world.slowness[self.island] = 1.0
+
+
+class Unfit(Fault, frozen=True):
+    """Its next delta is not finite."""
+
+    island: str
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        island = world.islands[self.island]
+        if island.ended is not None:
+            return False
+        island.body.finite = False
+        return world.begun(self, 0.0)
+
+
+# ---- the coordinator and its disk ---------------------------------------------------
+
+
+class Restart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a coordinator that died comes back.
+
+    clock_s: what its monotonic clock then says. noticed_s: after which the islands see
+    that their connections are broken.
+    """
+
+    down_s: float
+    clock_s: float = 0.0
+    noticed_s: float = 0.0
+
+
+class CoordinatorCrash(Fault, frozen=True):
+    """It dies before its next but `effects` effect is carried out."""
+
+    restart: Restart
+    effects: int = 0
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        return world.crash_after(self, self.restart, self.effects)
+
+
+class DiskFailure(Fault, frozen=True):
+    """The next but `appends` append fails, and the process ends.
+
+    written: whether the record is on the disk all the same.
+    """
+
+    restart: Restart
+    appends: int = 0
+    written: bool = False
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        written_share = float(self.written)
+        return world.fail_append(self, self.restart, self.appends, written_share)
+
+
+class TornWrite(Fault, frozen=True):
+    """Likewise, and a part of the record is on the disk."""
+
+    restart: Restart
+    appends: int = 0
+    written_share: float = 0.5
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        return world.fail_append(self, self.restart, self.appends, self.written_share)
+
+
+class SnapshotFailure(Fault, frozen=True):
+    """The next snapshot does not get complete."""
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        world.fail_snapshot(self)
+        return True
+
+
+class DiskGone(Fault, frozen=True):
+    """The coordinator dies, and finds an empty disk for the next `gone_s`."""
+
+    restart: Restart
+    gone_s: float
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        if world.coordinator is None:
+            return False
+        world.disk.empty = True
+        world.clock.after(self.gone_s, lambda: self._back(world))
+        world.crash_coordinator(self.restart)
+        return world.begun(self, max(self.gone_s, self.restart.down_s))
+
+    def _back(self, world: World) -> None:
+        world.disk.empty = False
+
+
+class ClockJump(Fault, frozen=True):
+    """The coordinator's clock jumps forward, as on a machine that slept."""
+
+    forward_s: float
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        if world.coordinator is None:
+            return False
+        world.coordinator.clock_offset += self.forward_s
+        world.coordinator.step(Timer())
+        return world.begun(self, 0.0)
+
+
+# ---- the network ------------------------------------------------------------------
+
+
+class Break(Fault, frozen=True):
+    """A connection breaks: what is under way is lost, or still arrives (`lingers`).
+    The coordinator sees it (`noticed`), or only that nothing comes."""
+
+    island: str
+    away_s: float
+    noticed: bool = True
+    lingers: bool = False
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        return world.break_connection(
+            self.island, self.away_s, noticed=self.noticed, lingers=self.lingers
+        ) and world.begun(self, self.away_s)
+
+
+class Partition(Fault, frozen=True):
+    """Nothing comes through in these directions; nobody is told. What was sent waits,
+    and is lost if the connection is given up for its silence."""
+
+    island: str
+    for_s: float
+    ways: tuple[Way, ...] = ("up", "down")
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        world.hold(self.island, self.ways, self.for_s)
+        return world.begun(self, self.for_s)
+
+
+class Repeat(Fault, frozen=True):
+    """Messages and transfers arrive a second time, `after_s` later."""
+
+    island: str
+    for_s: float
+    after_s: float
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        world.networks[self.island].repeat_after_s = self.after_s
+        world.clock.after(self.for_s, lambda: self._end(world))
+        return world.begun(self, self.for_s + self.after_s)
+
+    def _end(self, world: World) -> None:
+        world.networks[self.island].repeat_after_s = 0.0
+
+
+class Delay(Fault, frozen=True):
+    """Everything of one channel arrives so much later: bulk and control overtake each
+    other."""
+
+    island: str
+    for_s: float
+    late_s: float
+    channel: Literal["control", "bulk"] = "control"
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        self._be_late(world, self.late_s)
+        world.clock.after(self.for_s, lambda: self._be_late(world, 0.0))
+        return world.begun(self, self.for_s + self.late_s)
+
+    def _be_late(self, world: World, late_s: float) -> None:
+        network = world.networks[self.island]
+        if self.channel == "bulk":
+            network.bulk_late_s = late_s
+        else:
+            network.control_late_s = late_s
+
+
+class Corruption(Fault, frozen=True):
+    """Bulk bytes are damaged on the way, and sent again."""
+
+    island: str
+    for_s: float
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        world.networks[self.island].corrupts = True
+        world.clock.after(self.for_s, lambda: self._end(world))
+        return world.begun(self, self.for_s)
+
+    def _end(self, world: World) -> None:
+        world.networks[self.island].corrupts = False
+
+
+AnyFault = (
+    IslandCrash
+    | JoinCrash
+    | Leave
+    | Replacement
+    | Impostor
+    | StepJump
+    | Unfit
+    | CoordinatorCrash
+    | DiskFailure
+    | TornWrite
+    | SnapshotFailure
+    | DiskGone
+    | ClockJump
+    | Break
+    | Partition
+    | Repeat
+    | Delay
+    | Corruption
+)

@@ -1,0 +1,54 @@
+"""How soon a run goes on after its last fault, and how soon it is over: liveness."""
+
+from __future__ import annotations
+
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.simulation.faults.schedule import (
+    LEASE_S,
+    RESTART_S,
+    RETRY_S,
+    SEQUENCE_LENGTH,
+    Schedule,
+)
+
+NAME = "liveness"
+
+
+def merges_within_s(schedule: Schedule) -> float:
+    """Once faults have stopped, every fragment merges within this, again and again, as
+    long as the run has not got its tokens.
+
+    The sum of: a lease, after which who is silent is not waited for; a restart, for who
+    was refused, with a retry and its join; two cycles, since ticks go on from where
+    they were, and counters restart; and a step of the slowest, a transfer and a merge.
+    """
+    joins_s = max(plan.join_s for plan in schedule.islands.values())
+    back_s = LEASE_S + RESTART_S + RETRY_S + joins_s + schedule.transfer_s
+    cycles_s = 2 * schedule.steps_per_cycle * schedule.pacing_s
+    return (
+        back_s + cycles_s + schedule.slowest_s + schedule.transfer_s + schedule.merge_s
+    )
+
+
+def takes_within_s(schedule: Schedule) -> float:
+    """Likewise every island takes every fragment within this: what it took before is
+    merged or refused by then, and it is asked again."""
+    return merges_within_s(schedule) + 2 * (
+        schedule.steps_per_cycle * schedule.pacing_s + schedule.slowest_s
+    )
+
+
+def over_within_s(schedule: Schedule) -> float:
+    """Once faults have stopped, the run is over within this: as if it began anew, and
+    what its end takes at most, a lease and the flush (`Deadlines.flush_s`).
+
+    Deltas that come late again and again are refused again and again: all that is sure
+    to count are the steps of the K slowest, in every other cycle, and if islands
+    `overwrite` what they did between take and adoption, one step of it.
+    """
+    rates = sorted(plan.batch_size / plan.step_s for plan in schedule.islands.values())
+    tokens_per_s = SEQUENCE_LENGTH * sum(rates[: schedule.quorum]) / 2
+    if schedule.adopt == "overwrite":
+        tokens_per_s /= schedule.steps_per_cycle
+    anew_s = schedule.total_tokens / tokens_per_s
+    return merges_within_s(schedule) + anew_s + LEASE_S + Deadlines(LEASE_S).flush_s

@@ -1,0 +1,108 @@
+"""An island's connections, and what is wrong with them at the moment."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from diloco_jax.simulation.clock import Clock
+from diloco_jax.simulation.line import Line, LineSpeed
+
+Way = Literal["up", "down"]
+
+RESEND_S = 0.3
+"""From a transfer that was refused by its checksum to the next attempt."""
+
+
+@dataclasses.dataclass
+class Network:
+    """How an island reaches the coordinator, on whatever connection.
+
+    latency_s, transfer_s: what a message and a transfer take.
+    """
+
+    latency_s: float
+    transfer_s: float
+    held: set[Way] = dataclasses.field(default_factory=set)
+    """Nothing comes through this way; it waits, unless the connection breaks."""
+    control_late_s: float = 0.0
+    bulk_late_s: float = 0.0
+    repeat_after_s: float = 0.0
+    """What is sent, and not asked for, arrives once more so much later; 0 = once."""
+    corrupts: bool = False
+    """Bulk bytes are damaged on the way: their checksum does not fit."""
+
+
+class FaultyLine(Line):
+    """A connection through a network in trouble. Control messages stay in order in
+    each direction, but for those that arrive twice."""
+
+    def __init__(self, clock: Clock, network: Network) -> None:
+        super().__init__(clock, LineSpeed())
+        self._network = network
+        self._lingers = False
+        self._waiting: list[Callable[[], None]] = []
+        self._in_order: dict[Way, float] = {"up": 0.0, "down": 0.0}
+
+    def linger(self) -> None:
+        """What the island has sent arrives, even after `cut`."""
+        self._lingers = True
+
+    def release(self) -> None:
+        """What was held goes on, as far as it is not still held."""
+        waiting, self._waiting = self._waiting, []
+        for land in waiting:
+            land()
+
+    def send_up(self, arrive: Callable[[], None]) -> None:
+        """See Line."""
+        self._send("up", arrive)
+
+    def send_down(self, arrive: Callable[[], None]) -> None:
+        """See Line."""
+        self._send("down", arrive)
+
+    def upload(self, nbytes: int, arrive: Callable[[], None]) -> None:
+        """See Line."""
+        self._transfer({"up"}, arrive, repeats=True)
+
+    def download(self, nbytes: int, arrive: Callable[[], None]) -> None:
+        """See Line."""
+        self._transfer({"up", "down"}, arrive, repeats=False)
+
+    def _send(self, way: Way, arrive: Callable[[], None]) -> None:
+        network = self._network
+        at = self._clock.now + network.latency_s + network.control_late_s
+        at = self._in_order[way] = max(at, self._in_order[way])
+        self._carry(at, {way}, arrive, repeats=True)
+
+    def _transfer(
+        self, ways: set[Way], arrive: Callable[[], None], *, repeats: bool
+    ) -> None:
+        network = self._network
+        at = self._clock.now + network.transfer_s + network.bulk_late_s
+        if not network.corrupts:
+            self._carry(at, ways, arrive, repeats=repeats)
+            return
+
+        def again() -> None:
+            if self.open:
+                self._transfer(ways, arrive, repeats=repeats)
+
+        self._clock.at(at + RESEND_S, again)
+
+    def _carry(
+        self, at: float, ways: set[Way], arrive: Callable[[], None], *, repeats: bool
+    ) -> None:
+        def land() -> None:
+            if not self.open and not (self._lingers and ways == {"up"}):
+                return
+            if ways & self._network.held:
+                self._waiting.append(land)
+            else:
+                arrive()
+
+        self._clock.at(at, land)
+        if repeats and self._network.repeat_after_s:
+            self._clock.at(at + self._network.repeat_after_s, land)

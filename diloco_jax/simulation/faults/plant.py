@@ -1,0 +1,166 @@
+"""Faults planted into the code, to show that every invariant can fail.
+
+Each is one function of the product that does less, or more, than it should, while a
+schedule is played.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+from diloco_jax.config import ConfigError, suggest
+from diloco_jax.island.mailbox import Arrival
+from diloco_jax.policy import (
+    fragment,
+    ledger,
+    membership,
+    policy,
+    recovery,
+    schedule,
+    shares,
+    takes,
+)
+from diloco_jax.policy.events import Persist
+
+
+class Plant(NamedTuple):
+    """`owner.name` becomes `broken(original)`, which `invariant` must notice."""
+
+    invariant: str
+    owner: Any
+    name: str
+    broken: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _forgets_the_last_merge(recover: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(config: Any, snapshot: Any, records: Any, now: float) -> Any:
+        merges = [i for i, r in enumerate(records) if r["kind"] == "merged"]
+        kept = [r for i, r in enumerate(records) if i not in merges[-1:]]
+        return recover(config, snapshot, kept, now)
+
+    return broken
+
+
+def _reads_no_log(recover: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda config, snapshot, records, now: recover(config, snapshot, (), now)
+
+
+def _loses_the_first_publish(join: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda arrival, later: later
+
+
+def _uses_ticks_again(after_crash: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda config, state: state
+
+
+def _keeps_the_take(book: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(before: Any, c: Any) -> Any:
+        after = book(before, c)
+        take = before.accounts[c.island].take
+        account = dataclasses.replace(after.accounts[c.island], take=take)
+        accounts = {**after.accounts, c.island: account}
+        return dataclasses.replace(after, accounts=accounts)
+
+    return broken
+
+
+def _loses_a_step(known: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(config: Any, f: Any, name: str, held: Any, now: float) -> Any:
+        end = max(held.start, held.end - 1)
+        return known(config, f, name, dataclasses.replace(held, end=end), now)
+
+    return broken
+
+
+def _needs_one_less(settle: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(config: Any, *arguments: Any, **options: Any) -> Any:
+        quorum = max(1, config.quorum - 1)
+        config = dataclasses.replace(config, quorum=quorum)
+        return settle(config, *arguments, **options)
+
+    return broken
+
+
+def _lets_everyone_in(refusal: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(*arguments: Any) -> Any:
+        refuse = refusal(*arguments)
+        fenced = refuse is not None and refuse.code == "fenced"
+        return None if fenced else refuse
+
+    return broken
+
+
+def _refuses_nothing(refuse: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda config, f, name: (f, [])
+
+
+def _counts_twice(book: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(before: Any, c: Any) -> Any:
+        return book(before, dataclasses.replace(c, tokens=2 * c.tokens))
+
+    return broken
+
+
+def _frees_all_data(release: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda state, name, merged_steps: release(state, name, 0)
+
+
+def _writes_last(step: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(*arguments: Any) -> Any:
+        state, effects = step(*arguments)
+        return state, sorted(effects, key=lambda effect: isinstance(effect, Persist))
+
+    return broken
+
+
+def _asks_once(ask_again: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda f, name: (f, [])
+
+
+def _leaves_a_gap(regrant: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda state, name, known: regrant(state, name, known)[1:]
+
+
+PLANTS = {
+    "recovery_forgets_a_merge": Plant(
+        "versions", recovery, "recover", _forgets_the_last_merge
+    ),
+    "recovery_reads_no_log": Plant("adopted", recovery, "recover", _reads_no_log),
+    "a_publish_is_skipped": Plant(
+        "anchors", Arrival, "followed_by", _loses_the_first_publish
+    ),
+    "ticks_are_used_again": Plant("ticks", schedule, "after_crash", _uses_ticks_again),
+    "takes_stay_after_a_merge": Plant("merged_once", ledger, "book", _keeps_the_take),
+    "a_step_is_left_out": Plant("deltas", takes, "known", _loses_a_step),
+    "one_less_than_quorum": Plant("quorum", fragment, "settle", _needs_one_less),
+    "fenced_ones_come_in": Plant("fenced", membership, "_refusal", _lets_everyone_in),
+    "stale_deltas_are_merged": Plant(
+        "stale", takes, "refuse_if_stale", _refuses_nothing
+    ),
+    "tokens_count_twice": Plant("ledger", ledger, "book", _counts_twice),
+    "merged_data_is_free": Plant("data", shares, "release", _frees_all_data),
+    "the_log_is_written_last": Plant("durable", policy, "step", _writes_last),
+    "takes_are_asked_for_once": Plant("liveness", membership, "_ask_again", _asks_once),
+    "grants_have_a_gap": Plant("unbroken", shares, "regrant", _leaves_a_gap),
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """With this fault in the code; "" is none. Raises ConfigError for unknown names."""
+    if not name:
+        yield
+        return
+    if name not in PLANTS:
+        raise ConfigError(
+            f"--plant {name!r} is not known{suggest(name, list(PLANTS))}; there are "
+            f"{', '.join(PLANTS)}"
+        )
+    plant = PLANTS[name]
+    broken = plant.broken(getattr(plant.owner, plant.name))
+    with mock.patch.object(plant.owner, plant.name, broken):
+        yield

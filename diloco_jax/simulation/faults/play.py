@@ -1,0 +1,196 @@
+"""Plays schedules, one or many, and says what did not hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import shlex
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+
+from diloco_jax.simulation.faults.draw import FAULTS, draw
+from diloco_jax.simulation.faults.observing import ViolationError
+from diloco_jax.simulation.faults.schedule import Schedule
+from diloco_jax.simulation.faults.shrink import shortest
+from diloco_jax.simulation.faults.world import World
+from diloco_jax.simulation.progress import Progress, nobody
+
+CYCLES = 3
+"""Every fragment merges at least so often in a schedule drawn from a seed."""
+UNBROKEN = "unbroken"
+"""The invariant that no process ends by an exception."""
+COMMAND = "diloco simulate faults"
+
+
+class Wrong(NamedTuple):
+    """A violation: which invariant does not hold, and what was seen."""
+
+    invariant: str
+    what: str
+
+
+class Played(NamedTuple):
+    """What became of a schedule. wrong: None if everything held."""
+
+    world: World
+    wrong: Wrong | None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as much happened as must."""
+        world = self.world
+        return world.struck.total() >= FAULTS and min(world.merges) >= CYCLES
+
+
+def play(schedule: Schedule) -> Played:
+    """Plays it to its end, or to the first violation."""
+    world = World(schedule)
+    try:
+        world.play()
+    except ViolationError as violation:
+        return Played(world, Wrong(violation.invariant, violation.what))
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{error!r} in {place.name}, {place.filename}:{place.lineno}"
+        return Played(world, Wrong(UNBROKEN, what))
+    return Played(world, None)
+
+
+def play_seed(seed: int) -> Played:
+    """Plays what the seed draws, with more tokens if it was over too soon."""
+    schedule = draw(seed)
+    while not (played := play(schedule)).is_full and played.wrong is None:
+        tokens = schedule.total_tokens * 3 // 2
+        schedule = msgspec.structs.replace(schedule, total_tokens=tokens)
+    return played
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Violation:
+    """What a seed found. shortest: only of the first one of an invariant."""
+
+    seed: int | None
+    invariant: str
+    what: str
+    shortest: Schedule | None
+    command: str
+    """Repeats it, with the shortest schedule if there is one."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Report:
+    """Of many schedules."""
+
+    schedules: int = 0
+    seconds: float = 0.0
+    """Without shortening."""
+    merges: int = 0
+    crashes: int = 0
+    """Of islands and coordinators."""
+    faults: Counter[str] = dataclasses.field(default_factory=Counter)
+    """That happened, by kind."""
+    violations: list[Violation] = dataclasses.field(default_factory=list)
+
+    @property
+    def schedules_per_minute(self) -> float:
+        """On one core."""
+        return 60 * self.schedules / self.seconds if self.seconds else 0.0
+
+    def json(self) -> dict[str, Any]:
+        """As builtins."""
+        rate = self.schedules_per_minute
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return {**values, "schedules_per_minute": rate}
+
+
+def check(seeds: Iterable[int], plant: str = "", progress: Progress = nobody) -> Report:
+    """Plays what these seeds draw. plant: as the command is to name it."""
+    seeds = list(seeds)
+    report = Report()
+    shortened: set[str] = set()
+    with _quiet():
+        for index, seed in enumerate(seeds):
+            began = time.perf_counter()
+            played = play_seed(seed)
+            report.seconds += time.perf_counter() - began
+            _add(report, played)
+            if played.wrong is not None:
+                first = played.wrong.invariant not in shortened
+                shortened.add(played.wrong.invariant)
+                report.violations.append(
+                    _violation(played, played.wrong, seed, plant, shorten=first)
+                )
+            progress((index + 1) / len(seeds))
+    return report
+
+
+def check_schedule(schedule: Schedule, plant: str = "") -> Report:
+    """Plays one, as it is."""
+    report = Report()
+    with _quiet():
+        began = time.perf_counter()
+        played = play(schedule)
+        report.seconds = time.perf_counter() - began
+    _add(report, played)
+    if played.wrong is not None:
+        command = _command("--schedule", schedule.json(), *_planted(plant))
+        report.violations.append(
+            Violation(
+                seed=None, **played.wrong._asdict(), shortest=schedule, command=command
+            )
+        )
+    return report
+
+
+def _add(report: Report, played: Played) -> None:
+    report.schedules += 1
+    report.merges += sum(played.world.merges)
+    report.crashes += played.world.crashes
+    report.faults.update(played.world.struck)
+
+
+def _violation(
+    played: Played, wrong: Wrong, seed: int, plant: str, *, shorten: bool
+) -> Violation:
+    short = None
+    of_seed = ("--seeds", "1", "--first-seed", str(seed))
+    command = _command(*of_seed, *_planted(plant))
+    if shorten:
+
+        def fails(schedule: Schedule) -> bool:
+            again = play(schedule).wrong
+            return again is not None and again.invariant == wrong.invariant
+
+        short = shortest(played.world.schedule, fails)
+        command = _command("--schedule", short.json(), *_planted(plant))
+    return Violation(seed=seed, **wrong._asdict(), shortest=short, command=command)
+
+
+def _planted(plant: str) -> tuple[str, ...]:
+    return ("--plant", plant) if plant else ()
+
+
+def _command(*arguments: str) -> str:
+    return f"{COMMAND} {shlex.join(arguments)}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of torn logs and refused takes, which are the point here;
+    and what was imported is not searched for garbage again and again."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        logging.disable(disabled)

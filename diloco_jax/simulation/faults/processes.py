@@ -1,0 +1,90 @@
+"""Coordinator and islands that are watched, and that die."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from diloco_jax.config import RunConfig
+from diloco_jax.policy.events import Effect, Event, Publish
+from diloco_jax.simulation.clock import Clock
+from diloco_jax.simulation.coordinator import VirtualCoordinator
+from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
+from diloco_jax.simulation.faults.disk import DiskError
+from diloco_jax.simulation.faults.invariants import Monitor
+from diloco_jax.simulation.island import IslandSpec, VirtualIsland
+
+
+@dataclasses.dataclass
+class FaultyCoordinator(VirtualCoordinator):
+    """One life of a coordinator.
+
+    survives: asked before every effect; False if that was its end.
+    disk_failed: called when a record could not be written; it is dead then.
+    """
+
+    merging: Anchors
+    monitor: Monitor = dataclasses.field(kw_only=True)
+    survives: Callable[[], bool] = dataclasses.field(kw_only=True)
+    disk_failed: Callable[[], None] = dataclasses.field(kw_only=True)
+
+    def decide(self, event: Event) -> list[Effect]:
+        """See VirtualCoordinator."""
+        effects = super().decide(event)
+        self.monitor.decided(self.state, effects)
+        return effects
+
+    def carry_out(self, effect: Effect) -> None:
+        """See VirtualCoordinator."""
+        if not self.survives():
+            return
+        self.monitor.carrying_out(effect)
+        try:
+            super().carry_out(effect)
+        except DiskError:
+            self.disk_failed()
+        if isinstance(effect, Publish):
+            anchor = self.merging.anchors[effect.fragment]
+            self.monitor.published(effect.fragment, anchor)
+
+
+class FaultyIsland(VirtualIsland):
+    """One incarnation. refused: called when it is not let in, or put out."""
+
+    def __init__(
+        self,
+        spec: IslandSpec,
+        incarnation: int,
+        run: RunConfig,
+        clock: Clock,
+        report_s: float,
+        monitor: Monitor,
+        refused: Callable[[FaultyIsland], None],
+    ) -> None:
+        self.who = (spec.name, incarnation)
+        self.body = DigestBody(
+            run.sync.adopt,
+            functools.partial(monitor.adopted, self.who),
+            functools.partial(monitor.trained, self.who),
+        )
+        self.takes: Counter[int] = Counter()
+        """By fragment."""
+        self._monitor, self._refused = monitor, refused
+        super().__init__(spec, incarnation, run, clock, self.body, report_s)
+
+    def put(self, fragment: int, tick: int, encoded: Any) -> None:
+        """See boundary.Outgoing."""
+        assert self.boundary is not None
+        self.takes[fragment] += 1
+        for take in self.boundary.books.outstanding():
+            if take.fragment == fragment:
+                self._monitor.took(self.who, take, encoded)
+        super().put(fragment, tick, encoded)
+
+    def turned_away(self, reason: str) -> None:
+        """See VirtualIsland."""
+        super().turned_away(reason)
+        self._refused(self)

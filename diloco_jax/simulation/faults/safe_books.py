@@ -1,0 +1,214 @@
+"""Safety of the books: tokens, data, and what is in the log."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from diloco_jax.policy import ledger
+from diloco_jax.policy.events import (
+    AskTake,
+    Effect,
+    Finish,
+    Grant,
+    Publish,
+    StopStepping,
+    TellVerdict,
+    Version,
+    Welcome,
+)
+from diloco_jax.policy.state import PolicyConfig, State
+from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
+
+
+class LedgerExact(Invariant):
+    """Merged, lost and open steps balance at every event; what is merged is what the
+    log says; at the end everything that was computed is merged or lost."""
+
+    name = "ledger"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._seen: object = None
+        self._merged: dict[tuple[int, str], int] = defaultdict(int)
+        self._steps: dict[Incarnation, int] = {}
+
+    def decided(self, state: State, effects: Sequence[Effect]) -> None:
+        """See Invariant."""
+        if state.fragments is not self._seen:
+            self._seen = state.fragments
+            wrong = ledger.check(self.config, state)
+            self.hold(not wrong, "; ".join(wrong))
+
+    def persisted(self, record: dict[str, Any]) -> None:
+        """See Invariant."""
+        if record["kind"] == "merged":
+            for c in record["contributions"]:
+                self._merged[record["fragment"], c["island"]] += c["tokens"]
+
+    def trained(self, who: Incarnation, step: int, positions: np.ndarray) -> None:
+        """See Invariant."""
+        self._steps[who] = step + 1
+
+    def recovered(self, state: State) -> None:
+        """See Invariant."""
+        self.decided(state, ())
+        for fragment in state.fragments:
+            for name, account in fragment.accounts.items():
+                merged = self._merged[fragment.index, name]
+                self.hold(
+                    account.merged_tokens == merged,
+                    f"fragment {fragment.index}, island {name}: the log has {merged} "
+                    f"merged tokens, the recovered books {account.merged_tokens}",
+                )
+
+    def finished(self, state: State) -> None:
+        """See Invariant."""
+        self.recovered(state)
+        for name, island in state.islands.items():
+            steps = sum(n for who, n in self._steps.items() if who[0] == name)
+            computed = island.computed_tokens
+            self.hold(
+                computed <= steps * island.tokens_per_step,
+                f"island {name}: {computed} tokens computed, but it made {steps} steps",
+            )
+            for fragment in state.fragments:
+                account = fragment.accounts[name]
+                settled = account.merged_tokens + sum(account.lost_tokens.values())
+                self.hold(
+                    settled == computed,
+                    f"fragment {fragment.index}, island {name}: {settled} tokens are "
+                    f"merged or lost at the end, of {computed} computed",
+                )
+
+
+class DataOnce(Invariant):
+    """An island trains on what it was durably granted, in order. A share of the data
+    is granted to one incarnation at a time, and no more once a merge has it."""
+
+    name = "data"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._current: dict[str, int] = {}
+        self._granted: dict[Incarnation, list[int]] = {}
+        self._held: dict[Incarnation, set[int]] = {}
+        self._per_step: dict[Incarnation, int] = {}
+        self._merged: dict[int, Incarnation] = {}
+
+    def persisted(self, record: dict[str, Any]) -> None:
+        """See Invariant."""
+        match record["kind"]:
+            case "joined":
+                who = (record["island"], record["incarnation"])
+                self._current[record["island"]] = record["incarnation"]
+                self._granted[who], self._held[who] = [], set()
+                self._per_step[who] = record["sequences_per_step"]
+            case "left":
+                del self._held[record["island"], record["incarnation"]]
+            case "granted":
+                self._grant(record)
+            case "merged":
+                for c in record["contributions"]:
+                    self._merge(c)
+
+    def trained(self, who: Incarnation, step: int, positions: np.ndarray) -> None:
+        """See Invariant."""
+        count = self._per_step[who]
+        granted = self._granted[who][step * count : (step + 1) * count]
+        self.hold(
+            positions.tolist() == granted,
+            f"{who} trains step {step} on {positions.tolist()}, granted are {granted}",
+        )
+
+    def _grant(self, record: dict[str, Any]) -> None:
+        who = (record["island"], self._current[record["island"]])
+        positions = range(record["start"], record["stop"])
+        self.hold(
+            record["offset"] == len(self._granted[who]),
+            f"{who} has {len(self._granted[who])} positions:",
+            record,
+        )
+        for holder, held in self._held.items():
+            self.hold(held.isdisjoint(positions), f"{holder} has part of", record)
+        self.hold(
+            self._merged.keys().isdisjoint(positions), "part of it is merged:", record
+        )
+        self._held[who].update(positions)
+        self._granted[who].extend(positions)
+
+    def _merge(self, c: dict[str, Any]) -> None:
+        who = (c["island"], c["incarnation"])
+        count = self._per_step[who]
+        for position in self._granted[who][c["start"] * count : c["end"] * count]:
+            merged = self._merged.setdefault(position, who)
+            self.hold(
+                merged == who, f"position {position} of {who} was merged from {merged}"
+            )
+
+
+class DurableFirst(Invariant):
+    """Whatever an island can see is in the log before it can see it."""
+
+    name = "durable"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._sessions: dict[str, str] = {}
+        self._incarnations: dict[str, int] = {}
+        self._grants: set[tuple[str, int, int, int]] = set()
+        self._versions = [Version()] * config.fragments
+        self._merged: set[Key] = set()
+        self._ticks = 0
+        self._kinds: set[str] = set()
+
+    def persisted(self, record: dict[str, Any]) -> None:
+        """See Invariant."""
+        self._kinds.add(record["kind"])
+        match record["kind"]:
+            case "joined":
+                self._sessions[record["island"]] = record["session"]
+                self._incarnations[record["island"]] = record["incarnation"]
+            case "granted":
+                key = record["island"], self._incarnations[record["island"]]
+                self._grants.add((*key, record["start"], record["stop"]))
+            case "merged":
+                fragment = record["fragment"]
+                self._versions[fragment] = Version(*record["version"])
+                for c in record["contributions"]:
+                    key = (c["island"], c["incarnation"])
+                    self._merged.add((*key, fragment, c["tick"]))
+            case "ticks":
+                self._ticks = record["through"]
+
+    def carrying_out(self, effect: Effect) -> None:
+        """See Invariant."""
+        match effect:
+            case Welcome():
+                durable = self._sessions.get(effect.island) == effect.session
+                durable &= list(effect.versions) == self._versions
+            case Grant(island=island, span=span):
+                durable = (island, self._incarnations[island], *span) in self._grants
+            case AskTake(tick=tick):
+                durable = tick <= self._ticks
+            case Publish(fragment=fragment, version=version, verdicts=verdicts):
+                durable = self._versions[fragment] == version and all(
+                    self._is_merged(name, fragment, tick)
+                    for name, (tick, verdict, _) in verdicts.items()
+                    if verdict == "merged"
+                )
+            case TellVerdict(verdict="merged"):
+                durable = self._is_merged(effect.island, effect.fragment, effect.tick)
+            case StopStepping():
+                durable = "stopping" in self._kinds
+            case Finish():
+                durable = "finished" in self._kinds
+            case _:
+                return
+        self.hold(durable, "visible before it is in the log:", effect)
+
+    def _is_merged(self, name: str, fragment: int, tick: int) -> bool:
+        return (name, self._incarnations[name], fragment, tick) in self._merged

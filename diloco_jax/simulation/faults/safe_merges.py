@@ -1,0 +1,190 @@
+"""Safety of merges: what may enter one, and how often."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from diloco_jax.policy.events import (
+    AskTake,
+    Effect,
+    Merge,
+    Outstanding,
+    Persist,
+    Version,
+)
+from diloco_jax.policy.state import PolicyConfig, State
+from diloco_jax.simulation.faults.arrays import Delta
+from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
+
+
+class MergedOnce(Invariant):
+    """No take and no step of an incarnation enters two merges of a fragment."""
+
+    name = "merged_once"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._through: dict[tuple[str, int, int], int] = defaultdict(int)
+
+    def decided(self, state: State, effects: Sequence[Effect]) -> None:
+        """See Invariant."""
+        for effect in effects:
+            if isinstance(effect, Merge):
+                for c in effect.contributions:
+                    through = self._through[c.island, c.incarnation, effect.fragment]
+                    self.hold(c.start >= through, f"merged through {through}:", c)
+
+    def persisted(self, record: dict[str, Any]) -> None:
+        """See Invariant."""
+        if record["kind"] == "merged":
+            for c in record["contributions"]:
+                whose = (c["island"], c["incarnation"], record["fragment"])
+                self.hold(c["start"] >= self._through[whose], "merged again:", c)
+                self._through[whose] = c["end"]
+
+
+class DeltasExact(Invariant):
+    """A delta holds exactly the steps, against exactly the version, that the island's
+    books say, and it is merged as that."""
+
+    name = "deltas"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._takes: dict[Key, tuple[int, int, Version]] = {}
+        self._tokens_per_step: dict[Incarnation, int] = {}
+
+    def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
+        """See Invariant."""
+        self.hold(
+            (take.start, take.end, take.base) == delta[:3], f"{who}:", take, delta
+        )
+        self._takes[(*who, take.fragment, take.tick)] = delta[:3]
+
+    def persisted(self, record: dict[str, Any]) -> None:
+        """See Invariant."""
+        if record["kind"] == "joined":
+            who = (record["island"], record["incarnation"])
+            self._tokens_per_step[who] = record["tokens_per_step"]
+        if record["kind"] != "merged":
+            return
+        for c in record["contributions"]:
+            who = (c["island"], c["incarnation"])
+            taken = self._takes.get((*who, record["fragment"], c["tick"]))
+            self.hold(
+                (c["start"], c["end"], Version(*c["base"])) == taken,
+                f"taken as {taken}:",
+                c,
+            )
+            steps = c["end"] - c["start"]
+            self.hold(steps > 0, "a delta without steps:", c)
+            self.hold(c["tokens"] == steps * self._tokens_per_step[who], "tokens of", c)
+
+
+class QuorumHeld(Invariant):
+    """At least K deltas enter a merge, and K are from islands that its tick asked, if
+    it could ask K; but for the flush, which comes when the run has its tokens."""
+
+    name = "quorum"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._asked: dict[int, set[str]] = {}
+        self._asked_first: dict[int, int] = {}
+        self._stopping = False
+
+    def decided(self, state: State, effects: Sequence[Effect]) -> None:
+        """See Invariant."""
+        for effect in effects:
+            if isinstance(effect, AskTake):
+                self._asked.setdefault(effect.tick, set()).add(effect.island)
+        for tick in self._asked.keys() - self._asked_first.keys():
+            self._asked_first[tick] = len(self._asked[tick])
+        stopping = self._stopping
+        for effect in effects:
+            if isinstance(effect, Persist):
+                stopping |= effect.record["kind"] == "stopping"
+            elif isinstance(effect, Merge):
+                tick = state.fragments[effect.fragment].tick
+                self._check(effect, tick, stopping=stopping)
+
+    def recovered(self, state: State) -> None:
+        """See Invariant."""
+        self._asked, self._asked_first = {}, {}
+
+    def persisted(self, record: dict[str, Any]) -> None:
+        """See Invariant."""
+        self._stopping |= record["kind"] == "stopping"
+
+    def _check(self, merge: Merge, tick: int, *, stopping: bool) -> None:
+        quorum, deltas = self.config.quorum, merge.contributions
+        asked = self._asked.get(tick, set())
+        answers = sum(c.island in asked for c in deltas)
+        self.hold(
+            stopping if merge.final else len(deltas) >= quorum,
+            f"{len(deltas)} deltas, quorum is {quorum}:",
+            merge,
+        )
+        self.hold(
+            merge.final or answers >= quorum or self._asked_first.get(tick, 0) < quorum,
+            f"{answers} of those that tick {tick} asked, {asked}; quorum is {quorum}:",
+            merge,
+        )
+
+
+class FencedOut(Invariant):
+    """Nothing is merged from an incarnation that a higher one replaced or that has
+    ended, and none comes in after it."""
+
+    name = "fenced"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._current: dict[str, int] = {}
+        self._ended: set[Incarnation] = set()
+
+    def persisted(self, record: dict[str, Any]) -> None:
+        """See Invariant."""
+        if record["kind"] == "joined":
+            name, incarnation = record["island"], record["incarnation"]
+            current = self._current.get(name, -1)
+            self.hold(
+                incarnation > current,
+                f"incarnation {incarnation} of {name} joins after {current}",
+            )
+            self._current[name] = incarnation
+        elif record["kind"] == "left":
+            self._ended.add((record["island"], record["incarnation"]))
+
+    def carrying_out(self, effect: Effect) -> None:
+        """See Invariant."""
+        if isinstance(effect, Merge):
+            for c in effect.contributions:
+                self.hold(
+                    c.incarnation == self._current[c.island]
+                    and (c.island, c.incarnation) not in self._ended,
+                    f"incarnation {self._current[c.island]} of {c.island} is current:",
+                    c,
+                )
+
+
+class StaleOut(Invariant):
+    """The base of a merged delta lags the version that it is merged into by at most
+    `max_staleness`, within one term."""
+
+    name = "stale"
+
+    def carrying_out(self, effect: Effect) -> None:
+        """See Invariant."""
+        if isinstance(effect, Merge):
+            into = effect.version.number - 1
+            for c in effect.contributions:
+                self.hold(
+                    c.base.term == effect.version.term
+                    and 0 <= into - c.base.number <= self.config.max_staleness,
+                    f"merged into {effect.version}, max_staleness is "
+                    f"{self.config.max_staleness}:",
+                    c,
+                )

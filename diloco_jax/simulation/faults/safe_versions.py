@@ -1,0 +1,128 @@
+"""Safety of versions: they grow, they are the same everywhere, they stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco_jax.policy.events import AskTake, Effect, Outstanding, Version
+from diloco_jax.policy.state import PolicyConfig, State
+from diloco_jax.simulation.faults.arrays import Anchor, Delta
+from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
+
+
+class VersionsGrow(Invariant):
+    """Every durable merge makes the version after the last one; a coordinator goes on
+    at the version of the last durable merge."""
+
+    name = "versions"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._versions = [Version()] * config.fragments
+
+    def persisted(self, record: dict[str, Any]) -> None:
+        """See Invariant."""
+        if record["kind"] == "merged":
+            fragment, version = record["fragment"], Version(*record["version"])
+            last = self._versions[fragment]
+            self.hold(
+                version == last.next(), f"fragment {fragment}:", version, "after", last
+            )
+            self._versions[fragment] = version
+
+    def recovered(self, state: State) -> None:
+        """See Invariant."""
+        for fragment, last in zip(state.fragments, self._versions, strict=True):
+            self.hold(
+                fragment.version == last,
+                f"fragment {fragment.index}: recovered {fragment.version}, durable is "
+                f"{last}",
+            )
+
+
+class AdoptedStays(Invariant):
+    """No version that an island adopted ever goes back: not on the island, not in a
+    coordinator that comes up."""
+
+    name = "adopted"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._newest = [Version()] * config.fragments
+        self._by_island: dict[tuple[Incarnation, int], Version] = {}
+
+    def adopted(self, who: Incarnation, fragment: int, anchor: Anchor) -> None:
+        """See Invariant."""
+        before = self._by_island.get((who, fragment))
+        self.hold(
+            before is None or anchor.version > before,
+            f"{who} adopts {anchor.version} of fragment {fragment} after {before}",
+        )
+        self._by_island[who, fragment] = anchor.version
+        self._newest[fragment] = max(self._newest[fragment], anchor.version)
+
+    def recovered(self, state: State) -> None:
+        """See Invariant."""
+        for fragment, newest in zip(state.fragments, self._newest, strict=True):
+            self.hold(
+                fragment.version >= newest,
+                f"fragment {fragment.index}: a coordinator comes up at "
+                f"{fragment.version}, an island has adopted {newest}",
+            )
+
+
+class AnchorsEqual(Invariant):
+    """A version of a fragment has one value, at the coordinator before and after a
+    crash and on every island that adopted it."""
+
+    name = "anchors"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._values: dict[tuple[int, Version], bytes] = {}
+
+    def published(self, fragment: int, anchor: Anchor) -> None:
+        """See Invariant."""
+        value = self._values.setdefault((fragment, anchor.version), anchor.value)
+        self.hold(
+            value == anchor.value,
+            f"fragment {fragment}, {anchor.version}: value {anchor.value.hex()} and "
+            f"{value.hex()}",
+        )
+
+    def adopted(self, who: Incarnation, fragment: int, anchor: Anchor) -> None:
+        """See Invariant."""
+        self.published(fragment, anchor)
+
+
+class TicksOnce(Invariant):
+    """One tick's number names one fragment's deltas of one life of the coordinator: a
+    delta asked for before a crash is never taken for another one after it."""
+
+    name = "ticks"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._life = 0
+        self._of: dict[int, tuple[int, int]] = {}
+        self._takes: set[Key] = set()
+
+    def recovered(self, state: State) -> None:
+        """See Invariant."""
+        self._life += 1
+
+    def carrying_out(self, effect: Effect) -> None:
+        """See Invariant."""
+        if isinstance(effect, AskTake):
+            use = (effect.fragment, self._life)
+            first = self._of.setdefault(effect.tick, use)
+            self.hold(
+                first == use,
+                f"tick {effect.tick} is for (fragment, life) {use}, was for {first}",
+            )
+
+    def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
+        """See Invariant."""
+        key = (*who, take.fragment, take.tick)
+        self.hold(key not in self._takes, "taken a second time:", key)
+        self._takes.add(key)

@@ -1,0 +1,131 @@
+"""A run and what goes wrong in it, as data: drawn from a seed, written as JSON."""
+
+from __future__ import annotations
+
+import msgspec
+
+from diloco_jax.config import AdoptRule, ConfigError, Placement, RunConfig, SyncConfig
+from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.policy.state import PolicyConfig
+from diloco_jax.simulation.faults.kinds import AnyFault
+
+SEQUENCE_LENGTH = 8
+LEASE_S = 4.0
+"""Silence after which a peer counts as gone (`placement.time_budget_s`)."""
+COMPILE_BUDGET_S = 10.0
+RESTART_S = 1.0
+"""From the end of a process that was refused to the next one."""
+RETRY_S = 0.5
+"""Between attempts to connect, to find a disk, to break what is not there."""
+
+
+class IslandPlan(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
+    """An island: what it computes with, and how fast."""
+
+    step_s: float = 1.0
+    batch_size: int = 1
+    join_s: float = 1.0
+    """From its welcome to its first step."""
+
+
+class Schedule(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
+    """All that a played run depends on. Times count from its begin."""
+
+    islands: dict[str, IslandPlan]
+    faults: tuple[AnyFault, ...] = ()
+    total_tokens: int
+    fragment_sizes: tuple[int, ...] = (2, 1)
+    """Parameters, by fragment."""
+    steps_per_cycle: int = 4
+    overlap_steps: int = 2
+    quorum: int = 1
+    grace: float = 0.0
+    max_staleness: int = 1
+    adopt: AdoptRule = "rebase"
+    outage_s: float = 20.0
+    """Seconds of data that an island holds."""
+    latency_s: float = 0.05
+    transfer_s: float = 0.2
+    """What a delta, or what an island fetches, takes on its way."""
+    merge_s: float = 0.1
+
+    def configs(self) -> tuple[RunConfig, PolicyConfig]:
+        """As the production code is told."""
+        run = RunConfig(
+            sequence_length=SEQUENCE_LENGTH,
+            total_tokens=self.total_tokens,
+            sync=SyncConfig(
+                steps_per_cycle=self.steps_per_cycle,
+                fragments=len(self.fragment_sizes),
+                overlap_steps=self.overlap_steps,
+                quorum=self.quorum,
+                grace=self.grace,
+                max_staleness=self.max_staleness,
+                adopt=self.adopt,
+            ),
+        )
+        placement = Placement(
+            time_budget_s=LEASE_S,
+            outage_budget_s=self.outage_s,
+            compile_budget_s=COMPILE_BUDGET_S,
+        )
+        return run, policy_config(run, placement, "run", self.fragment_sizes)
+
+    @property
+    def pacing_s(self) -> float:
+        """Step time of the K-th fastest island."""
+        times = sorted(plan.step_s for plan in self.islands.values())
+        return times[self.quorum - 1]
+
+    @property
+    def slowest_s(self) -> float:
+        """Step time of the slowest island."""
+        return max(plan.step_s for plan in self.islands.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all islands together."""
+        return sum(
+            plan.batch_size * SEQUENCE_LENGTH / plan.step_s
+            for plan in self.islands.values()
+        )
+
+    def json(self) -> str:
+        """One line, without what is as usual."""
+        return msgspec.json.encode(self).decode()
+
+
+def from_json(text: str) -> Schedule:
+    """Raises ConfigError if it is not one."""
+    try:
+        schedule = msgspec.json.decode(text, type=Schedule)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--schedule is not a schedule of faults: {error}") from error
+    unknown = {
+        name
+        for fault in schedule.faults
+        if (name := getattr(fault, "island", None)) is not None
+    } - set(schedule.islands)
+    if unknown:
+        raise ConfigError(
+            f"--schedule has faults of islands {sorted(unknown)}, its islands are "
+            f"{sorted(schedule.islands)}"
+        )
+    if not 1 <= schedule.quorum <= len(schedule.islands):
+        raise ConfigError(
+            f"--schedule has quorum {schedule.quorum} and {len(schedule.islands)} "
+            f"islands; choose a quorum from 1 to {len(schedule.islands)}"
+        )
+    return schedule

@@ -1,0 +1,414 @@
+"""A run in which everything may fail: production policy, islands, log and recovery.
+
+Virtual time; nothing is drawn here, so a schedule always plays the same. Processes
+that died are started again, as `diloco run` or an operator would, and broken
+connections are tried again. `kinds` does the breaking, by the methods of `World`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from diloco_jax.policy import recovery
+from diloco_jax.policy.state import initial
+from diloco_jax.simulation.clock import Clock
+from diloco_jax.simulation.faults import liveness
+from diloco_jax.simulation.faults.arrays import Anchors, first_anchors, loaded
+from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
+from diloco_jax.simulation.faults.invariants import Monitor
+from diloco_jax.simulation.faults.kinds import Fault, Restart
+from diloco_jax.simulation.faults.network import FaultyLine, Network, Way
+from diloco_jax.simulation.faults.observing import ViolationError
+from diloco_jax.simulation.faults.processes import FaultyCoordinator, FaultyIsland
+from diloco_jax.simulation.faults.schedule import (
+    LEASE_S,
+    RESTART_S,
+    RETRY_S,
+    Schedule,
+)
+from diloco_jax.simulation.island import IslandSpec
+
+REPORT_S = LEASE_S / 3
+MOST_CALLS = 100_000
+"""Of the clock; a run has some thousand."""
+PATIENCE_S = 600.0
+"""Longest time until the last fault has struck."""
+SNAPSHOT_EVERY_S = 6.0
+SNAPSHOT_S = 0.7
+"""What writing one takes, beside the run."""
+
+
+class World:
+    """Plays one schedule."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.run, self.config = schedule.configs()
+        self.clock = Clock()
+        self.monitor = Monitor(self.config)
+        self.disk = Disk()
+        self.coordinator: FaultyCoordinator | None = None
+        self.islands: dict[str, FaultyIsland] = {}
+        """The newest incarnation by name."""
+        self.networks = {
+            name: Network(schedule.latency_s, schedule.transfer_s)
+            for name in schedule.islands
+        }
+        self.slowness = dict.fromkeys(schedule.islands, 1.0)
+        self.struck: Counter[str] = Counter()
+        """Faults that happened, by kind."""
+        self.crashes = 0
+        self.merges = [0] * self.config.fragments
+        self._processes: list[FaultyIsland] = []
+        """All that run, stale ones too."""
+        self._not_over = len(schedule.faults)
+        self._has_healed = False
+        self._calls = 0
+        self._crash: tuple[Fault, Restart] | None = None
+        self._effects_left = 0
+        self._disk_failure: tuple[Fault, Restart] | None = None
+        self._snapshot_failures: list[Fault] = []
+
+    def play(self) -> None:
+        """Until the run is over. Raises ViolationError."""
+        state = initial(self.config)
+        self.disk.save(self.disk.rotate(), state, first_anchors(self.config.fragments))
+        self._start_coordinator(clock_s=1000.0)
+        for name in self.schedule.islands:
+            self.start_island(name)
+        for fault in self.schedule.faults:
+            self.clock.at(fault.at_s, functools.partial(self._strike, fault))
+        self.clock.after(SNAPSHOT_EVERY_S, self._snapshot)
+        if not self.schedule.faults:
+            self._healed()
+        self.clock.after(PATIENCE_S, self._out_of_patience)
+        self.clock.run(done=self._is_over)
+        assert self.coordinator is not None
+        self.monitor.finished(self.coordinator.state)
+
+    def _is_over(self) -> bool:
+        self._calls += 1
+        if self._calls > MOST_CALLS:
+            what = f"{MOST_CALLS} things happened within {self.clock.now:.1f} s"
+            raise ViolationError(liveness.NAME, what)
+        return self.coordinator is not None and self.coordinator.finished
+
+    # ---- faults -------------------------------------------------------------------
+
+    def _strike(self, fault: Fault) -> None:
+        if not fault.strike(self):
+            self.clock.after(RETRY_S, functools.partial(self._strike, fault))
+
+    def begun(self, fault: Fault, lasts_s: float) -> bool:
+        """A fault happens now; returns True."""
+        self.struck[fault.kind] += 1
+        self.clock.after(lasts_s, self._over)
+        return True
+
+    def _over(self) -> None:
+        self._not_over -= 1
+        if self._not_over == 0:
+            self._healed()
+
+    def _healed(self) -> None:
+        """Faults have stopped: from here on the run must go on."""
+        self._has_healed = True
+        over_s = liveness.over_within_s(self.schedule)
+
+        def must_be_over() -> None:
+            raise ViolationError(
+                liveness.NAME, f"the run is not over after {over_s:.1f} s"
+            )
+
+        self.clock.after(over_s, must_be_over)
+        merges_s = liveness.merges_within_s(self.schedule)
+        takes_s = liveness.takes_within_s(self.schedule)
+        self._expect("fragments {} have not merged", merges_s, self._merges)
+        self._expect("islands have not taken {}", takes_s, self._takes)
+
+    def _merges(self) -> Counter[Any]:
+        return Counter(dict(enumerate(self.merges)))
+
+    def _takes(self) -> Counter[Any]:
+        return Counter(
+            {
+                (name, fragment): island.takes[fragment]
+                for name, island in self.islands.items()
+                for fragment in range(self.config.fragments)
+            }
+        )
+
+    def _expect(
+        self, what: str, within_s: float, count: Callable[[], Counter[Any]]
+    ) -> None:
+        """All of these counts grow within that time, again and again."""
+        before = count()
+
+        def must_have_grown() -> None:
+            if (
+                self.coordinator is not None
+                and self.coordinator.state.phase != "running"
+            ):
+                return
+            stuck = [key for key, number in count().items() if number == before[key]]
+            if stuck:
+                what_is_stuck = what.format(stuck)
+                raise ViolationError(
+                    liveness.NAME, f"{what_is_stuck} for {within_s:.1f} s"
+                )
+            self._expect(what, within_s, count)
+
+        self.clock.after(within_s, must_have_grown)
+
+    def _out_of_patience(self) -> None:
+        if not self._has_healed:
+            raise ViolationError(
+                liveness.NAME, f"not all faults have struck within {PATIENCE_S} s"
+            )
+
+    # ---- the coordinator ----------------------------------------------------------
+
+    def _start_coordinator(self, clock_s: float) -> None:
+        """clock_s: what its monotonic clock says."""
+        try:
+            found = self.disk.load()
+        except EmptyDiskError:
+            again = functools.partial(self._start_coordinator, clock_s)
+            self.clock.after(RETRY_S, again)
+            return
+        state = recovery.recover(
+            self.config, found.state, [e.record for e in found.entries], clock_s
+        )
+        merging = loaded(found.anchors, found.entries)
+        self.monitor.recovered(state)
+        for fragment, anchor in enumerate(merging.anchors):
+            self.monitor.published(fragment, anchor)
+        self.coordinator = FaultyCoordinator(
+            self.config,
+            self.clock,
+            state,
+            merging,
+            functools.partial(self._record, merging),
+            lambda merge: self.schedule.merge_s,
+            clock_s - self.clock.now,
+            monitor=self.monitor,
+            survives=self._survives,
+            disk_failed=self._disk_failed,
+        )
+
+    def _record(self, merging: Anchors, record: dict[str, Any], durable: bool) -> None:
+        if not durable:
+            return
+        merged = record["kind"] == "merged"
+        payload = merging.publish(record["fragment"]) if merged else b""
+        try:
+            self.disk.append(record, payload)
+        except DiskError as failure:
+            if failure.complete:
+                self.monitor.persisted(record)
+            raise
+        self.monitor.persisted(record)
+        if merged:
+            self.merges[record["fragment"]] += 1
+        elif record["kind"] == "joined":
+            merging.drop_island(record["island"], record["incarnation"])
+
+    def crash_coordinator(self, restart: Restart) -> None:
+        """It dies; every connection breaks."""
+        assert self.coordinator is not None
+        self.coordinator.die()
+        self.coordinator = None
+        self.crashes += 1
+        for island in self._processes:
+            self._lose_connection(island, restart.noticed_s)
+        start = functools.partial(self._start_coordinator, restart.clock_s)
+        self.clock.after(restart.down_s, start)
+
+    def crash_after(self, fault: Fault, restart: Restart, effects: int) -> bool:
+        """Arms a crash before the next but so many effect."""
+        if self._crash is not None:
+            return False
+        self._crash, self._effects_left = (fault, restart), effects
+        return True
+
+    def _survives(self) -> bool:
+        if self._crash is None:
+            return True
+        self._effects_left -= 1
+        if self._effects_left >= 0:
+            return True
+        (fault, restart), self._crash = self._crash, None
+        self.crash_coordinator(restart)
+        self.begun(fault, max(restart.down_s, restart.noticed_s))
+        return False
+
+    def fail_append(
+        self, fault: Fault, restart: Restart, appends: int, written_share: float
+    ) -> bool:
+        """Arms a failure of the next but so many append."""
+        if self._disk_failure is not None:
+            return False
+        self._disk_failure = (fault, restart)
+        self.disk.fails_in, self.disk.written_share = appends, written_share
+        return True
+
+    def _disk_failed(self) -> None:
+        assert self._disk_failure is not None
+        (fault, restart), self._disk_failure = self._disk_failure, None
+        self.crash_coordinator(restart)
+        self.begun(fault, max(restart.down_s, restart.noticed_s))
+
+    def fail_snapshot(self, fault: Fault) -> None:
+        """Arms a failure of the next snapshot."""
+        self._snapshot_failures.append(fault)
+
+    def _snapshot(self) -> None:
+        self.clock.after(SNAPSHOT_EVERY_S, self._snapshot)
+        coordinator = self.coordinator
+        if coordinator is None:
+            return
+        number, state = self.disk.rotate(), coordinator.state
+        anchors = tuple(coordinator.merging.anchors)
+        if self._snapshot_failures:
+            self.begun(self._snapshot_failures.pop(), 0.0)
+            return
+
+        def complete() -> None:
+            if self.coordinator is coordinator:
+                self.disk.save(number, state, anchors)
+
+        self.clock.after(SNAPSHOT_S, complete)
+
+    # ---- islands ------------------------------------------------------------------
+
+    def make_island(self, name: str, incarnation: int) -> FaultyIsland:
+        """A process that has not said hello yet."""
+        plan = self.schedule.islands[name]
+        spec = IslandSpec(
+            name=name,
+            batch_size=plan.batch_size,
+            step_seconds=lambda step: plan.step_s * self.slowness[name],
+            join_seconds=plan.join_s,
+        )
+        island = FaultyIsland(
+            spec,
+            incarnation,
+            self.run,
+            self.clock,
+            REPORT_S,
+            self.monitor,
+            self._refused,
+        )
+        self._processes = [p for p in self._processes if p.ended is None]
+        self._processes.append(island)
+        return island
+
+    def start_island(self, name: str) -> None:
+        """Its next incarnation."""
+        before = self.islands.get(name)
+        incarnation = before.incarnation + 1 if before is not None else 1
+        self.islands[name] = self.make_island(name, incarnation)
+        self.connect(self.islands[name])
+
+    def start_island_after(self, seconds: float, name: str) -> None:
+        """Unless the run is over, or another one was started meanwhile."""
+        before = self.islands[name]
+
+        def start() -> None:
+            if self.islands[name] is before:
+                self.start_island(name)
+
+        self.clock.after(seconds, start)
+
+    def crash_island(
+        self, name: str, down_s: float, *, noticed: bool = True, lingers: bool = False
+    ) -> bool:
+        """Its newest incarnation dies; False if it is not there."""
+        island = self.islands[name]
+        if island.ended is not None:
+            return False
+        self.crashes += 1
+        if lingers and isinstance(island.line, FaultyLine):
+            island.line.linger()
+        island.die()
+        if noticed:
+            self._notice(island)
+        self.start_island_after(down_s, name)
+        return True
+
+    def _refused(self, island: FaultyIsland) -> None:
+        """Whoever runs it starts it anew, unless that has happened."""
+        if self.islands[island.name] is island:
+            self.start_island_after(RESTART_S, island.name)
+
+    # ---- connections --------------------------------------------------------------
+
+    def connect(self, island: FaultyIsland) -> None:
+        """Tries until it is connected, or has ended."""
+        if island.ended is not None or island.line is not None:
+            return
+        network = self.networks[island.name]
+        if self.coordinator is None or network.held:
+            self.clock.after(RETRY_S, lambda: self.connect(island))
+        else:
+            island.connect(self.coordinator, FaultyLine(self.clock, network))
+
+    def break_connection(
+        self, name: str, away_s: float, *, noticed: bool, lingers: bool
+    ) -> bool:
+        """That of its newest incarnation; False if there is none."""
+        island = self.islands[name]
+        line = island.line
+        if island.ended is not None or not isinstance(line, FaultyLine):
+            return False
+        if lingers:
+            line.linger()
+        self._lose_connection(island, away_s)
+        if noticed:
+            self._notice(island)
+        return True
+
+    def hold(self, name: str, ways: Iterable[Way], for_s: float) -> None:
+        """Nothing comes through in these directions. After a lease of silence both ends
+        give the connection up."""
+        network = self.networks[name]
+        network.held |= set(ways)
+        island = self.islands[name]
+        line = island.line
+
+        def release() -> None:
+            network.held -= set(ways)
+            for process in self._processes:
+                if isinstance(process.line, FaultyLine) and process.name == name:
+                    process.line.release()
+
+        def give_up() -> None:
+            if island.line is line and line is not None:
+                self._lose_connection(island, 0.0)
+                self._notice(island)
+
+        self.clock.after(for_s, release)
+        if for_s > LEASE_S:
+            self.clock.after(LEASE_S, give_up)
+
+    def _lose_connection(self, island: FaultyIsland, noticed_s: float) -> None:
+        """Its line is cut; it sees that after a while, and tries again."""
+        line = island.line
+        if line is None:
+            return
+        line.cut()
+
+        def notice() -> None:
+            if island.line is line:
+                island.disconnect()
+                self.connect(island)
+
+        self.clock.after(noticed_s, notice)
+
+    def _notice(self, island: FaultyIsland) -> None:
+        """The coordinator sees that the connection is gone."""
+        if self.coordinator is not None and island.peer is not None:
+            self.coordinator.disconnected(island.peer)

@@ -1,0 +1,50 @@
+"""`diloco simulate faults`: exit codes, JSON, and the command that repeats."""
+
+import json
+import shlex
+
+import pytest
+
+from diloco_jax.cli import main
+
+KEYS = {"schedules", "violations", "seconds", "schedules_per_minute", "faults"}
+
+
+def test_nothing_violated_is_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "faults", "--seeds", "3", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result.keys() >= KEYS | {"merges", "crashes"}
+    assert (result["schedules"], result["violations"]) == (3, [])
+
+
+def test_a_violation_is_exit_1_and_its_command_repeats_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plant = ["--plant", "stale_deltas_are_merged"]
+    arguments = ["simulate", "faults", "--seeds", "1", *plant, "--json"]
+    assert main(arguments) == 1
+    found = json.loads(capsys.readouterr().out)["violations"][0]
+    assert (found["seed"], found["invariant"]) == (0, "stale")
+    diloco, *again = shlex.split(found["command"])
+    assert diloco == "diloco"
+    assert json.loads(again[again.index("--schedule") + 1]) == found["shortest"]
+    assert main(again) == 1
+    told = capsys.readouterr().err
+    assert "violates stale" in told
+    assert "again: diloco simulate faults" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seeds", "0"], "--seeds 0"),
+        (["--first-seed", "-1"], "--first-seed -1"),
+        (["--schedule", "{}"], "--schedule is not a schedule"),
+        (["--plant", "x"], "--plant 'x' is not known"),
+    ],
+)
+def test_bad_input_is_exit_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "faults", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,40 @@
+"""Every invariant can fail: faults planted into the product are found, and by it."""
+
+import pytest
+
+from diloco_jax.config import ConfigError
+from diloco_jax.simulation.faults import liveness
+from diloco_jax.simulation.faults.invariants import INVARIANTS
+from diloco_jax.simulation.faults.plant import PLANTS, planted
+from diloco_jax.simulation.faults.play import UNBROKEN, play_seed
+
+SEEDS = range(200)
+
+
+def first_found(invariant: str) -> int | None:
+    for seed in SEEDS:
+        wrong = play_seed(seed).wrong
+        if wrong is not None and wrong.invariant == invariant:
+            return seed
+    return None
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_fault_is_found_by_its_invariant(name: str) -> None:
+    with planted(name):
+        seed = first_found(PLANTS[name].invariant)
+    assert seed is not None
+    assert play_seed(seed).wrong is None, "it is not the plant that was found"
+
+
+def test_there_is_a_plant_for_every_invariant() -> None:
+    names = {invariant.name for invariant in INVARIANTS} | {liveness.NAME, UNBROKEN}
+    assert {plant.invariant for plant in PLANTS.values()} == names
+
+
+def test_an_unknown_plant_is_an_error() -> None:
+    with (
+        pytest.raises(ConfigError, match="did you mean 'tokens_count_twice'"),
+        planted("tokens_count_twise"),
+    ):
+        pass
