@@ -37,4 +37,4 @@ class LeasedPositions:
             missing -= part
             if span.start + part < span.stop:
                 self._spans.appendleft(Span(span.start + part, span.stop))
-        return np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -16,9 +16,10 @@ def prepare_environment(
     """Gives the process `devices` virtual CPU devices; call before importing jax.
 
     Variables of a multi-slice job that it inherited are cleared: an island's world is
-    one slice, and with them jax would wait for the others. Real accelerators are not touched. NPROC sizes XLA's thread pool: with as many
-    threads as two cores suggest, several devices and steps dispatched ahead, jax
-    0.10.2 waits for itself forever. One device needs no more threads than cores.
+    one slice, and with them jax would wait for the others. Real accelerators are not
+    touched. NPROC sizes XLA's thread pool: with as many threads as two cores suggest,
+    several devices and steps dispatched ahead, jax 0.10.2 waits for itself forever.
+    One device needs no more threads than cores.
     """
     for name in [name for name in environment if name.startswith(MULTI_SLICE)]:
         del environment[name]

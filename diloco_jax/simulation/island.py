@@ -295,7 +295,6 @@ class VirtualIsland:
         done = self._pace.share_done(self.steps, self.boundary.others_tokens)
         stepping = not self.mailbox.stop_asked and done < 1
         self._phase = "training" if stepping else "stopped"
-        self._post()
         self.boundary.act(self.mailbox.collect(), self.steps)
         self._deliver()
         self._post()

@@ -86,6 +86,9 @@ def write_plot(results: Sequence[GoodputResult], path: Path) -> None:
                 alpha=0.2,
             )
         axis.set(xscale="log", xlabel="chips", ylabel=measure.replace("_", " "))
+        totals = sorted({result.config.chips for result in results})
+        axis.set_xticks(totals, [f"{total / 1000:g} k" for total in totals])
+        axis.minorticks_off()
         axis.set_ylim(0, 1.02)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")

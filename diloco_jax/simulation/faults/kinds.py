@@ -146,7 +146,9 @@ class StepJump(Fault, frozen=True):
         """See Fault."""
         world.slowness[self.island] = self.factor
         world.clock.after(self.for_s, lambda: self._end(world))
-        return world.begun(self, self.for_s)
+        # A step that began meanwhile takes as long as it takes.
+        step_s = self.factor * world.schedule.islands[self.island].step_s
+        return world.begun(self, self.for_s + step_s)
 
     def _end(self, world: World) -> None:
         world.slowness[self.island] = 1.0

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.simulation.clock import Clock
+from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
     RESTART_S,
@@ -52,3 +57,34 @@ def over_within_s(schedule: Schedule) -> float:
         tokens_per_s /= schedule.steps_per_cycle
     anew_s = schedule.total_tokens / tokens_per_s
     return merges_within_s(schedule) + anew_s + LEASE_S + Deadlines(LEASE_S).flush_s
+
+
+def expect(
+    what: str,
+    counts: Callable[[], Mapping[Any, int]],
+    clock: Clock,
+    within_s: float,
+    running: Callable[[], bool],
+) -> None:
+    """Every count must grow within that time, again and again, while the run has not
+    got its tokens. Raises ViolationError on the clock."""
+    before = counts()
+
+    def must_have_grown() -> None:
+        if not running():
+            return
+        stuck = [key for key, count in counts().items() if count == before[key]]
+        if stuck:
+            raise ViolationError(NAME, f"no {what} {stuck} within {within_s:.1f} s")
+        expect(what, counts, clock, within_s, running)
+
+    clock.after(within_s, must_have_grown)
+
+
+def expect_end(clock: Clock, within_s: float) -> None:
+    """The clock must not go on for so long. Raises ViolationError on it."""
+
+    def must_be_over() -> None:
+        raise ViolationError(NAME, f"the run is not over after {within_s:.1f} s")
+
+    clock.after(within_s, must_be_over)

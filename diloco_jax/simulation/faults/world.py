@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from diloco_jax.policy import recovery
@@ -116,58 +116,34 @@ class World:
     def _healed(self) -> None:
         """Faults have stopped: from here on the run must go on."""
         self._has_healed = True
-        over_s = liveness.over_within_s(self.schedule)
-
-        def must_be_over() -> None:
-            raise ViolationError(
-                liveness.NAME, f"the run is not over after {over_s:.1f} s"
-            )
-
-        self.clock.after(over_s, must_be_over)
-        merges_s = liveness.merges_within_s(self.schedule)
-        takes_s = liveness.takes_within_s(self.schedule)
-        self._expect("fragments {} have not merged", merges_s, self._merges)
-        self._expect("islands have not taken {}", takes_s, self._takes)
-
-    def _merges(self) -> Counter[Any]:
-        return Counter(dict(enumerate(self.merges)))
-
-    def _takes(self) -> Counter[Any]:
-        return Counter(
-            {
+        schedule, clock = self.schedule, self.clock
+        liveness.expect(
+            "merges of fragments",
+            lambda: dict(enumerate(self.merges)),
+            clock,
+            liveness.merges_within_s(schedule),
+            self._is_running,
+        )
+        liveness.expect(
+            "takes of islands' fragments",
+            lambda: {
                 (name, fragment): island.takes[fragment]
                 for name, island in self.islands.items()
                 for fragment in range(self.config.fragments)
-            }
+            },
+            clock,
+            liveness.takes_within_s(schedule),
+            self._is_running,
         )
+        liveness.expect_end(clock, liveness.over_within_s(schedule))
 
-    def _expect(
-        self, what: str, within_s: float, count: Callable[[], Counter[Any]]
-    ) -> None:
-        """All of these counts grow within that time, again and again."""
-        before = count()
-
-        def must_have_grown() -> None:
-            if (
-                self.coordinator is not None
-                and self.coordinator.state.phase != "running"
-            ):
-                return
-            stuck = [key for key, number in count().items() if number == before[key]]
-            if stuck:
-                what_is_stuck = what.format(stuck)
-                raise ViolationError(
-                    liveness.NAME, f"{what_is_stuck} for {within_s:.1f} s"
-                )
-            self._expect(what, within_s, count)
-
-        self.clock.after(within_s, must_have_grown)
+    def _is_running(self) -> bool:
+        return self.coordinator is None or self.coordinator.state.phase == "running"
 
     def _out_of_patience(self) -> None:
         if not self._has_healed:
-            raise ViolationError(
-                liveness.NAME, f"not all faults have struck within {PATIENCE_S} s"
-            )
+            what = f"not all faults have struck within {PATIENCE_S} s"
+            raise ViolationError(liveness.NAME, what)
 
     # ---- the coordinator ----------------------------------------------------------
 
