@@ -44,8 +44,15 @@ def write(out: Path, doc: str | None, runs: Runs) -> int:
             tables[f"{size} parameters: sweep of learning rates (seed 0)"] = swept
         checks += _checks(size, losses)
     _plot(out / "quality.png", runs)
+    done = ", ".join(
+        f"{sum(run['size'] == size for run in runs)} runs at {size}" for size in SIZES
+    )
+    text = (
+        f"{doc}\nDone so far: {done}. A row without an interval has one seed: a lead, "
+        f"no evidence."
+    )
     code = support.write_results(
-        out, "quality", doc or "", tables, checks, {"runs": list(runs)}
+        out, "quality", text, tables, checks, {"runs": list(runs)}
     )
     with (out / "quality.md").open("a") as file:
         file.write("\n![Gap to data-parallel by number of islands](quality.png)\n")

@@ -28,7 +28,7 @@ SEQUENCES = 32
 SEQUENCE = 128
 STEP_SECONDS = 1.0
 TOKENS_PER_PARAMETER = 20
-RATES = {"adamw": (2e-3, 4e-3, 8e-3), "muon": (1e-3, 2e-3, 4e-3)}
+RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 """Learning rates swept for the headline rows, each method alike."""
 
 
@@ -74,7 +74,7 @@ def rows(size: Size) -> Iterator[Row]:
 
 def rates(size: Size) -> Iterator[Row]:
     """The sweep of learning rates, on the first seed, for every headline method."""
-    for rate in RATES["adamw"]:
+    for rate in RATES:
         inner = InnerConfig(learning_rate=rate)
         for row in _headlines(size):
             config = dataclasses.replace(

@@ -152,6 +152,10 @@ def test_a_kill_costs_what_was_not_merged(text) -> None:
     assert lives[lives.island == "b"].end.tolist() == ["died", "finished"]
     died, back = lives[lives.island == "b"].iloc[0], lives[lives.island == "b"].iloc[1]
     assert back.began == died.ended + 3.0
+    # It begins at the newest version, not at those that it once joined with.
+    adoptions = result.history.frame("adoptions")
+    again = adoptions[(adoptions.island == "b") & (adoptions.incarnation == 2)]
+    assert again.version.min() > 3
 
 
 def test_an_island_takes_part_for_a_while(text) -> None:
@@ -163,6 +167,8 @@ def test_an_island_takes_part_for_a_while(text) -> None:
     mine = steps[steps.island == "b"]
     assert (mine.began.min(), mine.time.max()) == (5.0, 15.0)
     assert result.history.lives["end"].tolist() == ["finished", "left"]
+    computed = result.summary["islands"]["b"]["tokens_computed"]
+    assert computed == len(mine) * 2 * LENGTH
     # Without it, the other one goes on alone, and the run has its tokens.
     assert result.summary["islands"]["a"]["steps"] > 30
     assert result.summary["phase"] == "done"

@@ -122,7 +122,7 @@ def check(seeds: Iterable[int], plant: str = "", progress: Progress = nobody) ->
             report.seconds += time.perf_counter() - began
             _add(report, played)
             if played.wrong is not None:
-                first = played.wrong.invariant not in shortened
+                first = shorten and played.wrong.invariant not in shortened
                 shortened.add(played.wrong.invariant)
                 report.violations.append(
                     _violation(played, played.wrong, seed, plant, shorten=first)

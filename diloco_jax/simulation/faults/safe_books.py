@@ -14,6 +14,7 @@ from diloco_jax.policy.events import (
     Effect,
     Finish,
     Grant,
+    Progress,
     Publish,
     StopStepping,
     TellVerdict,
@@ -25,8 +26,9 @@ from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
 
 
 class LedgerExact(Invariant):
-    """Merged, lost and open steps balance at every event; what is merged is what the
-    log says; at the end everything that was computed is merged or lost."""
+    """Merged, lost and open steps balance at every event, and progress never goes back;
+    what is merged is what the log says; at the end everything that was computed is
+    merged or lost."""
 
     name = "ledger"
 
@@ -35,6 +37,13 @@ class LedgerExact(Invariant):
         self._seen: object = None
         self._merged: dict[tuple[int, str], int] = defaultdict(int)
         self._steps: dict[Incarnation, int] = {}
+        self._progress = 0
+
+    def carrying_out(self, effect: Effect) -> None:
+        """See Invariant."""
+        if isinstance(effect, Progress):
+            self.hold(effect.tokens >= self._progress, "progress goes back:", effect)
+            self._progress = effect.tokens
 
     def decided(self, state: State, effects: Sequence[Effect]) -> None:
         """See Invariant."""
@@ -55,6 +64,7 @@ class LedgerExact(Invariant):
 
     def recovered(self, state: State) -> None:
         """See Invariant."""
+        self._progress = 0  # Steps that were reported, but not merged, come again.
         self.decided(state, ())
         for fragment in state.fragments:
             for name, account in fragment.accounts.items():

@@ -47,7 +47,7 @@ class MergedOnce(Invariant):
 
 class DeltasExact(Invariant):
     """A delta holds exactly the steps, against exactly the version, that the island's
-    books say, and it is merged as that."""
+    books say, and it is merged as that; those of a merge in the order of names."""
 
     name = "deltas"
 
@@ -55,6 +55,13 @@ class DeltasExact(Invariant):
         super().__init__(config)
         self._takes: dict[Key, tuple[int, int, Version]] = {}
         self._tokens_per_step: dict[Incarnation, int] = {}
+
+    def carrying_out(self, effect: Effect) -> None:
+        """See Invariant."""
+        if isinstance(effect, Merge):
+            names = [c.island for c in effect.contributions]
+            in_order = names == sorted(set(names))
+            self.hold(bool(names) and in_order, "a merge of", names)
 
     def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
         """See Invariant."""
