@@ -110,8 +110,19 @@ class Report:
         return {**values, "schedules_per_minute": rate}
 
 
-def check(seeds: Iterable[int], plant: str = "", progress: Progress = nobody) -> Report:
-    """Plays what these seeds draw. plant: as the command is to name it."""
+def check(
+    seeds: Iterable[int],
+    plant: str = "",
+    progress: Progress = nobody,
+    *,
+    shorten: bool = True,
+) -> Report:
+    """Plays what these seeds draw.
+
+    Args:
+      plant: what the commands that repeat a violation are to name.
+      shorten: the first schedule of every invariant that is violated.
+    """
     seeds = list(seeds)
     report = Report()
     shortened: set[str] = set()
