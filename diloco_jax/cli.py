@@ -116,8 +116,7 @@ class IslandOptions:
     incarnation: int = 0
     """Number of this attempt, higher than any before; 0 = counted in WORKDIR."""
     world: str = ""
-    """HOST:PORT at which host 0 of this island meets the others; empty = found by jax
-    (TPU slices), or not needed (one host)."""
+    """HOST:PORT where the island's hosts meet; empty = found by jax (TPU slices)."""
     host_index: int = 0
     """Which host of the island this is, with --world."""
 
@@ -297,12 +296,8 @@ def certs_command(arguments: Sequence[str]) -> int:
         "--days", type=int, default=365, help="validity (default: %(default)s)"
     )
     how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--add", action="store_true", help="add hosts to the authority in DIR"
-    )
-    how.add_argument(
-        "--replace", action="store_true", help="replace the authority in DIR"
-    )
+    how.add_argument("--add", action="store_true", help="add hosts to DIR's authority")
+    how.add_argument("--replace", action="store_true", help="replace DIR's authority")
     options = parser.parse_args(arguments)
     from diloco_jax.wire.certificates import add_names, make_certificates
 
