@@ -31,6 +31,7 @@ from diloco_jax.island.hosts import (
     Hosts,
     HostsError,
     WorldAddress,
+    abandon_world,
     join_world,
     leave_world,
 )
@@ -114,10 +115,12 @@ def run(
         preemption.drain()
         island.stop(ending.reason)
         island.close()
-        if hosts is not None and ending.exit_code == EXIT_DONE:
-            leave_world()
     level = logging.INFO if ending.exit_code == EXIT_DONE else logging.ERROR
     logger.log(level, "island %s ends: %s", name, ending.reason)
+    if hosts is not None:
+        if ending.exit_code != EXIT_DONE:
+            abandon_world(ending.exit_code)
+        leave_world()
     return ending.exit_code
 
 
