@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv if need be and runs all checks: format, lint, types, tests. Arguments go
-# to pytest, after the default choice of tests, which they may override:
+# Makes .venv if need be and runs all checks: format, lint, types, tests. Tests that
+# start processes come last and one by one, the others share the cores. Arguments go to
+# one pytest instead, after the default choice of tests, which they may override:
 #
 #   bash launch/test.sh tests/core -x
 #   bash launch/test.sh -m slow
@@ -12,4 +13,8 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff format --check .
 ruff check .
 mypy diloco_jax
-exec pytest -m "not slow and not tpu_compile" "$@"
+chosen="not slow and not tpu_compile"
+[ $# -eq 0 ] || exec pytest -m "$chosen" "$@"
+pytest -m "$chosen and not dist" --numprocesses auto \
+  --maxprocesses 4 --dist loadfile
+exec pytest -m "$chosen and dist"
