@@ -53,11 +53,18 @@ class Size:
     preset: str
     tokens: int
     learning_rate: float
+    """The best of the sweep for synchronous and decoupled DiLoCo with 8 islands."""
+    learning_rate_alone: float
+    """The best of the sweep for data-parallel; also for one island."""
 
 
 SIZES = {
-    "0.1m": Size(preset="tiny", tokens=2_000_000, learning_rate=4e-3),
-    "0.3m": Size(preset="0.3m", tokens=7_000_000, learning_rate=4e-3),
+    "0.1m": Size(
+        preset="tiny", tokens=2_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
+    ),
+    "0.3m": Size(
+        preset="0.3m", tokens=7_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
+    ),
 }
 
 
@@ -97,7 +104,7 @@ def _headlines(size: Size) -> Iterator[Row]:
         group="headline",
         plain=True,
         headline=True,
-        config=_config(size),
+        config=_config(size, islands=_equal(1)),
     )
     yield Row(
         name="synchronous DiLoCo, 8 islands",
@@ -264,13 +271,20 @@ def _trouble(size: Size) -> Iterator[Row]:
             config=dataclasses.replace(config, run=run),
             options=_network(2),
         )
-    yield Row(
-        name="one island at half the time",
-        group="trouble",
-        against="decoupled, 8 islands",
-        config=_config(size),
-        options=_network(2, joins={"i0": (0.0, 250.0)}),
-    )
+    slow = dict(_equal(8))
+    slow["i0"] = IslandConfig(batch_size=4, step_seconds=24 * STEP_SECONDS)
+    for name, islands, options in (
+        ("one island at half the time", None, {"joins": {"i0": (0.0, 250.0)}}),
+        ("one island in every other merge", slow, {}),
+        ("unlike shards", None, {"unlike_shards": True}),
+    ):
+        yield Row(
+            name=name,
+            group="trouble",
+            against="decoupled, 8 islands",
+            config=_config(size, islands=islands),
+            options=_network(2, **options),
+        )
 
 
 def _config(
@@ -282,10 +296,11 @@ def _config(
 ) -> Config:
     islands = islands or _equal(8)
     settings = {"steps_per_cycle": 12, "fragments": 12, **sync}
+    rate = size.learning_rate_alone if len(islands) == 1 else size.learning_rate
     return Config(
         run=RunConfig(
             model=preset(size.preset),
-            inner=InnerConfig(learning_rate=size.learning_rate),
+            inner=InnerConfig(learning_rate=rate),
             outer=outer or OuterConfig(),
             sync=SyncConfig(**settings),
             sequence_length=SEQUENCE,

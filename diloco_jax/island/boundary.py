@@ -119,7 +119,9 @@ class Boundary:
         if outcome == "settled":
             self._arrays.settle(fragment)
             return
-        logger.warning(
+        # A take without steps is no news: its island was asked twice within a step.
+        logger.log(
+            logging.DEBUG if verdict.reason == "empty" else logging.WARNING,
             "take of fragment %d at tick %d was refused (%s): its steps are %s",
             fragment,
             tick,

@@ -36,6 +36,10 @@ class EmulationOptions:
     joins: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     """From when until when an island takes part, by name; inf = to the end. Islands
     not named: from 0 to the end."""
+    unlike_shards: bool = False
+    """Every island trains on a part of its own: the documents in the order of their
+    names, cut into as many parts of one length as there are islands. A part is gone
+    through at the pace of the run's epochs; few of its windows come twice."""
     evaluate_every_tokens: int = 0
     """Tokens between two evaluations of the global parameters, each on
     `placement.evaluate_batches` batches; 0 = only at the end."""

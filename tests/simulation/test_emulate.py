@@ -26,6 +26,7 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.data.corpus import load_corpus
+from diloco_jax.data.windows import Windows
 from diloco_jax.simulation.bodies import TrainedBody
 from diloco_jax.simulation.line import LineSpeed
 
@@ -137,6 +138,27 @@ def test_the_seeds_are_all_that_a_result_depends_on(text) -> None:
     assert digests() == first
     assert digests(run_seed=1)[0] != first[0]
     assert digests(chance_seed=1) != first
+
+
+@pytest.mark.parametrize("unlike", [False, True])
+def test_unlike_shards_are_parts_of_the_text(unlike, tmp_path, monkeypatch) -> None:
+    for letter in "xy":
+        for index in range(10):
+            (tmp_path / f"{letter}{index}.txt").write_text(letter * 1000)
+    seen: dict[int, set[int]] = {}
+    batch = Windows.batch
+
+    def watched(self, positions):
+        found = batch(self, positions)
+        seen.setdefault(id(self), set()).update(found.ravel().tolist())
+        return found
+
+    monkeypatch.setattr(Windows, "batch", watched)
+    config = make_config(str(tmp_path), steps=8)
+    check_books(emulate(config, options=EmulationOptions(unlike_shards=unlike)))
+    assert len(seen) == 2
+    halves = [{ord("x"), ord("y")} <= tokens for tokens in seen.values()]
+    assert halves.count(True) == (1 if unlike else 2)
 
 
 def test_a_kill_costs_what_was_not_merged(text) -> None:
