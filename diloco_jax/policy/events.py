@@ -36,6 +36,18 @@ class Span(NamedTuple):
     stop: int
 
 
+RecordKind = Literal[
+    "took",
+    "adopted",
+    "reopened",
+    "dropped",
+    "reset",
+    "granted",
+    "progress",
+    "restored",
+]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """One asynchronous fact of an island's life, numbered per incarnation by `seq`.
@@ -46,13 +58,12 @@ class Record:
     delta's steps are in the local parameters still), `dropped` (fragment, tick: they
     are not), `reset` (as dropped, and the local parameters are the anchor's),
     `granted` (start, stop: data positions), `progress` (value: others' tokens on which
-    the learning rate is based).
+    the learning rate is based), `restored` (it begins with the moments that incarnation
+    `start` had after `value` steps; with a fragment: and with the residual of it).
     """
 
     seq: int
-    kind: Literal[
-        "took", "adopted", "reopened", "dropped", "reset", "granted", "progress"
-    ]
+    kind: RecordKind
     step: int
     fragment: int = -1
     tick: int = -1
@@ -78,13 +89,15 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outstanding:
-    """A take whose verdict an island does not know; it still holds the bytes."""
+    """A take whose verdict an island does not know; it still holds the bytes. `seq` is
+    the number of its record."""
 
     fragment: int
     tick: int
     start: int
     end: int
     base: Version
+    seq: int
 
 
 # ---- events -------------------------------------------------------------------
@@ -108,6 +121,8 @@ class Hello:
     outstanding: tuple[Outstanding, ...] = ()
     sequences_granted: int = 0
     """Sequences that this incarnation has been granted and knows of."""
+    records_through: int = 0
+    """Its records up to this number are acknowledged: they are on the tape."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +179,26 @@ class Disconnected:
     session: str
 
 
-Event = Hello | Report | Goodbye | DeltaArrived | MergeComputed | Disconnected | Timer
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """The run goes on after it was stopped: every process that was in it has ended.
+
+    `steps` is what each last reported, by name and incarnation, where that is known.
+    """
+
+    steps: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+
+
+Event = (
+    Hello
+    | Report
+    | Goodbye
+    | DeltaArrived
+    | MergeComputed
+    | Disconnected
+    | Resumed
+    | Timer
+)
 
 # ---- effects ------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ but for the flush at the end.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from diloco_jax.policy import ledger, takes
@@ -88,7 +89,7 @@ def skip_tick(fragment: Fragment, tick: int) -> Effect:
 def settle(
     config: PolicyConfig,
     fragment: Fragment,
-    live: tuple[str, ...],
+    is_live: Callable[[str], bool],
     step_seconds: Callable[[], float],
     now: float,
     *,
@@ -98,33 +99,37 @@ def settle(
     asked when there is quorum; `hurry`: the flush's deadline has passed."""
     if fragment.phase != "open":
         return fragment, []
-    ready = awaited = 0
+    quorum = 1 if fragment.final else config.quorum
+    closes_at, accounts = fragment.closes_at, fragment.accounts
+    patient = (
+        closes_at is not None and not hurry and (fragment.final or now < closes_at)
+    )
+    ready, unready = 0, []
     for name in fragment.asked:
-        account = fragment.accounts.get(name)
-        take = account.take if account is not None else None
+        take = accounts[name].take
         if take is None or take.refused:
             continue
         if take.ready:
             ready += 1
-        elif name in live:
-            awaited += 1
-    quorum = 1 if fragment.final else config.quorum
-    if ready < quorum:
-        if ready + awaited >= quorum and not hurry:
+        else:
+            unready.append(name)
+        if patient and ready >= quorum and any(map(is_live, unready)):
             return fragment, []
-        return _extend(config, fragment, live, ready + awaited, hurry=hurry)
+    awaited = filter(is_live, unready)
+    if ready < quorum:
+        in_sight = ready + len(list(itertools.islice(awaited, quorum - ready)))
+        if in_sight == quorum and not hurry:
+            return fragment, []
+        return _extend(config, fragment, is_live, in_sight, hurry=hurry)
     if fragment.quorum_at is None:
         seconds = averaged(fragment.quorum_seconds, now - fragment.opened_at)
+        closes_at = now + grace_seconds(config, fragment, seconds, step_seconds())
         fragment = replace(
-            fragment,
-            quorum_at=now,
-            quorum_seconds=seconds,
-            closes_at=now + grace_seconds(config, fragment, seconds, step_seconds()),
+            fragment, quorum_at=now, quorum_seconds=seconds, closes_at=closes_at
         )
-    closes_at = fragment.closes_at
-    assert closes_at is not None
-    if awaited and not hurry and (fragment.final or now < closes_at):
-        return fragment, []
+        patient = not hurry and (fragment.final or now < closes_at)
+        if patient and next(awaited, None) is not None:
+            return fragment, []
     return _close(fragment, now)
 
 
@@ -188,7 +193,7 @@ def computed(
 def _extend(
     config: PolicyConfig,
     fragment: Fragment,
-    live: tuple[str, ...],
+    is_live: Callable[[str], bool],
     in_sight: int,
     *,
     hurry: bool,
@@ -197,8 +202,8 @@ def _extend(
     (ready deltas stay pending)."""
     fresh = tuple(
         name
-        for name in live
-        if name not in fragment.asked and fragment.accounts[name].take is None
+        for name, account in sorted(fragment.accounts.items())
+        if is_live(name) and name not in fragment.asked and account.take is None
     )
     if hurry or fragment.final or in_sight + len(fresh) < config.quorum:
         note = _skipped(fragment, fragment.tick, "quorum is out of reach")

@@ -148,8 +148,8 @@ def progress_tokens(config: PolicyConfig, state: State) -> int:
     for island in state.islands.values():
         computed += island.tokens_before + island.steps * island.tokens_per_step
     for fragment, size in zip(state.fragments, config.fragment_sizes, strict=True):
-        found_for, found = _LOST.get(fragment.index, _NOTHING)
-        lost += size * (found if found_for is fragment else _lost_tokens(fragment))
+        if fragment.lost_in_all:
+            lost += size * fragment.lost_in_all
     return computed - lost // config.parameters
 
 
@@ -157,6 +157,12 @@ def check(config: PolicyConfig, state: State) -> list[str]:
     """What is wrong with the books, as text; empty if they balance."""
     wrong = []
     for fragment in state.fragments:
+        lost = sum(sum(a.lost_tokens.values()) for a in fragment.accounts.values())
+        if fragment.lost_in_all != lost:
+            wrong.append(
+                f"fragment {fragment.index}: its accounts have lost {lost} tokens, it "
+                f"says {fragment.lost_in_all}"
+            )
         for name, account in fragment.accounts.items():
             island = state.islands[name]
             merging = sum(
@@ -178,22 +184,6 @@ def check(config: PolicyConfig, state: State) -> list[str]:
                     f"{account.start} of {island.steps}"
                 )
     return wrong
-
-
-def _lost_tokens(fragment: Fragment) -> int:
-    """Of all islands, and kept: every report asks, and few change a fragment."""
-    lost = sum(
-        sum(account.lost_tokens.values())
-        for account in fragment.accounts.values()
-        if account.lost_tokens
-    )
-    _LOST[fragment.index] = fragment, lost
-    return lost
-
-
-_NOTHING: tuple[Fragment | None, int] = None, 0
-_LOST: dict[int, tuple[Fragment | None, int]] = {}
-"""By index, for the value that was last asked for."""
 
 
 def _is_of(contribution: Contribution, account: Account, name: str) -> bool:

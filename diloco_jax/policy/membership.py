@@ -21,6 +21,7 @@ from diloco_jax.policy.events import (
     Outstanding,
     Persist,
     Refuse,
+    Resumed,
     Welcome,
 )
 from diloco_jax.policy.schedule import restart
@@ -87,10 +88,24 @@ def goodbye(state: State, event: Goodbye) -> Step:
 def expire(state: State, now: float) -> Step:
     """Islands whose lease ran out are absent."""
     effects: list[Effect] = []
-    for island in list(state.islands.values()):
+    for island in state.islands.values():
         if island.status == "live" and now >= island.lease_until:
             state, notes = _absent(state, island, "silent")
             effects += notes
+    return state, effects
+
+
+def resumed(state: State, event: Resumed) -> Step:
+    """Ends every incarnation that was there when the run was stopped; islands come
+    back, if at all, with higher ones."""
+    effects: list[Effect] = []
+    for name, island in state.islands.items():
+        if island.status == "gone":
+            continue
+        reported = event.steps.get((name, island.incarnation), 0)
+        island = replace(island, steps=max(island.steps, reported))
+        state, found = end(with_island(state, island), name, "stopped")
+        effects += found
     return state, effects
 
 
@@ -233,7 +248,13 @@ def _resume(
     config: PolicyConfig, state: State, known: Island, event: Hello, now: float
 ) -> Step:
     name = event.island
-    island = replace(known, steps=max(known.steps, event.steps), phase=event.phase)
+    island = replace(
+        known,
+        steps=max(known.steps, event.steps),
+        phase=event.phase,
+        # A coordinator that came back has forgotten what is on its tape.
+        records_through=max(known.records_through, event.records_through),
+    )
     state = with_island(state, alive(config, island, now))
     effects: list[Effect] = [_welcome(state, event, resumed=True)]
     effects.append(
@@ -253,7 +274,10 @@ def _resume(
         if outstanding is None:
             fragment, found = _ask_again(fragment, name)
         else:
-            fragment, found = _reconcile(config, fragment, name, outstanding, now)
+            recorded = outstanding.seq <= island.records_through
+            fragment, found = _reconcile(
+                config, fragment, name, outstanding, now, recorded=recorded
+            )
         state = with_fragment(state, fragment)
         effects += found
     return state, effects
@@ -273,16 +297,26 @@ def _ask_again(fragment: Fragment, name: str) -> tuple[Fragment, list[Effect]]:
 
 
 def _reconcile(
-    config: PolicyConfig, fragment: Fragment, name: str, held: Outstanding, now: float
+    config: PolicyConfig,
+    fragment: Fragment,
+    name: str,
+    held: Outstanding,
+    now: float,
+    *,
+    recorded: bool,
 ) -> tuple[Fragment, list[Effect]]:
-    """The island holds a take whose verdict it does not know."""
+    """The island holds a take whose verdict it does not know. recorded: its record is
+    on the tape; otherwise it comes with the next report, and nothing is merged before.
+    """
     told = fragment.accounts[name].told
     if told is not None and told.tick == held.tick:
         verdict = takes.verdict_on(fragment, name, held.tick, told.verdict, told.reason)
         # The next request may have got lost together with the verdict.
         fragment, asks = _ask_again(fragment, name)
         return fragment, [verdict, *asks]
-    fragment, effects = takes.known(config, fragment, name, held, now)
+    effects: list[Effect] = []
+    if recorded:
+        fragment, effects = takes.known(config, fragment, name, held, now)
     take = fragment.accounts[name].take
     if effects or take is None or take.tick != held.tick:
         return fragment, effects

@@ -32,6 +32,7 @@ from diloco_jax.policy.events import (
     Record,
     Refuse,
     Report,
+    Resumed,
     StopStepping,
     Timer,
     Welcome,
@@ -64,6 +65,8 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             state, effects = membership.goodbye(state, event)
         case Disconnected():
             state, effects = membership.disconnected(state, event)
+        case Resumed():
+            state, effects = membership.resumed(state, event)
         case DeltaArrived():
             state, effects = _arrived(config, state, event, now)
         case MergeComputed():
@@ -72,8 +75,7 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             effects = []
     state, expired = membership.expire(state, now)
     effects += expired
-    untouched = before.fragments if _same_live(before, state) else None
-    state, moved = _advance(config, state, now, untouched)
+    state, moved = _advance(config, before, state, now)
     return state, effects + moved
 
 
@@ -130,7 +132,8 @@ def _report(config: PolicyConfig, state: State, event: Report, now: float) -> St
         state, grants = shares.top_up(config, state, event.island)
         effects += grants
     tokens = max(state.progress_tokens, ledger.progress_tokens(config, state))
-    state = replace(state, progress_tokens=tokens)
+    if tokens > state.progress_tokens:
+        state = replace(state, progress_tokens=tokens)
     island = state.islands[event.island]
     effects.append(
         Progress(
@@ -220,22 +223,23 @@ def _computed(
     return state, before + effects + raised
 
 
-def _advance(
-    config: PolicyConfig,
-    state: State,
-    now: float,
-    before: tuple[Fragment, ...] | None,
-) -> Step:
+def _advance(config: PolicyConfig, before: State, state: State, now: float) -> Step:
     """What follows from where everything stands: ticks, closings, the end.
 
-    before: the fragments before this event; those which it did not touch are left
-    alone unless time alone moves them. None: who is live changed, look at all.
+    before: the state before this event. Islands that it did not touch make no tick due;
+    fragments that it did not touch are left alone, unless time alone moves them or who
+    is live changed.
     """
+    same_live = _same_live(before, state)
     effects: list[Effect] = []
     if state.phase == "running" and state.progress_tokens >= config.total_tokens:
         state, found = _stop(config, state, now)
         effects += found
-    while state.phase == "running" and schedule.tick_is_due(config, state):
+    while (
+        state.phase == "running"
+        and state.islands is not before.islands
+        and schedule.tick_is_due(config, state)
+    ):
         state, reserved = schedule.advance(config, state)
         effects += reserved
         fragment = state.fragments[schedule.fragment_of(config, state.tick)]
@@ -250,17 +254,22 @@ def _advance(
     if state.phase == "stopping" and (_all_stopped(state) or now >= state.deadline):
         state = replace(state, phase="flushing", deadline=now + config.flush_s)
     moving = state.fragments
-    if before is not None and state.phase == "running":
+    if same_live and state.phase == "running":
         moving = tuple(
             fragment
-            for fragment, untouched in zip(moving, before, strict=True)
-            if fragment is not untouched
-            or (fragment.phase == "open" and _closes(fragment, now))
+            for fragment, untouched in zip(moving, before.fragments, strict=True)
+            if fragment.phase == "open"
+            and (fragment is not untouched or _closes(fragment, now))
         )
     if not moving:
         return state, effects
-    live = _counted(state) if state.phase == "running" else _live(state)
     pacing = functools.partial(schedule.pacing_step_seconds, config, state)
+    islands, running = state.islands, state.phase == "running"
+    live = () if running else _live(state)
+
+    def is_live(name: str) -> bool:
+        return islands[name].counted if running else islands[name].answers
+
     hurry = state.phase == "flushing" and now >= state.deadline
     for fragment in moving:
         if state.phase == "flushing":
@@ -268,7 +277,7 @@ def _advance(
             effects += found
             fragment = state.fragments[fragment.index]
         fragment, found = fragments.settle(
-            config, fragment, live, pacing, now, hurry=hurry
+            config, fragment, is_live, pacing, now, hurry=hurry
         )
         if hurry and fragment.phase == "idle":
             fragment = replace(fragment, phase="done")
@@ -312,6 +321,8 @@ def _flush(
     if fragment.phase in ("merging", "done"):
         return state, []
     if fragment.phase == "open":
+        if fragment.final:
+            return state, []
         return with_fragment(state, replace(fragment, final=True)), []
     accounts = fragment.accounts
     unsettled = tuple(n for n in live if accounts[n].start < state.islands[n].steps)
@@ -346,6 +357,8 @@ def _live(state: State) -> tuple[str, ...]:
 
 def _same_live(a: State, b: State) -> bool:
     """Whether the same islands are live in both; members stay in their order."""
+    if a.islands is b.islands:
+        return True
     if len(a.islands) != len(b.islands):
         return False
     for x, y in zip(a.islands.values(), b.islands.values(), strict=True):

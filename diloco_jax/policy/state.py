@@ -135,6 +135,8 @@ class Fragment:
     closed_at: float = 0.0
     merging: tuple[Contribution, ...] = ()
     accounts: dict[str, Account] = dataclasses.field(default_factory=dict)
+    lost_in_all: int = 0
+    """Tokens lost in all accounts together."""
     merges: int = 0
     solo_merges: int = 0
     """Merges in a row with a delta of only one of several live islands."""
@@ -227,7 +229,12 @@ def with_fragment(state: State, fragment: Fragment) -> State:
 
 def with_account(fragment: Fragment, name: str, account: Account) -> Fragment:
     """The fragment with one account replaced or added."""
-    return replace(fragment, accounts={**fragment.accounts, name: account})
+    accounts, lost = fragment.accounts, fragment.lost_in_all
+    before = accounts.get(name)
+    if before is None or before.lost_tokens is not account.lost_tokens:
+        lost += sum(account.lost_tokens.values())
+        lost -= sum(before.lost_tokens.values()) if before is not None else 0
+    return replace(fragment, accounts={**accounts, name: account}, lost_in_all=lost)
 
 
 def averaged(average: float, value: float) -> float:

@@ -41,6 +41,7 @@ def took(
         start=record.start,
         end=record.step,
         base=record.version,
+        seq=record.seq,
     )
     fragment, effects = known(config, fragment, name, held, now)
     take = fragment.accounts[name].take
@@ -65,11 +66,10 @@ def known(
     # Steps between what is settled and this take are in no delta: adoption lost them.
     start = max(held.start, account.start)
     account = account.lose(start - account.start, "overwritten")
-    take = Take(tick=held.tick)
-    if asked is not None and asked.tick == held.tick:
-        take = asked
+    if asked is None or asked.tick != held.tick:
+        asked = Take(tick=held.tick)
     take = replace(
-        take, start=start, end=max(held.end, start), base=held.base, taken_at=now
+        asked, start=start, end=max(held.end, start), base=held.base, taken_at=now
     )
     account = replace(account, start=start, take=take)
     fragment = with_account(fragment, name, account)

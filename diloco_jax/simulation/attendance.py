@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from diloco_jax.config import Config
+from diloco_jax.coordinator.roster import Roster
 from diloco_jax.faults import Fault, parse_faults
 from diloco_jax.simulation.history import Diary
 from diloco_jax.simulation.island import IslandSpec
@@ -53,6 +54,42 @@ class Attendance:
         for name in self.diaries:
             self._close(name, "finished")
 
+    def roster(self) -> Roster:
+        """What a coordinator's would hold by now."""
+        self.update()
+        roster = Roster()
+        for name, diaries in self.diaries.items():
+            for diary in diaries:
+                now = self._clock.now if diary.ended is None else diary.ended
+                roster.hello(diary, diary.began)
+                roster.report(name, diary.measures(), (), now)
+                roster.members[name].adopted = dict(diary.versions)
+                if diary.end == "left":
+                    roster.left(name, now)
+        return roster
+
+    # ---- what islands are like ------------------------------------------------------
+
+    def usual_steps(self, name: str, chance: np.random.Generator) -> Iterator[float]:
+        """Seconds of one undisturbed step of an incarnation after the other."""
+        seconds = self._config.islands[name].step_seconds
+        return durations(seconds, self._options.step_spread, chance)
+
+    def join_seconds(self, name: str, incarnation: int) -> float:
+        """From the welcome to the first step, fetching apart."""
+        return self._options.join_seconds
+
+    def compile_seconds(self, name: str, incarnation: int) -> float:
+        """Of the join."""
+        return self.join_seconds(name, incarnation)
+
+    @property
+    def down_seconds(self) -> float:
+        """From a failure to the new start."""
+        return self._options.down_seconds
+
+    # ---- what happens ---------------------------------------------------------------
+
     def _stay(self, name: str) -> tuple[float, float]:
         return self._options.joins.get(name, (0.0, math.inf))
 
@@ -67,7 +104,7 @@ class Attendance:
                 incarnation=incarnation,
                 tokens_per_step=island.batch_size * self._config.run.sequence_length,
                 began=self._clock.now,
-                compile_seconds=options.join_seconds,
+                compile_seconds=self.compile_seconds(name, incarnation),
             )
         )
         chance = np.random.default_rng(
@@ -77,13 +114,13 @@ class Attendance:
             self._kill_after(
                 chance.exponential(options.failure_every_seconds), name, incarnation
             )
-        seconds = durations(island.step_seconds, options.step_spread, chance)
+        seconds = self.usual_steps(name, chance)
         self._world.start(
             IslandSpec(
                 name=name,
                 batch_size=island.batch_size,
                 step_seconds=functools.partial(self._step_seconds, name, seconds),
-                join_seconds=options.join_seconds,
+                join_seconds=self.join_seconds(name, incarnation),
                 bytes_up=self._bytes_up,
             )
         )
@@ -108,7 +145,7 @@ class Attendance:
             self._world.kill(name)
             self._close(name, "died")
             again = functools.partial(self._start, name)
-            self._clock.after(self._options.down_seconds, again)
+            self._clock.after(self.down_seconds, again)
 
     def _leave(self, name: str) -> None:
         island = self._world.islands[name]

@@ -48,12 +48,13 @@ class Clock:
         self, until: float = float("inf"), done: Callable[[], bool] | None = None
     ) -> None:
         """Goes on until nothing is due by `until`, or `done`, asked after each call."""
-        while self._queue and self._queue[0][0] <= until:
-            time, _, _, due = heapq.heappop(self._queue)
-            if due.call is None:
+        queue, pop = self._queue, heapq.heappop
+        while queue and queue[0][0] <= until:
+            time, _, _, due = pop(queue)
+            if (call := due.call) is None:
                 continue
             self.now = time
-            due.call()
+            call()
             if done is not None and done():
                 return
         if until != float("inf"):

@@ -138,12 +138,20 @@ def faults_command(arguments: Sequence[str]) -> int:
     return 1 if report.violations else 0
 
 
+def calibrate_command(arguments: Sequence[str]) -> int:
+    """`diloco simulate calibrate WORKDIR`."""
+    from diloco_jax.simulation import calibrate_command as command
+
+    return command.calibrate_command(arguments)
+
+
 KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "goodput": (goodput_command, "what failures leave of the chip time; --sweep"),
     "mix": (mix_command, "unequal islands: waiting for all, for one, with grace"),
     "scavenge": (scavenge_command, "extra islands for a part of the token budget"),
     "bandwidth": (bandwidth_command, "what links must carry"),
     "faults": (faults_command, "random faults, and what must hold all the same"),
+    "calibrate": (calibrate_command, "fitted to a recorded run, another one predicted"),
 }
 
 

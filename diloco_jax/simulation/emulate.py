@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.inbox import DeltaKey
-from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.core.fragments import Params
@@ -138,7 +138,7 @@ class _Emulator:
         run, placement = config.run, config.placement
         self._config, self._options, self._show = config, options, show
         corpus = load_checked_corpus(run.data)
-        self._windows = Windows(corpus.train, run.sequence_length, run.seed)
+        self._windows = _windows(config, corpus.train, options.unlike_shards)
         model, self._judge = trainer_of(run, IslandConfig(batch_size=BATCH_SIZE))
         self._validation = ValidationBatches(
             corpus.validation, run.sequence_length, BATCH_SIZE
@@ -188,7 +188,7 @@ class _Emulator:
         result = summary.summary(
             coordinator.config,
             coordinator.state,
-            self._roster(),
+            self._attendance.roster(),
             wall_seconds=now,
             now=now,
         )
@@ -204,7 +204,8 @@ class _Emulator:
     def _make_body(self, name: str) -> TrainedBody:
         run, diary = self._config.run, self._attendance.diaries[name][-1]
         model, trainer = trainer_of(run, self._config.islands[name])
-        return TrainedBody(run, model, trainer, self._windows, self._clock, diary)
+        windows = self._windows[name]
+        return TrainedBody(run, model, trainer, windows, self._clock, diary)
 
     # ---- what is told ---------------------------------------------------------------
 
@@ -249,22 +250,18 @@ class _Emulator:
         return summary.status(
             self._coordinator.config,
             self._coordinator.state,
-            self._roster(),
+            self._attendance.roster(),
             seconds=self._clock.now,
             alerts=self._alerts,
             now=self._clock.now,
         )
 
-    def _roster(self) -> Roster:
-        """What a coordinator's would hold by now."""
-        self._attendance.update()
-        roster = Roster()
-        for name, diaries in self._attendance.diaries.items():
-            for diary in diaries:
-                now = self._clock.now if diary.ended is None else diary.ended
-                roster.hello(diary, diary.began)
-                roster.report(name, diary.measures(), (), now)
-                roster.members[name].adopted = dict(diary.versions)
-                if diary.end == "left":
-                    roster.left(name, now)
-        return roster
+
+def _windows(config: Config, text: np.ndarray, unlike: bool) -> dict[str, Windows]:
+    """What each island's positions mean: of the whole text, or of a part of its own."""
+    names, run = sorted(config.islands), config.run
+    parts = np.array_split(text, len(names)) if unlike else [text] * len(names)
+    return {
+        name: Windows(part, run.sequence_length, run.seed)
+        for name, part in zip(names, parts, strict=True)
+    }

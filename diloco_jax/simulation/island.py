@@ -150,6 +150,7 @@ class VirtualIsland:
             phase=self._phase,
             outstanding=status.outstanding,
             sequences_granted=self._inbound.granted,
+            records_through=status.records_through,
         )
         self.peer = peer = Connection(self, line)
         line.send_up(lambda: coordinator.hello(hello, peer))
@@ -236,6 +237,8 @@ class VirtualIsland:
 
     def _deliver(self) -> None:
         """Hands over what there is room for, and fetches what came after it."""
+        if not self._arrivals:
+            return
         waiting, self._arrivals = self._arrivals, []
         for arrival in waiting:
             if self.mailbox.deliver(arrival, 0.0):

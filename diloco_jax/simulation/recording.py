@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_jax.cluster.commands import coordinator_environment
-from diloco_jax.config import Config, IslandConfig
+from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.policy.events import Contribution, Record, Version
 
@@ -25,6 +26,15 @@ class Who(NamedTuple):
 
     def __str__(self) -> str:
         return f"island {self.island}, incarnation {self.incarnation}"
+
+
+class Restored(NamedTuple):
+    """What an incarnation began with, besides anchors."""
+
+    who: Who
+    """Whose moments, after `steps` steps, and residuals of these fragments."""
+    steps: int
+    fragments: tuple[int, ...]
 
 
 class Written(NamedTuple):
@@ -64,6 +74,8 @@ class Life:
     config: IslandConfig
     environment: Environment
     records: list[Written] = dataclasses.field(default_factory=list)
+    saves: set[int] = dataclasses.field(default_factory=set)
+    """Steps after which a later incarnation needs its moments."""
 
     def begins(self) -> list[Version]:
         """The versions it began with, by fragment: its first records."""
@@ -75,9 +87,20 @@ class Life:
             versions.append(record.version)
         return versions
 
-    def cut_after_takes(self, takes: Mapping[tuple[int, int], RecordedMerge]) -> None:
+    def restored(self) -> Restored | None:
+        """What it took over of an earlier incarnation: it says so next."""
+        told = [r for _, r in self.records if r.kind == "restored"]
+        if not told:
+            return None
+        return Restored(
+            who=Who(self.who.island, told[0].start),
+            steps=told[0].value,
+            fragments=tuple(r.fragment for r in told[1:]),
+        )
+
+    def cut(self, takes: Mapping[tuple[int, int], RecordedMerge]) -> None:
         """Drops what follows the last of these takes, which are named by (fragment,
-        tick) and came into those merges.
+        tick) and came into those merges, and the last step in `saves`.
 
         Raises TapeError if one is missing, or holds other steps than were merged.
         """
@@ -93,7 +116,9 @@ class Life:
                 f"line {merge.line}: the take of fragment {fragment} at tick {tick} by "
                 f"{self.who} is merged, but on no line: a record is missing"
             )
-        del self.records[count:]
+        last = max(self.saves, default=-1)
+        saved = sum(record.step <= last for _, record in self.records)
+        del self.records[max(count, saved) :]
 
     def _compare(self, line: int, record: Record, merge: RecordedMerge) -> None:
         part = next(
@@ -142,3 +167,20 @@ def environment_like(recorded: Environment) -> dict[str, str]:
         "NPROC": str(recorded["threads"]),
         "XLA_FLAGS": str(recorded["xla_flags"]),
     }
+
+
+def check_origin(path: Path, begun: Mapping[str, Any], config: Config) -> None:
+    """Raises ConfigError unless the tape's first record, `begun`, is of this version
+    and of a run with this config."""
+    written, here = begun["environment"]["diloco_jax"], metadata.version("diloco-jax")
+    if written != here:
+        raise ConfigError(
+            f"{path} was written by diloco_jax {written}, this is {here}; read it with "
+            f"the version that wrote it"
+        )
+    fingerprint = config.run.fingerprint()
+    if begun["fingerprint"] != fingerprint:
+        raise ConfigError(
+            f"{path} is of a run with fingerprint {begun['fingerprint']}, the "
+            f"config.json beside it has {fingerprint}; bring back the run's own"
+        )

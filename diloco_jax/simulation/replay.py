@@ -144,16 +144,19 @@ class Replay(contextlib.ExitStack):
         self._windows = Windows(corpus.train, run.sequence_length, run.seed)
         self._store = _new_store(recording)
         self._versions = [FIRST_VERSION] * len(self._store.plan.fragments)
-        arrays = self._store.arrays()
-        first = [tuple(arrays[name]["anchor"]) for name in sorted(arrays)]
+        first = [tuple(anchor) for anchor in self._store.arrays()["anchor"]]
         self._published = Published(recording, first)
         self._workers: dict[str, Worker] = {}
         self._islands: dict[Who, ReplayedIsland] = {}
-        self._takes_left = Counter(
+        self._needs = Counter(
             Who(part.island, part.incarnation)
             for merge in recording.merges
             for part in merge.contributions
         )
+        for life in recording.lives.values():
+            # As long as an incarnation may begin with its moments.
+            if (restored := life.restored()) is not None:
+                self._needs[restored.who] += 1
         self._recoveries_left = Counter(
             recovery.snapshot_merges for recovery in recording.recoveries
         )
@@ -186,8 +189,12 @@ class Replay(contextlib.ExitStack):
     def save(self, folder: Path, number: int) -> None:
         """Writes config and global parameters as a run's workdir has them."""
         folder.mkdir(parents=True)
-        write_config_json(self._recording.config, folder / "config.json")
-        manager = checkpoint.open_folder(folder / "checkpoints", keep=1)
+        config = self._recording.config
+        placement = dataclasses.replace(config.placement, checkpoints="")
+        config = dataclasses.replace(config, placement=placement)
+        write_config_json(config, folder / "config.json")
+        snapshots = checkpoint.snapshots_folder(placement, folder)
+        manager = checkpoint.open_folder(snapshots, keep=1)
         checkpoint.save(manager, number, self._store.arrays(), {})
         manager.close()
 
@@ -209,10 +216,20 @@ class Replay(contextlib.ExitStack):
                     f"{who} computed on {life.config.devices} devices, here are "
                     f"{devices}; replay on a machine with as many"
                 )
+            restored = life.restored()
+            source = self._island(restored.who) if restored else None
             self._islands[who] = ReplayedIsland(
-                life, self._run, self._windows, self._published, worker
+                life, self._run, self._windows, self._published, worker, source
             )
+            if restored is not None:
+                self._release(restored.who)
         return self._islands[who]
+
+    def _release(self, who: Who) -> None:
+        """One need of the incarnation less."""
+        self._needs[who] -= 1
+        if not self._needs[who]:
+            self._islands.pop(who).end()
 
     def _worker(self, recorded: Environment) -> Worker:
         alike = str(environment_like(recorded))
@@ -228,9 +245,7 @@ class Replay(contextlib.ExitStack):
         for part in merge.contributions:
             who = Who(part.island, part.incarnation)
             self._islands[who].merged(merge.fragment, part.tick)
-            self._takes_left[who] -= 1
-            if not self._takes_left[who]:
-                self._islands.pop(who).end()
+            self._release(who)
         self._keep_snapshot(merge.number)
 
     def _keep_snapshot(self, merges: int) -> None:

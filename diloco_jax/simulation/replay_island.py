@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +23,7 @@ from diloco_jax.observability.tape import TapeError
 from diloco_jax.policy.events import Record, Span, Verdict, Version
 from diloco_jax.simulation.published import Published
 from diloco_jax.simulation.recording import Life
-from diloco_jax.simulation.replay_pipe import RemoteReplica, Worker
+from diloco_jax.simulation.replay_pipe import Begin, RemoteReplica, Worker
 from diloco_jax.wire.messages import TakeVerdict
 
 
@@ -39,23 +40,41 @@ class ReplayedIsland:
         windows: Windows,
         published: Published,
         worker: Worker,
+        source: ReplayedIsland | None = None,
     ) -> None:
+        """source: the incarnation whose moments this one began with."""
         self.steps = 0
         """Inner steps done."""
         versions = life.begins()
         self._life, self._windows, self._published = life, windows, published
-        self._next = len(versions)
+        self._moments: dict[int, list[bytes]] = {}
         rule = run.sync.adopt
         self._books = Books(versions, rule)
         self._books.begin()
-        self._books.drain()
-        anchors = [self._anchor(f, version) for f, version in enumerate(versions)]
-        self._replica = RemoteReplica(worker, life.who, life.config, anchors)
+        begin = Begin(
+            who=life.who,
+            island=life.config,
+            anchors=[self._anchor(f, version) for f, version in enumerate(versions)],
+        )
+        restored = life.restored()
+        if restored is not None:
+            assert source is not None
+            self._books.restored(
+                restored.who.incarnation, restored.steps, restored.fragments
+            )
+            begin = msgspec.structs.replace(
+                begin,
+                moments=source.moments(restored.steps),
+                residuals={f: source.residual(f) for f in restored.fragments},
+            )
+        self._next = len(self._books.drain())
+        self._replica = RemoteReplica(worker, begin)
         self._positions = LeasedPositions()
         self._boundary = Boundary(
             self._books, self._replica, self._positions, self, rule
         )
-        self._pace = Pace(run, life.config.batch_size * run.sequence_length)
+        tokens_per_step = life.config.batch_size * run.sequence_length
+        self._pace = Pace(run, tokens_per_step, warm=restored is not None)
         self._others_tokens = 0
         self._deltas: dict[tuple[int, int], bytes] = {}
 
@@ -66,6 +85,22 @@ class ReplayedIsland:
             self._next += 1
             self._repeat(line, record)
         return np.frombuffer(self._deltas[fragment, tick], np.uint8)
+
+    def moments(self, steps: int) -> list[bytes]:
+        """The inner optimizer's state after so many steps: see `saves`."""
+        while steps not in self._moments:
+            if self._next == len(self._life.records):
+                self._train_until(steps, self._life.records[-1].line)
+                self._keep_moments()
+                break
+            line, record = self._life.records[self._next]
+            self._next += 1
+            self._repeat(line, record)
+        return self._moments[steps]
+
+    def residual(self, fragment: int) -> bytes:
+        """What its merged takes of the fragment left unsaid."""
+        return self._replica.residual(fragment)
 
     def merged(self, fragment: int, tick: int) -> None:
         """That take is in a merge."""
@@ -87,8 +122,7 @@ class ReplayedIsland:
     # ---- one record -------------------------------------------------------------
 
     def _repeat(self, line: int, record: Record) -> None:
-        while self.steps < record.step:
-            self._train(line)
+        self._train_until(record.step, line)
         fragment, tick = record.fragment, record.tick
         inbox = Inbox()
         match record.kind:
@@ -112,6 +146,16 @@ class ReplayedIsland:
                 f"noted before comes {found or 'nothing'}; a record was altered or is "
                 f"missing"
             )
+
+    def _train_until(self, steps: int, line: int) -> None:
+        while self.steps < steps:
+            self._keep_moments()
+            self._train(line)
+
+    def _keep_moments(self) -> None:
+        """If a later incarnation begins with them."""
+        if self.steps in self._life.saves:
+            self._moments.setdefault(self.steps, self._replica.moments())
 
     def _train(self, line: int) -> None:
         positions = self._positions.draw(self._life.config.batch_size)

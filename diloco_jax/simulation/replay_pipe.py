@@ -1,6 +1,7 @@
 """Both ends' messages of a `replay_worker`, and the end that commands it.
 
-Commands are carried out in order; `Setup` and `Take` are answered.
+Commands are carried out in order; `Setup`, `Take`, `Moments` and `Residual` are
+answered.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ class Begin(Command, frozen=True, kw_only=True, tag=True):
 
     island: IslandConfig
     anchors: list[bytes]
+    moments: list[bytes] = []
+    """Of a checkpoint, as `Moments` gives them; fresh ones if there are none."""
+    residuals: dict[int, bytes] = {}
+    """Of a checkpoint, as `Residual` gives them, by fragment; zeros elsewhere."""
 
 
 class Step(Command, frozen=True, kw_only=True, tag=True):
@@ -76,11 +81,22 @@ class Judge(Command, frozen=True, kw_only=True, tag=True):
     outcome: Literal["settle", "reopen", "drop", "reset"]
 
 
+class Moments(Command, frozen=True, kw_only=True, tag=True):
+    """Answered with the inner optimizer's state, by leaf, encoded by msgpack."""
+
+
+class Residual(Command, frozen=True, kw_only=True, tag=True):
+    """Answered with the fragment's residual, as if no take were outstanding, like an
+    anchor in full; empty without error feedback."""
+
+    fragment: int
+
+
 class End(Command, frozen=True, kw_only=True, tag=True):
     """The incarnation is not needed any more."""
 
 
-AnyCommand = Setup | Begin | Step | Take | Adopt | Judge | End
+AnyCommand = Setup | Begin | Step | Take | Adopt | Judge | Moments | Residual | End
 
 decode = msgspec.msgpack.Decoder(AnyCommand).decode
 
@@ -140,11 +156,9 @@ class Worker:
 class RemoteReplica:
     """The model copy of one incarnation, in a worker; also `boundary.Arrays`."""
 
-    def __init__(
-        self, worker: Worker, who: Who, island: IslandConfig, anchors: list[bytes]
-    ) -> None:
-        self._worker, self._who = worker, who
-        worker.send(Begin(who=who, island=island, anchors=anchors))
+    def __init__(self, worker: Worker, begin: Begin) -> None:
+        self._worker, self._who = worker, begin.who
+        worker.send(begin)
 
     def step(self, batch: npt.NDArray[np.int32], learning_rate: float) -> None:
         """One inner step on int32 [B, T + 1]."""
@@ -154,6 +168,15 @@ class RemoteReplica:
     def take(self, fragment: int) -> bytes:
         """The fragment's encoded delta."""
         return self._worker.ask(Take(who=self._who, fragment=fragment))
+
+    def moments(self) -> list[bytes]:
+        """The inner optimizer's state, by leaf."""
+        answer = self._worker.ask(Moments(who=self._who))
+        return msgspec.msgpack.decode(answer, type=list[bytes])
+
+    def residual(self, fragment: int) -> bytes:
+        """The fragment's residual, as if no take were outstanding."""
+        return self._worker.ask(Residual(who=self._who, fragment=fragment))
 
     def adopt(self, arrival: Arrival) -> None:
         """See Arrays; of each publish there is the payload."""

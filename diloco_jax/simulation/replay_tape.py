@@ -7,8 +7,7 @@ contradict each other, and a tape that ends early.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from importlib import metadata
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from diloco_jax.simulation.recording import (
     Recovery,
     Who,
     Written,
+    check_origin,
 )
 
 
@@ -127,20 +127,9 @@ class _Reader:
     # ---- one kind of record each ------------------------------------------------
 
     def _begun(self, record: Mapping[str, Any]) -> None:
-        environment, here = record["environment"], metadata.version("diloco-jax")
-        if environment["diloco_jax"] != here:
-            raise ConfigError(
-                f"{self._path} was written by diloco_jax {environment['diloco_jax']}, "
-                f"this is {here}; replay it with the version that wrote it"
-            )
-        fingerprint = self._config.run.fingerprint()
-        if record["fingerprint"] != fingerprint:
-            raise ConfigError(
-                f"{self._path} is of a run with fingerprint {record['fingerprint']}, "
-                f"the config.json beside it has {fingerprint}; bring back the run's own"
-            )
+        check_origin(self._path, record, self._config)
         self._plan_digest = record["plan"]
-        self._coordinators.append(environment)
+        self._coordinators.append(record["environment"])
 
     def _joined(self, record: Mapping[str, Any]) -> None:
         who = Who(record["island"], record["incarnation"])
@@ -246,12 +235,34 @@ class _Reader:
                         f"the take of fragment {merge.fragment} at tick {part.tick} by "
                         f"{part.island} is merged on line {known.line} already"
                     )
+        needed = self._with_sources(takes)
         try:
-            for who, mine in takes.items():
-                self._lives[who].cut_after_takes(mine)
+            for who in needed:
+                self._lives[who].cut(takes.get(who, {}))
         except TapeError as error:
             raise TapeError(f"{self._path}, {error}") from error
-        return {who: self._lives[who] for who in takes}
+        return {who: self._lives[who] for who in needed}
+
+    def _with_sources(self, needed: Iterable[Who]) -> tuple[Who, ...]:
+        """And the incarnations whose moments these, or those in turn, began with."""
+        found = dict.fromkeys(needed)
+        waiting = list(found)
+        while waiting:
+            life = self._lives[waiting.pop()]
+            restored = life.restored()
+            if restored is None:
+                continue
+            if restored.who not in self._lives or restored.who >= life.who:
+                self._line = life.records[0].line
+                raise self._wrong(
+                    f"{life.who} begins with moments of {restored.who}, which was not "
+                    f"there before; a record was altered or is missing"
+                )
+            self._lives[restored.who].saves.add(restored.steps)
+            if restored.who not in found:
+                found[restored.who] = None
+                waiting.append(restored.who)
+        return tuple(found)
 
     def _wrong(self, what: str) -> TapeError:
         return TapeError(f"{self._path}, line {self._line}: {what}")

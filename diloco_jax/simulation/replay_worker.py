@@ -11,6 +11,7 @@ import functools
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import jax
 import msgspec
@@ -19,7 +20,9 @@ import numpy as np
 from diloco_jax import compilation, environment
 from diloco_jax.config import RunConfig
 from diloco_jax.island.build import build_exchange, build_plan, build_trainer, join
+from diloco_jax.island.checkpoints import Restored
 from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.placing import place
 from diloco_jax.island.step import Trainer
 from diloco_jax.models.model import Metrics, Model
 from diloco_jax.simulation.recording import Who
@@ -29,6 +32,8 @@ from diloco_jax.simulation.replay_pipe import (
     Begin,
     End,
     Judge,
+    Moments,
+    Residual,
     Setup,
     Step,
     Take,
@@ -62,8 +67,8 @@ class Copies:
         self._trainer_of = functools.cache(functools.partial(build_trainer, run))
         self._copies: dict[Who, _Copy] = {}
 
-    def carry_out(self, command: AnyCommand) -> bytearray | None:
-        """One command; returns the answer to a `Take`."""
+    def carry_out(self, command: AnyCommand) -> bytes | bytearray | None:
+        """One command; returns the answer, if it has one."""
         match command:
             case Begin(who=who):
                 # Islands that compute alike share what is compiled.
@@ -71,7 +76,7 @@ class Copies:
                     command.island, step_seconds=0.0, stands_for=""
                 )
                 model, trainer = self._trainer_of(alike)
-                self._copies[who] = _Copy(self._run, model, trainer, command.anchors)
+                self._copies[who] = _Copy(self._run, model, trainer, command)
             case Step(who=who):
                 self._copies[who].step(command)
             case Take(who=who):
@@ -80,6 +85,10 @@ class Copies:
                 self._copies[who].adopt(command)
             case Judge(who=who):
                 self._copies[who].judge(command)
+            case Moments(who=who):
+                return self._copies[who].moments()
+            case Residual(who=who):
+                return self._copies[who].residual(command.fragment)
             case End(who=who):
                 del self._copies[who]
         return None
@@ -89,16 +98,22 @@ class _Copy:
     """The model copy of one incarnation."""
 
     def __init__(
-        self, run: RunConfig, model: Model, trainer: Trainer, anchors: list[bytes]
+        self, run: RunConfig, model: Model, trainer: Trainer, begin: Begin
     ) -> None:
         self._sequences = trainer.batch_size
         self._exchange, _ = build_exchange(run, model, trainer)
-        placed = {
-            fragment: self._exchange.put_anchor(fragment, anchor)
-            for fragment, anchor in enumerate(anchors)
-        }
+        put = self._exchange.put_anchor
+        placed = {f: put(f, anchor) for f, anchor in enumerate(begin.anchors)}
+        restored = None
+        if begin.moments:
+            restored = Restored(
+                incarnation=0,
+                steps=0,
+                moments=_placed_moments(trainer, begin.moments),
+                residuals={f: put(f, octets) for f, octets in begin.residuals.items()},
+            )
         plan = build_plan(run, model)
-        self._replica = join(plan, trainer, self._exchange, placed)
+        self._replica = join(plan, trainer, self._exchange, placed, restored)
         self._last_metrics: Metrics | None = None
 
     def step(self, step: Step) -> None:
@@ -111,6 +126,14 @@ class _Copy:
     def take(self, fragment: int) -> bytearray:
         arrays = [np.asarray(array) for array in self._replica.take(fragment)]
         return self._exchange.layouts_up[fragment].pack(arrays)
+
+    def moments(self) -> bytes:
+        leaves = self._replica.trees()["moments"]
+        return msgspec.msgpack.encode([np.asarray(leaf).tobytes() for leaf in leaves])
+
+    def residual(self, fragment: int) -> bytes:
+        residuals = self._replica.trees()["residuals"]
+        return b"".join(np.asarray(array).tobytes() for array in residuals[fragment])
 
     def adopt(self, adopt: Adopt) -> None:
         put = self._exchange.put_publish
@@ -131,6 +154,15 @@ class _Copy:
                 self._replica.drop(judge.fragment)
             case "reset":
                 self._replica.reset(judge.fragment)
+
+
+def _placed_moments(trainer: Trainer, octets: list[bytes]) -> Any:
+    like, structure = jax.tree.flatten(trainer.abstract_state().opt_state)
+    leaves = [
+        place(np.frombuffer(raw, leaf.dtype).reshape(leaf.shape), leaf.sharding)
+        for leaf, raw in zip(like, octets, strict=True)
+    ]
+    return jax.tree.unflatten(structure, leaves)
 
 
 if __name__ == "__main__":

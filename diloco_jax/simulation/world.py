@@ -58,8 +58,12 @@ class World:
             self._report_s,
         )
         self.islands[spec.name] = island
-        island.connect(self.coordinator, Line(self.clock, self._line_speed))
+        self.connect(island)
         return island
+
+    def connect(self, island: VirtualIsland) -> None:
+        """Gives it a line, on which it says hello."""
+        island.connect(self.coordinator, Line(self.clock, self._line_speed))
 
     def kill(self, name: str) -> None:
         """The island's process dies; its connection breaks at once."""

@@ -109,6 +109,7 @@ class Driver:
             "fingerprint": self.config.fingerprint,
             "tokens_per_step": TOKENS_PER_STEP,
             "sequences_per_step": 1,
+            "records_through": self._seq.get((name, incarnation), 0),
         }
         return self.feed(
             Hello(island=name, incarnation=incarnation, **{**defaults, **fields})
@@ -253,6 +254,7 @@ class Driver:
             start=start,
             end=end,
             base=self.fragment(fragment).version,
+            seq=self._seq.get((name, self.state.islands[name].incarnation), 0),
         )
 
     def totals(self, name: str) -> ledger.Totals:

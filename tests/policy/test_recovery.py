@@ -1,13 +1,16 @@
 """A coordinator that died: what comes back, and what happened meanwhile."""
 
 import pytest
-from kit import Driver, asked, of, only
+from kit import Driver, asked, of, only, took
 
 from diloco_jax.policy.events import (
+    AskResend,
     AskTake,
+    DropDelta,
     Finish,
     Grant,
     Merge,
+    Outstanding,
     Refuse,
     StopStepping,
     Version,
@@ -64,6 +67,37 @@ def test_islands_carry_on_where_they_are() -> None:
     d.hello("b", steps=1, phase="training")
     d.report("a", 34)
     assert d.state.progress_tokens == 350
+
+
+def test_a_take_is_merged_once_its_record_is_on_the_tape() -> None:
+    d = trained()
+    held = d.held("a", 1, 0, 4)
+    d.crash()
+    told_before = {"outstanding": (held,), "records_through": held.seq - 1}
+    effects = d.hello("a", steps=4, phase="training", **told_before)
+    effects += d.arrive("a", 1, held.tick)
+    effects += d.report("a", 8)
+    assert not of(effects, Merge)
+    assert only(effects, DropDelta).tick == held.tick
+    effects = d.report("a", 8, took(held.seq, 1, held.tick, 0, 4))
+    assert only(effects, AskResend).tick == held.tick
+    contribution = only(d.arrive("a", 1, held.tick), Merge).contributions[0]
+    assert (contribution.start, contribution.end) == (0, 4)
+
+
+def test_bytes_lost_with_a_connection_are_asked_for_before_the_record_is_here() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a")
+    d.report("a", 2)
+    tick = d.tick_of("a", 0)
+    held = Outstanding(fragment=0, tick=tick, start=0, end=2, base=Version(), seq=1)
+    d.disconnect("a")
+    effects = d.hello("a", steps=2, phase="training", outstanding=(held,))
+    assert only(effects, AskResend).tick == tick
+    d.arrive("a", 0, tick)
+    assert not of(d.report("a", 4), Merge)
+    merge = only(d.report("a", 6, took(1, 0, tick, 0, 2)), Merge)
+    assert [(c.start, c.end) for c in merge.contributions] == [(0, 2)]
 
 
 def test_a_snapshot_and_the_records_after_it_make_the_same_state() -> None:

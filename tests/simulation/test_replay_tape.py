@@ -245,3 +245,35 @@ def test_a_config_with_unknown_fields_is_refused(workdir):
 def test_a_folder_without_a_run_is_refused(workdir):
     with pytest.raises(ConfigError, match=r"no tape\.jsonl"):
         read_recording(workdir)
+
+
+def restored(start, value):
+    """The second incarnation begins with moments of another; nothing of that one is
+    merged."""
+    return [
+        *TAPE[:7],
+        of_island(5, "took", 9, fragment=1, tick=2),
+        *life(2),
+        of_island(1, "adopted", 0, incarnation=2, fragment=0),
+        of_island(2, "adopted", 0, incarnation=2, fragment=1),
+        of_island(3, "restored", 0, incarnation=2, start=start, value=value),
+        of_island(4, "restored", 0, incarnation=2, fragment=1, start=1, value=value),
+        of_island(5, "took", 3, incarnation=2, fragment=0, tick=3),
+        merged(0, 1, 0, 3, tick=3, incarnation=2),
+        {"kind": "finished"},
+    ]
+
+
+def test_an_incarnation_whose_moments_are_needed_is_kept_so_far(workdir):
+    write(workdir, restored(start=1, value=6))
+    lives = read_recording(workdir).lives
+    assert lives[Who("a", 2)].restored() == (Who("a", 1), 6, (1,))
+    assert lives[Who("a", 1)].saves == {6}
+    assert [w.record.seq for w in lives[Who("a", 1)].records] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("start", [2, 7])
+def test_moments_of_nobody_are_named(workdir, start):
+    write(workdir, restored(start=start, value=6))
+    with pytest.raises(TapeError, match=f"line 11: .*incarnation {start}, which was"):
+        read_recording(workdir)

@@ -22,6 +22,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_merges.MergedOnce,
     safe_merges.DeltasExact,
     safe_merges.QuorumHeld,
+    safe_merges.RecordedFirst,
     safe_merges.FencedOut,
     safe_merges.StaleOut,
     safe_books.LedgerExact,

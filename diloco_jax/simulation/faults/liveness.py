@@ -47,9 +47,14 @@ def over_within_s(schedule: Schedule) -> float:
     """Once faults have stopped, the run is over within this: as if it began anew, and
     what its end takes at most, a lease and the flush (`Deadlines.flush_s`).
 
-    Deltas that come late again and again are refused again and again: all that is sure
-    to count are the steps of the K slowest, in every other cycle, and if islands
-    `overwrite` what they did between take and adoption, one step of it.
+    What a run computes counts unless it is lost, and under every adopt rule deltas that
+    are late again and again can be refused, and their steps lost, again and again. Sure
+    is what a merge promises: it has K deltas, each with all that its island did since
+    its last take. An island whose take is still open is not asked, but its next delta
+    is the longer for it, and a take is settled by the second merge: so the steps of K
+    islands, the slowest at worst, count in at least every other cycle. If islands
+    `overwrite` what they did between take and adoption, one step of a cycle may be all
+    that is left.
     """
     rates = sorted(plan.batch_size / plan.step_s for plan in schedule.islands.values())
     tokens_per_s = SEQUENCE_LENGTH * sum(rates[: schedule.quorum]) / 2

@@ -24,7 +24,7 @@ from diloco_jax.policy import (
     shares,
     takes,
 )
-from diloco_jax.policy.events import Persist
+from diloco_jax.policy.events import Note, Persist
 
 
 class Plant(NamedTuple):
@@ -72,6 +72,15 @@ def _loses_a_step(known: Callable[..., Any]) -> Callable[..., Any]:
     def broken(config: Any, f: Any, name: str, held: Any, now: float) -> Any:
         end = max(held.start, held.end - 1)
         return known(config, f, name, dataclasses.replace(held, end=end), now)
+
+    return broken
+
+
+def _tapes_no_takes(record: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(*arguments: Any) -> Any:
+        state, effects = record(*arguments)
+        took = arguments[3].kind == "took"
+        return state, [e for e in effects if not (took and isinstance(e, Note))]
 
     return broken
 
@@ -137,6 +146,7 @@ PLANTS = {
     "takes_stay_after_a_merge": Plant("merged_once", ledger, "book", _keeps_the_take),
     "a_step_is_left_out": Plant("deltas", takes, "known", _loses_a_step),
     "one_less_than_quorum": Plant("quorum", fragment, "settle", _needs_one_less),
+    "takes_are_not_on_the_tape": Plant("recorded", policy, "_record", _tapes_no_takes),
     "fenced_ones_come_in": Plant("fenced", membership, "_refusal", _lets_everyone_in),
     "stale_deltas_are_merged": Plant(
         "stale", takes, "refuse_if_stale", _refuses_nothing

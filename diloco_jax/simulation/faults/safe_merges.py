@@ -10,6 +10,7 @@ from diloco_jax.policy.events import (
     AskTake,
     Effect,
     Merge,
+    Note,
     Outstanding,
     Persist,
     Version,
@@ -139,6 +140,35 @@ class QuorumHeld(Invariant):
             f"{answers} of those that tick {tick} asked, {asked}; quorum is {quorum}:",
             merge,
         )
+
+
+class RecordedFirst(Invariant):
+    """No delta is merged before the island's records up to its take are on the tape."""
+
+    name = "recorded"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._through: dict[Incarnation, int] = defaultdict(int)
+        self._takes: set[Key] = set()
+
+    def carrying_out(self, effect: Effect) -> None:
+        """See Invariant."""
+        if isinstance(effect, Note) and effect.record["kind"] == "island":
+            who = (effect.record["island"], effect.record["incarnation"])
+            record, through = effect.record["record"], self._through[who]
+            self.hold(
+                record["seq"] <= through + 1,
+                f"on the tape of {who} is everything through {through}, next comes",
+                record,
+            )
+            self._through[who] = max(through, record["seq"])
+            if record["kind"] == "took":
+                self._takes.add((*who, record["fragment"], record["tick"]))
+        elif isinstance(effect, Merge):
+            for c in effect.contributions:
+                key = (c.island, c.incarnation, effect.fragment, c.tick)
+                self.hold(key in self._takes, "its take is not on the tape:", c)
 
 
 class FencedOut(Invariant):

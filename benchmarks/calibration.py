@@ -1,0 +1,187 @@
+"""The simulator, calibrated on one run, predicts another one.
+
+Question: run A trains three islands with emulated step times; an island and the
+coordinator are killed once. `diloco simulate calibrate` fits step times, messages,
+transfers, joins and restarts to what A left. Does the simulator, with nothing else
+known, predict run B of the same islands with other step times and other kills?
+
+A and B are real: `diloco run`, processes on this machine. The emulated steps are many
+times their compute, so that the machine's other work does not count for them; for how
+long a process takes to start, which is predicted too, it does: give the benchmark
+priority there (`nice -n -10`).
+
+Prediction: goodput and step times within 5 %; participation and merges close to that,
+since they follow from the order of events, which a few milliseconds can turn around.
+
+Command: `python benchmarks/calibration.py`. Cost: about 8 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import support
+
+from diloco_jax.config import (
+    Config,
+    DataConfig,
+    IslandConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+)
+from diloco_jax.models.presets import preset
+from diloco_jax.simulation.calibrate_command import Row, fitted, predict
+from diloco_jax.simulation.calibration import Calibration, calibrate
+from diloco_jax.simulation.observed import read_timeline
+
+ERROR_MAX = 0.05
+"""Of goodput and step times, relative."""
+FLOOR_OVER_COMPUTE_MIN = 4.0
+"""Emulated step time over CPU seconds of a step."""
+BATCHES = {"a": 2, "b": 2, "c": 4}
+STEP_SECONDS = {
+    "A": {"a": 0.5, "b": 0.6, "c": 1.0},
+    "B": {"a": 0.9, "b": 0.5, "c": 0.7},
+}
+KILLED = {"A": ("b", 1 / 4, 1 / 2), "B": ("c", 1 / 2, 1 / 4)}
+"""An island, and shares of the run after which it and the coordinator are killed."""
+CYCLE_STEPS, FRAGMENTS, SEQUENCE = 12, 6, 64
+SEEDS = 5
+TIMEOUT_S = 900.0
+
+
+def main() -> int:
+    """Runs it; the exit code is 1 if a bound is broken."""
+    parser = support.parser(__doc__)
+    parser.add_argument("--seconds", type=float, default=170.0, help="of every run")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        runs = {}
+        for kind in STEP_SECONDS:
+            place = Path(folder) / kind
+            place.mkdir()
+            config = run_config(kind, options.seconds)
+            runs[kind] = support.run_in(config, place, TIMEOUT_S)
+        known = read_timeline(Path(folder) / "A" / "run")
+    calibration = calibrate(known)
+    rows = {
+        kind: predict(calibration, run.config, SEEDS, run.summary)
+        for kind, run in runs.items()
+    }
+    return support.write_results(
+        options.out,
+        "calibration",
+        __doc__,
+        {
+            "Run B, predicted from A": [format_row(row) for row in rows["B"]],
+            "Run A, repeated by the simulator": [format_row(row) for row in rows["A"]],
+            "Fitted to A, in seconds": format_fitted(calibration),
+            "Runs": [format_run(kind) for kind in STEP_SECONDS],
+        },
+        bounds(runs, rows["B"]),
+        {
+            "fitted": {what: one._asdict() for what, one in fitted(calibration)},
+            "predicted": {
+                kind: [{**row._asdict(), "error": row.error} for row in found]
+                for kind, found in rows.items()
+            },
+        },
+    )
+
+
+def run_config(kind: str, seconds: float) -> Config:
+    """Run A or B, with as many tokens as its islands compute in `seconds`."""
+    steps = STEP_SECONDS[kind]
+    rate = sum(BATCHES[name] / step_s for name, step_s in steps.items())
+    island, island_share, coordinator_share = KILLED[kind]
+    # The pacing island is the second fastest; there is a merge per tick.
+    pacing_s = sorted(steps.values())[1]
+    merges = seconds / pacing_s / CYCLE_STEPS * FRAGMENTS
+    run = RunConfig(
+        model=preset("tiny"),
+        data=DataConfig(validation_fraction=0.005),
+        sync=SyncConfig(steps_per_cycle=CYCLE_STEPS, fragments=FRAGMENTS, quorum=2),
+        sequence_length=SEQUENCE,
+        total_tokens=round(seconds * rate) * SEQUENCE,
+    )
+    islands = {
+        name: IslandConfig(batch_size=BATCHES[name], step_seconds=step_s)
+        for name, step_s in steps.items()
+    }
+    faults = (
+        f"{island}@{round(island_share * seconds / steps[island])}:kill",
+        f"coordinator@{round(coordinator_share * merges)}:kill",
+    )
+    return Config(
+        run=run, islands=islands, placement=Placement(faults=faults)
+    ).validate()
+
+
+def bounds(runs: Mapping[str, support.Run], rows: Sequence[Row]) -> list[support.Check]:
+    """The bounds of this benchmark."""
+    checks = [
+        support.at_most(f"B: error of {row.what}", abs(row.error), ERROR_MAX, ".4f")
+        for row in rows
+        if row.error is not None
+        and (row.what == "goodput" or row.what.endswith("median_step_seconds"))
+    ]
+    for kind, run in runs.items():
+        share = statistics.fmean(run.cpu_share(name) for name in BATCHES)
+        checks.append(
+            support.at_least(
+                f"{kind}: emulated step over its CPU seconds",
+                1 / share,
+                FLOOR_OVER_COMPUTE_MIN,
+                ".1f",
+            )
+        )
+        joins = sum(island["joins"] for island in run.summary["islands"].values())
+        recovered = sum(line["kind"] == "recovered" for line in run.tape)
+        missing = [] if (joins, recovered) == (4, 1) else [f"{joins}, {recovered}"]
+        checks.append(support.none_of(f"{kind}: kills that did not strike", missing))
+    return checks
+
+
+def format_row(row: Row) -> dict[str, Any]:
+    """For the table."""
+    return {
+        "what": row.what,
+        "predicted": f"{row.predicted:.5g}",
+        "measured": "-" if row.measured is None else f"{row.measured:.5g}",
+        "error": "-" if row.error is None else f"{row.error:+.2%}",
+    }
+
+
+def format_fitted(calibration: Calibration) -> list[dict[str, Any]]:
+    """For the table."""
+    return [
+        {
+            "what": what,
+            "fitted": f"{one.value:.4f}",
+            "from": f"{one.low:.4f}",
+            "to": f"{one.high:.4f}",
+            "observed": one.observed,
+        }
+        for what, one in fitted(calibration)
+    ]
+
+
+def format_run(kind: str) -> dict[str, Any]:
+    """For the table."""
+    island, share, coordinator_share = KILLED[kind]
+    return {
+        "run": kind,
+        **{f"{name}, s": step_s for name, step_s in STEP_SECONDS[kind].items()},
+        "killed": f"{island} after {share:.0%}, coordinator after "
+        f"{coordinator_share:.0%}",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""The bounds within which a run goes on and ends: reached by none, and not far off."""
+
+from unittest import mock
+
+from msgspec.structs import replace
+
+from diloco_jax.policy import ledger
+from diloco_jax.simulation.faults import liveness
+from diloco_jax.simulation.faults.draw import draw
+from diloco_jax.simulation.faults.play import play
+
+# Some of them were over later than an earlier bound said, without a fault.
+SEEDS = (0, 1, 2, 3, 149, 385, 553, 768, 912, 1178, 1193, 1380, 1449)
+
+
+def test_without_faults_every_run_is_over_in_time() -> None:
+    shares = []
+    for seed in SEEDS:
+        schedule = replace(draw(seed), faults=())
+        played = play(schedule)
+        assert played.wrong is None, (seed, played.wrong)
+        shares.append(played.world.clock.now / liveness.over_within_s(schedule))
+    assert 0.5 < max(shares) < 1, "a bound that nothing comes near says nothing"
+
+
+def test_a_run_that_never_has_its_tokens_is_a_violation() -> None:
+    with mock.patch.object(ledger, "progress_tokens", return_value=0):
+        wrong = play(replace(draw(0), faults=())).wrong
+    assert wrong is not None
+    assert wrong.invariant == liveness.NAME
+    assert "is not over after" in wrong.what

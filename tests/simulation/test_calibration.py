@@ -1,0 +1,236 @@
+"""Calibration: what is fitted is what was, and it predicts other runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from virtual_recording import STANDARD, config, measured, record, truth
+
+from diloco_jax import cli
+from diloco_jax.config import ConfigError, IslandConfig
+from diloco_jax.loading import write_config_json
+from diloco_jax.observability.tape import Tape, read_tape
+from diloco_jax.simulation.calibrate_command import fitted, predict
+from diloco_jax.simulation.calibration import calibrate, of_intervals
+from diloco_jax.simulation.observed import read_timeline
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory) -> Path:
+    """Of a finished run."""
+    folder = tmp_path_factory.mktemp("recorded")
+    record(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calibration(workdir):
+    return calibrate(read_timeline(workdir))
+
+
+@pytest.fixture
+def copied(workdir, tmp_path) -> Path:
+    for file in workdir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def test_what_is_fitted_is_what_was(calibration):
+    expected = dict(fitted(truth(STANDARD)))
+    for what, found in fitted(calibration):
+        value = expected[what].value
+        assert found.low <= found.value <= found.high, what
+        assert found.observed, what
+        if "way" in what or "control" in what:
+            # Known as intervals, or up to the messages that ended the wait.
+            assert found.value == pytest.approx(value, abs=0.05), what
+        else:
+            assert found.value == pytest.approx(value, rel=0.02, abs=0.07), what
+    assert calibration.closing_s == pytest.approx(1.0)
+
+
+def test_steps_keep_their_mean_and_their_spread(calibration):
+    for name, steps in calibration.steps.items():
+        expected = truth(STANDARD).steps[name].seconds
+        assert np.mean(steps.seconds) == pytest.approx(np.mean(expected), abs=0.003)
+        assert np.std(steps.seconds) == pytest.approx(np.std(expected), rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "faults"),
+    [
+        ({"a": 0.9, "b": 0.5, "c": 0.6}, ("c@40:kill", "coordinator@90:kill")),
+        ({"a": 0.6, "b": 0.6, "c": 0.6}, ("a@30:kill", "b@50:kill", "c@90:pause3")),
+        ({"a": 0.4, "b": 1.5, "c": 0.4, "new": 0.8}, ()),
+    ],
+)
+def test_another_run_is_predicted(calibration, step_s, faults):
+    other = config(step_s=step_s, faults=faults)
+    for row in predict(calibration, other, 2, measured(other)):
+        within = 0.02 if row.what == "goodput" or "seconds" in row.what else 0.05
+        assert row.error is not None
+        assert abs(row.error) < within, row
+
+
+def test_kills_are_part_of_what_is_predicted(calibration):
+    def goodput(*faults: str) -> float:
+        return predict(calibration, config(faults=faults), 1, None)[0].predicted
+
+    undisturbed = goodput()
+    assert goodput("a@50:kill") < undisturbed - 0.008
+    assert goodput("coordinator@30:kill") == pytest.approx(undisturbed, abs=0.01)
+
+
+def test_the_spread_of_late_lines_is_not_that_of_steps(workdir, calibration):
+    timeline = read_timeline(workdir)
+    late = np.random.default_rng(0)
+    for life in timeline.lives["a"]:
+        life.boundaries = {
+            step: at + late.exponential(0.05) for step, at in life.boundaries.items()
+        }
+    spread = np.std(calibrate(timeline).steps["a"].seconds)
+    assert spread == pytest.approx(np.std(calibration.steps["a"].seconds), rel=0.6)
+
+
+def test_a_delay_is_in_as_many_intervals_as_any_can_be():
+    fit = of_intervals([(-1.0, 0.5), (0.2, 0.9), (0.1, 0.4), (0.7, 2.0)], near=0.0)
+    assert (fit.value, fit.low, fit.high) == (0.2, 0.2, 0.4)
+    assert of_intervals([(-1.0, 0.5)], near=0.1).value == 0.1
+    assert of_intervals([], near=0.1).value == 0.1
+
+
+# ---- steps that are not emulated -------------------------------------------------
+
+
+@pytest.fixture
+def real(calibration):
+    """Its island `a` takes what its compute takes."""
+    known = calibration.steps["a"]
+    plain = dataclasses.replace(known.island, step_seconds=0.0)
+    steps = {**calibration.steps, "a": dataclasses.replace(known, island=plain)}
+    return dataclasses.replace(calibration, steps=steps)
+
+
+def test_real_steps_follow_the_batch_and_the_emulated_floor(real):
+    def median(**fields) -> float:
+        island = IslandConfig(**{"batch_size": 2, **fields})
+        return real.step_seconds("a", STANDARD.run, island).fitted.value
+
+    assert median(batch_size=6) == pytest.approx(3 * median())
+    assert median(step_seconds=0.1) == median()
+    assert median(step_seconds=5.0) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "why"),
+    [
+        ("a", {"remat": "full"}, "another model, sequence length or mesh"),
+        ("b", {}, "emulated, and hides the compute"),
+        ("d", {}, "its islands are a, b, c"),
+    ],
+)
+def test_what_the_tape_does_not_tell_is_asked_for(real, name, fields, why):
+    island = IslandConfig(batch_size=2, **fields)
+    with pytest.raises(ConfigError, match=rf"islands\.{name}\.step_seconds = 0.*{why}"):
+        real.step_seconds(name, STANDARD.run, island)
+
+
+# ---- the command -----------------------------------------------------------------
+
+
+def test_the_command_compares_with_a_run(workdir, tmp_path, capsys):
+    other = config(step_s={"a": 0.8, "b": 0.5, "c": 0.9}, faults=("a@40:kill",))
+    record(tmp_path / "b", other)
+    arguments = ["simulate", "calibrate", str(workdir), "--seeds", "1"]
+    assert cli.main([*arguments, "--against", str(tmp_path / "b"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    rows = {row["what"]: row for row in result["predicted"]}
+    assert abs(rows["goodput"]["error"]) < 0.02
+    assert rows["a: steps"]["measured"] > 40
+    assert result["fitted"]["a: step"]["observed"] > 100
+    overrides = ["--islands.a.step-seconds", "2.0"]
+    assert cli.main([*arguments, *overrides, "--json"]) == 0
+    rows = {r["what"]: r for r in json.loads(capsys.readouterr().out)["predicted"]}
+    assert rows["a: median_step_seconds"]["predicted"] == pytest.approx(2.01, abs=0.02)
+    assert rows["goodput"]["measured"] is None
+    assert cli.main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "goodput" in err
+    assert "coordinator's outage" in err
+
+
+def refusal(capsys, *arguments: str) -> str:
+    assert cli.main(["simulate", "calibrate", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_run_that_is_not_over_is_refused(copied, capsys):
+    lines = (copied / "tape.jsonl").read_bytes().splitlines(keepends=True)
+    (copied / "tape.jsonl").write_bytes(b"".join(lines[:-1]))
+    err = refusal(capsys, str(copied))
+    assert f"ends after line {len(lines) - 1} without the end of the run" in err
+    assert "calibrate on a run that has ended" in err
+
+
+def write_tape(path: Path, lines: list[dict]) -> None:
+    path.unlink()
+    tape = Tape(path)
+    for line in lines:
+        tape.append(line)
+    tape.close()
+
+
+def test_the_time_until_somebody_resumed_the_run_is_no_outage(copied):
+    path = copied / "tape.jsonl"
+    lines = list(read_tape(path))
+    recovered = next(i for i, x in enumerate(lines) if x["kind"] == "recovered")
+    stopped = {
+        "kind": "left",
+        "island": "b",
+        "reason": "stopped",
+        "time": lines[recovered]["time"],
+    }
+    before = read_timeline(copied)
+    write_tape(path, [*lines[: recovered + 1], stopped, *lines[recovered + 1 :]])
+    assert len(before.recoveries) == 1
+    assert read_timeline(copied).recoveries == []
+
+
+def test_an_edited_tape_is_refused(copied, capsys):
+    lines = (copied / "tape.jsonl").read_bytes().splitlines(keepends=True)
+    del lines[40]
+    (copied / "tape.jsonl").write_bytes(b"".join(lines))
+    assert "line 41: it follows a line with hash" in refusal(capsys, str(copied))
+
+
+def test_a_tape_of_another_version_is_refused(copied, capsys):
+    lines = list(read_tape(copied / "tape.jsonl"))
+    lines[0]["environment"] = {**lines[0]["environment"], "diloco_jax": "0.0.9"}
+    write_tape(copied / "tape.jsonl", lines)
+    err = refusal(capsys, str(copied))
+    assert "written by diloco_jax 0.0.9" in err
+    assert "read it with the version that wrote it" in err
+
+
+def test_a_config_beside_the_tape_that_is_not_its_own_is_refused(copied, capsys):
+    write_config_json(config(total_tokens=7), copied / "config.json")
+    assert "bring back the run's own" in refusal(capsys, str(copied))
+
+
+@pytest.mark.parametrize("name", ["tape.jsonl", "roster.msgpack", "run.json"])
+def test_a_folder_without_a_run_is_refused(copied, capsys, name):
+    (copied / name).unlink()
+    assert f"has no {name}; give the workdir of a run" in refusal(capsys, str(copied))
+
+
+def test_what_cannot_be_predicted_is_refused(workdir, capsys):
+    faults = ["--faults", "coordinator@9:pause3"]
+    assert "paused is not predicted" in refusal(capsys, str(workdir), *faults)
+    both = ["--against", str(workdir), "--config", "x.py"]
+    assert "brings its own config" in refusal(capsys, str(workdir), *both)
+    assert "--seeds 0" in refusal(capsys, str(workdir), "--seeds", "0")

@@ -1,0 +1,143 @@
+"""Workdirs of runs that took place in virtual time, so that the truth is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from diloco_jax import environment
+from diloco_jax.config import (
+    Config,
+    DataConfig,
+    IslandConfig,
+    ModelConfig,
+    OuterConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+)
+from diloco_jax.coordinator.roster import Roster
+from diloco_jax.loading import write_config_json, write_json
+from diloco_jax.observability.tape import Tape
+from diloco_jax.simulation import prediction
+from diloco_jax.simulation.calibration import Calibration, Fitted, Steps
+from diloco_jax.simulation.island import IslandSpec, VirtualIsland
+from diloco_jax.simulation.mortal import MortalWorld
+
+BEGUN = 1e6
+STEP_S = {"a": 0.5, "b": 0.7, "c": 1.3}
+OVER_S = 0.02
+"""By which steps are longer than they are told to be, on average."""
+
+
+def config(**changes: Any) -> Config:
+    """Three islands, one of which is killed, as is the coordinator."""
+    run = RunConfig(
+        model=ModelConfig(
+            d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8
+        ),
+        data=DataConfig(digest="d"),
+        outer=OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0),
+        sync=SyncConfig(steps_per_cycle=6, fragments=3, quorum=2),
+        sequence_length=8,
+        total_tokens=20_000,
+    )
+    islands = {
+        name: IslandConfig(batch_size=2, step_seconds=step_s)
+        for name, step_s in changes.pop("step_s", STEP_S).items()
+    }
+    faults = changes.pop("faults", ("b@60:kill", "coordinator@50:kill"))
+    placement = Placement(faults=faults)
+    return Config(
+        run=dataclasses.replace(run, **changes), islands=islands, placement=placement
+    ).validate()
+
+
+def known(seconds: float) -> Fitted:
+    return Fitted(seconds, seconds, seconds, 1)
+
+
+def truth(made: Config) -> Calibration:
+    """What the fleet of these runs is like."""
+    over = np.random.default_rng(0).exponential(OVER_S, 200)
+
+    def each(seconds: float) -> dict[str, Fitted]:
+        return {name: known(seconds) for name in ("", *made.islands)}
+
+    return Calibration(
+        run=made.run,
+        steps={
+            name: Steps(island=island, seconds=island.step_seconds + over, held_up=0)
+            for name, island in made.islands.items()
+        },
+        latency_s=each(0.03),
+        up_s=each(0.2),
+        down_s=each(0.1),
+        start_s=each(2.0),
+        compile_s=each(4.0),
+        join_s=each(5.0),
+        rejoin_s=each(3.0),
+        restart_s=known(1.5),
+        merge_s=known(0.04),
+        outage_s=known(6.0),
+        resume_s=known(0.3),
+        leaving_s=0.0,
+        closing_s=1.0,
+    )
+
+
+def measured(made: Config, seed: int = 1) -> dict[str, Any]:
+    """The summary of a run."""
+    return prediction.Prediction(truth(STANDARD), made, seed).summary()
+
+
+STANDARD = config()
+
+
+def record(workdir: Path, made: Config = STANDARD, seed: int = 1) -> dict[str, Any]:
+    """Leaves in the workdir what a run leaves there; returns its summary."""
+    workdir.mkdir(exist_ok=True)
+    tape = Tape(workdir / "tape.jsonl")
+
+    class RecordedWorld(MortalWorld):
+        def write(self, kind: str, **fields: Any) -> None:
+            tape.append({"kind": kind, **fields, "time": BEGUN + self.clock.now})
+
+        def start(self, spec: IslandSpec) -> VirtualIsland:
+            before = self.islands.get(spec.name)
+            number = before.incarnation + 1 if before is not None else 1
+            self.write("hello", island=spec.name, incarnation=number)
+            return super().start(spec)
+
+        def _log_record(self, line: dict[str, Any], durable: bool) -> None:
+            self.write(**line)
+            super()._log_record(line, durable)
+
+        def _recover(self) -> None:
+            self.write("recovered")
+            super()._recover()
+
+    fingerprint = made.run.fingerprint()
+    begun = {"fingerprint": fingerprint, "environment": environment.describe()}
+    tape.append({"kind": "begun", **begun, "time": BEGUN})
+    with mock.patch.object(prediction, "MortalWorld", RecordedWorld):
+        played = prediction.Prediction(truth(STANDARD), made, seed)
+    summary = played.summary()
+    tape.close()
+    write_config_json(made, workdir / "config.json")
+    write_json({"run_id": "r", "begun_unix": BEGUN}, workdir / "run.json")
+    write_json(summary, workdir / "summary.json")
+    roster = Roster(workdir / "roster.msgpack")
+    roster.members = played._attendance.roster().members
+    for member in roster.members.values():
+        member.last_seen += BEGUN
+    roster.save()
+    lines = [{"kind": "merge", "seconds": 0.04}] * summary["merges"]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (workdir / "metrics.jsonl").write_text(text)
+    return summary
