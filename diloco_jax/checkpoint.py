@@ -1,53 +1,200 @@
-"""Checkpoints: orbax behind four functions.
+"""Checkpoints: orbax behind a few functions.
 
 A checkpoint is a numbered folder with a tree of arrays and a JSON object beside it. It
-appears under its number only when all of it is on disk.
+appears under its number only when all of it is written. Folders are local, or
+gs://BUCKET/FOLDER. Several hosts write one checkpoint together, each the shards that it
+holds; whoever reads it may have another mesh, and another number of hosts.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
+from etils import epath
+from etils.epath import Path as Folder
+
+from diloco_jax.config import (
+    ConfigError,
+    Placement,
+    RunConfig,
+    differences,
+    shared_fields,
+)
+from diloco_jax.workdir import is_bucket
 
 logger = logging.getLogger(__name__)
 
 
-def open_folder(folder: Path, keep: int) -> ocp.CheckpointManager:
-    """A folder of checkpoints, created if missing, that keeps the newest `keep`."""
-    logging.getLogger("absl").setLevel(logging.WARNING)
+def snapshots_folder(placement: Placement, workdir: Path) -> Folder:
+    """Where the coordinator's snapshots are."""
+    return _root(placement, workdir) / "coordinator"
+
+
+def island_folder(placement: Placement, workdir: Path, island: str) -> Folder:
+    """Where an island's checkpoints are."""
+    return _root(placement, workdir) / "islands" / island
+
+
+def _root(placement: Placement, workdir: Path) -> Folder:
+    # Nothing else may be in a folder of checkpoints: in a bucket, orbax takes other
+    # folders there for unfinished ones, and removes them.
+    return epath.Path(placement.checkpoints or workdir / "checkpoints")
+
+
+def open_folder(
+    folder: Folder | Path, keep: int, *, hosts: int = 1, read_only: bool = False
+) -> ocp.CheckpointManager:
+    """A folder of checkpoints, made if missing, that keeps the newest `keep`.
+
+    hosts: that write and read each checkpoint together, as processes of one
+    `jax.distributed` world. What a writer finds unfinished there is removed.
+    """
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    folder = epath.Path(folder).absolute()
+    together = ocp.options.MultiprocessingOptions()
+    if hosts > 1:
+        # Named, so that they meet through the world's store: orbax would run a
+        # collective otherwise, between those of the inner steps.
+        together = ocp.options.MultiprocessingOptions(
+            active_processes=set(range(hosts)), barrier_sync_key_prefix=folder.name
+        )
+    if not read_only:
+        folder.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, enable_async_checkpointing=False
+        max_to_keep=keep,
+        enable_async_checkpointing=False,
+        create=False,
+        cleanup_tmp_directories=not read_only,
+        read_only=read_only,
+        multiprocessing_options=together,
     )
-    return ocp.CheckpointManager(folder.absolute(), options=options)
+    return ocp.CheckpointManager(folder, options=options)
 
 
 def save(
-    manager: ocp.CheckpointManager, number: int, arrays: Any, facts: dict[str, Any]
+    manager: ocp.CheckpointManager,
+    number: int,
+    trees: Mapping[str, Any],
+    facts: dict[str, Any],
 ) -> None:
-    """Writes checkpoint `number`; it is durable when this returns."""
-    args = ocp.args.Composite(
-        arrays=ocp.args.StandardSave(arrays), facts=ocp.args.JsonSave(facts)
-    )
+    """Writes checkpoint `number`, trees of arrays by name; it is durable when this
+    returns."""
+    arrays = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+    args = ocp.args.Composite(**arrays, facts=ocp.args.JsonSave(facts))
     manager.save(number, args=args, force=True)
     manager.wait_until_finished()
+    if not is_bucket(str(manager.directory)):
+        _sync(Path(manager.directory), number)
 
 
 def restore(
-    manager: ocp.CheckpointManager, number: int, like: Any = None
-) -> tuple[Any, dict[str, Any]]:
-    """The arrays, shaped and placed as in `like` (None: as they were saved), and the
-    facts of a checkpoint."""
-    args = ocp.args.Composite(
-        arrays=ocp.args.StandardRestore(like), facts=ocp.args.JsonRestore()
-    )
-    restored = manager.restore(number, args=args)
-    return restored["arrays"], restored["facts"]
+    manager: ocp.CheckpointManager, number: int, name: str, like: Any = None
+) -> Any:
+    """A tree of arrays of a checkpoint, shaped and placed as in `like` (None: as they
+    were saved)."""
+    args = ocp.args.Composite(**{name: ocp.args.StandardRestore(like)})
+    return manager.restore(number, args=args)[name]
+
+
+def read_facts(manager: ocp.CheckpointManager, number: int) -> dict[str, Any]:
+    """The JSON object of a checkpoint."""
+    args = ocp.args.Composite(facts=ocp.args.JsonRestore())
+    facts: dict[str, Any] = manager.restore(number, args=args)["facts"]
+    return facts
 
 
 def newest(manager: ocp.CheckpointManager) -> int | None:
     """The number of the newest complete checkpoint, if there is one."""
     number: int | None = manager.latest_step()
     return number
+
+
+def whose(run: RunConfig, run_id: str) -> dict[str, Any]:
+    """Facts by which a checkpoint is known to be of this run."""
+    return {
+        "run_id": run_id,
+        "fingerprint": run.fingerprint(),
+        "run": shared_fields(run),
+    }
+
+
+def refuse_other(
+    folder: Folder, number: int, facts: Mapping[str, Any], ours: Mapping[str, Any]
+) -> None:
+    """Raises ConfigError unless the facts of a checkpoint are of our run: see
+    `whose`."""
+    lines = differences(ours["run"], facts["run"])
+    if facts["run_id"] == ours["run_id"] and not lines:
+        return
+    raise ConfigError(
+        f"checkpoint {number} in {folder} is of run {facts['run_id']}, this is run "
+        f"{ours['run_id']}; their configs differ in {'; '.join(lines) or 'nothing'} "
+        f"(here: this run's). Give another folder as --checkpoints, or remove that one"
+    )
+
+
+def require_access(folder: Folder) -> None:
+    """Raises ConfigError, naming who was refused, unless files can be made in the
+    folder, which is made, and removed."""
+    probe = folder / f"probe-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_text("may be deleted")
+        probe.unlink()
+    except Exception as error:
+        # Backends of buckets have errors of their own.
+        raise ConfigError(cannot_write(folder, error)) from error
+
+
+def cannot_write(folder: Folder, error: Exception) -> str:
+    """Where, as whom, why not, and what to do."""
+    if isinstance(error, ImportError):
+        return (
+            f"checkpoints in {folder} need a package that is not here ({error}); "
+            f"`pip install 'diloco-jax[gcs]'`, or give a local folder as --checkpoints"
+        )
+    reason = str(error).strip() or type(error).__name__
+    return (
+        f"cannot write checkpoints to {folder}{_identity(folder)}: {reason}. "
+        f"{_remedy(folder)}, or give another folder as --checkpoints"
+    )
+
+
+def _sync(folder: Path, number: int) -> None:
+    """What a record log is cut off for must survive a power cut; orbax leaves most of
+    its files, and the name of the folder, to the operating system."""
+    whole = folder / str(number)
+    for path in (*whole.rglob("*"), whole, folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _identity(folder: Folder) -> str:
+    if not is_bucket(str(folder)):
+        return f" as user {os.getuid()}"
+    path = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", "")
+    try:
+        known = json.loads(Path(path).read_bytes()).get("client_email", "")
+    except (OSError, ValueError):
+        known = ""
+    return f" as {known or 'the default account of this machine'}"
+
+
+def _remedy(folder: Folder) -> str:
+    if not is_bucket(str(folder)):
+        return "Make it writable"
+    bucket = str(folder).split("/")[2]
+    return (
+        f"Grant roles/storage.objectAdmin on bucket {bucket} to that account, or log "
+        f"in with another (`gcloud auth application-default login`)"
+    )

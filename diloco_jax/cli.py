@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
-from diloco_jax.config import Config, ConfigError, Placement, suggest
+from diloco_jax.config import Config, ConfigError, suggest
 
 T = TypeVar("T")
 
@@ -65,18 +65,29 @@ class RunOptions:
 
     baseline: bool = False
     """Afterwards train the same model plainly on as many tokens, and compare."""
+    resume: str = ""
+    """Workdir of a run that was stopped and is to go on; CONFIG may be left out."""
     json: bool = False
     """Print the summary to standard output as one JSON object."""
 
 
 def run_command(arguments: Sequence[str]) -> int:
     """`diloco run CONFIG`: coordinator and all islands on this machine."""
+    from diloco_jax.cluster.resume import with_config
+
+    arguments = with_config(arguments)
     path, config, options = _config_and_options("run", arguments, RunOptions())
     from rich.console import Console
 
     from diloco_jax.cluster.run import run
 
-    code, summary = run(config, path, Console(stderr=True), baseline=options.baseline)
+    code, summary = run(
+        config,
+        path,
+        Console(stderr=True),
+        baseline=options.baseline,
+        resume=options.resume,
+    )
     if options.json:
         print(json.dumps(summary))
     return code
@@ -88,6 +99,8 @@ class CoordinatorOptions:
 
     init: bool = False
     """Begin a new run in WORKDIR; without it the run there goes on."""
+    resume: bool = False
+    """The run was stopped as a whole: all its islands have ended."""
 
 
 def coordinator_command(arguments: Sequence[str]) -> int:
@@ -101,7 +114,7 @@ def coordinator_command(arguments: Sequence[str]) -> int:
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
-    code: int = run(resolve(config), workdir, init=options.init)
+    code: int = run(resolve(config), workdir, init=options.init, resume=options.resume)
     return code
 
 
@@ -183,6 +196,14 @@ def launch_command(arguments: Sequence[str]) -> int:
     return run(config, path, options)
 
 
+def plan_command(arguments: Sequence[str]) -> int:
+    """`diloco plan CONFIG`."""
+    from diloco_jax.planning.command import PlanOptions, run
+
+    path, config, options = _config_and_options("plan", arguments, PlanOptions())
+    return run(config, path, options)
+
+
 def _config_and_options(
     command: str, arguments: Sequence[str], options: T
 ) -> tuple[str, Config, T]:
@@ -215,33 +236,9 @@ def _workdir(config: Config) -> Path:
 
 def status_command(arguments: Sequence[str]) -> int:
     """`diloco status HOST:PORT or WORKDIR [--json]`."""
-    parser = _parser("status", "Shows who is alive, who takes part, and how far it is.")
-    parser.add_argument("target", metavar="HOST:PORT or WORKDIR")
-    parser.add_argument("--json", action="store_true", help="one object, on stdout")
-    parser.add_argument(
-        "--certificates", default="", metavar="DIR", help="made by `diloco certs`"
-    )
-    parser.add_argument(
-        "--insecure", action="store_true", help="ask a non-loopback address without TLS"
-    )
-    options = parser.parse_args(arguments)
-    from rich.console import Console
+    from diloco_jax.cluster import status_command as command
 
-    from diloco_jax.cluster.status import read_status
-    from diloco_jax.observability.report import closing_report
-    from diloco_jax.observability.terminal import render
-
-    placement = Placement(certificates=options.certificates, insecure=options.insecure)
-    status = read_status(options.target, placement)
-    if options.json:
-        print(json.dumps(status))
-    elif "wall_seconds" in status:
-        Console(stderr=True).print(
-            closing_report(status, {}), highlight=False, soft_wrap=True
-        )
-    else:
-        Console(stderr=True).print(render(status, None))
-    return 0
+    return command.status_command(arguments)
 
 
 def eval_command(arguments: Sequence[str]) -> int:
@@ -318,7 +315,7 @@ def certs_command(arguments: Sequence[str]) -> int:
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     "run": (
         run_command,
-        "CONFIG [--workdir DIR] [--baseline] [options]",
+        "CONFIG [--workdir DIR] [--resume WORKDIR] [--baseline] [options]",
         "coordinator and all islands of CONFIG on this machine",
     ),
     "coordinator": (
@@ -348,13 +345,18 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     ),
     "simulate": (
         simulate_command,
-        "goodput|mix|scavenge|bandwidth|faults [options] [--json]",
+        "goodput|mix|scavenge|bandwidth|faults|calibrate [options] [--json]",
         "virtual time: what fleets would do",
     ),
     "replay": (
         replay_command,
         "WORKDIR [--until MERGE] [--json]",
         "repeats a recorded run from its tape and compares every merge",
+    ),
+    "plan": (
+        plan_command,
+        "CONFIG [--json] [options]",
+        "compiles CONFIG for its TPU slices without one: fit, speed, bandwidth",
     ),
     "launch": (
         launch_command,

@@ -214,8 +214,16 @@ class Placement:
     metadata server, and ends the island with exit code 1, to be started again."""
     merge_buffer_bytes: int = 4 << 30
     """Bound on the encoded deltas that the coordinator holds."""
+    checkpoints: str = ""
+    """Folder, or gs://BUCKET/FOLDER, of the coordinator's snapshots and the islands'
+    checkpoints; empty = `checkpoints` in the workdir."""
     snapshot_every_s: float = 30.0
+    """Seconds between two snapshots of the coordinator."""
     snapshots_kept: int = 2
+    checkpoint_every_s: float = 600.0
+    """Seconds between two checkpoints of an island; 0 = none, and a returned island
+    begins with fresh moments."""
+    checkpoints_kept: int = 2
     evaluate_every_steps: int = 0
     """Local steps between an island's own validation passes; 0 = none."""
     evaluate_batches: int = 8
@@ -276,6 +284,7 @@ class Config:
             )
         for name, island in self.islands.items():
             _validate_island(name, island)
+        _validate_placement(self.placement)
         return self
 
     def island(self, name: str) -> IslandConfig:
@@ -319,6 +328,21 @@ def _validate_island(name: str, island: IslandConfig) -> None:
             f"{island.mesh_fsdp} * {island.accumulation} = {island.batch_multiple}; "
             f"choose a multiple of {island.batch_multiple}"
         )
+
+
+def _validate_placement(placement: Placement) -> None:
+    if "://" in placement.workdir:
+        raise ConfigError(
+            f"placement.workdir = {placement.workdir!r} is no folder of this machine, "
+            f"which the record log needs (it is synced to disk); give a local one, and "
+            f"--checkpoints {placement.workdir} for snapshots and checkpoints"
+        )
+    for field in ("snapshots_kept", "checkpoints_kept"):
+        if (value := getattr(placement, field)) < 1:
+            raise ConfigError(f"placement.{field} = {value}; it must be at least 1")
+    for field in ("snapshot_every_s", "checkpoint_every_s"):
+        if (every := getattr(placement, field)) < 0:
+            raise ConfigError(f"placement.{field} = {every}; it must be >= 0")
 
 
 def suggest(name: str, known: Mapping[str, Any] | list[str]) -> str:

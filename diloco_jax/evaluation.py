@@ -40,20 +40,18 @@ def whole_validation(config: Config, trainer: Trainer, params: Params) -> Evalua
 
 def global_params(config: Config, workdir: Path, model: Model) -> Params:
     """Theta of the newest snapshot in a run's workdir."""
-    manager = checkpoint.open_folder(
-        workdir / "checkpoints", config.placement.snapshots_kept
-    )
-    number = checkpoint.newest(manager)
+    folder = checkpoint.snapshots_folder(config.placement, workdir)
+    number = None
+    if folder.is_dir():
+        manager = checkpoint.open_folder(folder, keep=1, read_only=True)
+        number = checkpoint.newest(manager)
     if number is None:
-        raise ConfigError(
-            f"{workdir} has no snapshot in checkpoints/; give the workdir of a run"
-        )
-    arrays, _ = checkpoint.restore(manager, number)
+        raise ConfigError(f"{folder} has no snapshot; give the workdir of a run")
+    thetas = checkpoint.restore(manager, number, "theta")
     manager.close()
     plan = build_plan(config.run, model)
     pieces = {}
-    for index, fragment in enumerate(plan.fragments):
-        theta = arrays[f"{index:04d}"]["theta"]
+    for fragment, theta in zip(plan.fragments, thetas, strict=True):
         for piece, value in zip(fragment, theta, strict=True):
             pieces[piece.name] = value
     return from_pieces(plan, pieces)

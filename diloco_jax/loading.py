@@ -141,17 +141,23 @@ def resolve(config: Config) -> Config:
         corpus = load_corpus(run.data.paths, run.data.validation_fraction)
         data = dataclasses.replace(run.data, digest=corpus.digest)
         run = dataclasses.replace(run, data=data)
-    outer = run.outer
-    if None in (outer.optimizer, outer.learning_rate, outer.momentum):
-        from diloco_jax.core.outer import preset
+    return resolve_outer(dataclasses.replace(config, run=run))
 
-        chosen = preset(config.merges_per_fragment(), len(config.islands))
-        missing = {
-            name: getattr(chosen, name)
-            for name in ("optimizer", "learning_rate", "momentum")
-            if getattr(outer, name) is None
-        }
-        run = dataclasses.replace(run, outer=dataclasses.replace(outer, **missing))
+
+def resolve_outer(config: Config) -> Config:
+    """Fills in the outer optimizer, from the table of `core.outer`."""
+    outer = config.run.outer
+    if None not in (outer.optimizer, outer.learning_rate, outer.momentum):
+        return config
+    from diloco_jax.core.outer import preset
+
+    chosen = preset(config.merges_per_fragment(), len(config.islands))
+    missing = {
+        name: getattr(chosen, name)
+        for name in ("optimizer", "learning_rate", "momentum")
+        if getattr(outer, name) is None
+    }
+    run = dataclasses.replace(config.run, outer=dataclasses.replace(outer, **missing))
     return dataclasses.replace(config, run=run)
 
 

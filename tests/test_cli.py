@@ -140,8 +140,9 @@ def test_run_with_json_prints_the_summary_and_nothing_else(path, fake, capsys):
     calls = fake("diloco_jax.cluster.run", (0, {"merges": 3}))
     assert cli.main(["run", path, "--json", "--baseline", "--sync.quorum", "2"]) == 0
     assert json.loads(capsys.readouterr().out) == {"merges": 3}
-    ((config, given, console, baseline),) = calls
-    assert (given, baseline, config.run.sync.quorum) == (path, True, 2)
+    ((config, given, console, baseline, resume),) = calls
+    assert (given, baseline, resume) == (path, True, "")
+    assert config.run.sync.quorum == 2
     assert console.stderr
 
 
@@ -158,8 +159,8 @@ def test_coordinator_gets_config_workdir_and_init(path, fake, tmp_path, monkeypa
     assert cli.main([*arguments, "--init"]) == 0
     assert cli.main(arguments) == 0
     assert [call[1:] for call in calls] == [
-        (tmp_path / "w", True),
-        (tmp_path / "w", False),
+        (tmp_path / "w", True, False),
+        (tmp_path / "w", False, False),
     ]
     assert calls[0][0].placement.bind == "127.0.0.1:7"
 

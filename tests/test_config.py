@@ -161,6 +161,9 @@ def test_every_config_of_the_repository_is_valid(pytestconfig):
         (["--data.validation-fraction", "1"], ["data.validation_fraction = 1.0"]),
         (["--inner.learning-rate", "nan"], ["inner.learning_rate = nan", "finite"]),
         (["--model.num-kv-heads", "4"], ["model.num_heads = 6", "num_kv_heads = 4"]),
+        (["--workdir", "gs://b/run"], ["'gs://b/run'", "--checkpoints gs://b/run"]),
+        (["--checkpoints-kept", "0"], ["checkpoints_kept = 0", "at least 1"]),
+        (["--checkpoint-every-s=-1"], ["checkpoint_every_s = -1.0", ">= 0"]),
     ],
 )
 def test_errors_name_field_and_both_values(path, options, both_values):

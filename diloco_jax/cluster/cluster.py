@@ -36,9 +36,11 @@ class ClusterError(Exception):
 class Cluster:
     """Coordinator and islands. Call everything from the main thread."""
 
-    def __init__(self, config: Config, workdir: Path):
+    def __init__(self, config: Config, workdir: Path, *, resume: bool = False):
+        """resume: the workdir holds a run that was stopped."""
         self.config = config
         self.workdir = workdir
+        self._first = "--resume" if resume else "--init"
         self.address = ""
         """Where islands reach the coordinator; empty before it is up."""
         self.outages = Outages()
@@ -53,14 +55,18 @@ class Cluster:
         """Starts the coordinator and, once it has an address, the islands.
 
         Raises ClusterError if the coordinator ends or says nothing for
-        `compile_budget_s`. Returns early, without islands, if interrupted.
+        `compile_budget_s`. Returns early, without islands, if interrupted, or if the
+        coordinator finds that the run is over.
         """
         self.coordinator.start()
         deadline = time.monotonic() + self.config.placement.compile_budget_s
         while not (address := self._read_address()):
             if interrupt.count:
                 return
-            if self.coordinator.poll() != "running":
+            state = self.coordinator.poll()
+            if state == "done":
+                return
+            if state != "running":
                 code = self.coordinator.exit_code
                 raise ClusterError(
                     self.coordinator, "did not start", code if code in (2, 3) else 1
@@ -146,7 +152,8 @@ class Cluster:
         if bind.endswith(":0") and self.address:
             # The same port again: islands know no other.
             bind = bind.removesuffix("0") + self.address.rpartition(":")[2]
-        return [commands.coordinator_command(self.workdir, bind, init=start == 1)]
+        how = self._first if start == 1 else ""
+        return [commands.coordinator_command(self.workdir, bind, how)]
 
     def _read_address(self) -> str:
         try:

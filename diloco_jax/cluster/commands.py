@@ -10,11 +10,12 @@ from pathlib import Path
 DILOCO = (sys.executable, "-m", "diloco_jax.cli")
 
 
-def coordinator_command(workdir: Path, bind: str, init: bool) -> list[str]:
-    """`diloco coordinator` for the run in `workdir`; `init` on its first start only."""
+def coordinator_command(workdir: Path, bind: str, how: str) -> list[str]:
+    """`diloco coordinator` for the run in `workdir`; `how` it starts for the first
+    time: "--init" or "--resume", afterwards ""."""
     command = [*DILOCO, "coordinator", str(workdir / "config.json")]
     command += ["--workdir", str(workdir), "--bind", bind]
-    return [*command, "--init"] if init else command
+    return [*command, how] if how else command
 
 
 def island_commands(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -13,10 +14,17 @@ from typing import Any
 
 from rich.console import Console
 
+from diloco_jax import workdir as workdirs
 from diloco_jax.cluster import commands
 from diloco_jax.cluster.cluster import Cluster, ClusterError
 from diloco_jax.cluster.interrupt import Interrupt
 from diloco_jax.cluster.processes import kill_group, log_tail, start_child
+from diloco_jax.cluster.resume import (
+    Replacement,
+    finished,
+    resumed_config,
+    tell_resumed,
+)
 from diloco_jax.cluster.status import status_client
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.deadlines import Deadlines
@@ -40,25 +48,50 @@ RUN_FILES = ("config.json", "tape.jsonl", "summary.json", "attempts.json")
 
 
 def run(
-    config: Config, config_path: str, console: Console, *, baseline: bool
+    config: Config,
+    config_path: str,
+    console: Console,
+    *,
+    baseline: bool,
+    resume: str = "",
 ) -> tuple[int, dict[str, Any]]:
     """Runs it; returns the exit code and the summary (empty if there is none).
+
+    resume: the workdir of a run that goes on; empty: a new one begins.
 
     Progress and report go to `console`. Raises ConfigError or SecurityError before
     anything is started, and ClusterError if the run cannot start.
     """
     _check_placement(config)
-    config = create_workdir(resolve(config), config_path)
-    workdir = Path(config.placement.workdir)
+    with contextlib.ExitStack() as whole:
+        if resume:
+            workdir = Path(resume).expanduser().absolute()
+            if workdir.is_dir():
+                whole.enter_context(workdirs.held(workdir, "another `diloco run`"))
+            config = _with_absolute_paths(resumed_config(config, workdir), workdir)
+        else:
+            config = create_workdir(resolve(config), config_path)
+            workdir = Path(config.placement.workdir)
+            whole.enter_context(workdirs.held(workdir, "another `diloco run`"))
+        return _run(config, workdir, console, baseline=baseline, resume=bool(resume))
+
+
+def _run(
+    config: Config, workdir: Path, console: Console, *, baseline: bool, resume: bool
+) -> tuple[int, dict[str, Any]]:
     console.print(f"{len(config.islands)} islands, workdir {workdir}", highlight=False)
+    cluster = Cluster(config, workdir, resume=resume)
     with Interrupt() as interrupt:
-        cluster = Cluster(config, workdir)
-        try:
-            code = _supervise(cluster, console, interrupt)
-        finally:
-            cluster.kill()
+        if resume and finished(workdir):
+            console.print("the run in it is finished", highlight=False)
+            code = EXIT_DONE
+        else:
+            code = _processes(cluster, console, interrupt, resume=resume)
+            if resume and finished(workdir):
+                # It only had to end: its islands were refused, or not started.
+                code = EXIT_DONE
         summary = _read_summary(workdir)
-        if code == EXIT_DONE and summary:
+        if code == EXIT_DONE and summary and "eval_loss" not in summary:
             code = _evaluate(config, workdir, summary, console, interrupt)
     if not summary:
         console.print(f"no summary: see {workdir / 'logs'}", highlight=False)
@@ -72,7 +105,32 @@ def run(
         write_json(summary, workdir / "summary.json")
         text = comparison(summary, summary["baseline"])
         console.print(f"\n{text}", highlight=False, soft_wrap=True)
+    if interrupt.count:
+        text = f"go on with: diloco run --resume {workdir}"
+        console.print(text, highlight=False, soft_wrap=True)
     return code, summary
+
+
+def _processes(
+    cluster: Cluster, console: Console, interrupt: Interrupt, *, resume: bool
+) -> int:
+    """Starts, watches and stops everything; the exit code of the run so far."""
+    change = Replacement(cluster.config, cluster.workdir) if resume else None
+    try:
+        cluster.start(interrupt)
+    except ClusterError:
+        # Nothing has run: the workdir is as it was.
+        if change is None:
+            (cluster.workdir / "config.json").unlink(missing_ok=True)
+        else:
+            change.undo()
+        raise
+    else:
+        if resume and not interrupt.count:
+            tell_resumed(cluster.workdir, console)
+        return _supervise(cluster, console, interrupt)
+    finally:
+        cluster.kill()
 
 
 def create_workdir(config: Config, config_path: str) -> Config:
@@ -108,6 +166,7 @@ def _with_absolute_paths(config: Config, workdir: Path) -> Config:
         placement,
         workdir=str(workdir),
         certificates=placement.certificates and _absolute(placement.certificates),
+        checkpoints=placement.checkpoints and _absolute(placement.checkpoints),
     )
     data = dataclasses.replace(data, paths=tuple(_absolute(p) for p in data.paths))
     run = dataclasses.replace(config.run, data=data)
@@ -115,7 +174,7 @@ def _with_absolute_paths(config: Config, workdir: Path) -> Config:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
+    return path if workdirs.is_bucket(path) else str(Path(path).expanduser().absolute())
 
 
 def _check_placement(config: Config) -> None:
@@ -129,14 +188,8 @@ def _check_placement(config: Config) -> None:
 
 
 def _supervise(cluster: Cluster, console: Console, interrupt: Interrupt) -> int:
-    """Starts, watches and stops the processes; the exit code of the run so far."""
-    try:
-        cluster.start(interrupt)
-    except ClusterError:
-        # Nothing has run: the workdir may be used again.
-        (cluster.workdir / "config.json").unlink(missing_ok=True)
-        raise
-    if not interrupt.count:
+    """Watches and stops the processes; the exit code of the run so far."""
+    if cluster.islands and not interrupt.count:
         client = status_client(cluster.address, cluster.config.placement)
         try:
             _watch(cluster, client, console, interrupt)

@@ -7,6 +7,7 @@ replaced about once a second, so that a coordinator's crash costs the summary no
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Protocol
 
@@ -111,6 +112,29 @@ class Roster:
         member = self.members.get(island)
         if member is not None:
             member.ended, member.last_seen = True, now
+
+    def resume(self, stopped_s: float) -> dict[tuple[str, int], int]:
+        """The run goes on after it was stopped for so long: every incarnation has
+        ended, and times move on as if there had been no stop.
+
+        Returns the steps that each last reported, by name and incarnation.
+        """
+        steps = {}
+        for name, member in self.members.items():
+            steps[name, member.incarnation] = member.current.steps
+            self._fold(member)
+            member.ended = True
+            member.first_seen += stopped_s
+            member.last_seen += stopped_s
+            member.last_sign += stopped_s
+            member.waiting_since += stopped_s if member.waiting_since else 0.0
+            member.active = [(a + stopped_s, b + stopped_s) for a, b in member.active]
+        return steps
+
+    def saved_unix(self) -> float:
+        """When `save` last wrote the file."""
+        assert self._path is not None
+        return self._path.stat().st_mtime if self._path.exists() else time.time()
 
     def save(self) -> None:
         """Replaces the file, atomically."""

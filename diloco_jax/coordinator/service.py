@@ -33,6 +33,7 @@ from diloco_jax.wire.session import Session
 logger = logging.getLogger(__name__)
 
 METRICS_EVERY_S = 1.0
+OF_NO_FRAGMENT = ("granted", "progress", "restored")
 
 
 class Service:
@@ -82,6 +83,7 @@ class Service:
             phase=hello.phase,
             outstanding=hello.outstanding,
             sequences_granted=hello.sequences_granted,
+            records_through=hello.records_through,
         )
 
         def introduce() -> None:
@@ -209,9 +211,8 @@ class Service:
     def _check_records(self, session: Session, message: messages.Report) -> None:
         fragments = self._engine.config.fragments
         for record in message.records:
-            # Grants and progress are of no fragment.
             if record.fragment >= fragments or (
-                record.fragment < 0 and record.kind not in ("granted", "progress")
+                record.fragment < 0 and record.kind not in OF_NO_FRAGMENT
             ):
                 raise RemoteProtocolError(
                     f"record {record.seq} ({record.kind}) of island "

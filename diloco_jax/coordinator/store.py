@@ -8,6 +8,7 @@ committed; arrays are never changed in place, so readers hold what they fetched.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import threading
 import time
@@ -57,10 +58,13 @@ class Merged(NamedTuple):
 
 @dataclasses.dataclass
 class _Fragment:
+    """`digest` is that of `theta`; empty until somebody asks."""
+
     version: Version
     theta: Arrays
     anchor: Arrays
     outer_state: Any
+    digest: str
     publishes: deque[tuple[Version, bytes]]
     pins: dict[Version, tuple[Arrays, float]]
 
@@ -92,6 +96,7 @@ class Store:
                     theta=theta,
                     anchor=theta,
                     outer_state=self._tx.init(theta),
+                    digest="",
                     publishes=deque(maxlen=RETAINED_PUBLISHES),
                     pins={},
                 )
@@ -183,7 +188,7 @@ class Store:
             state = self._fragments[fragment]
             state.version = merged.version
             state.theta, state.anchor = merged.theta, merged.anchor
-            state.outer_state = merged.outer_state
+            state.outer_state, state.digest = merged.outer_state, merged.digest
             state.publishes.append((merged.version, merged.payload))
 
     def replay(
@@ -205,6 +210,7 @@ class Store:
             )
         state.version = version
         state.theta = state.anchor = anchor
+        state.digest = ""
         state.publishes.append((version, payload))
 
     def fetch(
@@ -245,16 +251,21 @@ class Store:
         }
         return from_pieces(self.plan, arrays)
 
+    def digest(self) -> str:
+        """16 hex digits over Theta, all fragments of it."""
+        with self._lock:
+            for state in self._fragments:
+                state.digest = state.digest or digest_arrays(state.theta)
+            digests = "".join(state.digest for state in self._fragments)
+        return hashlib.sha256(digests.encode()).hexdigest()[:16]
+
     def arrays(self) -> dict[str, Any]:
-        """Everything a snapshot needs, as a tree of arrays."""
+        """Everything a snapshot needs, as trees of arrays: each a list by fragment."""
         with self._lock:
             return {
-                f"{index:04d}": {
-                    "theta": list(state.theta),
-                    "anchor": list(state.anchor),
-                    "outer": jax.tree.leaves(state.outer_state),
-                }
-                for index, state in enumerate(self._fragments)
+                "theta": [list(state.theta) for state in self._fragments],
+                "anchor": [list(state.anchor) for state in self._fragments],
+                "outer": [jax.tree.leaves(s.outer_state) for s in self._fragments],
             }
 
     def load(self, arrays: dict[str, Any], versions: Sequence[Version]) -> None:
@@ -262,12 +273,11 @@ class Store:
         for index, (state, version) in enumerate(
             zip(self._fragments, versions, strict=True)
         ):
-            saved = arrays[f"{index:04d}"]
-            state.version = version
-            state.theta = tuple(jnp.asarray(x) for x in saved["theta"])
-            state.anchor = tuple(jnp.asarray(x) for x in saved["anchor"])
+            state.version, state.digest = version, ""
+            state.theta = tuple(jnp.asarray(x) for x in arrays["theta"][index])
+            state.anchor = tuple(jnp.asarray(x) for x in arrays["anchor"][index])
             treedef = jax.tree.structure(state.outer_state)
-            leaves = [jnp.asarray(x) for x in saved["outer"]]
+            leaves = [jnp.asarray(x) for x in arrays["outer"][index]]
             state.outer_state = jax.tree.unflatten(treedef, leaves)
 
     def _pinned(self, state: _Fragment, want: Version) -> Arrays:

@@ -13,11 +13,18 @@ anchor - delta + later steps, so a second take would count the first one's steps
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from diloco_jax.config import AdoptRule
-from diloco_jax.policy.events import Outstanding, Record, Span, Verdict, Version
+from diloco_jax.policy.events import (
+    Outstanding,
+    Record,
+    RecordKind,
+    Span,
+    Verdict,
+    Version,
+)
 
 Outcome = Literal["none", "settled", "reopened", "dropped", "reset"]
 """What a verdict means for the arrays of the fragment.
@@ -25,10 +32,6 @@ Outcome = Literal["none", "settled", "reopened", "dropped", "reset"]
 none: nothing. settled: the delta is merged, the residual after it stands. reopened: as
 if the take had not been. dropped: the steps are lost, the residual before it returns.
 reset: as dropped, and the local value goes back to the anchor."""
-
-RecordKind = Literal[
-    "took", "adopted", "reopened", "dropped", "reset", "granted", "progress"
-]
 
 NON_FINITE = "non_finite"
 """Reason of a refusal that leaves the local value unusable."""
@@ -64,6 +67,10 @@ class Books:
         """Version of the fragment's anchor."""
         return self._accounts[fragment].version
 
+    def versions(self) -> list[Version]:
+        """Of all anchors, by fragment."""
+        return [account.version for account in self._accounts]
+
     def outstanding(self) -> tuple[Outstanding, ...]:
         """Takes without a final verdict."""
         return tuple(a.take for a in self._accounts if a.take is not None)
@@ -88,6 +95,7 @@ class Books:
             start=account.start,
             end=step,
             base=account.version,
+            seq=self._next_seq,
         )
         account.take, account.tick = take, tick
         account.start, account.unsettled = step, True
@@ -141,6 +149,15 @@ class Books:
     def progress(self, others_tokens: int, step: int) -> None:
         """Notes the others' tokens on which the learning rate is based from here."""
         self._record("progress", step, value=others_tokens)
+
+    def restored(self, incarnation: int, steps: int, fragments: Iterable[int]) -> None:
+        """Notes that the incarnation begins with the moments that an earlier one had
+        after so many steps, and with its residuals of these fragments."""
+        self._record("restored", 0, start=incarnation, value=steps)
+        for fragment in fragments:
+            self._record(
+                "restored", 0, fragment=fragment, start=incarnation, value=steps
+            )
 
     def drain(self) -> tuple[Record, ...]:
         """Records since the last call, oldest first."""

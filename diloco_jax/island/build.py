@@ -9,6 +9,7 @@ import jax
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.core.fragments import FragmentPlan, plan_fragments
 from diloco_jax.core.inner import make_inner
+from diloco_jax.island.checkpoints import Restored
 from diloco_jax.island.exchange import Exchange
 from diloco_jax.island.mesh import layout, make_mesh
 from diloco_jax.island.replica import Replica
@@ -64,12 +65,14 @@ def join(
     trainer: Trainer,
     exchange: Exchange,
     anchors: Mapping[int, tuple[jax.Array, ...]],
+    restored: Restored | None = None,
 ) -> Replica:
     """A model copy that begins at these anchors (by fragment, then by piece), with
-    fresh moments."""
-    exchange.start(anchors)
+    the moments and residuals of a checkpoint, or fresh ones."""
+    exchange.start(anchors, restored.residuals if restored else None)
     params = trainer.zeros()
     for fragment in range(len(plan.fragments)):
         params = exchange.reset(fragment, params)
-    state = TrainState(params, trainer.init_inner(params))
+    moments = restored.moments if restored else trainer.init_inner(params)
+    state = TrainState(params, moments)
     return Replica(trainer, exchange, state)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from diloco_jax.island.mailbox import Arrival, Inbox, Mailbox
@@ -31,14 +32,18 @@ class Decisions(Protocol):
 
 
 class LiveDecisions:
-    """Whatever came in by now. Never waits."""
+    """Whatever came in by now. Never waits. save_due: whether it is time for a
+    checkpoint."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
+    def __init__(self, mailbox: Mailbox, save_due: Callable[[], bool]) -> None:
+        self._mailbox, self._save_due = mailbox, save_due
 
     def at(self, step: int, *, stepping: bool) -> Inbox:
         """See Decisions."""
-        return self._mailbox.collect()
+        inbox = self._mailbox.collect()
+        if stepping and self._save_due():
+            inbox = dataclasses.replace(inbox, save=True)
+        return inbox
 
     def wait(self, timeout_s: float) -> None:
         """See Decisions."""

@@ -20,7 +20,7 @@ from diloco_jax.core.fragments import FragmentPlan, Params, Piece
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.island.kinds import index_of, kind_of
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.island.placing import needed, place, zeros
+from diloco_jax.island.placing import abstract, needed, place, zeros
 
 
 class Exchange:
@@ -169,11 +169,36 @@ class Exchange:
 
     # ---- joining ----------------------------------------------------------------
 
-    def start(self, anchors: Mapping[int, tuple[jax.Array, ...]]) -> None:
-        """The anchors that the island begins with, by fragment and piece."""
-        for fragment, arrays in anchors.items():
-            pieces = self._plan.fragments[fragment]
-            self._anchors.update(zip(pieces, arrays, strict=True))
+    def start(
+        self,
+        anchors: Mapping[int, tuple[jax.Array, ...]],
+        residuals: Mapping[int, tuple[jax.Array, ...]] | None = None,
+    ) -> None:
+        """The anchors that the island begins with, by fragment and piece, and the
+        residuals where these are not zero."""
+        kept = residuals or {}
+        for given, held in ((anchors, self._anchors), (kept, self._residuals)):
+            for fragment, arrays in given.items():
+                held.update(zip(self._plan.fragments[fragment], arrays, strict=True))
+
+    # ---- checkpoints ------------------------------------------------------------
+
+    def trees(self) -> dict[str, list[tuple[jax.Array, ...]]]:
+        """Anchors, and with error feedback residuals as if no take were outstanding,
+        by fragment and piece; not to be donated."""
+        fragments = self._plan.fragments
+        trees = {"anchors": [tuple(self._anchors[p] for p in f) for f in fragments]}
+        if self._sync.error_feedback:
+            settled = {**self._residuals, **self._residuals_before}
+            trees["residuals"] = [tuple(settled[p] for p in f) for f in fragments]
+        return trees
+
+    def like_residuals(self) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
+        """How all residuals lie."""
+        return [
+            tuple(abstract(p.shape, np.float32, self._kinds[p].piece) for p in f)
+            for f in self._plan.fragments
+        ]
 
     def anchors(self) -> dict[str, jax.Array]:
         """The anchors by piece name; not to be donated."""

@@ -65,7 +65,8 @@ class Follower:
                 island=host.name,
                 incarnation=begin.incarnation,
                 session=begin.session,
-            )
+            ),
+            hosts,
         )
         self._orders = OrderThread(
             hosts,

@@ -6,7 +6,7 @@ for it. An adoption is only decided once every host has its part of the bytes: o
 fetch go out as soon as host 0 hears of a version, and the answers come back.
 
 Keys: `begin`, `joined`; `decision/N`, `passed/N/HOST`; `order/N`, `answer/N/HOST`;
-`leave`, `left`.
+`leave`, `left`; those under `folder/` are of `checkpoints.py`.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     grants: tuple[Span, ...]
     others_tokens: int
     again: bool
+    save: bool
     stop: bool
     finished: bool
     ending: Ending | None
@@ -87,6 +88,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             grants=inbox.grants,
             others_tokens=inbox.others_tokens,
             again=inbox.again,
+            save=inbox.save,
             stop=inbox.stop,
             finished=inbox.finished,
             ending=inbox.ending,
@@ -101,6 +103,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             grants=self.grants,
             others_tokens=self.others_tokens,
             again=self.again,
+            save=self.save,
             stop=self.stop,
             finished=self.finished,
             ending=self.ending,

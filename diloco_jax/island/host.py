@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from diloco_jax import compilation
+from diloco_jax import checkpoint, compilation
 from diloco_jax.config import Config
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.stream import LeasedStream
@@ -20,9 +20,11 @@ from diloco_jax.faults import Faults
 from diloco_jax.island.books import Books
 from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.build import build_exchange, build_plan, build_trainer, join
+from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.decisions import Decisions
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.fetcher import Fetcher
+from diloco_jax.island.hosts import Hosts
 from diloco_jax.island.identity import Identity
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Arrival, Mailbox
@@ -40,6 +42,8 @@ class Host:
         self, config: Config, name: str, coordinator_address: str, workdir: Path
     ) -> None:
         """Reads the corpus; raises ConfigError or SecurityError."""
+        folder = checkpoint.island_folder(config.placement, workdir, name)
+        self.checkpoints = Checkpoints(config, name, folder)
         compilation.use_cache(workdir)
         placement, run = config.placement, config.run
         self.config, self.name, self.island = config, name, config.island(name)
@@ -51,20 +55,22 @@ class Host:
         self._validation = ValidationBatches(
             corpus.validation, run.sequence_length, self.island.batch_size
         )
-        folder = placement.certificates
+        certificates = placement.certificates
         self.client = Client(
             coordinator_address,
-            tls=TlsFiles.load(folder, "island") if folder else None,
+            tls=TlsFiles.load(certificates, "island") if certificates else None,
             deadlines=self.deadlines,
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,
         )
 
-    def build(self, identity: Identity) -> None:
-        """Everything that needs a device."""
+    def build(self, identity: Identity, hosts: Hosts | None) -> None:
+        """Everything that needs a device. hosts: of the island, if it has several; all
+        of them must come here."""
         run = self.config.run
         model, self._trainer = build_trainer(run, self.island)
         self._plan = build_plan(run, model)
+        self.checkpoints.open(identity, self._plan, hosts)
         self._exchange, self._zeros = build_exchange(run, model, self._trainer)
         self.fetcher = Fetcher(self.client, identity, self._exchange, self.mailbox)
         self.sender = Sender(
@@ -102,9 +108,15 @@ class Host:
         fragment, in order."""
         rule = self.config.run.sync.adopt
         anchors = {a.fragment: a.anchor or () for a in arrivals}
-        replica = join(self._plan, self._trainer, self._exchange, anchors)
-        books = Books([a.version for a in arrivals], rule)
+        versions = [a.version for a in arrivals]
+        restored = self.checkpoints.restore(
+            self._plan, self._trainer, self._exchange, versions
+        )
+        replica = join(self._plan, self._trainer, self._exchange, anchors, restored)
+        books = Books(versions, rule)
         books.begin()
+        if restored is not None:
+            books.restored(restored.incarnation, restored.steps, restored.residuals)
         return Loop(
             config=self.config,
             name=self.name,
@@ -115,10 +127,14 @@ class Host:
             decisions=decisions,
             timing=Timing(self.compile_seconds),
             evaluator=self._evaluator,
+            checkpoints=self.checkpoints,
+            warm=restored is not None,
             faults=faults,
         )
 
     def close(self) -> None:
-        """Frees sockets and threads."""
+        """Frees sockets and threads; waits a while for a checkpoint."""
         self.data.close()
         self.client.close()
+        patience_s = max(self.deadlines.stop_s / 2, self.config.placement.notice_s)
+        self.checkpoints.close(patience_s)

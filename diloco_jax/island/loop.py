@@ -18,11 +18,13 @@ from diloco_jax.data.stream import LeasedStream
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import Faults
 from diloco_jax.island.boundary import Boundary
+from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.decisions import Decisions
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.mailbox import (
     EXIT_DONE,
     EXIT_FAILED,
+    EXIT_REFUSED,
     Ending,
     Inbox,
     Mailbox,
@@ -53,6 +55,9 @@ class Loop:
     decisions: Decisions
     timing: Timing
     evaluator: Evaluator
+    checkpoints: Checkpoints | None = None
+    warm: bool = False
+    """It begins with the moments of a checkpoint."""
     faults: Faults = dataclasses.field(default_factory=Faults)
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -61,7 +66,8 @@ class Loop:
         run, island = self.config.run, self.config.island(self.name)
         self._deadlines = Deadlines(self.config.placement.time_budget_s)
         self._step_seconds = island.step_seconds
-        self._pace = Pace(run, island.batch_size * run.sequence_length)
+        tokens_per_step = island.batch_size * run.sequence_length
+        self._pace = Pace(run, tokens_per_step, warm=self.warm)
         self._step = 0
         self._seen = Inbox()
         """What came in last."""
@@ -73,6 +79,8 @@ class Loop:
         while True:
             stepping = self._at_boundary()
             if self._seen.ending is not None:
+                if self._seen.ending.exit_code != EXIT_REFUSED:
+                    self._save(final=True)
                 return self._seen.ending
             if self._seen.finished:
                 return Ending(EXIT_DONE, "finished")
@@ -127,10 +135,23 @@ class Loop:
             self._post("training" if stepping else "stopped")
             self._seen = self.decisions.at(self._step, stepping=stepping)
             self.boundary.act(self._seen, self._step)
+            if self._seen.save:
+                self._save()
             again = self._seen.again
         stepping = self._may_step()
         self._post("training" if stepping else "stopped")
         return stepping
+
+    def _save(self, *, final: bool = False) -> None:
+        if self.checkpoints is None:
+            return
+        self.checkpoints.save(
+            self.replica.trees(),
+            steps=self._step,
+            versions=self.boundary.books.versions(),
+            sequences=self.data.consumed,
+            final=final,
+        )
 
     def _post(self, phase: Phase) -> None:
         status = Status(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from diloco_jax.policy.events import Outstanding, Phase, Record, Span, Version
+from diloco_jax.policy.values import replace
 from diloco_jax.wire.messages import Measures, TakeVerdict
 
 MAX_CHAIN = 8
@@ -67,6 +68,8 @@ class Inbox:
     """Of the other islands, and of this one's earlier incarnations."""
     again: bool = False
     """Look once more before the next step."""
+    save: bool = False
+    """Have a checkpoint written of what is after this boundary."""
     stop: bool = False
     """The run has its tokens: no more steps."""
     finished: bool = False
@@ -83,19 +86,22 @@ class Inbox:
             grants=self.grants + later.grants,
             others_tokens=later.others_tokens,
             again=self.again or later.again,
+            save=self.save or later.save,
             stop=self.stop or later.stop,
             finished=self.finished or later.finished,
             ending=self.ending or later.ending,
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
     """Where the loop is; what Hello and Report say."""
 
     phase: Phase = "joining"
     steps: int = 0
     outstanding: tuple[Outstanding, ...] = ()
+    records_through: int = 0
+    """Records up to this number are acknowledged."""
     measures: Measures = dataclasses.field(default_factory=Measures)
 
 
@@ -103,7 +109,8 @@ class Mailbox:
     """Between one train loop and its network threads. All methods are thread-safe."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._news = self._news_collected = 0
         self._takes: dict[int, int] = {}
         self._newest_take: dict[int, int] = {}
@@ -115,13 +122,14 @@ class Mailbox:
         self._ending: Ending | None = None
         self._status = Status()
         self._records: list[Record] = []
+        self._records_through = 0
         self._traffic = {"bytes_up": 0, "bytes_down": 0, "bytes_join": 0}
 
     # ---- the loop's side --------------------------------------------------------
 
     def collect(self) -> Inbox:
         """Takes everything out. Does not wait."""
-        with self._changed:
+        with self._lock:
             inbox = Inbox(
                 takes=self._takes,
                 arrivals=tuple(self._arrivals.values()),
@@ -140,14 +148,14 @@ class Mailbox:
 
     def post(self, status: Status, records: tuple[Record, ...] = ()) -> None:
         """Says where the loop is, together with what happened up to there."""
-        with self._changed:
+        with self._lock:
             self._status = status
             self._records.extend(records)
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
         """Returns when something came in after the last `collect`, or in time."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(
                 lambda: self._news != self._news_collected, timeout_s
             )
@@ -155,19 +163,19 @@ class Mailbox:
     @property
     def stop_asked(self) -> bool:
         """The run has its tokens: no more steps."""
-        with self._changed:
+        with self._lock:
             return self._stop
 
     @property
     def finished(self) -> bool:
         """The run is over."""
-        with self._changed:
+        with self._lock:
             return self._finished
 
     @property
     def ending(self) -> Ending | None:
         """Set when the loop must end at the next boundary; the first reason stands."""
-        with self._changed:
+        with self._lock:
             return self._ending
 
     # ---- the network's side -----------------------------------------------------
@@ -175,7 +183,7 @@ class Mailbox:
     def request_take(self, fragment: int, tick: int) -> None:
         """The newest request for a fragment replaces an older one, which may come
         late, and a second time."""
-        with self._changed:
+        with self._lock:
             if tick >= self._newest_take.get(fragment, tick):
                 self._takes[fragment] = self._newest_take[fragment] = tick
                 self._tell_loop()
@@ -191,7 +199,7 @@ class Mailbox:
                 or len(waiting.publishes) + len(arrival.publishes) <= MAX_CHAIN
             )
 
-        with self._changed:
+        with self._lock:
             if not self._changed.wait_for(room, timeout_s):
                 return False
             waiting = self._arrivals.get(arrival.fragment)
@@ -203,60 +211,61 @@ class Mailbox:
 
     def judge(self, verdict: TakeVerdict) -> None:
         """What became of a take."""
-        with self._changed:
+        with self._lock:
             if verdict not in self._verdicts:
                 self._verdicts.append(verdict)
             self._tell_loop()
 
     def grant(self, span: Span) -> None:
         """Positions of data, after those granted before."""
-        with self._changed:
+        with self._lock:
             self._grants.append(span)
             self._tell_loop()
 
     def progress(self, others_tokens: int, records_through: int) -> None:
         """The other islands' tokens; records up to that number are forgotten."""
-        with self._changed:
+        with self._lock:
             self._others_tokens = others_tokens
             self._records = [r for r in self._records if r.seq > records_through]
+            self._records_through = max(self._records_through, records_through)
 
     def forget_records(self) -> None:
         """Another host of the island reports them."""
-        with self._changed:
+        with self._lock:
             self._records = []
 
     def stop(self) -> None:
         """The run has its tokens."""
-        with self._changed:
+        with self._lock:
             self._stop = True
             self._tell_loop()
 
     def finish(self) -> None:
         """The run is over."""
-        with self._changed:
+        with self._lock:
             self._stop = self._finished = True
             self._tell_loop()
 
     def end(self, exit_code: int, reason: str) -> None:
         """Ends the loop at its next boundary."""
-        with self._changed:
+        with self._lock:
             self._ending = self._ending or Ending(exit_code, reason)
             self._tell_loop()
 
     def count(self, **nbytes: int) -> None:
         """Adds to bytes_up, bytes_down or bytes_join."""
-        with self._changed:
+        with self._lock:
             for name, value in nbytes.items():
                 self._traffic[name] += value
 
     def status(self) -> Status:
         """The last one posted, with the traffic so far."""
-        with self._changed:
+        with self._lock:
             return self._current()
 
     def report(self, sent_through: int) -> tuple[Status, tuple[Record, ...]]:
         """The status, and the next records after number `sent_through`."""
-        with self._changed:
+        with self._lock:
             fresh = [r for r in self._records if r.seq > sent_through]
             return self._current(), tuple(fresh[:MAX_RECORDS_PER_REPORT])
 
@@ -273,13 +282,15 @@ class Mailbox:
                 or self._ending is not None
             )
 
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(posted, timeout_s)
             return self._current()
 
     def _current(self) -> Status:
         measures = msgspec.structs.replace(self._status.measures, **self._traffic)
-        return dataclasses.replace(self._status, measures=measures)
+        return replace(
+            self._status, measures=measures, records_through=self._records_through
+        )
 
     def _tell_loop(self) -> None:
         self._news += 1

@@ -175,7 +175,7 @@ class Island:
         faults = parse_faults(self._config.placement.faults, self._config.islands)
         self._loop = self._host.loop(
             arrivals,
-            self._led(script or LiveDecisions(self.mailbox), lead),
+            self._led(script or self._live(), lead),
             faults.for_who(self._name, self._incarnation),
         )
         self._host.sender.start()
@@ -217,7 +217,8 @@ class Island:
                 island=self._name,
                 incarnation=self._incarnation,
                 session=self._session,
-            )
+            ),
+            self._hosts,
         )
         self._receiver = receiver = Receiver(
             host.fetcher, mailbox, self._deadlines, welcome.versions, self._orders
@@ -253,9 +254,13 @@ class Island:
             step_seconds=status.measures.median_step_seconds,
             outstanding=status.outstanding,
             sequences_granted=sequences_granted,
+            records_through=status.records_through,
         )
 
     # ---- the other hosts ----------------------------------------------------------
+
+    def _live(self) -> Decisions:
+        return LiveDecisions(self.mailbox, self._host.checkpoints.due)
 
     def _led(self, source: Decisions, lead: int) -> Decisions:
         if self._hosts is None:

@@ -10,7 +10,11 @@ class Pace:
     """Progress of one incarnation. Progress = (the others' tokens that are not lost +
     own ones) / total_tokens, monotone."""
 
-    def __init__(self, run: RunConfig, tokens_per_step: int) -> None:
+    def __init__(
+        self, run: RunConfig, tokens_per_step: int, *, warm: bool = False
+    ) -> None:
+        """warm: it does not begin with fresh moments."""
+        self._rewarm_steps = 0 if warm else run.inner.rewarm_steps
         self._inner, self._total_tokens = run.inner, run.total_tokens
         self._tokens_per_step = tokens_per_step
         self._progress = 0.0
@@ -25,7 +29,7 @@ class Pace:
         inner = self._inner
         # Monotone, though tokens may be lost elsewhere.
         self._progress = max(self._progress, self.share_done(step, others_tokens))
-        rewarm = (step + 1) / inner.rewarm_steps if inner.rewarm_steps else 1.0
+        rewarm = (step + 1) / self._rewarm_steps if self._rewarm_steps else 1.0
         return learning_rate(
             peak=inner.learning_rate,
             schedule=inner.schedule,

@@ -26,6 +26,11 @@ class Replica:
         """The local parameters, until the next step or adoption."""
         return self._state.params
 
+    def trees(self) -> dict[str, Any]:
+        """What a checkpoint has of it, until the next step or adoption."""
+        moments = jax.tree.leaves(self._state.opt_state)
+        return {"params": self.params, "moments": moments, **self._exchange.trees()}
+
     def step(self, batch: Any, learning_rate: float) -> Metrics:
         """One inner step on a batch of host arrays; returns before it is done."""
         placed = self._trainer.put_batch(batch)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.island.mesh import batch_sharding, param_shardings, replicated
@@ -131,15 +131,30 @@ class Trainer:
         )
         return state
 
-    def lower(self, sequence_length: int) -> jax.stages.Lowered:
+    def lower(self, sequence_length: int, beside_bytes: int = 0) -> jax.stages.Lowered:
         """The step without arrays, to be compiled for devices that need not be here.
 
-        sequence_length: T.
+        Args:
+          sequence_length: T.
+          beside_bytes: of each device's memory, taken by arrays that the step has
+            nothing to do with; the compiler refuses what does not fit beside them.
         """
         shape = (self.batch_size, sequence_length + 1)
         batch = abstract(shape, np.int32, batch_sharding(self.mesh))
+        state, rate = self.abstract_state(), np.float32(0)
         with jax.set_mesh(self.mesh):
-            return self._step.lower(self.abstract_state(), batch, np.float32(0))
+            if not beside_bytes:
+                return self._step.lower(state, batch, rate)
+            everywhere = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))  # type: ignore[no-untyped-call]
+            length = self.mesh.size * -(-beside_bytes // 4)
+            beside = abstract((length,), np.float32, everywhere)
+            step = jax.jit(
+                lambda state, batch, rate, beside: self._update(state, batch, rate),
+                donate_argnums=0,
+                out_shardings=(self._lies, replicated(self.mesh)),
+                keep_unused=True,
+            )
+            return step.lower(state, batch, rate, beside)
 
     def compilations(self) -> int:
         """How often the step was compiled: 1 from the first step on."""

@@ -85,7 +85,12 @@ class Slice:
     @property
     def chips(self) -> int:
         """Chips, which are JAX's devices."""
-        return math.prod(_axes(self.shape))
+        return math.prod(self.axes)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Chips along each axis."""
+        return tuple(_axes(self.shape))
 
     @property
     def chips_per_host(self) -> int:

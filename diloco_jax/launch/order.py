@@ -153,7 +153,7 @@ def _place(name: str, config: Config, island: str, on: Backend) -> PlacedIsland:
             f"launch.zones has no zone for island {island!r}; add one, for example "
             f"zones={{{island!r}: 'us-east5-a'}}"
         )
-    found = _slice_of(island, config.islands[island])
+    found = slice_of(island, config.islands[island])
     how, _, reservation = settings.purchase.get(island, "on_demand").partition(":")
     purchase = PURCHASES.get(how)
     field = f"launch.purchase.{island}"
@@ -176,7 +176,11 @@ def _place(name: str, config: Config, island: str, on: Backend) -> PlacedIsland:
     )
 
 
-def _slice_of(name: str, island: IslandConfig) -> Slice:
+def slice_of(name: str, island: IslandConfig) -> Slice:
+    """The TPU slice that the island runs on, which its mesh fills.
+
+    Raises ConfigError naming field, value and remedy.
+    """
     field = f"islands.{name}.topology"
     if not island.topology:
         raise ConfigError(

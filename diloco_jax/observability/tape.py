@@ -121,10 +121,18 @@ def not_on_tape(
     return durable
 
 
+def newest_record(path: str | Path, kind: str) -> dict[str, Any]:
+    """The last complete line of that kind, unchecked; ValueError if there is none."""
+    for line in _newest_first(Path(path)):
+        if line["kind"] == kind:
+            return line
+    raise ValueError(f"{path} has no record {kind!r}")
+
+
 def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
-    """All lines from the last one back, unchecked."""
+    """All complete lines from the last one back, unchecked."""
     with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
+        end = _after_last_newline(file, file.seek(0, os.SEEK_END))
         while end > 0:
             start = _after_last_newline(file, end - 1)
             file.seek(start)

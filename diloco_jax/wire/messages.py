@@ -46,6 +46,8 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     step_seconds: float
     outstanding: tuple[Outstanding, ...] = ()
     sequences_granted: int = 0
+    records_through: int = 0
+    """Its records up to this number are acknowledged."""
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,19 +22,21 @@ from diloco_jax.config import (
     RunConfig,
 )
 from diloco_jax.loading import read_config_json
+from diloco_jax.observability.tape import Tape
 from diloco_jax.wire.errors import SecurityError
+from diloco_jax.workdir import begin_run
 
 pytestmark = pytest.mark.dist
 
-# Arguments of a pretended coordinator: WORKDIR BIND INIT; of an island: WORKDIR NAME
+# Arguments of a pretended coordinator: WORKDIR BIND HOW; of an island: WORKDIR NAME
 # ADDRESS INCARNATION; of an evaluation: WORKDIR.
 COORDINATOR = """
 import json, pathlib, signal, sys, time
-workdir, bind, init = pathlib.Path(sys.argv[1]), *sys.argv[2:]
+workdir, bind, how = pathlib.Path(sys.argv[1]), *sys.argv[2:]
 ended = []
 signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
 with (workdir / "starts").open("a") as file:
-    print(bind, init, file=file)
+    print(bind, how, file=file)
 (workdir / "coordinator.address").write_text("127.0.0.1:1234")
 while not ended and len(list(workdir.glob("*.over"))) < 2:
     time.sleep(0.01)
@@ -79,12 +81,18 @@ def config(tmp_path):
 def launch(config, monkeypatch):
     """Runs it with the given children; (exit code, summary, what people saw)."""
 
-    def launch(coordinator=COORDINATOR, island=ISLAND + OVER, evaluate=EVAL, **fields):
+    def launch(
+        coordinator=COORDINATOR,
+        island=ISLAND + OVER,
+        evaluate=EVAL,
+        resume="",
+        **fields,
+    ):
         def command(code, *arguments):
             return [sys.executable, "-c", code, *map(str, arguments)]
 
-        def coordinator_command(workdir, bind, init):
-            return command(coordinator, workdir, bind, init)
+        def coordinator_command(workdir, bind, how):
+            return command(coordinator, workdir, bind, how)
 
         def island_commands(workdir, name, hosts, address, incarnation):
             return [command(island, workdir, name, address, incarnation)]
@@ -99,6 +107,7 @@ def launch(config, monkeypatch):
             "configs/x.py",
             console,
             baseline=False,
+            resume=str(resume),
         )
         return code, summary, console.file.getvalue()
 
@@ -141,12 +150,12 @@ def test_a_crashed_island_comes_back_as_its_next_incarnation(launch, workdir):
 def test_a_crashed_coordinator_comes_back_on_its_port_and_does_not_begin_anew(
     launch, workdir
 ):
-    crash = "if init == 'True':\n    import os; os.kill(os.getpid(), 9)\n"
+    crash = "if how == '--init':\n    import os; os.kill(os.getpid(), 9)\n"
     code, _, _ = launch(coordinator=COORDINATOR.replace("while", crash + "while", 1))
     assert code == 0
     assert (workdir / "starts").read_text().splitlines() == [
-        "127.0.0.1:0 True",
-        "127.0.0.1:1234 False",
+        "127.0.0.1:0 --init",
+        "127.0.0.1:1234 ",
     ]
 
 
@@ -311,3 +320,36 @@ def test_islands_compute_on_the_cpu_unless_told_otherwise(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     assert commands.island_environment()["JAX_PLATFORMS"] == "tpu"
     assert commands.coordinator_environment()["JAX_PLATFORMS"] == "cpu"
+
+
+ENDED = """
+import json, pathlib, sys
+workdir, bind, how = pathlib.Path(sys.argv[1]), *sys.argv[2:]
+assert how == "--resume"
+summary = {"phase": "done", "merges": 4, "islands": {}}
+(workdir / "summary.json").write_text(json.dumps(summary))
+"""
+
+
+@pytest.mark.parametrize("islands_are_started", [False, True])
+def test_a_run_that_only_had_to_end_is_done(
+    launch, config, workdir, islands_are_started
+):
+    begin_run(config, workdir)
+    tape = Tape(workdir / "tape.jsonl")
+    tape.append({"kind": "recovered", "versions": [[1, 4]], "parameters_digest": "d7"})
+    tape.close()
+    served = "(workdir / 'coordinator.address').write_text('127.0.0.1:1234')\n"
+    wait = """
+import time
+while len(list(workdir.glob("*.starts"))) < 2:
+    time.sleep(0.01)
+"""
+    code, summary, seen = launch(
+        coordinator=ENDED + (served + wait if islands_are_started else ""),
+        island=ISLAND + "print('the run has its tokens'); sys.exit(3)",
+        resume=workdir,
+    )
+    assert code == 0
+    assert (summary["merges"], summary["eval_loss"]) == (4, 1.5)
+    assert "goes on after 4 merges from global parameters d7" in seen

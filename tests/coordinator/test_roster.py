@@ -155,3 +155,23 @@ def test_many_incarnations_stay_bounded_and_keep_their_time(roster):
     assert len(active) <= INTERVALS_KEPT + 1
     assert (active[0][0], active[-1][1]) == (100.0, 100.0 * lives + 10)
     assert roster.measures("a").steps == lives
+
+
+def test_the_time_for_which_the_run_was_stopped_does_not_count(roster):
+    """As two_lives, with 1000 seconds of nothing in between."""
+    roster.hello(hello(1), 1000.0)
+    roster.report("a", measures(10, 1002.0, 1010.0), (), 1010.0)
+    assert roster.resume(1000.0) == {("a", 1): 10}
+    roster.hello(hello(2), 2025.0)
+    roster.report("a", measures(5, 2030.0, 2040.0), (), 2040.0)
+    member, measure = roster.members["a"], roster.measure("a", 0, 0, 2040.0)
+    assert member.away_seconds == 20.0
+    assert measure.provisioned_seconds == 40.0
+    assert measure.active == ((2002.0, 2010.0), (2030.0, 2040.0))
+
+
+def test_an_island_that_does_not_come_back_was_there_until_the_stop(roster):
+    roster.hello(hello(1), 1000.0)
+    roster.report("a", measures(10, 1002.0, 1010.0), (), 1010.0)
+    roster.resume(1000.0)
+    assert roster.measure("a", 0, 0, 9000.0).provisioned_seconds == 10.0

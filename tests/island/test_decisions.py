@@ -27,7 +27,7 @@ def plan_of(inbox):
 
 def test_live_never_waits():
     mailbox = Mailbox()
-    decisions = LiveDecisions(mailbox)
+    decisions = LiveDecisions(mailbox, lambda: False)
     assert plan_of(decisions.at(0, stepping=True)) == ({}, [])
     mailbox.request_take(1, 5)
     mailbox.deliver(arrival(0, 1), 0)

@@ -1,6 +1,6 @@
 """What jax finds when an island imports it."""
 
-from diloco_jax.island.environment import prepare_environment
+from diloco_jax.island.environment import LIBTPU_FLAGS, prepare_environment
 
 
 def test_an_island_forgets_the_multi_slice_job_it_was_started_in():
@@ -12,3 +12,13 @@ def test_an_island_forgets_the_multi_slice_job_it_was_started_in():
     prepare_environment(1, environment)
     assert not any(name.startswith("MEGASCALE") for name in environment)
     assert environment["TPU_WORKER_ID"] == "1"
+
+
+def test_libtpu_is_told_to_overlap_unless_the_user_says_otherwise():
+    flag = LIBTPU_FLAGS[0].replace("=true", "=false")
+    environment = {"LIBTPU_INIT_ARGS": f"{flag} --xla_other=1"}
+    prepare_environment(1, environment)
+    flags = environment["LIBTPU_INIT_ARGS"].split()
+    assert flags == [flag, "--xla_other=1", *LIBTPU_FLAGS[1:]]
+    prepare_environment(1, environment)
+    assert environment["LIBTPU_INIT_ARGS"].split() == flags

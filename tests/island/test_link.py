@@ -159,6 +159,7 @@ def hello(status, sequences_granted):
         step_seconds=0.0,
         outstanding=status.outstanding,
         sequences_granted=sequences_granted,
+        records_through=status.records_through,
     )
 
 
@@ -240,13 +241,13 @@ def test_a_lost_coordinator_is_found_again(stack, coordinator, link, mailbox, wa
     assert wait_for_news(mailbox).grants
     assert coordinator.hellos.get(timeout=WAIT_S).steps == 0
     coordinator.server.stop(0.1)
-    outstanding = Outstanding(fragment=0, tick=1, start=0, end=4, base=Version())
+    outstanding = Outstanding(fragment=0, tick=1, start=0, end=4, base=Version(), seq=1)
     mailbox.post(Status(phase="training", steps=4, outstanding=(outstanding,)))
     coordinator.welcome_versions = (Version(1, 7),)
     serve(stack, coordinator, bind=coordinator.address)
     back = coordinator.hellos.get(timeout=WAIT_S)
     assert (back.steps, back.outstanding) == (4, (outstanding,))
-    assert back.sequences_granted == 8
+    assert (back.sequences_granted, back.records_through) == (8, 1)
     assert wanted.get(timeout=WAIT_S) == (0, Version(1, 7))
     report = coordinator.until_report(lambda m: m.records)
     assert report.records == records[1:]

@@ -110,7 +110,7 @@ def loop(built):
         ),
         data=data,
         mailbox=mailbox,
-        decisions=LiveDecisions(mailbox),
+        decisions=LiveDecisions(mailbox, lambda: False),
         timing=Timing(0.0, network.clock),
         evaluator=Evaluator(trainer, validation, 4, 2),
         clock=network.clock,

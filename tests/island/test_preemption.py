@@ -81,7 +81,7 @@ def verdict(tick, what="merged"):
 
 
 def outstanding(tick):
-    return Outstanding(fragment=0, tick=tick, start=0, end=4, base=Version())
+    return Outstanding(fragment=0, tick=tick, start=0, end=4, base=Version(), seq=1)
 
 
 # ---- where it comes from ---------------------------------------------------------

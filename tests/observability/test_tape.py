@@ -6,6 +6,7 @@ from diloco_jax.observability.tape import (
     JsonLines,
     Tape,
     TapeError,
+    newest_record,
     not_on_tape,
     read_tape,
 )
@@ -116,3 +117,16 @@ def test_what_a_crash_kept_from_the_tape_is_found(tmp_path, written):
     # A snapshot held the first one, so the log begins with the second.
     assert not_on_tape(tape.path, MERGED[1:]) == MERGED[max(1, written) :]
     assert not_on_tape(tape.path, []) == []
+
+
+def test_the_newest_record_of_a_kind_is_found_while_a_line_is_being_written(tmp_path):
+    path = tmp_path / "tape.jsonl"
+    tape = Tape(path)
+    for kind, n in (("a", 1), ("b", 2), ("a", 3), ("b", 4)):
+        tape.append({"kind": kind, "n": n})
+    tape.close()
+    with path.open("ab") as file:
+        file.write(b'{"kind":"a","n":')
+    assert newest_record(path, "a")["n"] == 3
+    with pytest.raises(ValueError, match="no record 'c'"):
+        newest_record(path, "c")

@@ -39,7 +39,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder) -> support.Run:
-    """Done; island b was killed after 10 steps, the coordinator after 20 merges."""
+    """Done; island b was killed after 16 steps, the coordinator after 20 merges."""
     (folder / "text").mkdir()
     numbers = np.random.default_rng(0)
     for index in range(20):
@@ -59,7 +59,9 @@ def run(folder) -> support.Run:
         ),
         islands={"a": island, "b": island},
         placement=Placement(
-            faults=("b@10:kill", "coordinator@20:kill"), snapshot_every_s=4.0
+            faults=("b@16:kill", "coordinator@20:kill"),
+            snapshot_every_s=4.0,
+            checkpoint_every_s=3.0,
         ),
     )
     return support.run_in(config.validate(), folder, TIMEOUT_S)
@@ -94,6 +96,18 @@ def test_the_killed_island_is_merged_again_within_a_cycle(run):
     assert tape_checks.steps_to_first_merge(run.tape, "b", 2) <= CYCLE_STEPS
 
 
+def test_the_simulator_calibrated_on_it_repeats_it(run, folder):
+    workdir = str(folder / "run")
+    command = [*support.DILOCO, "simulate", "calibrate", workdir, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    rows = {row["what"]: row for row in json.loads(done.stdout)["predicted"]}
+    assert abs(rows["goodput"]["error"]) < 0.1
+    for name in run.config.islands:
+        assert abs(rows[f"{name}: median_step_seconds"]["error"]) < 0.05
+        assert abs(rows[f"{name}: steps"]["error"]) < 0.1
+
+
 # ---- the run once more, from config, text and tape alone -----------------------------
 
 
@@ -109,6 +123,12 @@ def replay(workdir: Path, *options: str) -> tuple[int, str, str]:
     command = [*support.DILOCO, "replay", str(workdir), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     return done.returncode, done.stdout, done.stderr
+
+
+def test_the_killed_island_goes_on_with_its_moments(run):
+    told = [r["record"] for r in run.tape if r["kind"] == "island"]
+    (moments,) = (r for r in told if r["kind"] == "restored" and r["fragment"] < 0)
+    assert (moments["start"], 0 < moments["value"] <= 16) == (1, True)
 
 
 def test_replay_gives_the_bits_of_every_merge(run, workdir):

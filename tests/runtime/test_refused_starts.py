@@ -91,6 +91,16 @@ def test_a_workdir_of_another_run_is_refused(config, tmp_path):
         assert "Choose another --workdir" in message
 
 
+def test_a_folder_of_checkpoints_that_cannot_be_made_is_refused(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    folder = str(tmp_path / "file" / "in")
+    message = refused_start(
+        placed(config, checkpoints=folder), tmp_path / "run", init=True
+    )
+    assert f"cannot write checkpoints to {folder}/coordinator as user " in message
+    assert "give another folder as --checkpoints" in message
+
+
 def test_init_does_not_begin_a_run_twice(config, tmp_path):
     with coordinator(config, tmp_path, killed=True):
         pass

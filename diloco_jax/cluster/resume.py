@@ -1,0 +1,119 @@
+"""`diloco run --resume WORKDIR`: a run that was stopped goes on.
+
+It goes on with its own `RunConfig`; islands and placement may be others. Nothing in the
+workdir changes before everything that can be checked here has been.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from diloco_jax import workdir as workdirs
+from diloco_jax.cluster.cluster import ADDRESS_FILE
+from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
+from diloco_jax.loading import read_config_json, resolve, write_config_json, write_json
+from diloco_jax.observability.tape import newest_record
+
+OPTION = "--resume"
+
+
+def with_config(arguments: Sequence[str]) -> list[str]:
+    """The arguments of `diloco run` with a CONFIG: where `--resume WORKDIR` comes
+    without one, the config.json of that workdir."""
+    arguments = list(arguments)
+    if not arguments or arguments[0].split("=")[0] != OPTION:
+        return arguments
+    _, equals, value = arguments[0].partition("=")
+    if not equals:
+        value = arguments[1] if len(arguments) > 1 else ""
+    if not value or value.startswith("-"):
+        raise ConfigError(f"{OPTION} takes the workdir of the run that is to go on")
+    return [str(Path(value) / "config.json"), *arguments]
+
+
+def resumed_config(config: Config, workdir: Path) -> Config:
+    """The config with which the run in `workdir` goes on.
+
+    config: what the user gave; what it leaves open (corpus, outer optimizer) is as the
+    run has it. Raises ConfigError if the workdir holds no run, one of another config or
+    format, or one that a coordinator serves just now.
+    """
+    if not workdir.is_dir():
+        raise ConfigError(f"{OPTION} {workdir}: there is no such folder")
+    facts = workdirs.read_facts(workdir)
+    written = read_config_json(workdir / "config.json").run
+    config = resolve(dataclasses.replace(config, run=_filled(config.run, written)))
+    lines = differences(shared_fields(written), shared_fields(config.run))
+    if lines:
+        raise ConfigError(
+            f"run {facts.run_id} in {workdir} goes on with its own settings alone, but "
+            f"asked for are others: {'; '.join(lines)} (here: the run's). Islands and "
+            f"placement may differ; for anything else, more total_tokens included, "
+            f"begin a new run"
+        )
+    lock = workdir / "coordinator.lock"
+    if lock.exists():
+        with workdirs.held(lock, "a coordinator"):
+            pass
+    return config
+
+
+def finished(workdir: Path) -> dict[str, Any]:
+    """The summary of a run that is over; empty while it is not."""
+    try:
+        summary: dict[str, Any] = json.loads((workdir / "summary.json").read_bytes())
+    except FileNotFoundError:
+        return {}
+    return summary if summary.get("phase") == "done" else {}
+
+
+class Replacement:
+    """The files of the workdir that a resumed run writes anew: made, the new
+    `config.json` is there, the old summary and the address of a coordinator that was
+    killed are not. `undo` is for a start that failed."""
+
+    def __init__(self, config: Config, workdir: Path) -> None:
+        self._before = {
+            path: path.read_bytes()
+            for path in (workdir / "config.json", workdir / "summary.json")
+            if path.exists()
+        }
+        write_config_json(config, workdir / "config.json")
+        for name in ("summary.json", ADDRESS_FILE):
+            (workdir / name).unlink(missing_ok=True)
+
+    def undo(self) -> None:
+        """Config and summary are as they were."""
+        for path, octets in self._before.items():
+            write_json(json.loads(octets), path)
+
+
+def tell_resumed(workdir: Path, console: Console) -> None:
+    """Once the coordinator is up: with what the run goes on."""
+    record = newest_record(workdir / "tape.jsonl", "recovered")
+    merges = sum(number for _, number in record["versions"])
+    console.print(
+        f"goes on after {merges:,} merges from global parameters "
+        f"{record['parameters_digest']}",
+        highlight=False,
+    )
+
+
+def _filled(run: RunConfig, written: RunConfig) -> RunConfig:
+    """With what `loading.resolve` decided when the run began."""
+    data, outer = run.data, run.outer
+    if not data.digest:
+        data = dataclasses.replace(data, digest=written.data.digest)
+    missing = {
+        name: getattr(written.outer, name)
+        for name in ("optimizer", "learning_rate", "momentum")
+        if getattr(outer, name) is None
+    }
+    outer = dataclasses.replace(outer, **missing)
+    return dataclasses.replace(run, data=data, outer=outer)

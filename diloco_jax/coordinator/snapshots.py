@@ -1,0 +1,83 @@
+"""The coordinator's snapshots: all of its state, now and then, beside the run.
+
+Snapshot n makes the segments of the record log up to n superfluous.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from etils.epath import Path as Folder
+
+from diloco_jax import checkpoint
+from diloco_jax.config import Placement, RunConfig
+from diloco_jax.policy.state import State
+
+logger = logging.getLogger(__name__)
+
+
+class Snapshots:
+    """Those of one run, in one folder."""
+
+    def __init__(
+        self, folder: Folder, placement: Placement, run: RunConfig, run_id: str
+    ) -> None:
+        """Opens the folder, and makes it if it is missing."""
+        self._manager = checkpoint.open_folder(folder, placement.snapshots_kept)
+        self._folder, self._every_s = folder, placement.snapshot_every_s
+        self._whose = checkpoint.whose(run, run_id)
+        self._due = time.monotonic() + self._every_s
+        self._thread: threading.Thread | None = None
+
+    def newest(self) -> int | None:
+        """The number of the newest one, if there is any."""
+        return checkpoint.newest(self._manager)
+
+    def load(self, number: int, like: dict[str, Any]) -> tuple[dict[str, Any], State]:
+        """Arrays and state of a snapshot; ConfigError if it is of another run."""
+        facts = checkpoint.read_facts(self._manager, number)
+        checkpoint.refuse_other(self._folder, number, facts, self._whose)
+        arrays = {
+            name: checkpoint.restore(self._manager, number, name, tree)
+            for name, tree in like.items()
+        }
+        return arrays, msgspec.convert(facts["state"], State)
+
+    def save(self, number: int, state: State, arrays: dict[str, Any]) -> None:
+        """Writes snapshot `number`; durable when this returns."""
+        facts = {**self._whose, "state": msgspec.to_builtins(state)}
+        checkpoint.save(self._manager, number, arrays, facts)
+
+    def due(self, now: float) -> bool:
+        """Whether it is time for the next one, and none is being written."""
+        return now >= self._due and not (self._thread and self._thread.is_alive())
+
+    def write(self, now: float, save: Callable[[], None]) -> None:
+        """Calls `save` on a thread. A failure costs nothing: the log stays."""
+
+        def attempt() -> None:
+            try:
+                save()
+            except Exception as error:
+                logger.error(
+                    "no snapshot was written, the log keeps what it holds: %s",
+                    checkpoint.cannot_write(self._folder, error),
+                )
+
+        self._due = now + self._every_s
+        self._thread = threading.Thread(target=attempt, name="diloco-snapshot")
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """For the one that is being written."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def close(self) -> None:
+        """Frees the folder."""
+        self._manager.close()

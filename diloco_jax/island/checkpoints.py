@@ -1,0 +1,284 @@
+"""An island's checkpoints: written beside its steps, read when it comes back.
+
+A checkpoint has the local parameters, the inner optimizer's moments, anchors and codec
+residuals, and says where in data and versions the island was. A returned island takes
+its parameters and anchors from the coordinator all the same: the checkpoint's hold
+steps that may never have been merged, and would be nobody's if they were trained on.
+Moments carry no steps, so they are taken over as they are. A residual is what a merged
+take left unsaid; it is taken over where no merge came after it, and is zero elsewhere,
+since a later take has sent it already.
+
+At a boundary the arrays are only copied, to host memory; a thread writes the copies.
+Every host of the island writes the shards that it holds, so all must reach the same
+boundary: host 0 decides which (`following.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from etils.epath import Path as Folder
+
+from diloco_jax import checkpoint
+from diloco_jax.config import Config, ConfigError
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.island.exchange import Exchange
+from diloco_jax.island.hosts import Hosts, HostsError
+from diloco_jax.island.identity import Identity
+from diloco_jax.island.step import Trainer
+from diloco_jax.policy.events import Version
+
+logger = logging.getLogger(__name__)
+
+Residuals = dict[int, tuple[jax.Array, ...]]
+
+
+class Restored(NamedTuple):
+    """What a returned island begins with."""
+
+    incarnation: int
+    """That the checkpoint is of."""
+    steps: int
+    """Steps of that incarnation that its moments have seen."""
+    moments: Any
+    """The inner optimizer's state."""
+    residuals: Residuals
+    """By fragment and piece."""
+
+
+class Checkpoints:
+    """Those of one island, in one folder, for one incarnation and host.
+
+    Make it, `open`, `restore`; then `due` and `save` at boundaries, at the end `close`.
+    """
+
+    def __init__(self, config: Config, name: str, folder: Folder) -> None:
+        """Raises ConfigError if a folder that was asked for cannot be written."""
+        placement = config.placement
+        self._every_s = placement.checkpoint_every_s
+        self._keep = placement.checkpoints_kept
+        self._explicit = bool(placement.checkpoints)
+        self._config, self._name, self._folder = config, name, folder
+        self._deadlines = Deadlines(placement.time_budget_s)
+        self._hosts = config.island(name).hosts
+        self._due = time.monotonic() + self._every_s
+        self._saved_steps = 0
+        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._final = False
+        self._manager: Any = None
+        self._found: dict[str, Any] | None = None
+        self._number = 0
+        self._whose: dict[str, Any] = {}
+        self._thread = threading.Thread(
+            target=self._run, name="checkpoints", daemon=True
+        )
+        if self._every_s and self._explicit:
+            checkpoint.require_access(folder)
+
+    def open(self, identity: Identity, plan: FragmentPlan, hosts: Hosts | None) -> None:
+        """Looks what is there. All hosts must call it.
+
+        Raises ConfigError if there are checkpoints of another run, or if the hosts do
+        not see one folder that was asked for; HostsError if one does not answer.
+        """
+        if not self._every_s:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if hosts is not None and not self._one_folder(hosts, identity.session):
+            what = f"the {hosts.count} hosts of island {self._name!r} do not share"
+            if self._explicit:
+                raise ConfigError(
+                    f"{what} the folder {self._folder}; give one that they do as "
+                    f"--checkpoints, such as gs://BUCKET/FOLDER"
+                )
+            logger.warning(
+                "%s %s: no checkpoints are written; give --checkpoints gs://BUCKET/"
+                "FOLDER, or a folder that they share",
+                what,
+                self._folder,
+            )
+            self._every_s = 0.0
+            return
+        self._whose = {
+            **checkpoint.whose(self._config.run, identity.run_id),
+            "plan": plan.digest(),
+            "island": self._name,
+            "incarnation": identity.incarnation,
+            "config": dataclasses.asdict(self._config.island(self._name)),
+        }
+        self._manager = checkpoint.open_folder(
+            self._folder, self._keep, hosts=self._hosts
+        )
+        self._thread.start()
+        number = checkpoint.newest(self._manager)
+        if number is not None:
+            self._number = number
+            self._found = checkpoint.read_facts(self._manager, number)
+            checkpoint.refuse_other(self._folder, number, self._found, self._whose)
+
+    def restore(
+        self,
+        plan: FragmentPlan,
+        trainer: Trainer,
+        exchange: Exchange,
+        versions: Sequence[Version],
+    ) -> Restored | None:
+        """What the newest checkpoint has for an island that begins at these versions;
+        None if there is no checkpoint. All hosts must call it."""
+        found = self._found
+        if found is None:
+            return None
+        began = time.monotonic()
+        like = trainer.abstract_state().opt_state
+        leaves, structure = jax.tree.flatten(like)
+        moments = checkpoint.restore(self._manager, self._number, "moments", leaves)
+        kept = [
+            fragment
+            for fragment, (saved, now) in enumerate(
+                zip(found["versions"], versions, strict=True)
+            )
+            if Version(*saved) == now
+        ]
+        residuals: Residuals = {}
+        if kept and self._config.run.sync.error_feedback:
+            saved = checkpoint.restore(
+                self._manager, self._number, "residuals", exchange.like_residuals()
+            )
+            residuals = {f: tuple(saved[f]) for f in kept}
+        logger.info(
+            "restored the moments of incarnation %d after step %d, and the residuals "
+            "of %d of %d fragments, in %.1f s",
+            found["incarnation"],
+            found["steps"],
+            len(residuals),
+            len(plan.fragments),
+            time.monotonic() - began,
+        )
+        return Restored(
+            incarnation=found["incarnation"],
+            steps=found["steps"],
+            moments=jax.tree.unflatten(structure, _owned(moments)),
+            residuals=_owned(residuals),
+        )
+
+    def due(self) -> bool:
+        """Whether the next one is to be written now: once for each, and not while one
+        is being written."""
+        now = time.monotonic()
+        due = bool(self._every_s) and now >= self._due
+        due = due and not self._work.unfinished_tasks
+        if due:
+            # Not when it is saved: that may be some boundaries later.
+            self._due = now + self._every_s
+        return due
+
+    def save(
+        self,
+        trees: dict[str, Any],
+        *,
+        steps: int,
+        versions: Sequence[Version],
+        sequences: int,
+        final: bool = False,
+    ) -> None:
+        """Has the state after so many steps written. Returns before anything is; what
+        it was called with may be donated at once.
+
+        trees: see `Replica.trees`. sequences: of data that this incarnation has used.
+        final: the incarnation ends with it, and `close` is to wait for it.
+        """
+        self._final = final
+        if not self._every_s or steps == self._saved_steps:
+            return
+        copies = _to_host(trees)
+        facts = {
+            **self._whose,
+            "steps": steps,
+            "versions": [list(version) for version in versions],
+            "sequences": sequences,
+        }
+        self._number += 1
+        self._saved_steps = steps
+        number = self._number
+        self._work.put(lambda: self._write(number, copies, facts))
+
+    def close(self, timeout_s: float) -> None:
+        """Waits so long for the final one, if there is one."""
+        if self._thread.ident is not None:
+            self._work.put(None)
+            self._thread.join(timeout_s if self._final else 0.0)
+
+    # ---- the thread that writes -------------------------------------------------
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            self._work.task_done()
+
+    def _write(self, number: int, trees: dict[str, Any], facts: dict[str, Any]) -> None:
+        """A failure must not end the run: the next one may succeed."""
+        began = time.monotonic()
+        try:
+            checkpoint.save(self._manager, number, trees, facts)
+        except Exception as error:
+            logger.error(
+                "checkpoint %d was not written, training goes on: %s",
+                number,
+                checkpoint.cannot_write(self._folder, error),
+            )
+            return
+        logger.info(
+            "checkpoint %d, after step %d, is written (%.1f s)",
+            number,
+            facts["steps"],
+            time.monotonic() - began,
+        )
+
+    # ---- the other hosts --------------------------------------------------------
+
+    def _one_folder(self, hosts: Hosts, session: str) -> bool:
+        """Whether all hosts see what host 0 puts into the folder."""
+        mark = self._folder / f"meeting-{session}"
+        if hosts.index > 0:
+            self._hear(hosts, "folder/marked")
+            hosts.tell(f"folder/{hosts.index}", b"yes" if mark.exists() else b"no")
+            return self._hear(hosts, "folder/agreed") == b"yes"
+        mark.write_text("may be deleted")
+        hosts.tell("folder/marked", b"")
+        answers = [self._hear(hosts, f"folder/{host}") for host in hosts.others]
+        mark.unlink(missing_ok=True)
+        agreed = b"no" if b"no" in answers else b"yes"
+        hosts.tell("folder/agreed", agreed)
+        return agreed == b"yes"
+
+    def _hear(self, hosts: Hosts, key: str) -> bytes:
+        heard = hosts.hear(key, self._deadlines.pin_s)
+        if heard is None:
+            raise HostsError(
+                f"host {hosts.index} of island {self._name!r} did not hear {key!r} "
+                f"within {self._deadlines.pin_s:g} s: another host hangs or is gone"
+            )
+        return heard
+
+
+def _to_host(trees: Any) -> Any:
+    """Copies in host memory; the copying goes on after this returns, and reads what
+    was there before anything that is dispatched later."""
+    shardings = jax.tree.map(
+        lambda x: x.sharding.with_memory_kind("pinned_host"), trees
+    )
+    return jax.device_put(trees, shardings, may_alias=False)
+
+
+def _owned(arrays: Any) -> Any:
+    """Copies that may be donated: on a CPU, what was read may lie in the reader's
+    memory."""
+    return jax.tree.map(lambda x: x.copy(), arrays)

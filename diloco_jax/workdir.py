@@ -1,0 +1,137 @@
+"""Which run a workdir holds (`run.json`), and that nobody else is at work in it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from diloco_jax.config import Config, ConfigError, differences, shared_fields
+from diloco_jax.loading import read_config_json, write_config_json, write_json
+
+FORMAT = 1
+"""Of log, snapshots and tape; higher when a workdir of before cannot be read."""
+RELEASE_S = 2.0
+"""Processes that were killed a moment ago may still hold what they held."""
+POLL_S = 0.05
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What stands in `run.json`."""
+
+    run_id: str
+    begun_unix: float
+    """Moved on by the time for which the run was stopped."""
+    format: int = FORMAT
+    written_by: str = dataclasses.field(
+        default_factory=lambda: f"diloco_jax {metadata.version('diloco-jax')}"
+    )
+
+    def write(self, workdir: Path) -> None:
+        """Replaces `run.json`, atomically."""
+        write_json(dataclasses.asdict(self), workdir / "run.json")
+
+
+def begin_run(config: Config, workdir: Path) -> RunFacts:
+    """Draws the id of a new run there; ConfigError if the workdir holds one."""
+    if (workdir / "run.json").exists():
+        facts = find_run(config, workdir)
+        if (workdir / "log").exists():
+            raise ConfigError(
+                f"{workdir} holds run {facts.run_id} already; choose another "
+                f"--workdir, or leave --init out to go on with it"
+            )
+        return facts
+    workdir.mkdir(parents=True, exist_ok=True)
+    write_config_json(config, workdir / "config.json")
+    facts = RunFacts(run_id=uuid.uuid4().hex[:16], begun_unix=time.time())
+    facts.write(workdir)
+    return facts
+
+
+def find_run(config: Config, workdir: Path) -> RunFacts:
+    """The run that goes on there; ConfigError if there is none, or another one."""
+    facts = read_facts(workdir)
+    written = read_config_json(workdir / "config.json")
+    if written.run.fingerprint() != config.run.fingerprint():
+        lines = differences(shared_fields(written.run), shared_fields(config.run))
+        raise ConfigError(
+            f"{workdir} holds run {facts.run_id} with another config: "
+            f"{'; '.join(lines)} (here: the workdir's). Choose another --workdir, "
+            f"or go on with its config.json"
+        )
+    return facts
+
+
+def read_facts(workdir: Path) -> RunFacts:
+    """`run.json`; ConfigError if there is none, or it is of another format."""
+    path = workdir / "run.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{workdir} holds no run (there is no run.json), and without --init "
+            f"nothing is initialised; give the workdir of the run, or --init for a "
+            f"new one"
+        )
+    try:
+        facts = msgspec.json.decode(path.read_bytes(), type=RunFacts)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}); restore it from a copy"
+        ) from error
+    if facts.format != FORMAT:
+        raise ConfigError(
+            f"{workdir} has format {facts.format}, written by {facts.written_by}; "
+            f"this is {RunFacts(run_id='', begun_unix=0).written_by} with format "
+            f"{FORMAT}: go on with the version that wrote it"
+        )
+    return facts
+
+
+def is_bucket(folder: str) -> bool:
+    """Whether it is no folder of this machine: gs://BUCKET/FOLDER."""
+    return "://" in folder
+
+
+@contextlib.contextmanager
+def held(path: Path, what: str, patience_s: float = RELEASE_S) -> Iterator[None]:
+    """Inside, this process alone holds a folder, or a file that is made if missing.
+    Ends with the process, however that ends.
+
+    Raises ConfigError, naming `what` holds it, if it is not free within `patience_s`.
+    """
+    folder = path.is_dir()
+    descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT)
+    try:
+        _lock(descriptor, path, what, patience_s)
+        if not folder:
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path, what: str, patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                holder = "" if path.is_dir() else path.read_text()
+                raise ConfigError(
+                    f"{path if path.is_dir() else path.parent} is in use by {what}"
+                    f"{f', process {holder},' if holder else ''} on this machine; end "
+                    f"that first, or give another workdir"
+                ) from None
+        time.sleep(POLL_S)

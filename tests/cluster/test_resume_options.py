@@ -1,0 +1,88 @@
+"""`diloco run --resume WORKDIR`: what it goes on with, before anything is started."""
+
+import dataclasses
+
+import pytest
+
+from diloco_jax import workdir as workdirs
+from diloco_jax.cluster.resume import Replacement, resumed_config, with_config
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    IslandConfig,
+    OuterConfig,
+    RunConfig,
+)
+from diloco_jax.loading import read_config_json
+
+
+@pytest.fixture
+def config():
+    outer = OuterConfig(optimizer="sgd", learning_rate=0.7, momentum=0.0)
+    run = RunConfig(data=DataConfig(digest="d1"), outer=outer)
+    return Config(run=run, islands={"a": IslandConfig(), "b": IslandConfig()})
+
+
+@pytest.fixture
+def workdir(config, tmp_path):
+    workdirs.begin_run(config, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["c.py", "--json"], ["c.py", "--json"]),
+        (["c.py", "--resume", "w"], ["c.py", "--resume", "w"]),
+        (["--resume", "w", "--json"], ["w/config.json", "--resume", "w", "--json"]),
+        (["--resume=w"], ["w/config.json", "--resume=w"]),
+        ([], []),
+    ],
+)
+def test_the_workdirs_config_stands_in_for_one_that_is_not_given(given, meant):
+    assert with_config(given) == meant
+
+
+@pytest.mark.parametrize("given", [["--resume"], ["--resume", "--json"]])
+def test_resume_needs_a_workdir(given):
+    with pytest.raises(ConfigError, match="takes the workdir"):
+        with_config(given)
+
+
+def test_what_the_run_decided_once_stays_decided(config, workdir):
+    """As if from the run's configs file, for other islands."""
+    given = Config(run=RunConfig(), islands={"c": IslandConfig(batch_size=2)})
+    resumed = resumed_config(given, workdir)
+    assert resumed.run == config.run
+    assert resumed.islands == given.islands
+
+
+def test_other_settings_are_refused_and_nothing_changes(config, workdir):
+    before = {p: p.read_bytes() for p in workdir.iterdir()}
+    outer = OuterConfig(optimizer="sgd", learning_rate=0.9, momentum=0.0)
+    given = dataclasses.replace(
+        config, run=dataclasses.replace(config.run, outer=outer, sequence_length=8)
+    )
+    with pytest.raises(ConfigError) as refused:
+        resumed_config(given, workdir)
+    for shown in (
+        "outer.learning_rate: 0.7 here, 0.9 there",
+        "sequence_length: 128 here, 8 there",
+        str(workdir),
+    ):
+        assert shown in str(refused.value)
+    assert {p: p.read_bytes() for p in workdir.iterdir()} == before
+
+
+def test_a_start_that_failed_leaves_the_workdir_as_it_was(config, workdir):
+    (workdir / "summary.json").write_text('{"merges": 3}')
+    (workdir / "coordinator.address").write_text("of one that was killed")
+    other = dataclasses.replace(config, islands={"c": IslandConfig()})
+    change = Replacement(other, workdir)
+    assert read_config_json(workdir / "config.json") == other
+    assert not (workdir / "summary.json").exists()
+    assert not (workdir / "coordinator.address").exists()
+    change.undo()
+    assert read_config_json(workdir / "config.json") == config
+    assert (workdir / "summary.json").exists()

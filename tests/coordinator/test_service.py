@@ -1,0 +1,51 @@
+"""What islands say reaches the policy as they said it."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, cast
+
+from diloco_jax.config import RunConfig, shared_fields
+from diloco_jax.coordinator.service import Service
+from diloco_jax.policy.events import Hello, Outstanding, Version
+from diloco_jax.wire import messages
+
+
+def test_a_hello_reaches_the_policy_with_every_field() -> None:
+    posted: list[Any] = []
+    nothing: Any = None
+    service = Service(
+        RunConfig(),
+        engine=cast(
+            Any, SimpleNamespace(post=lambda event, then: posted.append(event))
+        ),
+        store=nothing,
+        inbox=nothing,
+        sessions=cast(Any, SimpleNamespace(arrived=lambda session: None)),
+        roster=nothing,
+        metrics=nothing,
+        status=nothing,
+    )
+    take = Outstanding(fragment=1, tick=9, start=3, end=7, base=Version(1, 2), seq=11)
+    hello = messages.Hello(
+        run_id="r",
+        fingerprint=RunConfig().fingerprint(),
+        run=shared_fields(RunConfig()),
+        island="a",
+        island_config={},
+        incarnation=3,
+        session="s",
+        environment={},
+        tokens_per_step=80,
+        sequences_per_step=5,
+        phase="training",
+        steps=7,
+        step_seconds=0.25,
+        outstanding=(take,),
+        sequences_granted=40,
+        records_through=12,
+    )
+    service.connect(hello, nothing)
+    for field in dataclasses.fields(Hello):
+        assert getattr(posted[0], field.name) == getattr(hello, field.name), field.name

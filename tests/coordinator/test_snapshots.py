@@ -1,0 +1,71 @@
+"""Snapshots come back whole, are of this run, and may fail without harm."""
+
+import dataclasses
+import logging
+import math
+
+import jax
+import numpy as np
+import pytest
+from coordinator_support import PIN_S
+from etils import epath
+
+from diloco_jax.config import ConfigError, Placement
+from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.coordinator.snapshots import Snapshots
+from diloco_jax.policy.state import initial
+
+PLACEMENT = Placement(snapshot_every_s=10.0)
+
+
+@pytest.fixture
+def opened(run, tmp_path):
+    made = []
+
+    def open_as(run_id, run=run):
+        folder = epath.Path(tmp_path / "snapshots")
+        made.append(Snapshots(folder, PLACEMENT, run, run_id))
+        return made[-1]
+
+    yield open_as
+    for snapshots in made:
+        snapshots.close()
+
+
+@pytest.fixture
+def state(run, store):
+    return initial(policy_config(run, PLACEMENT, "r", store.plan.sizes))
+
+
+def test_arrays_and_state_come_back(opened, store, state):
+    opened("r").save(3, state, store.arrays())
+    again = opened("r")
+    assert again.newest() == 3
+    arrays, found = again.load(3, store.arrays())
+    assert found == state
+    ours = jax.tree.leaves(store.arrays())
+    theirs = jax.tree.leaves(arrays)
+    assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_those_of_another_run_or_config_are_refused(opened, run, store, state):
+    opened("r").save(3, state, store.arrays())
+    with pytest.raises(ConfigError, match="of run r, this is run other"):
+        opened("other").load(3, store.arrays())
+    with pytest.raises(ConfigError, match="seed: 5 here, 0 there"):
+        opened("r", dataclasses.replace(run, seed=5)).load(3, store.arrays())
+
+
+def test_a_failure_is_told_and_the_next_one_is_due_in_time(opened, tmp_path, caplog):
+    def full():
+        raise OSError("no space left on device")
+
+    snapshots = opened("r")
+    assert snapshots.due(math.inf)
+    with caplog.at_level(logging.ERROR):
+        snapshots.write(1000.0, full)
+        snapshots.wait(PIN_S)
+    assert "the log keeps what it holds" in caplog.text
+    assert f"{tmp_path}/snapshots" in caplog.text
+    assert "no space left on device" in caplog.text
+    assert (snapshots.due(1009.0), snapshots.due(1010.0)) == (False, True)

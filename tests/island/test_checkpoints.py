@@ -1,0 +1,283 @@
+"""What an island saves, and what the one that comes back takes over of it."""
+
+import dataclasses
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+from diloco_jax import checkpoint
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    IslandConfig,
+    ModelConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+)
+from diloco_jax.core.fragments import get_piece
+from diloco_jax.island.build import build_exchange, build_plan, build_trainer, join
+from diloco_jax.island.checkpoints import Checkpoints
+from diloco_jax.island.identity import Identity
+from diloco_jax.policy.events import Version
+
+PATIENCE_S = 60.0
+BATCH = np.random.default_rng(0).integers(0, 256, (2, 17)).astype(np.int32)
+FIRST, SECOND = Version(1, 0), Version(1, 1)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return Config(
+        run=RunConfig(
+            model=ModelConfig(
+                d_model=16,
+                num_layers=1,
+                num_heads=2,
+                num_kv_heads=1,
+                head_dim=8,
+                mlp_dim=16,
+            ),
+            sync=SyncConfig(fragments=2),
+            sequence_length=16,
+        ),
+        islands={"a": IslandConfig(batch_size=2)},
+        placement=Placement(checkpoint_every_s=0.001),
+    )
+
+
+@pytest.fixture(scope="module")
+def parts(config):
+    """Model, trainer and plan."""
+    model, trainer = build_trainer(config.run, config.islands["a"])
+    return model, trainer, build_plan(config.run, model)
+
+
+class Life:
+    """One incarnation of island a, with the model's first parameters as anchors."""
+
+    def __init__(self, config, parts, folder, incarnation, run_id="run-1"):
+        model, self.trainer, self.plan = parts
+        self.exchange, _ = build_exchange(config.run, model, self.trainer)
+        self.begins = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
+        self.checkpoints = Checkpoints(config, "a", checkpoint.Folder(folder))
+        self.replica = None
+        self.checkpoints.open(
+            Identity(
+                run_id=run_id, island="a", incarnation=incarnation, session="session"
+            ),
+            self.plan,
+            None,
+        )
+
+    def join(self, versions):
+        restored = self.checkpoints.restore(
+            self.plan, self.trainer, self.exchange, versions
+        )
+        anchors = {}
+        for fragment, pieces in enumerate(self.plan.fragments):
+            raw = b"".join(get_piece(self.begins, p).tobytes() for p in pieces)
+            anchors[fragment] = self.exchange.put_anchor(fragment, raw)
+        self.replica = join(self.plan, self.trainer, self.exchange, anchors, restored)
+        return restored
+
+    def save(self, steps, versions):
+        self.checkpoints.save(
+            self.replica.trees(),
+            steps=steps,
+            versions=versions,
+            sequences=2 * steps,
+            final=True,
+        )
+
+    def host(self, name):
+        # Of copies: what is seen by the host is not given away by a donation.
+        copies = jax.tree.map(lambda x: x.copy(), self.replica.trees()[name])
+        return jax.device_get(copies)
+
+    def close(self):
+        self.checkpoints.close(PATIENCE_S)
+
+
+@pytest.fixture
+def first(config, parts, tmp_path, monkeypatch):
+    """3 steps; a merged and an outstanding take of fragment 0; saved; then further,
+    before anything of it is written."""
+    done, write = threading.Event(), checkpoint.save
+    monkeypatch.setattr(
+        checkpoint, "save", lambda *args: done.wait(PATIENCE_S) and write(*args)
+    )
+    life = Life(config, parts, tmp_path, 1)
+    assert life.join([FIRST, FIRST]) is None
+    for step in range(5):
+        if step == 1:
+            life.replica.take(0)
+            life.replica.settle(0)
+        if step == 2:
+            life.replica.take(0)
+            life.replica.take(1)
+            life.replica.settle(1)
+        if step == 3:
+            life.save(3, [FIRST, FIRST])
+            life.saved = {n: life.host(n) for n in ("params", "moments", "residuals")}
+        life.replica.step(BATCH, 0.1)
+    done.set()
+    life.close()
+    return life
+
+
+def alike(a, b):
+    return all(
+        np.array_equal(x, y)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def test_moments_come_back_and_parameters_are_the_coordinators(
+    first, config, parts, tmp_path
+):
+    assert not alike(first.host("moments"), first.saved["moments"]), "it went on"
+    second = Life(config, parts, tmp_path, 2)
+    restored = second.join([FIRST, FIRST])
+    assert (restored.incarnation, restored.steps) == (1, 3)
+    assert alike(second.host("moments"), first.saved["moments"])
+    assert not alike(second.host("params"), first.saved["params"])
+    assert alike(second.host("params"), second.begins)
+    # What was read is the step's to donate.
+    second.replica.step(BATCH, 0.1)
+    second.replica.step(BATCH, 0.1)
+    second.close()
+
+
+def test_a_residual_comes_back_unless_a_merge_came_after_it(
+    first, config, parts, tmp_path
+):
+    saved = first.saved["residuals"]
+    assert all(any(np.any(piece) for piece in fragment) for fragment in saved)
+    second = Life(config, parts, tmp_path, 2)
+    restored = second.join([FIRST, SECOND])
+    assert list(restored.residuals) == [0]
+    kept, fresh = second.host("residuals")
+    assert alike(kept, saved[0])
+    assert not any(np.any(piece) for piece in fresh)
+    second.close()
+
+
+def test_a_checkpoint_of_another_run_is_refused(first, config, parts, tmp_path):
+    with pytest.raises(ConfigError, match=r"of run run-1, this is run run-2"):
+        Life(config, parts, tmp_path, 2, run_id="run-2")
+
+
+def test_one_checkpoint_is_due_at_a_time(config, parts, tmp_path, monkeypatch):
+    life = Life(config, parts, tmp_path, 1)
+    life.join([FIRST, FIRST])
+    assert life.checkpoints.due()
+    life.save(1, [FIRST, FIRST])
+    life.close()
+    patient = dataclasses.replace(
+        config, placement=Placement(checkpoint_every_s=PATIENCE_S)
+    )
+    assert not Life(patient, parts, tmp_path, 1).checkpoints.due()
+
+
+def test_a_failure_to_write_is_told_and_costs_nothing_else(
+    config, parts, tmp_path, monkeypatch, caplog
+):
+    life = Life(config, parts, tmp_path, 1)
+    life.join([FIRST, FIRST])
+
+    def full(*args):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with caplog.at_level(logging.ERROR):
+        life.save(1, [FIRST, FIRST])
+        life.close()
+    (record,) = caplog.records
+    for shown in ("training goes on", str(tmp_path), "no space left on device"):
+        assert shown in record.getMessage()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_built(
+    config, tmp_path
+):
+    (tmp_path / "file").write_text("")
+    placement = dataclasses.replace(config.placement, checkpoints="asked for")
+    asked = dataclasses.replace(config, placement=placement)
+    with pytest.raises(ConfigError, match="cannot write checkpoints to"):
+        Checkpoints(asked, "a", checkpoint.Folder(tmp_path / "file" / "in"))
+
+
+def test_without_an_interval_nothing_is_written(config, parts, tmp_path):
+    never = dataclasses.replace(config, placement=Placement(checkpoint_every_s=0))
+    life = Life(never, parts, tmp_path / "none", 1)
+    life.join([FIRST, FIRST])
+    assert not life.checkpoints.due()
+    life.save(1, [FIRST, FIRST])
+    life.close()
+    assert not (tmp_path / "none").exists()
+
+
+# ---- hosts that do not share a folder ------------------------------------------------
+
+
+class FakeHosts:
+    """Those of one island, in this process."""
+
+    def __init__(self, index, told, changed):
+        self.index, self.count, self.others = index, 2, range(1, 2)
+        self._told, self._changed = told, changed
+
+    def tell(self, key, value):
+        with self._changed:
+            self._told[key] = value
+            self._changed.notify_all()
+
+    def hear(self, key, timeout_s):
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._told, timeout_s)
+            return self._told.get(key)
+
+
+def opened_apart(config, parts, folders):
+    """What became of `open` on two hosts with these folders."""
+    told, changed = {}, threading.Condition()
+    identity = Identity(run_id="run-1", island="a", incarnation=1, session="session")
+
+    def one(index):
+        checkpoints = Checkpoints(config, "a", checkpoint.Folder(folders[index]))
+        try:
+            checkpoints.open(identity, parts[2], FakeHosts(index, told, changed))
+        except ConfigError as error:
+            return str(error)
+        return checkpoints.due()
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, range(2), timeout=PATIENCE_S))
+
+
+def test_hosts_with_folders_of_their_own_write_none_and_say_so(
+    config, parts, tmp_path, caplog
+):
+    config = dataclasses.replace(
+        config, islands={"a": IslandConfig(batch_size=2, hosts=2)}
+    )
+    with caplog.at_level(logging.WARNING):
+        found = opened_apart(config, parts, [tmp_path / "0", tmp_path / "1"])
+    assert found == [False, False]
+    assert "2 hosts of island 'a' do not share" in caplog.text
+    assert "--checkpoints gs://BUCKET" in caplog.text
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+def test_a_folder_that_was_asked_for_must_be_shared(config, parts, tmp_path):
+    placement = dataclasses.replace(config.placement, checkpoints=str(tmp_path))
+    config = dataclasses.replace(config, placement=placement)
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for told, folder in zip(opened_apart(config, parts, folders), folders, strict=True):
+        assert f"do not share the folder {folder}" in told
+        assert "--checkpoints" in told

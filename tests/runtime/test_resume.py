@@ -1,0 +1,234 @@
+"""A run whose every process was killed goes on, with other islands on other meshes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import support
+import tape_checks
+from runtime_support import coordinator, make_config, with_run
+
+from diloco_jax import cli
+from diloco_jax.cluster.cluster import PROCESSES_FILE
+from diloco_jax.config import Config, IslandConfig, Placement
+from diloco_jax.loading import write_config_json
+from diloco_jax.observability.tape import newest_record, read_tape
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT_S = 240.0
+MERGES = 8
+
+
+def start(folder: Path, config: Path, *options: str) -> subprocess.Popen[bytes]:
+    with (folder / "diloco.log").open("ab") as log:
+        return subprocess.Popen(
+            [*support.DILOCO, "run", str(config), *options], stdout=log, stderr=log
+        )
+
+
+def await_merges(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    """Until the tape has MERGES, and each island has a checkpoint."""
+    tape = folder / "run" / "tape.jsonl"
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        merges = tape.exists() and tape.read_bytes().count(b'{"kind":"merged"')
+        found = (folder / "run").glob("checkpoints/islands/*/*")
+        saved = {path.parent.name for path in found if path.name.isdigit()}
+        if merges >= MERGES and len(saved) == 2:
+            return
+        assert process.poll() is None, (folder / "diloco.log").read_text()[-3000:]
+        time.sleep(0.05)
+    raise AssertionError(f"no {MERGES} merges and 2 checkpoints within {TIMEOUT_S} s")
+
+
+def await_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, f"still alive of {pids}"
+        time.sleep(0.02)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    folder: Path
+    config: Config
+    digest: str
+    """Of the global parameters that the killed run left."""
+    versions: list[list[int]]
+
+    @property
+    def workdir(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def tape(self) -> list[dict]:
+        return list(read_tape(self.workdir / "tape.jsonl"))
+
+    @property
+    def summary(self) -> dict:
+        return json.loads((self.workdir / "summary.json").read_bytes())
+
+
+@pytest.fixture(scope="module")
+def resumed(text, tmp_path_factory) -> Resumed:
+    """Islands a and b of one device each are killed, with everything else, and a on two
+    hosts and c go on to the end."""
+    folder = tmp_path_factory.mktemp("resume")
+    config = make_config(text, fragments=3, steps_per_cycle=6, quorum=1)
+    config = with_run(config, total_tokens=40 * 8 * 16)
+    island = IslandConfig(batch_size=4, step_seconds=0.1)
+    placement = Placement(checkpoint_every_s=0.5, snapshot_every_s=1.0)
+    config = dataclasses.replace(
+        config, islands={"a": island, "b": island}, placement=placement
+    ).validate()
+    write_config_json(config, folder / "two.json")
+    workdir = folder / "run"
+    process = start(folder, folder / "two.json", "--workdir", str(workdir))
+    try:
+        await_merges(folder, process)
+        pids = json.loads((workdir / PROCESSES_FILE).read_bytes()).values()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(TIMEOUT_S)
+    await_end([pid for hosts in pids for pid in hosts])
+    # What another coordinator makes of what is there.
+    shutil.copytree(workdir, folder / "copy")
+    with coordinator(config, folder / "copy", init=False, killed=True) as service:
+        digest = service.store.digest()
+        versions = [list(f.version) for f in service.engine.state.fragments]
+    others = {
+        "a": IslandConfig(batch_size=4, hosts=2, mesh_fsdp=2, step_seconds=0.1),
+        # So slow that a is back long before the end.
+        "c": IslandConfig(batch_size=1, step_seconds=0.5),
+    }
+    config = dataclasses.replace(config, islands=others).validate()
+    write_config_json(config, folder / "others.json")
+    process = start(folder, folder / "others.json", "--resume", str(workdir))
+    try:
+        code = process.wait(TIMEOUT_S)
+    finally:
+        process.kill()
+        process.wait(TIMEOUT_S)
+    assert code == 0, (folder / "diloco.log").read_text()[-3000:]
+    return Resumed(folder, config, digest, versions)
+
+
+def test_it_goes_on_from_the_same_global_parameters(resumed):
+    (recovered,) = (r for r in resumed.tape if r["kind"] == "recovered")
+    assert recovered["parameters_digest"] == resumed.digest
+    assert recovered["versions"] == resumed.versions
+    assert resumed.digest in (resumed.folder / "diloco.log").read_text()
+    assert tape_checks.version_problems(resumed.tape) == []
+
+
+def test_the_ledger_balances_over_the_stop(resumed):
+    sizes = support.fragment_sizes(resumed.config)
+    assert tape_checks.ledger_problems(resumed.summary, resumed.tape, sizes) == []
+    islands = resumed.summary["islands"]
+    assert {name: i["joins"] for name, i in islands.items()} == {"a": 2, "b": 1, "c": 1}
+    assert set(islands["b"]["tokens_lost"]) == {"stopped"}
+    assert islands["b"]["tokens_merged"] > 0
+    assert islands["c"]["tokens_merged"] > 0
+
+
+def test_it_ends_as_if_it_had_not_been_stopped(resumed):
+    summary = resumed.summary
+    assert summary["phase"] == "done"
+    assert summary["tokens_computed"] >= resumed.config.run.total_tokens
+    assert math.isfinite(summary["eval_loss"])
+    # The time for which it stood still is not counted.
+    began, ended = resumed.tape[0]["time"], resumed.tape[-1]["time"]
+    stood_still = max(tape_checks.outage_seconds(resumed.tape))
+    assert summary["wall_seconds"] < ended - began - stood_still / 2 + 5.0
+
+
+def test_an_island_takes_its_moments_to_another_mesh_and_host_count(resumed):
+    restored = [
+        (r["island"], r["incarnation"], r["record"]["value"] > 0)
+        for r in resumed.tape
+        if r["kind"] == "island"
+        and r["record"]["kind"] == "restored"
+        and r["record"]["fragment"] < 0
+    ]
+    assert restored == [("a", 2, True)]
+    log = (resumed.workdir / "logs" / "a.1.log").read_text()
+    assert "restored the moments of incarnation 1" in log
+
+
+def test_a_finished_run_says_so_and_changes_nothing(resumed, capsys):
+    before = resumed.summary
+    assert cli.main(["run", "--resume", str(resumed.workdir), "--json"]) == 0
+    shown = capsys.readouterr()
+    assert "the run in it is finished" in shown.err
+    assert json.loads(shown.out) == before == resumed.summary
+
+
+# ---- what cannot go on ------------------------------------------------------------
+
+
+def refused(capsys, *arguments: object) -> str:
+    assert cli.main(["run", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+def test_other_settings_are_refused_with_both_values(resumed, capsys):
+    before = (resumed.workdir / "config.json").read_bytes()
+    more = resumed.config.run.total_tokens + 1
+    options = ["--resume", resumed.workdir, "--total-tokens", more]
+    shown = refused(capsys, *options)
+    assert f"total_tokens: {more - 1} here, {more} there" in shown
+    assert "begin a new run" in shown
+    assert (resumed.workdir / "config.json").read_bytes() == before
+
+
+def test_a_workdir_without_a_run_is_refused(capsys, tmp_path, resumed):
+    config = resumed.folder / "others.json"
+    shown = refused(capsys, config, "--resume", tmp_path)
+    assert f"{tmp_path} holds no run" in shown
+    shown = refused(capsys, config, "--resume", tmp_path / "none")
+    assert "there is no such folder" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_served_is_refused(resumed, text, tmp_path, capsys):
+    config = make_config(text)
+    with coordinator(config, tmp_path / "run") as service:
+        shown = refused(capsys, "--resume", tmp_path / "run")
+        assert f"{tmp_path / 'run'} is in use by a coordinator, process " in shown
+        address = (tmp_path / "run" / "coordinator.address").read_text()
+        assert address == service.address
+
+
+def test_snapshots_of_another_model_are_refused_with_both(
+    resumed, text, tmp_path, capsys
+):
+    config = make_config(text)
+    for name, seed in (("one", 0), ("two", 1)):
+        with coordinator(with_run(config, seed=seed), tmp_path / name):
+            pass
+    shutil.rmtree(tmp_path / "one" / "checkpoints")
+    shutil.copytree(tmp_path / "two" / "checkpoints", tmp_path / "one" / "checkpoints")
+    before = (tmp_path / "one" / "summary.json").read_bytes()
+    shown = refused(capsys, "--resume", tmp_path / "one")
+    assert "seed: 0 here, 1 there (here: this run's)" in shown
+    assert (tmp_path / "one" / "summary.json").read_bytes() == before
+
+
+def test_a_graceful_stop_and_its_resumption_have_one_digest(text, tmp_path):
+    config = make_config(text)
+    with coordinator(config, tmp_path):
+        pass
+    stopped = json.loads((tmp_path / "summary.json").read_bytes())
+    with coordinator(config, tmp_path, init=False, killed=True) as service:
+        assert service.store.digest() == stopped["parameters_digest"]
+    recovered = newest_record(tmp_path / "tape.jsonl", "recovered")
+    assert recovered["parameters_digest"] == stopped["parameters_digest"]

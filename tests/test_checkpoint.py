@@ -1,0 +1,138 @@
+"""Checkpoints are whole or absent, are of one run, and say why they cannot be."""
+
+import json
+import os
+
+import fsspec
+import jax
+import numpy as np
+import pytest
+from etils import epath
+from jax.sharding import SingleDeviceSharding
+
+from diloco_jax import checkpoint
+from diloco_jax.config import ConfigError, ModelConfig, Placement, RunConfig
+
+
+@pytest.fixture
+def manager(tmp_path):
+    opened = checkpoint.open_folder(tmp_path / "kept", keep=2)
+    yield opened
+    opened.close()
+
+
+def test_trees_and_facts_come_back_and_the_oldest_go(manager, tmp_path):
+    for number in (1, 2, 3):
+        trees = {"a": {"x": np.full(3, number, np.float32)}, "b": [np.int32(number)]}
+        checkpoint.save(manager, number, trees, {"number": number})
+    assert checkpoint.newest(manager) == 3
+    assert checkpoint.read_facts(manager, 2) == {"number": 2}
+    np.testing.assert_array_equal(
+        checkpoint.restore(manager, 2, "a")["x"], np.full(3, 2, np.float32)
+    )
+    here = SingleDeviceSharding(jax.devices()[0])
+    like = [jax.ShapeDtypeStruct((), np.int32, sharding=here)]
+    (found,) = checkpoint.restore(manager, 3, "b", like)
+    assert (int(found), found.sharding) == (3, here)
+    deep = [[np.float32(10 * a + b) for b in range(2)] for a in range(12)]
+    checkpoint.save(manager, 4, {"c": deep}, {})
+    assert checkpoint.restore(manager, 4, "c") == deep
+    numbers = {p.name for p in (tmp_path / "kept").iterdir() if p.name.isdigit()}
+    assert numbers == {"3", "4"}
+
+
+def test_a_checkpoint_is_on_disk_when_save_returns(manager, tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+
+    def noted(descriptor):
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    checkpoint.save(manager, 1, {"a": np.zeros(3)}, {"b": 2})
+    there = {str(path) for path in (tmp_path / "kept" / "1").rglob("*")}
+    assert there | {str(tmp_path / "kept" / "1"), str(tmp_path / "kept")} <= synced
+
+
+def test_what_was_left_unfinished_is_removed_by_a_writer_alone(manager, tmp_path):
+    checkpoint.save(manager, 1, {"a": np.zeros(3)}, {})
+    torn = tmp_path / "kept" / "2.orbax-checkpoint-tmp-7"
+    (tmp_path / "kept" / "1").rename(tmp_path / "one")
+    torn.mkdir()
+    (tmp_path / "one").rename(tmp_path / "kept" / "1")
+    reader = checkpoint.open_folder(tmp_path / "kept", keep=1, read_only=True)
+    assert (checkpoint.newest(reader), torn.exists()) == (1, True)
+    writer = checkpoint.open_folder(tmp_path / "kept", keep=1)
+    assert checkpoint.newest(writer) == 1
+    checkpoint.save(writer, 3, {"a": np.zeros(3)}, {})
+    assert not torn.exists()
+    reader.close()
+    writer.close()
+
+
+def test_folders_of_a_run_are_in_its_workdir_or_where_it_says(tmp_path):
+    here = checkpoint.island_folder(Placement(), tmp_path, "a")
+    assert str(here) == str(tmp_path / "checkpoints" / "islands" / "a")
+    elsewhere = Placement(checkpoints="gs://bucket/run")
+    there = checkpoint.island_folder(elsewhere, tmp_path, "a")
+    assert str(there) == "gs://bucket/run/islands/a"
+    theirs = checkpoint.snapshots_folder(elsewhere, tmp_path)
+    assert theirs not in there.parents, "a manager removes what it does not know"
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_both():
+    ours = checkpoint.whose(RunConfig(), "mine")
+    checkpoint.refuse_other(epath.Path("f"), 3, ours, ours)
+    other = RunConfig(model=ModelConfig(d_model=64))
+    theirs = checkpoint.whose(other, "theirs")
+    with pytest.raises(ConfigError) as refused:
+        checkpoint.refuse_other(epath.Path("f"), 3, theirs, ours)
+    for shown in (
+        "checkpoint 3 in f",
+        "of run theirs",
+        "this is run mine",
+        "model.d_model: 192 here, 64 there",
+        "--checkpoints",
+    ):
+        assert shown in str(refused.value)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_who_asked(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError) as refused:
+        checkpoint.require_access(epath.Path(tmp_path / "file" / "in"))
+    for shown in (f"{tmp_path}/file/in", "as user ", "Make it writable"):
+        assert shown in str(refused.value)
+
+
+class Denied(fsspec.AbstractFileSystem):
+    """A bucket on which this account may do nothing."""
+
+    protocol = "gs"
+
+    def _deny(self, *args, **kwargs):
+        raise PermissionError("403: no storage.objects.create on this bucket")
+
+    mkdir = makedirs = mkdirs = open = _open = exists = _deny
+
+
+def test_a_bucket_without_permission_is_refused_with_the_account(tmp_path, monkeypatch):
+    monkeypatch.setattr(fsspec, "filesystem", lambda *args, **kwargs: Denied())
+    key = tmp_path / "key.json"
+    key.write_text(json.dumps({"client_email": "trainer@p.iam"}))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(key))
+    with pytest.raises(ConfigError) as refused:
+        checkpoint.require_access(epath.Path("gs://bucket/run"))
+    for shown in (
+        "gs://bucket/run as trainer@p.iam",
+        "403: no storage.objects.create",
+        "roles/storage.objectAdmin on bucket bucket",
+    ):
+        assert shown in str(refused.value)
+
+
+def test_a_bucket_without_its_package_says_how_to_get_it():
+    missing = ImportError("install gcsfs to access GCS")
+    text = checkpoint.cannot_write(epath.Path("gs://bucket/run"), missing)
+    for shown in ("gs://bucket/run", "gcsfs", "`pip install 'diloco-jax[gcs]'`"):
+        assert shown in text
