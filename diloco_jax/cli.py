@@ -198,7 +198,8 @@ def launch_command(arguments: Sequence[str]) -> int:
 
 def plan_command(arguments: Sequence[str]) -> int:
     """`diloco plan CONFIG`."""
-    from diloco_jax.planning.command import PlanOptions, run
+    from diloco_jax.planning.command import run
+    from diloco_jax.planning.options import PlanOptions
 
     path, config, options = _config_and_options("plan", arguments, PlanOptions())
     return run(config, path, options)

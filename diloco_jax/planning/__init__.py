@@ -1,0 +1,1 @@
+"""`diloco plan`: what a config needs of real TPU slices, found without one."""

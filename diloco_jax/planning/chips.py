@@ -1,0 +1,84 @@
+"""Published rates of TPU chips: one table, and nowhere else.
+
+Sources, per chip: peak bf16 FLOP/s, HBM bandwidth and the ICI total of both directions
+from Google's pages on v5p and v6e (cloud.google.com/tpu/docs/v5p, v6e); links and
+wrap-around from "How to Scale Your Model" (jax-ml.github.io/scaling-book), which has
+HBM bandwidth and links up to 12 % lower. `hbm_bytes` is what libtpu's compiler says it
+has for a program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diloco_jax.config import ConfigError
+from diloco_jax.launch.fleet import Slice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """Of one generation."""
+
+    flops_per_s: float
+    """bf16, and f32 operands at the default precision, which are rounded to it."""
+    hbm_bytes: int
+    """Of HBM, those that a program may use."""
+    hbm_bytes_per_s: float
+    ici_bytes_per_s: float
+    """All links of a chip, one direction."""
+    links: int
+    """To neighbours, two per axis."""
+    wraps_from: int
+    """An axis of a multiple of this many chips is a ring; a shorter one is a line.
+    v5p: only if all axes are."""
+    wraps_together: bool
+
+
+GIB = 1 << 30
+CHIPS = {
+    "v5p": Chip(
+        flops_per_s=459e12,
+        hbm_bytes=int(95.74 * GIB),
+        hbm_bytes_per_s=2765e9,
+        ici_bytes_per_s=600e9,
+        links=6,
+        wraps_from=4,
+        wraps_together=True,
+    ),
+    "v6e": Chip(
+        flops_per_s=918e12,
+        hbm_bytes=int(31.25 * GIB),
+        hbm_bytes_per_s=1638e9,
+        ici_bytes_per_s=400e9,
+        links=4,
+        wraps_from=16,
+        wraps_together=False,
+    ),
+}
+
+
+def chip_of(found: Slice) -> Chip:
+    """The rates of a slice's chips; ConfigError if they are not in the table."""
+    name = found.generation.name
+    if name not in CHIPS:
+        raise ConfigError(
+            f"{found.topology}: no rates are known of {name}; plan for "
+            f"{' or '.join(CHIPS)}"
+        )
+    return CHIPS[name]
+
+
+def ici_bytes_per_s(found: Slice) -> float:
+    """What one chip of this slice can send to its neighbours: an axis that is a ring
+    has two links per chip, a line one, an axis of one chip none. 0 for a single chip.
+    """
+    chip = chip_of(found)
+    axes = found.axes
+    rings = [axis % chip.wraps_from == 0 for axis in axes]
+    if chip.wraps_together:
+        rings = [all(rings)] * len(axes)
+    used = sum(
+        0 if axis == 1 else 2 if ring else 1
+        for axis, ring in zip(axes, rings, strict=True)
+    )
+    return chip.ici_bytes_per_s * used / chip.links

@@ -1,0 +1,139 @@
+"""What the chips of an island tell each other in a compiled program.
+
+Bytes are those that one chip sends, with n chips in a group: (n - 1) / n of the result
+of an all-gather, of what a reduce-scatter or an all-to-all is given, and twice that of
+an all-reduce.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from diloco_jax.planning.hlo import (
+    CHANNEL,
+    COLLECTIVES,
+    Computation,
+    Instruction,
+    Program,
+    group_size,
+)
+
+ASYNC_FUSION = 'custom_call_target="AsyncCollective'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One operation, in a loop or not."""
+
+    kind: str
+    times: int
+    """In one run of the program."""
+    group: int
+    """Chips that it joins."""
+    sent_bytes: int
+    """By each chip, each time."""
+    moved_bytes: int
+    """Between each chip and its HBM, each time: shard and whole, read and written."""
+    overlaps: bool
+    """It is started and awaited apart, with other work in between."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectiveSum:
+    """All operations of one kind in one run of a program."""
+
+    kind: str
+    count: int
+    """Times that they run, loops counted."""
+    sent_bytes: int
+    """By each chip."""
+    overlapping: int
+    """Of `count`."""
+    overlapping_bytes: int
+    """Of `sent_bytes`."""
+    largest_group: int
+    """Chips."""
+
+
+def find_collectives(program: Program) -> list[Collective]:
+    """Those of a program, each once, however many instructions it is made of."""
+    found: dict[str, Collective] = {}
+    for computation, times in program.executed():
+        for part in program.fused(computation):
+            for instruction in part.instructions.values():
+                kind = instruction.opcode.removesuffix("-start")
+                if kind not in COLLECTIVES:
+                    continue
+                overlaps = kind != instruction.opcode or _is_asynchronous(part)
+                if kind == "all-reduce" and part.root.opcode == "dynamic-slice":
+                    kind = "reduce-scatter"
+                group = group_size(instruction.attributes, program.partitions)
+                channel = CHANNEL.search(instruction.attributes)
+                # One channel may carry operations of two kinds.
+                key = (
+                    f"{channel[0]} {kind}"
+                    if channel
+                    else f"{part.name}/{instruction.name}"
+                )
+                known = found.get(key)
+                found[key] = Collective(
+                    kind=kind,
+                    times=max(times, known.times if known else 0),
+                    group=group,
+                    sent_bytes=_sent(kind, instruction, group),
+                    moved_bytes=_moved(kind, instruction, group),
+                    overlaps=overlaps or bool(known and known.overlaps),
+                )
+    return [c for c in found.values() if c.group > 1]
+
+
+def sum_collectives(collectives: Iterable[Collective]) -> list[CollectiveSum]:
+    """By kind, the one with the most bytes first."""
+    kinds: dict[str, list[Collective]] = {}
+    for collective in collectives:
+        kinds.setdefault(collective.kind, []).append(collective)
+    sums = [
+        CollectiveSum(
+            kind=kind,
+            count=sum(c.times for c in members),
+            sent_bytes=sum(c.times * c.sent_bytes for c in members),
+            overlapping=sum(c.times for c in members if c.overlaps),
+            overlapping_bytes=sum(
+                c.times * c.sent_bytes for c in members if c.overlaps
+            ),
+            largest_group=max(c.group for c in members),
+        )
+        for kind, members in kinds.items()
+    ]
+    return sorted(sums, key=lambda s: (-s.sent_bytes, s.kind))
+
+
+def _is_asynchronous(part: Computation) -> bool:
+    return any(ASYNC_FUSION in i.attributes for i in part.instructions.values())
+
+
+def _moved(kind: str, instruction: Instruction, group: int) -> int:
+    if not any(array.in_hbm for array in instruction.arrays):
+        return 0
+    whole = _whole(instruction, group)
+    cut = kind in ("all-gather", "reduce-scatter")
+    return whole + (whole // group if cut else whole)
+
+
+def _sent(kind: str, instruction: Instruction, group: int) -> int:
+    whole = _whole(instruction, group)
+    if kind == "collective-permute":
+        return whole
+    share = whole * (group - 1) // group
+    return 2 * share if kind == "all-reduce" else share
+
+
+def _whole(instruction: Instruction, group: int) -> int:
+    """Bytes of what the group has together, once."""
+    octets = instruction.bytes
+    if instruction.opcode.endswith("-start") and len(instruction.arrays) > 1:
+        # (operands, results, flags): the result of a gather is its largest array.
+        octets = max(array.bytes for array in instruction.arrays)
+    scattered = instruction.opcode.startswith("reduce-scatter")
+    return octets * group if scattered else octets

@@ -1,0 +1,87 @@
+"""`diloco plan CONFIG`: every island compiled for its slice, and what to expect."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+
+from rich import progress as bars
+from rich.console import Console
+
+from diloco_jax.config import Config
+from diloco_jax.launch.order import slice_of
+from diloco_jax.planning.chips import chip_of
+from diloco_jax.planning.options import PlanOptions
+from diloco_jax.planning.processes import (
+    PlanError,
+    Report,
+    compile_islands,
+    require_libtpu,
+)
+
+
+def run(config: Config, path: str, options: PlanOptions) -> int:
+    """Shows the plan; returns 1 if an island does not fit.
+
+    Raises ConfigError before anything is compiled.
+    """
+    options.validate()
+    for name, island in config.islands.items():
+        chip_of(slice_of(name, island))
+    require_libtpu()
+    # A machine's own TPUs are none of its business. Before anything imports jax.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import msgspec
+
+    from diloco_jax.planning.compiling import IslandPlan
+    from diloco_jax.planning.report import fragments_of, plan_run
+    from diloco_jax.planning.table import render
+
+    fragments = fragments_of(config)
+    console = Console(stderr=True)
+    try:
+        with _bars(console, list(config.islands)) as report:
+            compiled = compile_islands(config, report)
+    except PlanError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    plan = plan_run(
+        path,
+        config,
+        {name: msgspec.convert(p, IslandPlan) for name, p in compiled.items()},
+        fragments,
+        options.assumptions,
+        {name: metadata.version(name) for name in ("diloco-jax", "jax", "libtpu")},
+    )
+    if options.json:
+        print(json.dumps(plan.as_json()))
+    else:
+        render(plan, console)
+    return 0 if plan.fits else 1
+
+
+@contextmanager
+def _bars(console: Console, names: list[str]) -> Iterator[Report]:
+    """One bar per island on a terminal, gone when all are done."""
+    columns = (
+        bars.TextColumn("{task.fields[island]}"),
+        bars.BarColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("{task.description}"),
+    )
+    hidden = not console.is_terminal
+    with bars.Progress(
+        *columns, console=console, transient=True, disable=hidden
+    ) as shown:
+        tasks = {
+            name: shown.add_task("waiting", total=1.0, island=name) for name in names
+        }
+
+        def report(name: str, doing: str, share: float) -> None:
+            shown.update(tasks[name], description=doing, completed=share)
+
+        yield report

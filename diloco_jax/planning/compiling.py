@@ -1,0 +1,240 @@
+"""One island of a config, compiled for its slice: in a process of its own.
+
+`python -m diloco_jax.planning.compiling CONFIG_JSON ISLAND` prints one JSON object per
+line on standard output: what it has done so far, and last the `IslandPlan`. What libtpu
+says goes to standard error. No TPU is touched, and no array is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
+from diloco_jax.core.fragments import FragmentPlan, Piece
+from diloco_jax.island.build import build_plan, build_trainer
+from diloco_jax.island.kinds import Kind, kind_of
+from diloco_jax.island.step import Trainer, TrainState
+from diloco_jax.launch.fleet import Slice
+from diloco_jax.launch.order import slice_of
+from diloco_jax.loading import read_config
+from diloco_jax.planning import hlo, memory, traffic
+from diloco_jax.planning.chips import chip_of
+from diloco_jax.planning.collectives import (
+    CollectiveSum,
+    find_collectives,
+    sum_collectives,
+)
+from diloco_jax.planning.flops import Flops, count_flops
+from diloco_jax.planning.memory import Hbm
+from diloco_jax.planning.roofline import Roofline, roofline
+
+FUNCTIONS = ("take", "advance", "adopt")
+"""Of `Kind`: what every tick runs."""
+Report = Callable[[str, int, int], None]
+"""(what is done now, parts done, parts in all)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExchangePlan:
+    """Takes and adoptions of one kind of piece."""
+
+    piece: str
+    """The name of one of them."""
+    pieces: int
+    """Of this kind."""
+    aligned: bool
+    """Shards end on tiles, so that nothing needs to be gathered."""
+    collectives: dict[str, list[CollectiveSum]]
+    """By function; those without any are left out."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IslandPlan:
+    """What the compiler says of one island, and what follows."""
+
+    topology: str
+    chips: int
+    hosts: int
+    tokens_per_step: int
+    fits: bool
+    refusal: str
+    """What the compiler says if the step does not fit."""
+    hbm: Hbm
+    flops: Flops
+    hbm_traffic_bytes: int | None
+    """Of one chip and step; None where nothing compiled, as with collectives."""
+    collectives: list[CollectiveSum] | None
+    exchange: list[ExchangePlan]
+    roofline: Roofline
+
+
+def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
+    """Compiles step, takes and adoptions.
+
+    Raises ConfigError, or the compiler's error if it is not about memory.
+    """
+    run, island = config.run, config.islands[name]
+    found = slice_of(name, island)
+    report("tracing", 0, 1)
+    model, trainer = build_trainer(run, island, _devices(found))
+    plan, state = build_plan(run, model), trainer.abstract_state()
+    kinds = _kinds(run, island, plan, state)
+    parts = 2 + len(kinds)
+    report("counting", 0, parts)
+    flops = count_flops(run, island)
+    report("step", 1, parts)
+    held = memory.resident(
+        plan,
+        run.sync,
+        state,
+        {piece: kind for kind, pieces in kinds for piece in pieces},
+        in_host_memory=island.anchor_memory == "pinned_host",
+    )
+    compiled, refusal = _compile_step(trainer, run.sequence_length, held.beside)
+    exchange = []
+    for done, (kind, pieces) in enumerate(kinds):
+        report(pieces[0].name, 2 + done, parts)
+        exchange.append(_plan_exchange(run, kind, pieces, state))
+    return _conclude(found, run, island, held, flops, compiled, refusal, exchange)
+
+
+def _conclude(
+    found: Slice,
+    run: RunConfig,
+    island: IslandConfig,
+    held: memory.Resident,
+    flops: Flops,
+    compiled: Any,
+    refusal: str,
+    exchange: list[ExchangePlan],
+) -> IslandPlan:
+    moved: int | None = None
+    collectives: list[CollectiveSum] | None = None
+    if compiled is None:
+        hbm = memory.refused(held, refusal)
+        assert hbm, "refusals without figures are raised"
+    else:
+        program = _program(compiled)
+        moved = traffic.hbm_bytes(program)
+        collectives = sum_collectives(find_collectives(program))
+        available = chip_of(found).hbm_bytes
+        hbm = memory.accepted(held, compiled.memory_analysis(), available)
+    return IslandPlan(
+        topology=found.topology,
+        chips=found.chips,
+        hosts=found.hosts,
+        tokens_per_step=island.batch_size * run.sequence_length,
+        fits=compiled is not None,
+        refusal=refusal,
+        hbm=hbm,
+        flops=flops,
+        hbm_traffic_bytes=moved,
+        collectives=collectives,
+        exchange=exchange,
+        roofline=roofline(
+            found,
+            model_flops=flops.model,
+            executed_flops=flops.executed,
+            hbm_bytes=moved or 0,
+            collectives=collectives or [],
+        ),
+    )
+
+
+def _compile_step(trainer: Trainer, length: int, beside: int) -> tuple[Any, str]:
+    """The compiled step, or None and the first lines of the refusal."""
+    lowered = trainer.lower(length, beside)
+    try:
+        return lowered.compile(), ""
+    except jax.errors.JaxRuntimeError as error:
+        if not memory.REFUSAL.search(str(error)):
+            raise
+        return None, "\n".join(str(error).splitlines()[:3])
+
+
+def _kinds(
+    run: RunConfig, island: IslandConfig, plan: FragmentPlan, state: TrainState
+) -> list[tuple[Kind, list[Piece]]]:
+    """Pieces by what is compiled for them."""
+    kinds: dict[Any, tuple[Kind, list[Piece]]] = {}
+    for piece in sorted(plan.pieces):
+        leaf = _leaf(state, piece)
+        key = (leaf.shape, leaf.sharding, piece.layer < 0)
+        if key not in kinds:
+            kind = kind_of(run.sync, piece, leaf, island.anchor_memory)
+            kinds[key] = (kind, [])
+        kinds[key][1].append(piece)
+    return list(kinds.values())
+
+
+def _plan_exchange(
+    run: RunConfig, kind: Kind, pieces: list[Piece], state: TrainState
+) -> ExchangePlan:
+    piece = pieces[0]
+    lowered = kind.lower(run.sync, piece, _leaf(state, piece))
+    collectives = {
+        name: sum_collectives(find_collectives(_program(lowered[name].compile())))
+        for name in FUNCTIONS
+    }
+    return ExchangePlan(
+        piece=piece.name,
+        pieces=len(pieces),
+        aligned=_cuts(kind.piece.spec) == _cuts(kind.encoded.spec),
+        collectives={name: found for name, found in collectives.items() if found},
+    )
+
+
+def _program(compiled: jax.stages.Compiled) -> hlo.Program:
+    text = compiled.as_text()
+    assert text, "compilers of devices have a text"
+    return hlo.parse(text)
+
+
+def _cuts(spec: Any) -> list[Any]:
+    return [axis for axis in spec if axis]
+
+
+def _leaf(state: TrainState, piece: Piece) -> Any:
+    node: Any = state.params
+    for key in piece.path:
+        node = node[key]
+    return node
+
+
+def _devices(found: Slice) -> Any:
+    """Of the slice, which is not here."""
+    from jax.experimental import topologies
+
+    described = topologies.get_topology_desc(
+        platform="tpu", topology_name=found.topology
+    )
+    return described.devices
+
+
+def main(arguments: list[str]) -> None:
+    """Prints lines as the module says."""
+    path, name = arguments
+
+    def report(doing: str, done: int, parts: int) -> None:
+        _print({"doing": doing, "done": done, "parts": parts})
+
+    try:
+        _print(
+            {"plan": dataclasses.asdict(plan_island(read_config(path), name, report))}
+        )
+    except ConfigError as error:
+        _print({"config_error": str(error)})
+
+
+def _print(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

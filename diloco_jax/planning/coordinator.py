@@ -1,0 +1,103 @@
+"""What the coordinator's machine needs: memory from its real buffers, cores from
+measured rates.
+
+The rates are those of docs/planning.md, of a machine with two cores; newer cores are
+faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from diloco_jax.config import Placement, RunConfig
+from diloco_jax.coordinator.store import (
+    PINNED_VERSIONS,
+    RETAINED_PUBLISHES,
+    outer_settings,
+)
+from diloco_jax.core.codec import get_codec
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.outer import make_outer
+from diloco_jax.core.payload import PayloadLayout
+
+WIRE_CORE_SECONDS_PER_GB = 0.585
+"""gRPC with mutual TLS, 1 MiB chunks: half of what both ends together take."""
+MERGE_CORE_SECONDS_PER_GB = 2 / 4.6
+"""Of f32 deltas: two cores decode, merge and step 4.6 GB/s, one arrival at a time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CoordinatorPlan:
+    """Bytes of its memory, and its cores."""
+
+    theta: int
+    anchors: int
+    outer_state: int
+    publishes: int
+    """Encoded ones, kept for islands that missed some."""
+    merge_buffer: int
+    """Encoded deltas: at most one per island and fragment, within
+    `placement.merge_buffer_bytes`."""
+    merging: int
+    """While the largest fragment is merged."""
+    joins: int
+    """Anchors kept for joins under way, at most."""
+    memory: int
+    """All of these."""
+    wire_cores: float
+    merge_cores: float
+    cores: int
+    """Whole ones, and one for everything else."""
+
+
+def plan_coordinator(
+    run: RunConfig,
+    placement: Placement,
+    plan: FragmentPlan,
+    islands: int,
+    cycle_seconds: float,
+) -> CoordinatorPlan:
+    """run: resolved as far as the outer optimizer goes."""
+    up, down = (
+        [PayloadLayout.of(get_codec(codec), p).total_bytes for p in plan.fragments]
+        for codec in (run.sync.codec_up, run.sync.codec_down)
+    )
+    params = 4 * plan.total
+    fragment = 4 * max(plan.sizes)
+    outer_state = _outer_state_bytes(run, plan)
+    parts = {
+        "theta": params,
+        "anchors": params,
+        "outer_state": outer_state,
+        "publishes": RETAINED_PUBLISHES * sum(down),
+        "merge_buffer": min(islands * sum(up), placement.merge_buffer_bytes),
+        # The merged delta, the new Theta, outer state and anchor; and every island's
+        # delta of one piece.
+        "merging": 4 * fragment + islands * 4 * max(p.size for p in plan.pieces),
+        "joins": PINNED_VERSIONS * params,
+    }
+    wire_gb = islands * (sum(up) + sum(down)) / 1e9
+    wire = wire_gb * WIRE_CORE_SECONDS_PER_GB / cycle_seconds
+    merging = islands * params / 1e9 * MERGE_CORE_SECONDS_PER_GB / cycle_seconds
+    return CoordinatorPlan(
+        **parts,
+        memory=sum(parts.values()),
+        wire_cores=wire,
+        merge_cores=merging,
+        cores=math.ceil(wire + merging) + 1,
+    )
+
+
+def _outer_state_bytes(run: RunConfig, plan: FragmentPlan) -> int:
+    outer = make_outer(outer_settings(run))
+
+    def init() -> Any:
+        return outer.init(tuple(jnp.zeros(piece.shape) for piece in plan.pieces))
+
+    state = jax.eval_shape(init)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

@@ -1,0 +1,167 @@
+"""Expected goodput of the planned islands, from the simulator of `diloco simulate`.
+
+Interruptions of some hundred chips are rare: to see enough of them would take months
+of simulated steps. So the simulator tells what two things cost, each in some hundred
+steps: the islands' differences alone, and one interruption of each island. An island
+whose interruptions come every `mtti` seconds and cost it `loss` seconds of work has
+mtti / (mtti + loss) of what it would have without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from diloco_jax.config import SyncConfig
+from diloco_jax.observability import measures
+from diloco_jax.observability.measures import IslandMeasure
+from diloco_jax.planning.options import Assumptions
+from diloco_jax.simulation.failures import FailureModel, Segment, undisturbed
+from diloco_jax.simulation.fleet import TIME_BUDGET_STEPS, Exchange, Fleet
+from diloco_jax.simulation.steps import durations
+
+CYCLES, STEPS = 6, 300
+"""Simulated, of the slowest island: the more of both."""
+LATENCY_S = Exchange.latency_seconds
+"""Of a link, one way."""
+OUTAGE_STEPS = 50
+"""Length of a simulated outage; what a real one takes longer is lost in full."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """An island, as the simulator sees it."""
+
+    chips: int
+    tokens_per_step: int
+    step_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Undisturbed."""
+        return self.tokens_per_step / self.step_seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpectedGoodput:
+    """Shares of the tokens that undisturbed islands would compute."""
+
+    goodput: float
+    undisturbed: float
+    """The same without interruptions."""
+    participation: float
+    lost_seconds: dict[str, float]
+    """By island: what one interruption costs it."""
+    mean_hours_between: dict[str, float | None]
+    """By island: between its interruptions; None = they never come."""
+    assumptions: Assumptions
+
+
+def expected_goodput(
+    sync: SyncConfig,
+    params: int,
+    machines: dict[str, Machine],
+    merge_seconds: float,
+    assumptions: Assumptions,
+) -> ExpectedGoodput:
+    """merge_seconds: from the last delta of a merge to its publish."""
+    assumptions.validate()
+    exchange = Exchange(
+        cycle=sync.steps_per_cycle,
+        fragments=sync.fragments,
+        overlap=sync.overlap_steps,
+        codec=sync.codec_up,
+        params=params,
+        link_gbit_per_s=assumptions.link_gbit_per_s,
+        merge_seconds=merge_seconds,
+        join_seconds=0.0,
+    )
+    longest = max(machine.step_seconds for machine in machines.values())
+    horizon = max(STEPS, CYCLES * sync.steps_per_cycle) * longest
+    outages = {
+        name: ((i + 1) / (len(machines) + 1) * horizon, OUTAGE_STEPS * m.step_seconds)
+        for i, (name, m) in enumerate(machines.items())
+    }
+    smooth, participation = _simulate(
+        exchange, sync, machines, {}, horizon, assumptions.step_spread
+    )
+    broken, _ = _simulate(
+        exchange, sync, machines, outages, horizon, assumptions.step_spread
+    )
+    lost, between, kept = {}, {}, 0.0
+    for name, machine in machines.items():
+        tokens = smooth[name].merged_tokens - broken[name].merged_tokens
+        beyond = assumptions.return_minutes * 60 - outages[name][1]
+        lost[name] = max(0.0, tokens / machine.tokens_per_second + beyond)
+        rate = (
+            machine.chips
+            * FailureModel(
+                mtbi_years=assumptions.mtbi_years
+            ).interruptions_per_chip_second
+        )
+        between[name] = 1 / rate / 3600 if rate else None
+        merged = smooth[name].merged_tokens / smooth[name].provisioned_seconds
+        kept += merged / (1 + rate * lost[name])
+    possible = sum(machine.tokens_per_second for machine in machines.values())
+    return ExpectedGoodput(
+        goodput=kept / possible,
+        undisturbed=measures.goodput(list(smooth.values())),
+        participation=participation,
+        lost_seconds=lost,
+        mean_hours_between=between,
+        assumptions=assumptions,
+    )
+
+
+def _simulate(
+    exchange: Exchange,
+    sync: SyncConfig,
+    machines: dict[str, Machine],
+    outages: dict[str, tuple[float, float]],
+    horizon: float,
+    spread: float,
+) -> tuple[dict[str, IslandMeasure], float]:
+    """Measures by island, and the participation. outages: (start, seconds)."""
+    pace = pacing_seconds(sync, [m.step_seconds for m in machines.values()])
+    # The fleet's time budget is so many steps: not less than some round trips.
+    pace = max(pace, 20 * LATENCY_S / TIME_BUDGET_STEPS)
+    fleet = Fleet(exchange, sync.quorum, sync.grace, pace)
+    # The same step times with and without outages.
+    rngs = np.random.default_rng(0).spawn(len(machines))
+    for (name, machine), rng in zip(machines.items(), rngs, strict=True):
+        life = _interrupted(*outages[name]) if name in outages else undisturbed()
+        steps = durations(machine.step_seconds, spread, rng)
+        fleet.join(name, machine.step_seconds, steps, life)
+    fleet.begin()
+    fleet.run(horizon)
+    fleet.end()
+    # The fleet gives every island as many tokens per step.
+    scaled = {
+        name: _scaled(measure, machine.tokens_per_step / measure.tokens_per_step)
+        for (name, machine), measure in zip(
+            machines.items(), fleet.measures(), strict=True
+        )
+    }
+    return scaled, fleet.participation()
+
+
+def pacing_seconds(sync: SyncConfig, step_seconds: list[float]) -> float:
+    """Step time of the island that sets the pace of ticks: the K-th fastest."""
+    return sorted(step_seconds)[min(sync.quorum, len(step_seconds)) - 1]
+
+
+def _interrupted(start: float, seconds: float) -> Iterator[Segment]:
+    """The life of an island that loses all its chips once."""
+    yield Segment(0.0, start, 1.0)
+    yield Segment(start, start + seconds, 0.0, lost=True)
+    yield Segment(start + seconds, math.inf, 1.0)
+
+
+def _scaled(measure: IslandMeasure, factor: float) -> IslandMeasure:
+    names = ("tokens_per_step", "computed_tokens", "merged_tokens")
+    return dataclasses.replace(
+        measure, **{name: round(getattr(measure, name) * factor) for name in names}
+    )

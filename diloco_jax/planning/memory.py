@@ -1,0 +1,144 @@
+"""What lies in the HBM of one chip of an island, by kind, and whether it fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from diloco_jax.config import SyncConfig
+from diloco_jax.core.fragments import FragmentPlan, Piece
+from diloco_jax.island.kinds import Kind
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+AMOUNT = r"([\d.]+)([KMGT]?)"
+REFUSAL = re.compile(rf"{AMOUNT}\)? exceeds available HBM \(?{AMOUNT}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hbm:
+    """Bytes of one chip."""
+
+    parameters: int
+    optimizer: int
+    anchors: int
+    residuals: int
+    """Of the error feedback."""
+    open_takes: int
+    """Bases, and residuals as they were, of the fragments under way."""
+    temporaries: int | None
+    """Activations, gradients, gathered weights: what the compiler adds to all of
+    these. None where it refuses."""
+    used: int
+    """By all of it, as the compiler says."""
+    available: int
+    missing: int
+    """By how much it does not fit; 0 if it does."""
+    pinned_host: int
+    """Of the chip's share of its host's memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resident:
+    """What an island holds between steps; bytes of one chip."""
+
+    parameters: int
+    optimizer: int
+    anchors: int
+    residuals: int
+    open_takes: int
+    in_host_memory: bool
+    """Anchors, residuals and open takes are."""
+
+    @property
+    def beside(self) -> int:
+        """In HBM, that a step does not touch."""
+        return 0 if self.in_host_memory else self._exchange
+
+    @property
+    def pinned_host(self) -> int:
+        """In the host's memory."""
+        return self._exchange if self.in_host_memory else 0
+
+    @property
+    def _exchange(self) -> int:
+        return self.anchors + self.residuals + self.open_takes
+
+
+def resident(
+    plan: FragmentPlan,
+    sync: SyncConfig,
+    state: Any,
+    kinds: dict[Piece, Kind],
+    *,
+    in_host_memory: bool,
+) -> Resident:
+    """From shapes and shardings alone. state: `Trainer.abstract_state()`."""
+    share = {piece: _piece_bytes(piece, kind) for piece, kind in kinds.items()}
+    anchors = sum(share.values())
+    fragments = [sum(share[p] for p in pieces) for pieces in plan.fragments]
+    feedback = bool(sync.error_feedback)
+    return Resident(
+        parameters=_bytes(state.params),
+        optimizer=_bytes(state.opt_state),
+        anchors=anchors,
+        residuals=anchors * feedback,
+        open_takes=max(fragments) * open_fragments(sync) * (1 + feedback),
+        in_host_memory=in_host_memory,
+    )
+
+
+def open_fragments(sync: SyncConfig) -> int:
+    """Fragments that an island has taken and not adopted yet: one is taken every H / P
+    steps, and adopted tau steps later."""
+    under_way = math.ceil(sync.overlap_steps * sync.fragments / sync.steps_per_cycle)
+    return min(max(1, under_way), sync.fragments)
+
+
+def accepted(held: Resident, stats: Any, available: int) -> Hbm:
+    """Of a step that compiled. stats: `Compiled.memory_analysis()`."""
+    used = stats.peak_memory_in_bytes + stats.generated_code_size_in_bytes
+    known = held.parameters + held.optimizer + held.beside
+    return _hbm(held, used, available, temporaries=used - known)
+
+
+def refused(held: Resident, message: str) -> Hbm | None:
+    """Of a step that the compiler refused; None if not for want of HBM."""
+    found = REFUSAL.search(message)
+    if not found:
+        return None
+    used, available = (int(float(found[i]) * UNITS[found[i + 1]]) for i in (1, 3))
+    return _hbm(held, used, available, temporaries=None)
+
+
+def _hbm(held: Resident, used: int, available: int, temporaries: int | None) -> Hbm:
+    return Hbm(
+        parameters=held.parameters,
+        optimizer=held.optimizer,
+        anchors=held.anchors,
+        residuals=held.residuals,
+        open_takes=held.open_takes,
+        temporaries=temporaries,
+        used=used,
+        available=available,
+        missing=max(0, used - available),
+        pinned_host=held.pinned_host,
+    )
+
+
+def _bytes(tree: Any) -> int:
+    """Of the shards that one chip holds."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def _piece_bytes(piece: Piece, kind: Kind) -> int:
+    return (
+        math.prod(kind.piece.shard_shape(piece.shape)) * np.dtype(np.float32).itemsize
+    )

@@ -1,0 +1,151 @@
+"""The islands of a config, each compiled in a process of its own, two at a time.
+
+libtpu reads its flags once, talks on standard error and may abort: none of that is for
+the process that plans. Islands that are equal are compiled once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.island.environment import prepare_environment
+from diloco_jax.loading import write_config_json
+
+DEADLINE_S = 3600.0
+"""Of one island: some minutes for a dozen billion parameters on a free core."""
+WORKER = "diloco_jax.planning.compiling"
+AT_A_TIME = 2
+"""Each takes a core, and some GB of memory."""
+Report = Callable[[str, str, float], None]
+"""(island, what is done now, share that is done); several threads call it."""
+
+
+class PlanError(Exception):
+    """A compilation failed, and not for want of memory."""
+
+
+def require_libtpu() -> None:
+    """ConfigError with the way to get it if there is none."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(
+            "libtpu is not installed, and `diloco plan` compiles with it: "
+            "pip install 'diloco-jax[tpu]' (no TPU is needed)"
+        )
+
+
+def compile_islands(config: Config, report: Report) -> dict[str, Any]:
+    """Plans by island, as builtins.
+
+    Raises ConfigError, or PlanError if a compilation fails.
+    """
+    groups: dict[IslandConfig, list[str]] = {}
+    for name, island in config.islands.items():
+        groups.setdefault(_compiled_part(island), []).append(name)
+    plans: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="diloco-plan-") as folder:
+        path = Path(folder) / "config.json"
+        write_config_json(config, path)
+        compiler = _Compiler(path, report)
+        with concurrent.futures.ThreadPoolExecutor(AT_A_TIME) as pool:
+            work = {
+                pool.submit(compiler.compile, names[0]): names
+                for names in groups.values()
+            }
+            try:
+                for future in concurrent.futures.as_completed(work):
+                    plans.update(dict.fromkeys(work[future], future.result()))
+            except BaseException:
+                compiler.stop()
+                pool.shutdown(cancel_futures=True)
+                raise
+    return {name: plans[name] for name in config.islands}
+
+
+def _compiled_part(island: IslandConfig) -> IslandConfig:
+    """Without what no compiler sees."""
+    return dataclasses.replace(island, stands_for="", step_seconds=0.0, hosts=1)
+
+
+class _Compiler:
+    """Processes, one per call of `compile`, from any thread."""
+
+    def __init__(self, path: Path, report: Report) -> None:
+        self._path = path
+        self._report = report
+        self._running: set[subprocess.Popen[str]] = set()
+
+    def compile(self, name: str) -> Any:
+        """The plan of an island."""
+        log = self._path.with_name(f"{name}.log")
+        with log.open("wb") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", WORKER, str(self._path), name],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=_environment(),
+                text=True,
+            )
+        self._running.add(process)
+        # A process that hangs says nothing: its end, not a read, is the deadline.
+        killer = threading.Timer(DEADLINE_S, process.kill)
+        killer.start()
+        try:
+            plan = self._listen(name, process)
+        finally:
+            killer.cancel()
+            process.kill()
+            code = process.wait()
+            assert process.stdout
+            process.stdout.close()
+            self._running.discard(process)
+        if plan is not None:
+            return plan
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise PlanError(
+            f"compiling island {name} ended with code {code} and no result (-9: "
+            f"killed, for want of memory or after {DEADLINE_S:g} s); it said:\n{tail}"
+        )
+
+    def stop(self) -> None:
+        """Ends all processes."""
+        for process in list(self._running):
+            process.kill()
+
+    def _listen(self, name: str, process: subprocess.Popen[str]) -> Any:
+        assert process.stdout
+        for line in process.stdout:
+            said = json.loads(line)
+            if "config_error" in said:
+                raise ConfigError(said["config_error"])
+            if "plan" in said:
+                self._report(name, "done", 1.0)
+                return said["plan"]
+            self._report(name, said["doing"], said["done"] / said["parts"])
+        return None
+
+
+def _environment() -> dict[str, str]:
+    """As an island's, but without devices of this machine."""
+    environment = dict(os.environ)
+    prepare_environment(1, environment)
+    return environment | {
+        "JAX_PLATFORMS": "cpu",
+        # No device is opened, so that several processes may load the library.
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        # The cache cannot read compilations for absent devices again.
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "TPU_SKIP_MDS_QUERY": "1",
+    }

@@ -1,0 +1,113 @@
+"""The whole plan of a run, put together from what its islands came to."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from diloco_jax.config import Config, ConfigError
+from diloco_jax.core.fragments import FragmentPlan, plan_fragments
+from diloco_jax.loading import resolve_outer
+from diloco_jax.models import transformer
+from diloco_jax.planning.advice import advise
+from diloco_jax.planning.compiling import IslandPlan
+from diloco_jax.planning.coordinator import (
+    MERGE_CORE_SECONDS_PER_GB,
+    plan_coordinator,
+)
+from diloco_jax.planning.goodput import Machine, expected_goodput, pacing_seconds
+from diloco_jax.planning.network import island_network
+from diloco_jax.planning.options import Assumptions
+from diloco_jax.planning.results import PlannedIsland, RunPlan
+
+SECONDS_PER_DAY = 86400
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All of it."""
+
+    config: str
+    fits: bool
+    islands: dict[str, PlannedIsland]
+    run: RunPlan
+    advice: list[str]
+    versions: dict[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        """As builtins."""
+        return dataclasses.asdict(self)
+
+
+def fragments_of(config: Config) -> FragmentPlan:
+    """From shapes alone; ConfigError if the config asks for more than there are."""
+    model = transformer.build(config.run.model)
+    try:
+        return plan_fragments(model.shapes(), model.axes, config.run.sync.fragments)
+    except ValueError as error:
+        raise ConfigError(f"sync.fragments: {error}") from error
+
+
+def plan_run(
+    path: str,
+    config: Config,
+    compiled: dict[str, IslandPlan],
+    fragments: FragmentPlan,
+    assumptions: Assumptions,
+    versions: dict[str, str],
+) -> Plan:
+    """versions: of what compiled. Raises ConfigError."""
+    run, sync = resolve_outer(config).run, config.run.sync
+    machines = {
+        name: Machine(
+            chips=island.chips,
+            tokens_per_step=island.tokens_per_step,
+            step_seconds=max(
+                island.roofline.step_seconds, config.islands[name].step_seconds
+            ),
+        )
+        for name, island in compiled.items()
+    }
+    pace = pacing_seconds(sync, [m.step_seconds for m in machines.values()])
+    cycle_s = sync.steps_per_cycle * pace
+    coordinator = plan_coordinator(
+        run, config.placement, fragments, len(machines), cycle_s
+    )
+    deltas_gb = len(machines) * 4 * max(fragments.sizes) / 1e9
+    goodput = expected_goodput(
+        sync,
+        fragments.total,
+        machines,
+        # On two cores, as it was measured.
+        merge_seconds=deltas_gb * MERGE_CORE_SECONDS_PER_GB / 2,
+        assumptions=assumptions,
+    )
+    rate = sum(machine.tokens_per_second for machine in machines.values())
+    merged_per_day = rate * goodput.goodput * SECONDS_PER_DAY
+    islands = {
+        name: PlannedIsland(
+            compiled=compiled[name],
+            step_seconds=machine.step_seconds,
+            tokens_per_second=machine.tokens_per_second,
+            network=island_network(sync, fragments.total, pace, machine.step_seconds),
+        )
+        for name, machine in machines.items()
+    }
+    summary = RunPlan(
+        params=fragments.total,
+        pacing_step_seconds=pace,
+        cycle_seconds=cycle_s,
+        tokens_per_second=rate,
+        goodput=goodput,
+        tokens_per_day=merged_per_day,
+        days=run.total_tokens / merged_per_day if merged_per_day else None,
+        coordinator=coordinator,
+    )
+    return Plan(
+        config=path,
+        fits=all(island.fits for island in compiled.values()),
+        islands=islands,
+        run=summary,
+        advice=advise(config, islands, summary),
+        versions=versions,
+    )

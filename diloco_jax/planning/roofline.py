@@ -1,0 +1,67 @@
+"""How fast a step can be at best, by the published rates of its chips.
+
+Each resource has a time of its own. What overlaps costs as long as the longest of
+them; collectives that the compiler did not make asynchronous come on top, because the
+chip waits for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from diloco_jax.launch.fleet import Slice
+from diloco_jax.planning.chips import chip_of, ici_bytes_per_s
+from diloco_jax.planning.collectives import CollectiveSum
+
+Resource = Literal["compute", "hbm", "ici"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """Seconds of one step."""
+
+    compute_seconds: float
+    hbm_seconds: float
+    ici_seconds: float
+    """Of all collectives."""
+    waiting_seconds: float
+    """Of `ici_seconds`, collectives that overlap with nothing."""
+    binding: Resource
+    """The resource that takes longest."""
+    step_seconds: float
+    """The longest of what overlaps, and the waiting."""
+    model_flops_utilisation: float
+    """Share of the peak rate that forward and backward are at then."""
+
+
+def roofline(
+    found: Slice,
+    *,
+    model_flops: float,
+    executed_flops: float,
+    hbm_bytes: int,
+    collectives: list[CollectiveSum],
+) -> Roofline:
+    """flops: of the whole island; bytes: of one chip."""
+    chip = chip_of(found)
+    sent = sum(c.sent_bytes for c in collectives)
+    hidden = sum(c.overlapping_bytes for c in collectives)
+    links = ici_bytes_per_s(found)
+    seconds: dict[Resource, float] = {
+        "compute": executed_flops / found.chips / chip.flops_per_s,
+        "hbm": hbm_bytes / chip.hbm_bytes_per_s,
+        "ici": sent / links if sent else 0.0,
+    }
+    waiting = (sent - hidden) / links if sent else 0.0
+    overlapped = seconds["ici"] - waiting
+    step = max(seconds["compute"], seconds["hbm"], overlapped) + waiting
+    return Roofline(
+        compute_seconds=seconds["compute"],
+        hbm_seconds=seconds["hbm"],
+        ici_seconds=seconds["ici"],
+        waiting_seconds=waiting,
+        binding=max(seconds, key=lambda name: seconds[name]),
+        step_seconds=step,
+        model_flops_utilisation=model_flops / found.chips / chip.flops_per_s / step,
+    )

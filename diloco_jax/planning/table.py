@@ -1,0 +1,137 @@
+"""A plan for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.table import Table
+
+from diloco_jax.planning.report import Plan
+from diloco_jax.planning.results import PlannedIsland, RunPlan
+
+Cell = Callable[[PlannedIsland], str]
+
+
+def render(plan: Plan, console: Console) -> None:
+    """Islands side by side, then the run, then what to change."""
+    console.print(_islands(plan))
+    console.print(_run(plan.run), highlight=False, soft_wrap=True)
+    for line in plan.advice:
+        console.print(f"- {line}", highlight=False, soft_wrap=True)
+    versions = ", ".join(f"{name} {value}" for name, value in plan.versions.items())
+    console.print(f"({versions})", highlight=False, style="dim")
+
+
+def _islands(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True)
+    for name in plan.islands:
+        table.add_column(name, justify="right", no_wrap=True)
+    for title, cell in ROWS:
+        table.add_row(title, *(cell(island) for island in plan.islands.values()))
+    for kind in sorted(
+        {c.kind for i in plan.islands.values() for c in i.compiled.collectives or ()}
+    ):
+        table.add_row(
+            f"  {kind}", *(_collective(i, kind) for i in plan.islands.values())
+        )
+    table.add_row(
+        "  in takes, adoptions", *(_in_exchange(i) for i in plan.islands.values())
+    )
+    return table
+
+
+def _fits(island: PlannedIsland) -> str:
+    hbm = island.compiled.hbm
+    if island.compiled.fits:
+        return f"yes, {hbm.used / hbm.available:.0%} used"
+    return f"NO, {_size(hbm.missing)} missing"
+
+
+def _size(octets: float | None) -> str:
+    if octets is None:
+        return "-"
+    for unit in ("B", "kB", "MB"):
+        if octets < 1000:
+            return f"{octets:.3g} {unit}"
+        octets /= 1000
+    return f"{octets:.2f} GB"
+
+
+def _collective(island: PlannedIsland, kind: str) -> str:
+    for found in island.compiled.collectives or ():
+        if found.kind == kind:
+            hidden = found.overlapping_bytes / max(found.sent_bytes, 1)
+            return f"{found.count} x, {_size(found.sent_bytes)}, {hidden:.0%}"
+    return "-" if island.compiled.collectives is None else "none"
+
+
+def _in_exchange(island: PlannedIsland) -> str:
+    found = [e.piece for e in island.compiled.exchange if e.collectives]
+    return ", ".join(found) if found else "none"
+
+
+ROWS: tuple[tuple[str, Cell], ...] = (
+    ("topology", lambda i: i.compiled.topology),
+    ("chips", lambda i: str(i.compiled.chips)),
+    ("fits", _fits),
+    ("HBM per chip", lambda i: _size(i.compiled.hbm.available)),
+    ("  parameters", lambda i: _size(i.compiled.hbm.parameters)),
+    ("  optimizer", lambda i: _size(i.compiled.hbm.optimizer)),
+    ("  anchors", lambda i: _size(i.compiled.hbm.anchors)),
+    ("  residuals", lambda i: _size(i.compiled.hbm.residuals)),
+    ("  open takes", lambda i: _size(i.compiled.hbm.open_takes)),
+    ("  of these, on the host", lambda i: _size(i.compiled.hbm.pinned_host)),
+    ("  activations and the rest", lambda i: _size(i.compiled.hbm.temporaries)),
+    ("tokens per step", lambda i: f"{i.compiled.tokens_per_step:,}"),
+    ("FLOPs per step", lambda i: f"{i.compiled.flops.model:.4g}"),
+    ("  by the formula", lambda i: f"{i.compiled.flops.analytic:.4g}"),
+    ("  with recomputation", lambda i: f"{i.compiled.flops.executed:.4g}"),
+    (
+        "at peak rates: compute",
+        lambda i: f"{i.compiled.roofline.compute_seconds:.4g} s",
+    ),
+    ("  HBM", lambda i: f"{i.compiled.roofline.hbm_seconds:.4g} s"),
+    ("  ICI", lambda i: f"{i.compiled.roofline.ici_seconds:.4g} s"),
+    (
+        "  of it not overlapped",
+        lambda i: f"{i.compiled.roofline.waiting_seconds:.4g} s",
+    ),
+    ("bound by", lambda i: i.compiled.roofline.binding),
+    ("step at best", lambda i: f"{i.step_seconds:.4g} s"),
+    ("tokens/s at best", lambda i: f"{i.tokens_per_second:,.0f}"),
+    ("Gbit/s up, mean (peak)", lambda i: _rates(i.network.up.mean, i.network.up.peak)),
+    (
+        "Gbit/s down, mean (peak)",
+        lambda i: _rates(i.network.down.mean, i.network.down.peak),
+    ),
+    ("per step: times, sent, overlap", lambda i: ""),
+)
+
+
+def _rates(mean: float, peak: float) -> str:
+    return f"{mean:.3g} ({peak:.3g})"
+
+
+def _run(run: RunPlan) -> str:
+    goodput, coordinator = run.goodput, run.coordinator
+    days = "no end" if run.days is None else f"{run.days:.3g} days"
+    outages = ", ".join(
+        f"{name} every {hours:,.0f} h"
+        for name, hours in goodput.mean_hours_between.items()
+        if hours is not None
+    )
+    return "\n".join(
+        (
+            f"run: {run.params / 1e9:.4g} B parameters, a cycle of "
+            f"{run.cycle_seconds:.4g} s, {run.tokens_per_second:,.0f} tokens/s at best",
+            f"expected goodput {goodput.goodput:.1%} ({goodput.undisturbed:.1%} "
+            f"without interruptions{'; ' if outages else ''}{outages}), participation "
+            f"{goodput.participation:.1%}",
+            f"{run.tokens_per_day:.4g} tokens per day, {days} to the config's total",
+            f"coordinator: {_size(coordinator.memory)} of memory "
+            f"({_size(coordinator.joins)} of it while islands join), "
+            f"{coordinator.cores} cores",
+        )
+    )

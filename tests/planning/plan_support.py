@@ -1,0 +1,78 @@
+"""A compiled island, made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from diloco_jax.config import Config, IslandConfig, RunConfig, SyncConfig
+from diloco_jax.launch.fleet import find_slice
+from diloco_jax.models.presets import preset
+from diloco_jax.planning.collectives import CollectiveSum
+from diloco_jax.planning.compiling import ExchangePlan, IslandPlan
+from diloco_jax.planning.flops import Flops
+from diloco_jax.planning.memory import Hbm
+from diloco_jax.planning.roofline import roofline
+
+GB = 10**9
+
+CONFIG = Config(
+    run=RunConfig(
+        model=preset("tiny"),
+        sync=SyncConfig(steps_per_cycle=20, fragments=5, overlap_steps=2),
+    ),
+    islands={
+        "big": IslandConfig(topology="v6e:4x4", batch_size=64, mesh_fsdp=16),
+        "small": IslandConfig(topology="v5p:2x2x1", batch_size=16, mesh_fsdp=4),
+    },
+)
+
+HBM = Hbm(
+    parameters=2 * GB,
+    optimizer=4 * GB,
+    anchors=2 * GB,
+    residuals=2 * GB,
+    open_takes=1 * GB,
+    temporaries=9 * GB,
+    used=20 * GB,
+    available=30 * GB,
+    missing=0,
+    pinned_host=0,
+)
+
+
+def island(
+    topology: str,
+    *,
+    flops: float,
+    hbm_bytes: int = 0,
+    collectives: tuple[CollectiveSum, ...] = (),
+    hbm: Hbm = HBM,
+    **changes: Any,
+) -> IslandPlan:
+    """An island whose step has that many operations."""
+    found = find_slice(topology, "topology")
+    fits = not hbm.missing
+    plan = IslandPlan(
+        topology=topology,
+        chips=found.chips,
+        hosts=found.hosts,
+        tokens_per_step=1000 * found.chips,
+        fits=fits,
+        refusal="" if fits else "out of memory",
+        hbm=hbm,
+        flops=Flops(model=flops, analytic=flops, executed=flops),
+        hbm_traffic_bytes=hbm_bytes if fits else None,
+        collectives=list(collectives) if fits else None,
+        exchange=[
+            ExchangePlan(piece="embedding", pieces=1, aligned=True, collectives={})
+        ],
+        roofline=roofline(
+            found,
+            model_flops=flops,
+            executed_flops=flops,
+            hbm_bytes=hbm_bytes,
+            collectives=list(collectives),
+        ),
+    )
+    return dataclasses.replace(plan, **changes)

@@ -1,0 +1,179 @@
+"""`diloco plan` as people meet it: refusals, tables, JSON and exit codes."""
+
+import dataclasses
+import importlib.util
+import json
+
+import plan_support
+import pytest
+from plan_support import CONFIG, GB, HBM
+
+from diloco_jax import cli
+from diloco_jax.loading import write_config_json
+from diloco_jax.planning import command, processes
+
+FLOPS = {"big": 16 * 918e12, "small": 4 * 459e12}
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """Plans a config with islands that a compiler is supposed to have seen."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+    def plan(config, *options, libtpu=True, **compiled):
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: "here" if libtpu else None
+        )
+        monkeypatch.setattr(command.metadata, "version", lambda name: "1.2.3")
+        asked = []
+
+        def compile_islands(config, report):
+            asked.extend(config.islands)
+            return {name: dataclasses.asdict(made) for name, made in compiled.items()}
+
+        monkeypatch.setattr(command, "compile_islands", compile_islands)
+        write_config_json(config, tmp_path / "two.json")
+        return cli.main(["plan", str(tmp_path / "two.json"), *options]), asked
+
+    return plan
+
+
+def changed(**changes):
+    small = dataclasses.replace(CONFIG.islands["small"], **changes)
+    return dataclasses.replace(CONFIG, islands={**CONFIG.islands, "small": small})
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        ({"topology": ""}, (), "islands.small.topology is empty: name the slice"),
+        (
+            {"topology": "v5p:2x2x3"},
+            (),
+            "'v5p:2x2x3' does not exist; the nearest v5p topologies are v5p:2x2x4",
+        ),
+        ({"mesh_fsdp": 3, "batch_size": 15}, (), "its mesh has 3 devices, and v5p:2x2"),
+        ({"batch_size": 15}, (), "batch_size = 15 is not divided by"),
+        ({}, ("--link-gbit-per-s", "0"), "link_gbit_per_s = 0.0; it must be above 0"),
+        ({}, ("--mtbi-years", "-1"), "mtbi_years = -1.0; it must be finite"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_compiled(
+    plan, capsys, changes, options, said
+):
+    code, asked = plan(changed(**changes), *options)
+    assert (code, asked) == (2, [])
+    assert said in capsys.readouterr().err
+
+
+def test_more_fragments_than_pieces_are_refused_too(plan, capsys):
+    sync = dataclasses.replace(CONFIG.run.sync, fragments=10_000)
+    run = dataclasses.replace(CONFIG.run, sync=sync)
+    code, asked = plan(dataclasses.replace(CONFIG, run=run))
+    assert (code, asked) == (2, [])
+    assert "num_fragments = 10000, but the parameters have" in capsys.readouterr().err
+
+
+def test_without_libtpu_it_says_how_to_get_it(plan, capsys):
+    code, asked = plan(CONFIG, libtpu=False)
+    assert (code, asked) == (2, [])
+    assert "pip install 'diloco-jax[tpu]'" in capsys.readouterr().err
+
+
+def test_json_is_all_of_it_on_standard_output(plan, capsys):
+    made = {
+        name: plan_support.island(CONFIG.islands[name].topology, flops=flops)
+        for name, flops in FLOPS.items()
+    }
+    code, asked = plan(CONFIG, "--json", **made)
+    assert (code, asked) == (0, ["big", "small"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    assert found["islands"]["big"]["compiled"]["hbm"]["parameters"] == 2 * GB
+    assert found["run"]["coordinator"]["cores"] > 0
+    assert 0.9 < found["run"]["goodput"]["goodput"] <= 1
+    assert found["versions"] == dict.fromkeys(("diloco-jax", "jax", "libtpu"), "1.2.3")
+
+
+def test_what_does_not_fit_is_shown_with_by_how_much_and_ends_with_1(plan, capsys):
+    full = dataclasses.replace(HBM, used=33 * GB, missing=3 * GB, temporaries=None)
+    made = {
+        "big": plan_support.island("v6e:4x4", flops=FLOPS["big"], hbm=full),
+        "small": plan_support.island("v5p:2x2x1", flops=FLOPS["small"]),
+    }
+    code, _ = plan(CONFIG, **made)
+    shown = capsys.readouterr()
+    assert code == 1
+    assert shown.out == ""
+    assert "NO, 3.00 GB missing" in shown.err
+    assert "set remat = 'full', now 'none'" in shown.err.replace("\n", " ")
+
+
+# ---- processes -------------------------------------------------------------------
+
+
+def worker(monkeypatch, tmp_path, text):
+    """A worker that is not the real one."""
+    (tmp_path / "fake_worker.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(processes, "WORKER", "fake_worker")
+
+
+SAYS = """
+import json, os, sys
+name = sys.argv[2]
+print(json.dumps({"doing": "step", "done": 1, "parts": 4}), flush=True)
+print(json.dumps({"plan": {"name": name, "flags": os.environ["LIBTPU_INIT_ARGS"]}}))
+"""
+
+
+def test_equal_islands_are_compiled_once_with_the_flags_of_a_run(monkeypatch, tmp_path):
+    worker(monkeypatch, tmp_path, SAYS)
+    twin = dataclasses.replace(CONFIG.islands["small"], stands_for="the other one")
+    config = dataclasses.replace(CONFIG, islands={**CONFIG.islands, "twin": twin})
+    reports = []
+    plans = processes.compile_islands(config, lambda *told: reports.append(told))
+    assert {name: plan["name"] for name, plan in plans.items()} == {
+        "big": "big",
+        "small": "small",
+        "twin": "small",
+    }
+    assert "async_collective" in plans["big"]["flags"]
+    assert ("big", "step", 0.25) in reports
+    assert ("small", "done", 1.0) in reports
+
+
+FAILS = """
+import sys, time
+if sys.argv[2] == "small":
+    print("the compiler is unhappy", file=sys.stderr)
+    sys.exit(7)
+time.sleep(200)
+"""
+
+
+def test_a_compiler_that_fails_ends_the_others_and_is_quoted(monkeypatch, tmp_path):
+    worker(monkeypatch, tmp_path, FAILS)
+    with pytest.raises(
+        processes.PlanError, match="island small ended with code 7"
+    ) as e:
+        processes.compile_islands(CONFIG, lambda *told: None)
+    assert "the compiler is unhappy" in str(e.value)
+
+
+def test_a_config_error_of_the_compiler_is_one(monkeypatch, tmp_path, capsys):
+    text = 'import json; print(json.dumps({"config_error": "attention = 7"}))'
+    worker(monkeypatch, tmp_path, text)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "here")
+    write_config_json(CONFIG, tmp_path / "two.json")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert cli.main(["plan", str(tmp_path / "two.json")]) == 2
+    assert "attention = 7" in capsys.readouterr().err
+
+
+def test_help_needs_no_libtpu(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "--help"])
+    assert ended.value.code == 0
+    assert "--link-gbit-per-s" in capsys.readouterr().out

@@ -1,0 +1,54 @@
+"""The configs that are planned can be launched as they are."""
+
+from pathlib import Path
+
+import pytest
+
+from diloco_jax import cli
+from diloco_jax.launch.order import slice_of
+from diloco_jax.loading import load_config
+from diloco_jax.planning.options import Assumptions, PlanOptions
+from diloco_jax.planning.report import fragments_of
+from diloco_jax.simulation.failures import FailureModel
+from diloco_jax.simulation.fleet import Exchange
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+NAMES = ["mixed_toy", "mixed_12b"]
+CLOUD = ("--launch.project", "some-project", "--launch.image", "registry/image:1")
+OPTIONS = {
+    "tpu_vm": ("--launch.coordinator-zone", "us-east5-b"),
+    "gke": (
+        *("--launch.coordinator-zone", "us-east5-b"),
+        *("--launch.cluster", "c", "--launch.location", "us-east5"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("on", ["tpu_vm", "gke"])
+def test_a_planned_config_is_launchable(name, on, tmp_path, capsys):
+    path = str(CONFIGS / f"{name}.py")
+    workdir = ("--workdir", str(tmp_path / "run"), "--dry-run", "--on", on)
+    assert cli.main(["launch", path, *workdir, *CLOUD, *OPTIONS[on]]) == 0
+    assert name.replace("_", "-") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "topologies"),
+    [
+        ("mixed_toy", ["v5p:2x2x1", "v6e:2x2"]),
+        ("mixed_12b", ["v5p:4x4x4", "v6e:16x16"]),
+    ],
+)
+def test_the_reference_cases_are_what_they_are_called(name, topologies):
+    config = load_config(CONFIGS / f"{name}.py")
+    slices = [slice_of(n, island) for n, island in config.islands.items()]
+    assert [found.topology for found in slices] == topologies
+    assert len(fragments_of(config).fragments) == config.run.sync.fragments
+
+
+def test_assumptions_are_those_of_the_simulator_where_it_has_them():
+    assert Assumptions().mtbi_years == FailureModel().mtbi_years
+    assert Assumptions().link_gbit_per_s == Exchange().link_gbit_per_s
+    options = PlanOptions(mtbi_years=2.0, json=True)
+    assert options.assumptions == Assumptions(mtbi_years=2.0)

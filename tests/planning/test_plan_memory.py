@@ -1,0 +1,88 @@
+"""Memory by kind, and the compiler's refusals."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from diloco_jax.config import SyncConfig
+from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.planning import memory
+from diloco_jax.planning.memory import Resident, accepted, open_fragments, refused
+
+HELD = Resident(
+    parameters=100,
+    optimizer=200,
+    anchors=100,
+    residuals=100,
+    open_takes=20,
+    in_host_memory=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("steps", "fragments", "overlap", "found"),
+    [(24, 24, 2, 2), (24, 6, 2, 1), (24, 6, 9, 3), (24, 6, 0, 1), (4, 2, 100, 2)],
+)
+def test_fragments_under_way_are_those_of_the_overlap(steps, fragments, overlap, found):
+    sync = SyncConfig(steps_per_cycle=steps, fragments=fragments, overlap_steps=overlap)
+    assert open_fragments(sync) == found
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_each_chip_holds_its_share(feedback, on_host):
+    mesh = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    cut = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    shape = jax.ShapeDtypeStruct((6, 64, 8), np.float32, sharding=cut)
+    half = jax.ShapeDtypeStruct((6, 64, 8), "bfloat16", sharding=cut)
+    plan = plan_fragments({"w": shape}, {"w": ("layers", "embed", "mlp")}, 3)
+    kind = types.SimpleNamespace(piece=NamedSharding(mesh, PartitionSpec("fsdp")))
+    state = types.SimpleNamespace(
+        params={"w": shape}, opt_state={"mu": half, "nu": shape}
+    )
+    sync = SyncConfig(
+        steps_per_cycle=3, fragments=3, overlap_steps=1, error_feedback=feedback
+    )
+    held = memory.resident(
+        plan, sync, state, dict.fromkeys(plan.pieces, kind), in_host_memory=on_host
+    )
+    share = 6 * 64 * 8 * 4 // 4
+    assert (held.parameters, held.optimizer) == (share, share + share // 2)
+    assert (held.anchors, held.residuals) == (share, share * feedback)
+    # Two of the six layers, and with error feedback their residuals as they were.
+    assert held.open_takes == share // 3 * (1 + feedback)
+    exchange = held.anchors + held.residuals + held.open_takes
+    assert (held.beside, held.pinned_host) == (
+        (0, exchange) if on_host else (exchange, 0)
+    )
+
+
+def test_what_the_compiler_adds_is_temporary():
+    stats = types.SimpleNamespace(
+        peak_memory_in_bytes=690, generated_code_size_in_bytes=10
+    )
+    hbm = accepted(HELD, stats, available=1000)
+    assert (hbm.used, hbm.missing) == (700, 0)
+    assert hbm.temporaries == 700 - 100 - 200 - 220
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for "
+        "HLO temporaries (34.50G) exceeds available HBM (31.25G).",
+        "Ran out of memory: 34.50G exceeds available HBM 31.25G",
+    ],
+)
+def test_a_refusal_says_by_how_much(message):
+    hbm = refused(HELD, message)
+    assert hbm
+    assert hbm.missing == int(3.25 * 2**30)
+    assert (hbm.available, hbm.temporaries) == (int(31.25 * 2**30), None)
+
+
+def test_other_errors_are_no_refusals():
+    assert refused(HELD, "INTERNAL: something else") is None

@@ -1,0 +1,218 @@
+"""The plan of a run from islands whose compilation is known."""
+
+import dataclasses
+import json
+
+import plan_support
+import pytest
+from plan_support import CONFIG, GB, HBM
+
+from diloco_jax.config import OuterConfig, Placement
+from diloco_jax.core.codec import get_codec
+from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.planning.advice import advise
+from diloco_jax.planning.collectives import CollectiveSum
+from diloco_jax.planning.compiling import ExchangePlan
+from diloco_jax.planning.coordinator import plan_coordinator
+from diloco_jax.planning.goodput import Machine, expected_goodput, pacing_seconds
+from diloco_jax.planning.options import Assumptions
+from diloco_jax.planning.report import fragments_of, plan_run
+
+FLOPS = {"big": 16 * 918e12, "small": 4 * 459e12}
+"""One second of each island's chips."""
+CALM = Assumptions(mtbi_years=0.0, step_spread=0.0, link_gbit_per_s=1000.0)
+
+
+def planned(config=CONFIG, assumptions=CALM):
+    compiled = {
+        name: plan_support.island(config.islands[name].topology, flops=flops)
+        for name, flops in FLOPS.items()
+    }
+    return plan_run("x.py", config, compiled, fragments_of(config), assumptions, {})
+
+
+@pytest.fixture(scope="module")
+def calm():
+    return planned()
+
+
+@pytest.fixture
+def advised(calm):
+    """What is said of the islands with another config, or other islands."""
+
+    def advised(config=CONFIG, link=None, **compiled):
+        islands = dict(calm.islands)
+        for name, plan in compiled.items():
+            islands[name] = dataclasses.replace(
+                islands[name], compiled=plan, step_seconds=plan.roofline.step_seconds
+            )
+        world = dataclasses.replace(CALM, link_gbit_per_s=link or 1000.0)
+        goodput = dataclasses.replace(calm.run.goodput, assumptions=world)
+        return advise(config, islands, dataclasses.replace(calm.run, goodput=goodput))
+
+    return advised
+
+
+def test_the_pace_sets_the_cycle_and_the_network_follows(calm):
+    run, sync = calm.run, CONFIG.run.sync
+    assert run.cycle_seconds == pytest.approx(20.0)
+    assert run.tokens_per_second == pytest.approx(20_000)
+    fragments = fragments_of(CONFIG)
+    payload = sum(
+        PayloadLayout.of(get_codec(sync.codec_up), p).total_bytes
+        for p in fragments.fragments
+    )
+    up = calm.islands["small"].network.up
+    # Small pieces have whole blocks, the formula parts of blocks.
+    assert up.mean == pytest.approx(8e-9 * payload / 20 / 0.99, rel=0.01)
+    # A fifth of it in one of the two steps of the overlap.
+    assert up.peak == pytest.approx(4 * up.mean)
+
+
+def test_nothing_is_lost_where_nothing_happens(calm):
+    assert calm.run.goodput.goodput == pytest.approx(1.0, abs=0.02)
+    per_day = 20_000 * 86400 * calm.run.goodput.goodput
+    assert calm.run.tokens_per_day == pytest.approx(per_day)
+    assert calm.run.days == pytest.approx(CONFIG.run.total_tokens / per_day)
+    assert calm.fits
+    assert calm.advice == []
+    assert json.dumps(calm.as_json())
+
+
+def test_an_island_with_more_chips_is_interrupted_more_often():
+    machines = {
+        name: Machine(chips=chips, tokens_per_step=chips, step_seconds=1.0)
+        for name, chips in (("a", 6144), ("b", 256))
+    }
+    stormy = dataclasses.replace(CALM, mtbi_years=1.0, return_minutes=30.0)
+    found = expected_goodput(CONFIG.run.sync, 10**6, machines, 0.0, stormy)
+    hours = found.mean_hours_between
+    assert hours["a"] == pytest.approx(365.25 * 24 / 6144)
+    # An outage costs its time, what was not merged, and the way back.
+    for lost in found.lost_seconds.values():
+        assert 1800 <= lost <= 1800 + 2 * CONFIG.run.sync.steps_per_cycle
+    kept = sum(
+        m.chips / (1 + found.lost_seconds[name] / 3600 / hours[name])
+        for name, m in machines.items()
+    )
+    assert found.goodput / found.undisturbed == pytest.approx(kept / 6400, rel=1e-3)
+    assert found.goodput < 0.8
+
+
+def test_the_pace_is_that_of_the_quorum():
+    sync = dataclasses.replace(CONFIG.run.sync, quorum=2)
+    assert pacing_seconds(CONFIG.run.sync, [3.0, 1.0, 2.0]) == 1.0
+    assert pacing_seconds(sync, [3.0, 1.0, 2.0]) == 2.0
+
+
+def test_emulated_step_times_count_where_they_are_longer():
+    islands = {
+        **CONFIG.islands,
+        "small": dataclasses.replace(CONFIG.islands["small"], step_seconds=4.0),
+    }
+    plan = planned(dataclasses.replace(CONFIG, islands=islands))
+    assert plan.islands["small"].step_seconds == 4.0
+    assert plan.islands["big"].step_seconds == pytest.approx(1.0)
+
+
+def test_the_coordinator_holds_what_the_store_holds(calm):
+    coordinator, params = calm.run.coordinator, 4 * calm.run.params
+    assert coordinator.theta == coordinator.anchors == params
+    # This short run's outer optimizer has no momentum.
+    assert coordinator.outer_state < 1000
+    outer = OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9)
+    run = dataclasses.replace(CONFIG.run, outer=outer)
+    fragments, bounded = fragments_of(CONFIG), Placement(merge_buffer_bytes=1000)
+    heavy = plan_coordinator(run, bounded, fragments, 2, 20.0)
+    assert heavy.outer_state == pytest.approx(params, rel=0.01)
+    assert heavy.merge_buffer == 1000 < coordinator.merge_buffer
+    parts = dataclasses.asdict(heavy)
+    for name in ("memory", "wire_cores", "merge_cores", "cores"):
+        del parts[name]
+    assert heavy.memory == sum(parts.values())
+    # Twice as fast, twice the work.
+    fast = plan_coordinator(run, bounded, fragments, 2, 10.0)
+    assert fast.wire_cores == pytest.approx(2 * heavy.wire_cores)
+
+
+# ---- what to change --------------------------------------------------------------
+
+FULL = dataclasses.replace(HBM, used=33 * GB, missing=3 * GB, temporaries=None)
+
+
+def with_big(**changes):
+    big = dataclasses.replace(CONFIG.islands["big"], **changes)
+    return dataclasses.replace(CONFIG, islands={**CONFIG.islands, "big": big})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "set remat = 'full', now 'none'"),
+        ({}, "set accumulation = 2, now 1"),
+        ({}, "anchor_memory = 'pinned_host'; anchors, residuals and open takes, 5.00"),
+        ({}, "lower batch_size, now 64"),
+        (
+            {"mesh_data": 4, "mesh_fsdp": 4},
+            "set mesh_fsdp = 16 and mesh_data = 1, now 4 and 4; parameters and "
+            "optimizer take 4.50 GB less",
+        ),
+        (
+            {"batch_size": 16, "remat": "full", "anchor_memory": "pinned_host"},
+            "choose a larger topology than v6e:4x4",
+        ),
+    ],
+)
+def test_what_does_not_fit_comes_with_what_would_help(advised, changes, said):
+    full = plan_support.island("v6e:4x4", flops=FLOPS["big"], hbm=FULL)
+    lines = advised(with_big(**changes), big=full)
+    assert all(line.startswith("islands.big lacks 3.00 GB") for line in lines)
+    assert any(said in line for line in lines), lines
+
+
+def test_unequal_steps_come_with_the_batch_that_balances_them(advised):
+    slow = plan_support.island("v6e:4x4", flops=2 * FLOPS["big"])
+    (said,) = advised(big=slow)
+    assert "lower islands.big.batch_size from 64 to 32" in said
+    slower = plan_support.island("v6e:4x4", flops=4 * FLOPS["big"])
+    (said,) = advised(with_big(batch_size=16), big=slower)
+    # Its batch cannot be lower.
+    assert "raise islands.small.batch_size from 16 to 64" in said
+
+
+def test_a_link_that_is_too_slow_comes_with_cycle_fragments_and_codec(calm, advised):
+    mean = calm.islands["small"].network.up.mean
+    (said,) = advised(link=mean / 2)
+    assert "raise sync.steps_per_cycle from 20 to 41" in said
+    assert "sync.codec_up = 'int4'" in said
+    (said,) = advised(link=2 * mean)
+    assert "raise sync.fragments from 5, or sync.overlap_steps from 2 to 5" in said
+
+
+def test_a_step_bound_by_memory_or_links_wants_a_larger_batch(advised):
+    memory = plan_support.island("v6e:4x4", flops=FLOPS["big"], hbm_bytes=4 * 10**12)
+    assert any("islands.big is bound by HBM" in line for line in advised(big=memory))
+    gather = CollectiveSum(
+        kind="all-gather",
+        count=1,
+        sent_bytes=10**12,
+        overlapping=1,
+        overlapping_bytes=10**12,
+        largest_group=16,
+    )
+    links = plan_support.island("v6e:4x4", flops=FLOPS["big"], collectives=(gather,))
+    said = next(line for line in advised(big=links) if "links" in line)
+    assert "raise batch_size, now 64" in said
+
+
+def test_pieces_cut_inside_tiles_are_named(advised):
+    cut = ExchangePlan(piece="layers/mlp/up/0", pieces=9, aligned=False, collectives={})
+    big = plan_support.island("v6e:4x4", flops=FLOPS["big"], exchange=[cut])
+    (said,) = advised(big=big)
+    assert "takes and adoptions gather layers/mlp/up/0" in said
+
+
+def test_cycles_shorter_than_the_network_are_said_to_be(calm):
+    hasty = dataclasses.replace(calm.run, cycle_seconds=0.02, pacing_step_seconds=0.001)
+    (said,) = advise(CONFIG, calm.islands, hasty)
+    assert "raise sync.steps_per_cycle from 20 to 201" in said
