@@ -56,6 +56,6 @@ def config() -> Config:
             name="mixed-12b",
             zones={"v5p": "us-east5-a", "v6e": "us-central1-b"},
             coordinator_zone="us-east5-b",
-            coordinator_machine="n2-highmem-32",
+            coordinator_machine="n2-highmem-48",
         ),
     )

@@ -4,7 +4,7 @@ Purpose: see one model trained by a v6e slice and two v5p slices that differ in 
 size and speed, and what it costs when one of them dies in mid-run.
 Cost: at the given step times 250 s of training on two CPU cores, after compilation;
 nothing is downloaded (the text is the Python standard library's own sources).
-Expected: validation loss about 1.65 nats per byte; the killed island merges again
+Expected: validation loss about 1.42 nats per byte; the killed island merges again
 within a cycle of its return, the others do not notice (docs/results/quickstart.md).
 Command: `diloco run configs/quickstart.py` (or `bash launch/local.sh`); with
 `--baseline` it is compared with plain training on as many tokens.
@@ -27,10 +27,11 @@ def config() -> Config:
     return Config(
         run=RunConfig(
             model=preset("0.3m"),
-            inner=InnerConfig(learning_rate=3e-3),
+            # Muon costs less when it is merged than Adam does, and learns faster here.
+            inner=InnerConfig(optimizer="muon", learning_rate=6e-3),
             # Short runs want a plain outer step: momentum needs many merges.
             outer=OuterConfig(optimizer="sgd", learning_rate=1.0),
-            sync=SyncConfig(steps_per_cycle=2, fragments=2, quorum=2),
+            sync=SyncConfig(steps_per_cycle=4, fragments=4, quorum=2),
             sequence_length=128,
             total_tokens=1_600_000,
         ),
@@ -41,5 +42,5 @@ def config() -> Config:
             "v5p-a": IslandConfig(batch_size=4, step_seconds=0.4, stands_for="v5p-8"),
             "v5p-b": IslandConfig(batch_size=4, step_seconds=0.4, stands_for="v5p-8"),
         },
-        placement=Placement(faults=("v5p-b@200:kill",), baseline_learning_rate=4e-3),
+        placement=Placement(faults=("v5p-b@200:kill",), baseline_learning_rate=8e-3),
     )

@@ -244,7 +244,11 @@ def status_command(arguments: Sequence[str]) -> int:
 
 def eval_command(arguments: Sequence[str]) -> int:
     """`diloco eval WORKDIR [--json]`."""
-    parser = _parser("eval", "Loss of a run's final parameters on all validation text.")
+    parser = argparse.ArgumentParser(
+        prog="diloco eval",
+        description="Loss of a run's final parameters on all validation text.",
+        allow_abbrev=False,
+    )
     parser.add_argument("workdir", type=Path, metavar="WORKDIR")
     parser.add_argument("--json", action="store_true", help="one object, on stdout")
     options = parser.parse_args(arguments)
@@ -279,38 +283,10 @@ def replay_command(arguments: Sequence[str]) -> int:
 
 
 def certs_command(arguments: Sequence[str]) -> int:
-    """`diloco certs DIR --hosts NAME...`."""
-    parser = _parser("certs", "Makes a run's authority and certificates (mutual TLS).")
-    parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument(
-        "--hosts",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names and addresses at which islands reach the coordinator, besides "
-        "localhost",
-    )
-    parser.add_argument(
-        "--days", type=int, default=365, help="validity (default: %(default)s)"
-    )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--add", action="store_true", help="add hosts to DIR's authority")
-    how.add_argument("--replace", action="store_true", help="replace DIR's authority")
-    options = parser.parse_args(arguments)
-    from diloco_jax.wire.certificates import add_names, make_certificates
+    """`diloco certs DIR --hosts NAME... [--add]`."""
+    from diloco_jax.wire import certs_command
 
-    if options.add:
-        add_names(options.folder, options.hosts, options.days)
-    else:
-        make_certificates(
-            options.folder, options.hosts, options.days, replace=options.replace
-        )
-    print(
-        f"certificates in {options.folder}: give it to every process as "
-        f"--certificates, without ca.key",
-        file=sys.stderr,
-    )
-    return 0
+    return certs_command.certs_command(arguments)
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
@@ -370,12 +346,6 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "certificates for mutual TLS",
     ),
 }
-
-
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog=f"diloco {command}", description=description, allow_abbrev=False
-    )
 
 
 def _help() -> str:

@@ -13,7 +13,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff format --check .
 ruff check .
 mypy diloco_jax
-chosen="not slow and not tpu_compile"
+chosen="not slow"
 [ $# -eq 0 ] || exec pytest -m "$chosen" "$@"
 pytest -m "$chosen and not dist" --numprocesses auto \
   --maxprocesses 4 --dist loadfile

@@ -102,6 +102,7 @@ def test_the_kernel_sees_whole_groups_of_heads_on_every_device(found):
 def test_on_tpus_takes_and_adoptions_are_local(topology):
     # The cache cannot read compilations for absent devices again.
     cache = {"JAX_ENABLE_COMPILATION_CACHE": "false", "TPU_SKIP_MDS_QUERY": "1"}
+    cache["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     found = run("compile", topology, timeout_s=280, **cache)
     assert len(found) == 2
     for result in found.values():

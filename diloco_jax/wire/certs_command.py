@@ -1,0 +1,47 @@
+"""`diloco certs DIR --hosts NAME... [--add]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def certs_command(arguments: Sequence[str]) -> int:
+    """Makes a run's authority and certificates, or adds to them."""
+    parser = argparse.ArgumentParser(
+        prog="diloco certs",
+        description="Makes a run's authority and certificates (mutual TLS).",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument(
+        "--hosts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names and addresses at which islands reach the coordinator, besides "
+        "localhost",
+    )
+    parser.add_argument(
+        "--days", type=int, default=365, help="validity (default: %(default)s)"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--add", action="store_true", help="add hosts to DIR's authority")
+    how.add_argument("--replace", action="store_true", help="replace DIR's authority")
+    options = parser.parse_args(arguments)
+    from diloco_jax.wire.certificates import add_names, make_certificates
+
+    if options.add:
+        add_names(options.folder, options.hosts, options.days)
+    else:
+        make_certificates(
+            options.folder, options.hosts, options.days, replace=options.replace
+        )
+    print(
+        f"certificates in {options.folder}: give it to every process as "
+        f"--certificates, without ca.key",
+        file=sys.stderr,
+    )
+    return 0
