@@ -22,3 +22,16 @@ def test_libtpu_is_told_to_overlap_unless_the_user_says_otherwise():
     assert flags == [flag, "--xla_other=1", *LIBTPU_FLAGS[1:]]
     prepare_environment(1, environment)
     assert environment["LIBTPU_INIT_ARGS"].split() == flags
+
+
+def test_the_environment_is_set_once():
+    environment = {"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=2"}
+    prepare_environment(4, environment)
+    prepare_environment(4, environment)
+    flags = "--a=1 --xla_force_host_platform_device_count=4"
+    assert environment["XLA_FLAGS"] == flags
+    assert environment["NPROC"] == "16"
+    prepare_environment(2, environment := {"NPROC": "32"})
+    assert environment["NPROC"] == "32"
+    prepare_environment(1, environment := {})
+    assert "NPROC" not in environment

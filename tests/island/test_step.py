@@ -12,7 +12,6 @@ from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.core.inner import make_inner
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.environment import prepare_environment
 from diloco_jax.island.mesh import make_mesh
 from diloco_jax.island.step import Trainer, TrainState
 from diloco_jax.models import transformer
@@ -146,20 +145,6 @@ def test_moments_lie_as_their_parameters():
 def assert_alike(moment, leaf, dtype):
     assert (moment.shape, moment.sharding) == (leaf.shape, leaf.sharding)
     assert moment.dtype == dtype
-
-
-def test_the_environment_is_set_once():
-    environment = {"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=2"}
-    prepare_environment(4, environment)
-    prepare_environment(4, environment)
-    assert environment == {
-        "XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=4",
-        "NPROC": "16",
-    }
-    prepare_environment(2, environment := {"NPROC": "32"})
-    assert environment["NPROC"] == "32"
-    prepare_environment(1, environment := {})
-    assert "NPROC" not in environment
 
 
 def test_thirty_steps_on_real_text_learn():
