@@ -30,6 +30,7 @@ STEP_SECONDS, TRAINING_SECONDS = 0.25, 35
 TIMEOUT_S = 240
 GAP_MEDIANS_MAX, STALLED_MAX = 3.0, 0.05
 BATCH, SEQUENCE = 2, 32
+KILL_AFTER_MERGES = 44
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +40,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder) -> support.Run:
-    """Done; island b was killed after 16 steps, and the coordinator after 44 merges,
-    when b is back."""
+    """Done; island b was killed after 16 steps, and the coordinator once it is back."""
     (folder / "text").mkdir()
     numbers = np.random.default_rng(0)
     for index in range(20):
@@ -60,7 +60,7 @@ def run(folder) -> support.Run:
         ),
         islands={"a": island, "b": island},
         placement=Placement(
-            faults=("b@16:kill", "coordinator@44:kill"),
+            faults=("b@16:kill", f"coordinator@{KILL_AFTER_MERGES}:kill"),
             snapshot_every_s=4.0,
             checkpoint_every_s=3.0,
         ),
@@ -134,7 +134,9 @@ def test_the_killed_island_goes_on_with_its_moments(run):
 
 def test_replay_gives_the_bits_of_every_merge(run, workdir):
     (recovered,) = (r for r in run.tape if r["kind"] == "recovered")
-    assert 0 < recovered["snapshot_merges"] < 20, "both halves of a recovery"
+    assert 0 < recovered["snapshot_merges"] < KILL_AFTER_MERGES, (
+        "both halves of a recovery"
+    )
     code, printed, errors = replay(workdir, "--json")
     assert code == 0, errors
     outcome = json.loads(printed)
