@@ -4,7 +4,7 @@ Purpose: see one model trained by a v6e slice and two v5p slices that differ in 
 size and speed, and what it costs when one of them dies in mid-run.
 Cost: at the given step times 250 s of training on two CPU cores, after compilation;
 nothing is downloaded (the text is the Python standard library's own sources).
-Expected: validation loss about 1.42 nats per byte; the killed island merges again
+Expected: validation loss about 1.41 nats per byte; the killed island merges again
 within a cycle of its return, the others do not notice (docs/results/quickstart.md).
 Command: `diloco run configs/quickstart.py` (or `bash launch/local.sh`); with
 `--baseline` it is compared with plain training on as many tokens.
