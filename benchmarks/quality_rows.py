@@ -261,7 +261,9 @@ def _schedule(size: Size) -> Iterator[Row]:
 def _trouble(size: Size) -> Iterator[Row]:
     for plain in (True, False):
         config = _config(size)
-        inner = InnerConfig(optimizer="muon", learning_rate=2e-3)
+        # The best of the quickstart's sweeps (docs/results/quickstart.md).
+        rate = 8e-3 if plain else 6e-3
+        inner = InnerConfig(optimizer="muon", learning_rate=rate)
         run = dataclasses.replace(config.run, inner=inner)
         yield Row(
             name=f"Muon inside{', data-parallel' if plain else ''}",
