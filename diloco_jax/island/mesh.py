@@ -12,6 +12,7 @@ adoptions gather such a piece along that mesh axis.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -64,8 +65,8 @@ def make_mesh(
 
 
 def layout(mesh: Mesh) -> Layout:
-    """Where the activations of a model on this mesh lie."""
-    return Layout(mesh, IN_USE)
+    """Where a model's activations and weights lie on this mesh."""
+    return Layout(mesh, IN_USE, functools.partial(param_spec, mesh.shape))
 
 
 def param_shardings(

@@ -1,15 +1,15 @@
-"""How activations, and weights in use, lie on a mesh: what a model may ask of it.
+"""How activations and weights lie on a mesh: what a model may ask of it.
 
 A model names the axes of its arrays, the island's rules turn names into mesh axes.
 Without constraints the partitioner is free to gather activations where gathering the
-weights is cheaper.
+weights is cheaper, and to leave a weight's gradient whole on every device.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -25,12 +25,16 @@ class Layout:
 
     mesh: Mesh
     rules: Mapping[str, tuple[str, ...]]
+    """Of activations, and of weights in use."""
+    at_rest: Callable[[Names, tuple[int, ...]], PartitionSpec]
+    """How a weight of these names and this shape lies between its uses."""
 
     @classmethod
     def of_one_device(cls) -> Layout:
         """The default device alone."""
         devices = np.array(jax.devices()[:1], dtype=object)
-        return cls(Mesh(devices, ("data",), axis_types=(AxisType.Auto,)), {})
+        mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+        return cls(mesh, {}, lambda names, shape: PartitionSpec())  # type: ignore[no-untyped-call]
 
     @property
     def platform(self) -> str:
@@ -51,9 +55,30 @@ class Layout:
 
     def constrain(self, x: jax.Array, names: Names) -> jax.Array:
         """x, cut as `spec` says."""
+        return x if self.mesh.size == 1 else self._cut_by(x, self.spec(names, x.shape))
+
+    def gather(self, weight: jax.Array, names: Names) -> jax.Array:
+        """A weight as it is used, cut as `spec` says, from what its devices hold.
+
+        Its gradient is cut as it rests: a device gets the sum of the part that it
+        holds. The gradient of `constrain` would be summed whole on every device."""
         if self.mesh.size == 1:
-            return x
-        sharding = NamedSharding(self.mesh, self.spec(names, x.shape))
+            return weight
+        rest = self.at_rest(names, weight.shape)
+
+        @jax.custom_vjp
+        def gathered(weight: jax.Array) -> jax.Array:
+            return self.constrain(weight, names)
+
+        gathered.defvjp(
+            lambda weight: (self.constrain(weight, names), None),
+            lambda _, gradient: (self._cut_by(gradient, rest),),
+        )
+        used: jax.Array = gathered(weight)
+        return used
+
+    def _cut_by(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        sharding = NamedSharding(self.mesh, spec)
         cut: jax.Array = jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]
         return cut
 

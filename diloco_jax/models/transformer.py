@@ -83,23 +83,22 @@ def build(
     tensors = _tensors(config)
     axes = jax.tree.map(lambda t: t.axes, tensors, is_leaf=_is_tensor)
 
-    def in_use(weights: Any, names: Any) -> Any:
-        """Gathered, apart from what the layout cuts; of one layer if stacked."""
-        return jax.tree.map(
-            lambda w, n: layout.constrain(w, n[-w.ndim :]), weights, names
-        )
+    def of_layer(weights: Any, names: Any) -> Any:
+        """One layer's weights, gathered apart from what the layout cuts."""
+        return jax.tree.map(lambda w, n: layout.gather(w, n[1:]), weights, names)
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         inputs, targets, weights = split_batch(batch)
         params = jax.tree.map(lambda p: p.astype(dtype), params)
-        embedding = in_use(params["embedding"], axes["embedding"])
+        # `gather` would sum the gradient of the table once for each chunk of logits.
+        embedding = layout.constrain(params["embedding"], axes["embedding"])
         x = layout.constrain(embedding[inputs], STREAM)
         x = run_layers(params["layers"], x)
         x = rms_norm(x, params["norm"])
         if config.tied_embeddings:
             table = embedding.T
         else:
-            table = in_use(params["unembedding"], axes["unembedding"])
+            table = layout.constrain(params["unembedding"], axes["unembedding"])
         losses = token_losses(x, table, targets, loss_chunk, layout)
         return weighted_loss(losses, weights)
 
@@ -108,7 +107,7 @@ def build(
         turns = rotations(x.shape[1], config.head_dim, config.rope_base)
 
         def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
-            module = nnx.merge(graph, nnx.State(in_use(weights, axes["layers"])))
+            module = nnx.merge(graph, nnx.State(of_layer(weights, axes["layers"])))
             x = module(x, turns, attend, layout.constrain)
             return layout.constrain(x, STREAM), None
 
