@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -17,10 +18,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from diloco_jax.config import Config, ConfigError, suggest
+from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_REFUSED
 
 T = TypeVar("T")
-
-EXIT_FAILED, EXIT_CONFIG, EXIT_REFUSED = 1, 2, 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,6 +73,10 @@ class RunOptions:
 
 def run_command(arguments: Sequence[str]) -> int:
     """`diloco run CONFIG`: coordinator and all islands on this machine."""
+    from diloco_jax.cluster.commands import island_environment
+
+    # Before anything imports jax: the baseline trains here, on what islands train on.
+    os.environ["JAX_PLATFORMS"] = island_environment()["JAX_PLATFORMS"]
     from diloco_jax.cluster.resume import with_config
 
     arguments = with_config(arguments)

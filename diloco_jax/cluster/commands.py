@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 DILOCO = (sys.executable, "-m", "diloco_jax.cli")
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""For what computes on the CPU: XLA allocates its temporaries anew at every call, and
+page faults cost more than the arithmetic of a merge, and a third of a step."""
 
 
 def coordinator_command(workdir: Path, bind: str, how: str) -> list[str]:
@@ -46,12 +49,7 @@ def eval_command(workdir: Path) -> list[str]:
 
 def coordinator_environment() -> dict[str, str]:
     """What is added to this process's environment for the coordinator."""
-    return {
-        **_compilation_cache(),
-        "JAX_PLATFORMS": "cpu",
-        # Page faults cost more than the arithmetic of a merge.
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    }
+    return {**_compilation_cache(), **HUGE_PAGES, "JAX_PLATFORMS": "cpu"}
 
 
 def island_environment() -> dict[str, str]:
@@ -60,7 +58,7 @@ def island_environment() -> dict[str, str]:
     Islands on one machine compute on its CPU, unless JAX_PLATFORMS says otherwise.
     """
     platforms = os.environ.get("JAX_PLATFORMS") or "cpu"
-    return {**_compilation_cache(), "JAX_PLATFORMS": platforms}
+    return {**_compilation_cache(), **HUGE_PAGES, "JAX_PLATFORMS": platforms}
 
 
 def _compilation_cache() -> dict[str, str]:

@@ -7,8 +7,7 @@ A child leads a process group and a session of its own, so that Ctrl-C reaches t
 launcher alone. On Linux the kernel kills it when the launcher dies, however that
 happens. Its standard output and error are appended to one log.
 
-Exit codes: 0 the child is done; 3 the peer refused it, 2 its arguments or config are
-wrong: neither is cured by another attempt; anything else is a crash.
+What ends a child for good is in `exit_codes`; any other exit is a crash.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_REFUSED
+
 logger = logging.getLogger(__name__)
 
 State = Literal["running", "restarting", "done", "refused", "failed", "stopped"]
 
-EXIT_CONFIG, EXIT_REFUSED = 2, 3
 POLL_S = 0.05
 TAIL_BYTES = 8192
 GUARD = Path(__file__).with_name("guard.py")

@@ -28,6 +28,7 @@ from diloco_jax.cluster.resume import (
 from diloco_jax.cluster.status import status_client
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import parse_faults
 from diloco_jax.loading import read_config_json, resolve, write_config_json, write_json
 from diloco_jax.observability.report import closing_report, comparison
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 1.0
 LOOP_S = 0.2
-EXIT_DONE, EXIT_FAILED = 0, 1
 ROLES: tuple[Role, ...] = ("coordinator", "island")
 # Any of these means that a workdir belongs to a run.
 RUN_FILES = ("config.json", "tape.jsonl", "summary.json", "attempts.json")
@@ -90,7 +90,7 @@ def _run(
             if resume and finished(workdir):
                 # It only had to end: its islands were refused, or not started.
                 code = EXIT_DONE
-        summary = _read_summary(workdir)
+        summary = workdirs.read_summary(workdir)
         if code == EXIT_DONE and summary and "eval_loss" not in summary:
             code = _evaluate(config, workdir, summary, console, interrupt)
     if not summary:
@@ -246,7 +246,7 @@ def _exit_code(cluster: Cluster, console: Console) -> int:
     ):
         return EXIT_DONE
     refused = all(island.state == "refused" for island in cluster.islands.values())
-    return 3 if refused else EXIT_FAILED
+    return EXIT_REFUSED if refused else EXIT_FAILED
 
 
 def _evaluate(
@@ -306,14 +306,6 @@ def _baseline_lines(console: Console) -> Callable[[int, int, float], None]:
             )
 
     return report
-
-
-def _read_summary(workdir: Path) -> dict[str, Any]:
-    try:
-        summary: dict[str, Any] = json.loads((workdir / "summary.json").read_bytes())
-    except FileNotFoundError:
-        return {}
-    return summary
 
 
 def _describe(workdir: Path) -> str:

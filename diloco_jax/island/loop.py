@@ -16,20 +16,13 @@ from typing import Any
 from diloco_jax.config import Config
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import Faults
 from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.decisions import Decisions
 from diloco_jax.island.evaluate import Evaluator
-from diloco_jax.island.mailbox import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_REFUSED,
-    Ending,
-    Inbox,
-    Mailbox,
-    Status,
-)
+from diloco_jax.island.mailbox import Ending, Inbox, Mailbox, Status
 from diloco_jax.island.pace import Pace
 from diloco_jax.island.replica import Replica
 from diloco_jax.island.timing import Timing
@@ -149,6 +142,7 @@ class Loop:
             self.replica.trees(),
             steps=self._step,
             versions=self.boundary.books.versions(),
+            outstanding=[take.fragment for take in self.boundary.books.outstanding()],
             sequences=self.data.consumed,
             final=final,
         )

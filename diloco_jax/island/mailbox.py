@@ -23,8 +23,6 @@ MAX_CHAIN = 8
 """Publishes of one fragment that may wait for the loop."""
 MAX_RECORDS_PER_REPORT = 1000
 
-EXIT_DONE, EXIT_FAILED, EXIT_REFUSED = 0, 1, 3
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrival:

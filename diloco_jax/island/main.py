@@ -21,6 +21,7 @@ import msgspec
 
 from diloco_jax import environment
 from diloco_jax.config import Config, ConfigError, shared_fields
+from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import parse_faults
 from diloco_jax.island.decisions import Decisions, LiveDecisions
 from diloco_jax.island.environment import prepare_environment
@@ -39,22 +40,13 @@ from diloco_jax.island.identity import Identity
 from diloco_jax.island.inbound import Targets
 from diloco_jax.island.link import Link
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_REFUSED,
-    Arrival,
-    Ending,
-    Status,
-)
+from diloco_jax.island.mailbox import Arrival, Ending, Status
 from diloco_jax.island.preemption import Preemption
 from diloco_jax.island.receiver import Receiver
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
 from diloco_jax.wire.messages import Hello, Welcome
 
 logger = logging.getLogger(__name__)
-
-EXIT_BAD_CONFIG = 2
 
 
 def run(
@@ -86,7 +78,7 @@ def run(
             )
     except (ConfigError, SecurityError) as error:
         logger.error("island %s cannot start: %s", name, error)
-        return EXIT_BAD_CONFIG
+        return EXIT_CONFIG
     except HostsError as error:
         logger.error("island %s cannot start: %s", name, error)
         return EXIT_FAILED
@@ -103,7 +95,7 @@ def run(
             island.start()
             ending = island.run()
         except (ConfigError, SecurityError) as error:
-            ending = Ending(EXIT_BAD_CONFIG, str(error))
+            ending = Ending(EXIT_CONFIG, str(error))
         except Refused as refused:
             ending = Ending(EXIT_REFUSED, f"{refused.message} ({refused.code})")
         except (WireError, HostsError, TimeoutError) as error:

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.island.fetcher import Fetcher
 from diloco_jax.island.following import Order, Orders
-from diloco_jax.island.mailbox import EXIT_FAILED, Arrival, Mailbox
+from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.policy.events import Version
 from diloco_jax.wire.errors import Refused, VersionGone, WireError
 

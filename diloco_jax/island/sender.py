@@ -17,8 +17,9 @@ import numpy as np
 
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.island.identity import Identity
-from diloco_jax.island.mailbox import EXIT_FAILED, Mailbox
+from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.placing import held
 from diloco_jax.wire.errors import Refused, WireError
 from diloco_jax.wire.messages import UploadStart

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco_jax.config import ConfigError
+from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.simulation.replay_tape import read_recording
-
-EXIT_SAME, EXIT_DIFFERS = 0, 1
 
 
 def replay_command(arguments: Sequence[str]) -> int:
@@ -39,7 +38,7 @@ def replay_command(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(dataclasses.asdict(outcome)))
     print(outcome, file=sys.stderr)
-    return EXIT_SAME if outcome.identical else EXIT_DIFFERS
+    return EXIT_DONE if outcome.identical else EXIT_FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
