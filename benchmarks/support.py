@@ -111,12 +111,10 @@ def run_in(config: Config, folder: Path, timeout_s: float) -> Run:
 
 def fragment_sizes(config: Config) -> tuple[int, ...]:
     """Number of parameters of each fragment."""
-    from diloco_jax.core.fragments import plan_fragments
     from diloco_jax.models import transformer
+    from diloco_jax.models.plan import build_plan
 
-    model = transformer.build(config.run.model)
-    fragments = config.run.sync.fragments
-    return plan_fragments(model.shapes(), model.axes, fragments).sizes
+    return build_plan(config.run, transformer.build(config.run.model)).sizes
 
 
 @dataclasses.dataclass(frozen=True)

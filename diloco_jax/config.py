@@ -22,6 +22,7 @@ CodecName = Literal["f32", "bf16", "int8", "int4"]
 Weighting = Literal["tokens", "tokens_times_rate", "uniform"]
 MergeRule = Literal["rda", "mean"]
 AdoptRule = Literal["rebase", "overwrite", "blend"]
+FragmentBy = Literal["size", "layer", "tensor"]
 AnchorMemory = Literal["device", "pinned_host"]
 
 # A field with this metadata is local to a machine and outside the fingerprint.
@@ -101,6 +102,9 @@ class SyncConfig:
     """H: inner steps of the pacing island between two merges of one fragment."""
     fragments: int = 24
     """P."""
+    fragment_by: FragmentBy = "size"
+    """What goes into a fragment by itself, so that all are about equally large: a
+    tensor of one layer, a whole layer, or a tensor with all its layers."""
     overlap_steps: int = 2
     """tau: steps an island may do between its take and the adoption."""
     quorum: int = 1
@@ -209,8 +213,8 @@ class Placement:
     compile_budget_s: float = 600.0
     """Longest time that an island may report "compiling"."""
     notice_s: float = 0.0
-    """Seconds that an island has, once its machine is to be taken away, to have what
-    it sent merged and to say goodbye. Above 0, the notice is SIGTERM or the cloud's
+    """Seconds that an island has, once its machine is to be taken away, to send what it
+    took and to say goodbye. Above 0, the notice is SIGTERM or the cloud's
     metadata server, and ends the island with exit code 1, to be started again."""
     merge_buffer_bytes: int = 4 << 30
     """Bound on the encoded deltas that the coordinator holds."""

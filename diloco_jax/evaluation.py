@@ -10,10 +10,11 @@ from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.core.fragments import Params, from_pieces
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.validation import ValidationBatches
-from diloco_jax.island.build import build_plan, build_trainer
+from diloco_jax.island.build import build_trainer
 from diloco_jax.island.evaluate import Evaluation, evaluate_all
 from diloco_jax.island.step import Trainer
 from diloco_jax.models.model import Model
+from diloco_jax.models.plan import build_plan
 
 BATCH_SIZE = 32
 

@@ -10,10 +10,10 @@ import numpy as np
 from diloco_jax.config import Config
 from diloco_jax.coordinator.store import outer_settings
 from diloco_jax.core import round as oracle
-from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.step import TrainState
+from diloco_jax.models.plan import build_plan
 from diloco_jax.simulation.bodies import trainer_of
 
 
@@ -52,7 +52,7 @@ def expected_history(
                 name, carry, step, island.batch_size * run.sequence_length
             )
         )
-    plan = plan_fragments(model.shapes(), model.axes, run.sync.fragments)
+    plan = build_plan(run, model)
     sync = run.sync
     settings = oracle.RoundSettings(
         steps_per_cycle=sync.steps_per_cycle,

@@ -17,7 +17,7 @@ from typing import Any
 
 from diloco_jax.coordinator import outbox
 from diloco_jax.coordinator.durable import RecordLog
-from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.coordinator.inbox import DeltaKey, Inbox, left_behind
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.faults import Faults
@@ -109,7 +109,7 @@ class Engine:
         Raises what went wrong in a merge or while carrying out an effect: the process
         must end then, and start again from what is durable.
         """
-        self._merger.submit(self._store.warm_up).add_done_callback(self._check)
+        self._merger.submit(self._store.warm_up).add_done_callback(self._compiled)
         try:
             while not self._stopping:
                 self._turn()
@@ -212,7 +212,9 @@ class Engine:
         self._log.append(record, payload)
         self.note(record)
         if record["kind"] == "joined":
-            self._inbox.drop_island(record["island"], record["incarnation"])
+            self._inbox.drop_island(
+                record["island"], record["incarnation"], left_behind(self.state)
+            )
         if record["kind"] == "merged":
             self._merges += 1
             self._faults.fire(self._merges)
@@ -263,6 +265,10 @@ class Engine:
             self.post(event, keep)
 
         future.add_done_callback(done)
+
+    def _compiled(self, future: Future[None]) -> None:
+        if self._check(future):
+            self.post(None, lambda: self.note({"kind": "compiled"}))
 
     def _check(self, future: Future[Any]) -> bool:
         """Whether work on the merge thread succeeded; a failure ends `run`."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.core.payload import Coverage, Part, PayloadLayout
+from diloco_jax.policy.state import State
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
 from diloco_jax.wire.messages import UploadStart
 
@@ -29,6 +30,15 @@ class DeltaKey(NamedTuple):
     incarnation: int
     fragment: int
     tick: int
+
+
+def left_behind(state: State) -> set[DeltaKey]:
+    """Deltas that stay although their islands said goodbye."""
+    return {
+        DeltaKey(delta.island, delta.incarnation, fragment.index, delta.tick)
+        for fragment in state.fragments
+        for delta in fragment.left_behind
+    }
 
 
 class _Arriving:
@@ -153,13 +163,14 @@ class Inbox:
         with self._lock:
             self._deltas.pop(key, None)
 
-    def drop_island(self, island: str, before: int) -> None:
-        """Frees what incarnations of an island below `before` sent."""
+    def drop_island(
+        self, island: str, before: int, kept: Collection[DeltaKey] = ()
+    ) -> None:
+        """Frees what incarnations of an island below `before` sent, but for `kept`."""
         with self._lock:
-            for key in [
-                k for k in self._deltas if k.island == island and k.incarnation < before
-            ]:
-                del self._deltas[key]
+            for key in [k for k in self._deltas if k.island == island]:
+                if key.incarnation < before and key not in kept:
+                    del self._deltas[key]
 
 
 def _key(start: UploadStart) -> DeltaKey:

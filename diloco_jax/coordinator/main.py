@@ -19,9 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-# The coordinator computes on the CPU, whatever the machine has.
-os.environ["JAX_PLATFORMS"] = "cpu"
-
 import jax
 import jax.numpy as jnp
 
@@ -37,10 +34,9 @@ from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.coordinator.store import Store
-from diloco_jax.core.fragments import FragmentPlan, plan_fragments
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import COORDINATOR, parse_faults
-from diloco_jax.models.model import Model
+from diloco_jax.models.plan import build_plan
 from diloco_jax.models.transformer import build
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, not_on_tape
@@ -73,6 +69,9 @@ def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> i
         cannot be bound, snapshots that cannot be written, a coordinator that is there
         already.
     """
+    # Whatever the machine has: its TPUs are an island's. In time although a config may
+    # have imported jax, which reads JAX_PLATFORMS then.
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     coordinator = Coordinator(config, workdir, init=init, resume=resume)
     try:
         coordinator.start()
@@ -106,6 +105,8 @@ class Coordinator:
         self._folder = checkpoint.snapshots_folder(placement, workdir)
         if placement.checkpoints:
             checkpoint.require_access(self._folder)
+        self._model = build(config.run.model)
+        self._plan = build_plan(config.run, self._model)
         found = workdirs.begin_run if init else workdirs.find_run
         self._facts = found(config, workdir)
         self._deadlines = Deadlines(config.placement.time_budget_s)
@@ -121,11 +122,8 @@ class Coordinator:
         lock = workdirs.held(workdir / "coordinator.lock", "a coordinator")
         self._open.enter_context(lock)
         compilation.use_cache(workdir)
-        model = build(run.model)
-        shapes = jax.eval_shape(model.init, jax.random.key(0))
-        plan = plan_fragments(shapes, model.axes, run.sync.fragments)
         self.policy_config = policy_config(
-            run, placement, self._facts.run_id, plan.sizes
+            run, placement, self._facts.run_id, self._plan.sizes
         )
         self._snapshots = Snapshots(self._folder, placement, run, self._facts.run_id)
         self._open.callback(self._snapshots.close)
@@ -138,10 +136,7 @@ class Coordinator:
             )
         self._tape = Tape(workdir / "tape.jsonl")
         self._open.callback(self._tape.close)
-        if found is None:
-            state = self._initialise(model, plan)
-        else:
-            state = self._recover(plan, shapes, found)
+        state = self._initialise() if found is None else self._recover(found)
         self._metrics = Metrics(workdir)
         self._open.callback(self._metrics.close)
         self._roster = Roster(workdir / "roster.msgpack")
@@ -220,12 +215,12 @@ class Coordinator:
         """Ends service and closes the files; also after a start that failed."""
         self._open.close()
 
-    def _initialise(self, model: Model, plan: FragmentPlan) -> policy_state.State:
+    def _initialise(self) -> policy_state.State:
         """A new run: draws the parameters, and makes them durable before anyone
         can ask for them."""
-        seed = self._config.run.seed
-        params = jax.jit(model.init)(jax.random.key(seed))
-        self.store = Store(self._config.run, plan, params, self._deadlines.pin_s)
+        run, plan = self._config.run, self._plan
+        params = jax.jit(self._model.init)(jax.random.key(run.seed))
+        self.store = Store(run, plan, params, self._deadlines.pin_s)
         state = policy_state.initial(self.policy_config)
         # First, since a run with a snapshot goes on after a crash.
         self._tape.append(
@@ -242,10 +237,9 @@ class Coordinator:
         self._save(self._log.rotate(), state, self.store.arrays())
         return state
 
-    def _recover(
-        self, plan: FragmentPlan, shapes: Any, found: int
-    ) -> policy_state.State:
+    def _recover(self, found: int) -> policy_state.State:
         """The run goes on: the newest snapshot, and the log after it."""
+        shapes, plan = self._model.shapes(), self._plan
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         self.store = Store(self._config.run, plan, zeros, self._deadlines.pin_s)
         arrays, snapshot = self._snapshots.load(found, self.store.arrays())

@@ -1,9 +1,9 @@
 """Which parts of the parameters are merged together.
 
 A *piece* is one tensor, or one layer of a stacked tensor. A *fragment* is a set of
-pieces that is merged at the same tick. Fragments are balanced by size alone: which
-tensors share a fragment does not matter for quality, peak bandwidth does (Decoupled
-DiLoCo, arXiv 2604.21428, "balanced tensor fragmentation").
+pieces that is merged at the same tick. Fragments are balanced by size, since peak
+bandwidth follows from the largest (Decoupled DiLoCo, arXiv 2604.21428, "balanced tensor
+fragmentation"); pieces of one layer or of one tensor may be kept together.
 
 Parameters are a nested dict of arrays. `P` is the number of fragments.
 """
@@ -14,8 +14,8 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ import numpy as np
 
 Params = dict[str, Any]
 """Nested dicts with string keys and arrays at the leaves."""
+
+FragmentBy = Literal["size", "layer", "tensor"]
+WAYS: tuple[FragmentBy, ...] = get_args(FragmentBy)
 
 LAYERS = "layers"
 VOCAB = "vocab"
@@ -67,7 +70,7 @@ class FragmentPlan:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of parameters of each fragment."""
-        return tuple(sum(p.size for p in fragment) for fragment in self.fragments)
+        return tuple(_size(fragment) for fragment in self.fragments)
 
     @property
     def total(self) -> int:
@@ -86,12 +89,17 @@ class FragmentPlan:
 
 
 def plan_fragments(
-    shapes: Mapping[str, Any], axes: Mapping[str, Any], num_fragments: int
+    shapes: Mapping[str, Any],
+    axes: Mapping[str, Any],
+    num_fragments: int,
+    by: FragmentBy = "size",
 ) -> FragmentPlan:
-    """Spreads all pieces over `num_fragments` fragments of about equal size.
+    """Deals all pieces out to `num_fragments` fragments of about equal size.
 
-    The largest piece goes first, each into the fragment with the fewest parameters
-    so far (ties: the lowest index; pieces of equal size: by path and layer).
+    The largest goes first, each to the fragment with the fewest parameters so far
+    (ties: the lowest index; what is equally large: by path and layer). So equal layers
+    go round the fragments in turn, the strided pattern of Streaming DiLoCo (arXiv
+    2501.18512); what larger tensors outside the layers unbalance, they even out.
 
     Args:
       shapes: nested dict; leaves are tuples of ints or have a `.shape`.
@@ -99,17 +107,24 @@ def plan_fragments(
         every axis. A leading "layers" makes one piece per layer; "vocab" anywhere
         marks an embedding.
       num_fragments: P.
+      by: what is dealt out. "size": each piece by itself. "layer": all pieces of a
+        layer (of one index, in every stack) together, tensors outside the layers each
+        by itself. "tensor": all layers of a tensor together.
 
     Raises:
-      ValueError: P is below 1 or above the number of pieces; shapes and axes do not
-        match; two pieces have one name.
+      ValueError: P is below 1 or above what there is to deal out; shapes and axes do
+        not match; two pieces have one name; `by` is unknown.
     """
-    pieces = sorted(_pieces(shapes, axes, ()), key=lambda p: (-p.size, p))
-    if not 1 <= num_fragments <= len(pieces):
+    pieces = sorted(_pieces(shapes, axes, ()))
+    dealt: dict[Hashable, list[Piece]] = {}
+    for piece in pieces:
+        dealt.setdefault(_kept_with(piece, by), []).append(piece)
+    if not 1 <= num_fragments <= len(dealt):
         raise ValueError(
-            f"num_fragments = {num_fragments}, but the parameters have "
-            f"{len(pieces)} pieces (tensors, stacked ones counted by layer); choose "
-            f"num_fragments between 1 and {len(pieces)}"
+            f"num_fragments = {num_fragments}, but by {by} the parameters make at most "
+            f"{len(dealt)} fragments of {len(pieces)} pieces (tensors, stacked ones "
+            f"counted by layer); choose num_fragments between 1 and {len(dealt)}"
+            f"{'' if by == 'size' else ', or deal them out by size'}"
         )
     names = {piece.name for piece in pieces}
     if len(names) < len(pieces):
@@ -119,10 +134,10 @@ def plan_fragments(
         )
     fragments: list[list[Piece]] = [[] for _ in range(num_fragments)]
     sizes = [0] * num_fragments
-    for piece in pieces:
+    for together in sorted(dealt.values(), key=lambda own: (-_size(own), own)):
         emptiest = sizes.index(min(sizes))
-        fragments[emptiest].append(piece)
-        sizes[emptiest] += piece.size
+        fragments[emptiest] += together
+        sizes[emptiest] += _size(together)
     return FragmentPlan(tuple(tuple(sorted(fragment)) for fragment in fragments))
 
 
@@ -187,6 +202,23 @@ def digest_arrays(arrays: Iterable[Any]) -> str:
     for array in arrays:
         sha.update(np.ascontiguousarray(array).data)
     return sha.hexdigest()
+
+
+def _kept_with(piece: Piece, by: FragmentBy) -> Hashable:
+    """Equal for pieces that share a fragment whatever their size."""
+    match by:
+        case "size":
+            return piece
+        case "layer":
+            return piece if piece.layer < 0 else piece.layer
+        case "tensor":
+            return piece.path
+        case _:
+            raise ValueError(f"by = {by!r}; choose from {', '.join(WAYS)}")
+
+
+def _size(pieces: Iterable[Piece]) -> int:
+    return sum(piece.size for piece in pieces)
 
 
 def _pieces(shapes: Any, axes: Any, path: tuple[str, ...]) -> Iterator[Piece]:

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from diloco_jax.config import IslandConfig, RunConfig
-from diloco_jax.core.fragments import FragmentPlan, plan_fragments
+from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.inner import make_inner
-from diloco_jax.island.checkpoints import Restored
 from diloco_jax.island.exchange import Exchange
 from diloco_jax.island.mesh import layout, make_mesh
-from diloco_jax.island.replica import Replica
+from diloco_jax.island.replica import Replica, Restored
 from diloco_jax.island.step import Trainer, TrainState
 from diloco_jax.models import transformer
 from diloco_jax.models.model import Model, Params
+from diloco_jax.models.plan import build_plan
 
 
 def build_trainer(
@@ -44,11 +44,6 @@ def build_trainer(
         clip_norm=run.inner.clip_norm,
     )
     return model, Trainer(model, inner, island, mesh)
-
-
-def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
-    """The run's fragments of the model."""
-    return plan_fragments(model.shapes(), model.axes, run.sync.fragments)
 
 
 def build_exchange(

@@ -5,8 +5,8 @@ residuals, and says where in data and versions the island was. A returned island
 its parameters and anchors from the coordinator all the same: the checkpoint's hold
 steps that may never have been merged, and would be nobody's if they were trained on.
 Moments carry no steps, so they are taken over as they are. A residual is what a merged
-take left unsaid; it is taken over where no merge came after it, and is zero elsewhere,
-since a later take has sent it already.
+take left unsaid; it is taken over where no take and no merge came after it, and is zero
+elsewhere, since a later take has sent it already.
 
 At a boundary the arrays are only copied, to host memory; a thread writes the copies.
 Every host of the island writes the shards that it holds, so all must reach the same
@@ -21,7 +21,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from etils.epath import Path as Folder
@@ -33,25 +33,11 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.exchange import Exchange
 from diloco_jax.island.hosts import Hosts, HostsError
 from diloco_jax.island.identity import Identity
+from diloco_jax.island.replica import Restored
 from diloco_jax.island.step import Trainer
 from diloco_jax.policy.events import Version
 
 logger = logging.getLogger(__name__)
-
-Residuals = dict[int, tuple[jax.Array, ...]]
-
-
-class Restored(NamedTuple):
-    """What a returned island begins with."""
-
-    incarnation: int
-    """That the checkpoint is of."""
-    steps: int
-    """Steps of that incarnation that its moments have seen."""
-    moments: Any
-    """The inner optimizer's state."""
-    residuals: Residuals
-    """By fragment and piece."""
 
 
 class Checkpoints:
@@ -145,9 +131,9 @@ class Checkpoints:
             for fragment, (saved, now) in enumerate(
                 zip(found["versions"], versions, strict=True)
             )
-            if Version(*saved) == now
+            if Version(*saved) == now and fragment not in found["outstanding"]
         ]
-        residuals: Residuals = {}
+        residuals: dict[int, tuple[jax.Array, ...]] = {}
         if kept and self._config.run.sync.error_feedback:
             saved = checkpoint.restore(
                 self._manager, self._number, "residuals", exchange.like_residuals()
@@ -186,13 +172,15 @@ class Checkpoints:
         *,
         steps: int,
         versions: Sequence[Version],
+        outstanding: Sequence[int],
         sequences: int,
         final: bool = False,
     ) -> None:
         """Has the state after so many steps written. Returns before anything is; what
         it was called with may be donated at once.
 
-        trees: see `Replica.trees`. sequences: of data that this incarnation has used.
+        trees: see `Replica.trees`. outstanding: fragments with a take that may still be
+        merged. sequences: of data that this incarnation has used.
         final: the incarnation ends with it, and `close` is to wait for it.
         """
         self._final = final
@@ -203,6 +191,7 @@ class Checkpoints:
             **self._whose,
             "steps": steps,
             "versions": [list(version) for version in versions],
+            "outstanding": list(outstanding),
             "sequences": sequences,
         }
         self._number += 1

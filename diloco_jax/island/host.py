@@ -19,7 +19,7 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import Faults
 from diloco_jax.island.books import Books
 from diloco_jax.island.boundary import Boundary
-from diloco_jax.island.build import build_exchange, build_plan, build_trainer, join
+from diloco_jax.island.build import build_exchange, build_trainer, join
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.decisions import Decisions
 from diloco_jax.island.evaluate import Evaluator
@@ -31,6 +31,7 @@ from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.island.sender import Sender
 from diloco_jax.island.step import TrainState
 from diloco_jax.island.timing import Timing
+from diloco_jax.models.plan import build_plan
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles
 

@@ -5,7 +5,7 @@ The only holder of the train state: a step and an adoption donate its arrays.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -63,3 +63,16 @@ class Replica:
 
     def _replace(self, params: Params) -> None:
         self._state = self._state._replace(params=params)
+
+
+class Restored(NamedTuple):
+    """What a returned island begins with, of a checkpoint."""
+
+    incarnation: int
+    """That the checkpoint is of."""
+    steps: int
+    """Steps of that incarnation that its moments have seen."""
+    moments: Any
+    """The inner optimizer's state."""
+    residuals: dict[int, tuple[jax.Array, ...]]
+    """By fragment and piece."""

@@ -36,8 +36,8 @@ class Model(NamedTuple):
     axes: Axes
 
     def shapes(self) -> Params:
-        """`jax.ShapeDtypeStruct` of every parameter, computed without memory."""
-        shapes: Params = jax.eval_shape(self.init, jax.random.key(0))
+        """`jax.ShapeDtypeStruct` of every parameter; nothing is compiled for it."""
+        shapes: Params = jax.eval_shape(lambda: self.init(jax.random.key(0)))
         return shapes
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,14 +32,15 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     for name, island in config.islands.items():
         chip_of(slice_of(name, island))
     require_libtpu()
-    # A machine's own TPUs are none of its business. Before anything imports jax.
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
     import msgspec
 
     from diloco_jax.planning.compiling import IslandPlan
     from diloco_jax.planning.report import fragments_of, plan_run
     from diloco_jax.planning.table import render
 
+    # A machine's own TPUs are none of its business.
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     fragments = fragments_of(config)
     console = Console(stderr=True)
     try:

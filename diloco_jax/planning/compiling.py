@@ -17,12 +17,13 @@ import jax
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
 from diloco_jax.core.fragments import FragmentPlan, Piece
-from diloco_jax.island.build import build_plan, build_trainer
+from diloco_jax.island.build import build_trainer
 from diloco_jax.island.kinds import Kind, kind_of
 from diloco_jax.island.step import Trainer, TrainState
 from diloco_jax.launch.fleet import Slice
 from diloco_jax.launch.order import slice_of
 from diloco_jax.loading import read_config
+from diloco_jax.models.plan import build_plan
 from diloco_jax.planning import hlo, memory, traffic
 from diloco_jax.planning.chips import chip_of
 from diloco_jax.planning.collectives import (

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from diloco_jax.config import Config, ConfigError
-from diloco_jax.core.fragments import FragmentPlan, plan_fragments
+from diloco_jax.config import Config
+from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.loading import resolve_outer
 from diloco_jax.models import transformer
+from diloco_jax.models.plan import build_plan
 from diloco_jax.planning.advice import advise
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.coordinator import (
@@ -40,12 +41,8 @@ class Plan:
 
 
 def fragments_of(config: Config) -> FragmentPlan:
-    """From shapes alone; ConfigError if the config asks for more than there are."""
-    model = transformer.build(config.run.model)
-    try:
-        return plan_fragments(model.shapes(), model.axes, config.run.sync.fragments)
-    except ValueError as error:
-        raise ConfigError(f"sync.fragments: {error}") from error
+    """Of the run's model; ConfigError if the config asks for more than there are."""
+    return build_plan(config.run, transformer.build(config.run.model))
 
 
 def plan_run(

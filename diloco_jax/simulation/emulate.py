@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,9 @@ from diloco_jax.data.windows import Windows
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.evaluation import BATCH_SIZE, as_json
 from diloco_jax.faults import COORDINATOR, parse_faults
-from diloco_jax.island.build import build_plan
 from diloco_jax.island.evaluate import Evaluator, evaluate_all
 from diloco_jax.loading import resolve, write_json
+from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.report import closing_report
 from diloco_jax.observability.terminal import Dashboard
 from diloco_jax.policy.events import Merge
@@ -219,7 +220,9 @@ class _Emulator:
 
     def _committed(self, merge: Merge, merged: Merged) -> None:
         now, tokens = self._clock.now, self._coordinator.state.progress_tokens
-        parts = {c.island: c.tokens for c in merge.contributions}
+        parts: Counter[str] = Counter()
+        for c in merge.contributions:
+            parts[c.island] += c.tokens
         self._merges.append(
             (
                 now,

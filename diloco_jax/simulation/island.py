@@ -285,9 +285,9 @@ class VirtualIsland:
         self._have = {f: fetched.version for f, fetched in self._joined.items()}
         self._joined = {}
         rule = self._run.sync.adopt
-        self.boundary = Boundary(
-            Books(versions, rule), self._body, self.positions, self, rule
-        )
+        books = Books(versions, rule)
+        books.begin()
+        self.boundary = Boundary(books, self._body, self.positions, self, rule)
         self._at_boundary()
         for fragment in range(fragments):
             self._fetch(fragment)

@@ -31,9 +31,9 @@ from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.windows import Windows
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.build import build_plan
 from diloco_jax.loading import write_config_json
 from diloco_jax.models import transformer
+from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.policy.events import FIRST_VERSION
 from diloco_jax.simulation.published import Published

@@ -19,12 +19,13 @@ import numpy as np
 
 from diloco_jax import compilation, environment
 from diloco_jax.config import RunConfig
-from diloco_jax.island.build import build_exchange, build_plan, build_trainer, join
-from diloco_jax.island.checkpoints import Restored
+from diloco_jax.island.build import build_exchange, build_trainer, join
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.placing import place
+from diloco_jax.island.replica import Restored
 from diloco_jax.island.step import Trainer
 from diloco_jax.models.model import Metrics, Model
+from diloco_jax.models.plan import build_plan
 from diloco_jax.simulation.recording import Who
 from diloco_jax.simulation.replay_pipe import (
     Adopt,

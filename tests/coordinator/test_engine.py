@@ -190,6 +190,15 @@ def test_what_is_told_was_durable_before(make_engine, island, tmp_path, monkeypa
     assert [r["digest"] for r in on_tape] == [merged.record["digest"]]
 
 
+def test_merges_wait_for_the_compiler_and_the_tape_tells_how_long(
+    make_engine, island, tmp_path
+):
+    make_engine(done=lambda: island.told(messages.Published)).run()
+    kinds = [record["kind"] for record in read_tape(tmp_path / "tape.jsonl")]
+    assert kinds.count("compiled") == 1
+    assert kinds.index("compiled") < kinds.index("merged")
+
+
 def test_a_merged_deltas_bytes_are_freed(make_engine, island):
     engine = make_engine(done=lambda: island.told(messages.Published))
     engine.run()

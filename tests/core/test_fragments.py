@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_jax.core.fragments import (
+    FragmentBy,
     FragmentPlan,
     digest_arrays,
     from_pieces,
@@ -56,6 +57,64 @@ def test_pieces_stand_in_the_order_of_path_and_layer() -> None:
     shapes, axes = {"w": (12, 4)}, {"w": ("layers", None)}
     (fragment,) = plan_fragments(shapes, axes, 1).fragments
     assert [piece.layer for piece in fragment] == list(range(12))
+
+
+@given(
+    layers=st.integers(1, 6),
+    stacked=st.lists(st.integers(1, 50), min_size=1, max_size=4),
+    outside=st.lists(st.integers(1, 200), max_size=3),
+    share=st.floats(0.01, 1),
+    by=st.sampled_from(["layer", "tensor"]),
+)
+def test_what_is_kept_together_is_in_one_fragment(
+    layers: int, stacked: list[int], outside: list[int], share: float, by: FragmentBy
+) -> None:
+    shapes = {f"s{i}": (layers, size) for i, size in enumerate(stacked)}
+    axes = dict.fromkeys(shapes, ("layers", None))
+    shapes |= {f"o{i}": (size,) for i, size in enumerate(outside)}
+    axes |= dict.fromkeys([f"o{i}" for i in range(len(outside))], (None,))
+    together = (
+        [sum(stacked)] * layers if by == "layer" else [layers * s for s in stacked]
+    )
+    dealt = [*together, *outside]
+    plan = plan_fragments(shapes, axes, max(1, int(len(dealt) * share)), by)
+    assert set(plan.pieces) == set(plan_fragments(shapes, axes, 1).pieces)
+    assert len(plan.pieces) == layers * len(stacked) + len(outside)
+    assert all(plan.fragments)
+    assert max(plan.sizes) - min(plan.sizes) <= max(dealt)
+    places = [
+        (p.layer if by == "layer" else p.path, number)
+        for number, fragment in enumerate(plan.fragments)
+        for p in fragment
+        if p.layer >= 0
+    ]
+    assert len(set(places)) == len(together)
+
+
+def test_layers_go_round_the_fragments() -> None:
+    shapes = {"wq": (8, 4, 4), "norm": (8, 4), "final_norm": (4,)}
+    stacked = {"wq": ("layers", None, None), "norm": ("layers", None)}
+    plan = plan_fragments(shapes, {**stacked, "final_norm": (None,)}, 3, "layer")
+    layers = [sorted({p.layer for p in own} - {-1}) for own in plan.fragments]
+    assert layers == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert "final_norm" in {p.name for p in plan.fragments[2]}, "the emptiest"
+
+
+@pytest.mark.parametrize(
+    ("by", "count", "most"), [("layer", 6, "5 fragments"), ("tensor", 5, "4 fragments")]
+)
+def test_more_fragments_than_there_is_to_deal_out(
+    by: FragmentBy, count: int, most: str
+) -> None:
+    plan_fragments(SHAPES, AXES, count - 1, by)
+    said = f"num_fragments = {count}, but by {by} .* {most} of 8 pieces.* by size"
+    with pytest.raises(ValueError, match=said):
+        plan_fragments(SHAPES, AXES, count, by)
+
+
+def test_an_unknown_way_is_refused() -> None:
+    with pytest.raises(ValueError, match="by = 'depth'; choose from size, layer, ten"):
+        plan_fragments(SHAPES, AXES, 2, "depth")  # type: ignore[arg-type]
 
 
 @given(

@@ -20,9 +20,10 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.core.fragments import get_piece
-from diloco_jax.island.build import build_exchange, build_plan, build_trainer, join
+from diloco_jax.island.build import build_exchange, build_trainer, join
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.identity import Identity
+from diloco_jax.models.plan import build_plan
 from diloco_jax.policy.events import Version
 
 PATIENCE_S = 60.0
@@ -85,11 +86,12 @@ class Life:
         self.replica = join(self.plan, self.trainer, self.exchange, anchors, restored)
         return restored
 
-    def save(self, steps, versions):
+    def save(self, steps, versions, outstanding=()):
         self.checkpoints.save(
             self.replica.trees(),
             steps=steps,
             versions=versions,
+            outstanding=outstanding,
             sequences=2 * steps,
             final=True,
         )
@@ -122,7 +124,7 @@ def first(config, parts, tmp_path, monkeypatch):
             life.replica.take(1)
             life.replica.settle(1)
         if step == 3:
-            life.save(3, [FIRST, FIRST])
+            life.save(3, [FIRST, FIRST], outstanding=[0])
             life.saved = {n: life.host(n) for n in ("params", "moments", "residuals")}
         life.replica.step(BATCH, 0.1)
     done.set()
@@ -153,17 +155,18 @@ def test_moments_come_back_and_parameters_are_the_coordinators(
     second.close()
 
 
-def test_a_residual_comes_back_unless_a_merge_came_after_it(
-    first, config, parts, tmp_path
+@pytest.mark.parametrize("merged_since", [False, True])
+def test_a_residual_comes_back_unless_a_take_or_a_merge_came_after_it(
+    first, config, parts, tmp_path, merged_since
 ):
     saved = first.saved["residuals"]
     assert all(any(np.any(piece) for piece in fragment) for fragment in saved)
     second = Life(config, parts, tmp_path, 2)
-    restored = second.join([FIRST, SECOND])
-    assert list(restored.residuals) == [0]
-    kept, fresh = second.host("residuals")
-    assert alike(kept, saved[0])
-    assert not any(np.any(piece) for piece in fresh)
+    restored = second.join([FIRST, SECOND if merged_since else FIRST])
+    assert list(restored.residuals) == ([] if merged_since else [1])
+    sent, settled = second.host("residuals")
+    assert not any(np.any(piece) for piece in sent), "the outstanding take has it"
+    assert alike(settled, saved[1]) != merged_since
     second.close()
 
 

@@ -4,13 +4,15 @@ import dataclasses
 import importlib.util
 import json
 
+import jax
 import plan_support
 import pytest
 from plan_support import CONFIG, GB, HBM
 
 from diloco_jax import cli
+from diloco_jax.config import ConfigError
 from diloco_jax.loading import write_config_json
-from diloco_jax.planning import command, processes
+from diloco_jax.planning import command, processes, report
 
 FLOPS = {"big": 16 * 918e12, "small": 4 * 459e12}
 
@@ -18,7 +20,6 @@ FLOPS = {"big": 16 * 918e12, "small": 4 * 459e12}
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
     """Plans a config with islands that a compiler is supposed to have seen."""
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
     def plan(config, *options, libtpu=True, **compiled):
         monkeypatch.setattr(
@@ -71,7 +72,23 @@ def test_more_fragments_than_pieces_are_refused_too(plan, capsys):
     run = dataclasses.replace(CONFIG.run, sync=sync)
     code, asked = plan(dataclasses.replace(CONFIG, run=run))
     assert (code, asked) == (2, [])
-    assert "num_fragments = 10000, but the parameters have" in capsys.readouterr().err
+    assert "sync.fragments = 10000" in capsys.readouterr().err
+
+
+def test_tpus_of_this_machine_are_left_alone(plan, monkeypatch):
+    before, platforms = jax.config.jax_platforms, []
+
+    def fragments_of(config):
+        platforms.append(jax.config.jax_platforms)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(report, "fragments_of", fragments_of)
+    jax.config.update("jax_platforms", "")
+    try:
+        assert plan(CONFIG) == (2, [])
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert platforms == ["cpu"]
 
 
 def test_without_libtpu_it_says_how_to_get_it(plan, capsys):
@@ -167,7 +184,6 @@ def test_a_config_error_of_the_compiler_is_one(monkeypatch, tmp_path, capsys):
     worker(monkeypatch, tmp_path, text)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: "here")
     write_config_json(CONFIG, tmp_path / "two.json")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert cli.main(["plan", str(tmp_path / "two.json")]) == 2
     assert "attention = 7" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import socket
 from collections.abc import Iterator
@@ -64,6 +65,14 @@ def test_another_address_needs_certificates_that_are_there(config, tmp_path):
     message = refused_start(missing, tmp_path / "run", init=True)
     assert f"{tmp_path / 'none' / 'ca.pem'} (No such file" in message
     assert "`diloco certs`" in message
+
+
+def test_more_fragments_than_the_model_has_are_refused(config, tmp_path):
+    sync = dataclasses.replace(config.run.sync, fragments=99, fragment_by="layer")
+    many = with_run(config, sync=sync)
+    message = refused_start(many, tmp_path / "run", init=True)
+    assert "sync.fragments = 99, sync.fragment_by = 'layer': " in message
+    assert re.search(r"choose num_fragments between 1 and \d+, or deal them", message)
 
 
 def test_an_empty_disk_is_not_initialised(config, tmp_path):

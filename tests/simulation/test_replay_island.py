@@ -14,9 +14,10 @@ from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.books import Books
 from diloco_jax.island.boundary import Boundary
-from diloco_jax.island.build import build_exchange, build_plan, build_trainer, join
+from diloco_jax.island.build import build_exchange, build_trainer, join
 from diloco_jax.island.mailbox import Arrival, Inbox
 from diloco_jax.island.pace import Pace
+from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.policy.events import Span, Version
 from diloco_jax.simulation.recording import Life, Who, Written

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,10 +71,10 @@ class Anchors:
         """See Merging."""
         self._deltas.pop(key, None)
 
-    def drop_island(self, island: str, before: int) -> None:
-        """Drops what incarnations of an island below `before` sent."""
+    def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
+        """Drops what incarnations of an island below `before` sent, but for `kept`."""
         for key in [k for k in self._deltas if k.island == island]:
-            if key.incarnation < before:
+            if key.incarnation < before and key not in kept:
                 del self._deltas[key]
 
     def compute(self, merge: Merge) -> str:

@@ -1,0 +1,21 @@
+"""The fragments of a run's model."""
+
+from __future__ import annotations
+
+from diloco_jax.config import ConfigError, RunConfig
+from diloco_jax.core.fragments import FragmentPlan, plan_fragments
+from diloco_jax.models.model import Model
+
+
+def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
+    """From shapes alone; ConfigError if the run asks for more than there are."""
+    sync = run.sync
+    try:
+        return plan_fragments(
+            model.shapes(), model.axes, sync.fragments, sync.fragment_by
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"sync.fragments = {sync.fragments}, sync.fragment_by = "
+            f"{sync.fragment_by!r}: {error}"
+        ) from error
