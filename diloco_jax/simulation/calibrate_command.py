@@ -105,6 +105,8 @@ def fitted(calibration: Calibration) -> Iterator[tuple[str, Fitted]]:
             yield f"{name}: {what}", by_island[name]
     yield "start after an end", calibration.restart_s
     yield "merge", calibration.merge_s
+    yield "coordinator's start, compiling included", calibration.compiled_s
+    yield "its compiling after a return", calibration.recompiled_s
     yield "coordinator's outage", calibration.outage_s
     yield "return to it", calibration.resume_s
 

@@ -105,6 +105,11 @@ class Calibration:
     restart_s: Fitted
     """From an island's end to its next hello, without `placement.restart_delay_s`."""
     merge_s: Fitted
+    """Of computing one."""
+    compiled_s: Fitted
+    """From the coordinator's start until it has compiled what merges need."""
+    recompiled_s: Fitted
+    """From its return, likewise."""
     outage_s: Fitted
     """Of a coordinator that is started again, likewise."""
     resume_s: Fitted
@@ -195,6 +200,8 @@ def calibrate(timeline: Timeline) -> Calibration:
         max(0.0, timeline.roster.members[name].last_seen - timeline.finished_at)
         for name in names
     ]
+    compiling = [c.at - timeline.begun_at for c in timeline.compiled if not c.again]
+    again = [c.at - c.up_at for c in timeline.compiled if c.again]
     summed_up_at = timeline.begun_at + timeline.summary["wall_seconds"]
     return Calibration(
         run=config.run,
@@ -207,7 +214,11 @@ def calibrate(timeline: Timeline) -> Calibration:
         join_s=_by_island(first, names, 0.0),
         rejoin_s=_by_island(later if any(later.values()) else first, names, 0.0),
         restart_s=of_samples([max(s, 0.0) for s in restarts or begins]),
-        merge_s=of_samples(timeline.merge_seconds or [0.0]),
+        merge_s=of_samples(_merges(timeline) or [0.0]),
+        compiled_s=of_samples([max(s, 0.0) for s in compiling or [0.0]]),
+        recompiled_s=of_samples(
+            again or [c.at - c.up_at for c in timeline.compiled] or [0.0]
+        ),
         outage_s=of_samples([max(s, 0.0) for s in outages or begins]),
         resume_s=of_samples(timeline.resumed_after_s or [0.0]),
         leaving_s=statistics.fmean(leaving),
@@ -273,6 +284,18 @@ def _round_trips(
     ]
 
 
+def _merges(timeline: Timeline) -> list[float]:
+    """What computing one took, compiling apart."""
+    return [
+        merge.seconds
+        for merge in timeline.merges
+        if merge.seconds is not None
+        and not any(
+            c.up_at <= merge.at - merge.seconds < c.at for c in timeline.compiled
+        )
+    ]
+
+
 def _half(round_trip: Fitted) -> Fitted:
     low, value, high = (
         max(seconds / 2, LEAST_LATENCY_S)
@@ -286,12 +309,13 @@ def _uploads(timeline: Timeline) -> dict[str, list[float]]:
     without its computation."""
     found: dict[str, list[float]] = {}
     lives = {(n, o.incarnation): o for n, own in timeline.lives.items() for o in own}
-    computing_s = statistics.median(timeline.merge_seconds or [0.0])
     for merge in timeline.merges:
         tick = timeline.ticks.get(merge.tick)
         answered = {island for island, _, number in merge.takes if number == merge.tick}
         if tick is None or not answered.issuperset(tick.asked):
             continue  # It closed by its grace window.
+        if merge.seconds is None:
+            continue
         told = []
         for island, incarnation, number in merge.takes:
             life = lives[island, incarnation]
@@ -300,7 +324,7 @@ def _uploads(timeline: Timeline) -> dict[str, list[float]]:
                 told.append((life.boundaries[step], island))
         if told:
             at, island = max(told)
-            waited_s = merge.at - at - computing_s
+            waited_s = merge.at - at - merge.seconds
             found.setdefault(island, []).append(max(waited_s, 0.0))
     return found
 

@@ -23,6 +23,8 @@ class MortalWorld(World):
     dies_at: merges that are the last thing a coordinator does; their records are in
       the log.
     down_s: until the next one is there. resume_s: from then until an island is back.
+    compiled_s, recompiled_s: until the first one, or the next one from when it is
+      there, has compiled what merges need; merges wait for it.
     """
 
     def __init__(
@@ -35,6 +37,8 @@ class MortalWorld(World):
         line_speeds: Mapping[str, LineSpeed],
         make_body: Callable[[str], Body],
         merge_seconds: float,
+        compiled_s: float,
+        recompiled_s: float,
         dies_at: Iterable[int],
         down_s: float,
         resume_s: float,
@@ -46,12 +50,13 @@ class MortalWorld(World):
             report_s=report_s,
             make_body=make_body,
             record=self._log_record,
-            merge_seconds=lambda merge: merge_seconds,
+            merge_seconds=self._merge_time,
         )
         self._config, self._merging = config, merging
         self._line_speeds, self._merge_seconds = line_speeds, merge_seconds
         self._dies_at = frozenset(dies_at)
         self._down_s, self._resume_s = down_s, resume_s
+        self._compiled_at, self._recompiled_s = compiled_s, recompiled_s
         self._log: list[dict[str, Any]] = []
         self._merges = 0
         self._away = False
@@ -80,6 +85,7 @@ class MortalWorld(World):
 
     def _recover(self) -> None:
         config, now = self._config, self.clock.now
+        self._compiled_at = now + self._recompiled_s
         self.coordinator = VirtualCoordinator(
             config,
             self.clock,
@@ -97,4 +103,4 @@ class MortalWorld(World):
                 self.connect(island)
 
     def _merge_time(self, merge: Merge) -> float:
-        return self._merge_seconds
+        return max(self._compiled_at - self.clock.now, 0.0) + self._merge_seconds

@@ -39,6 +39,8 @@ class Merged(NamedTuple):
     version: Version
     tick: int
     takes: tuple[tuple[str, int, int], ...]
+    seconds: float | None
+    """From its order to its result; None if its line of metrics was lost in a crash."""
 
 
 class Tick(NamedTuple):
@@ -67,6 +69,16 @@ class Observed:
     """When its connection broke, or its silence began, for the last time."""
 
 
+class Compiled(NamedTuple):
+    """A coordinator's first line, and when it had compiled what merges need: those that
+    it orders between the two wait."""
+
+    up_at: float
+    at: float
+    again: bool
+    """It had recovered."""
+
+
 class Recovered(NamedTuple):
     """A coordinator's outage: its last line, and the first one after it."""
 
@@ -86,8 +98,8 @@ class Timeline:
     """Incarnations in order, by island."""
     ticks: Mapping[int, Tick]
     merges: list[Merged]
-    merge_seconds: list[float]
-    """What computing a merge took."""
+    compiled: list[Compiled]
+    """By the coordinator's lives, but those that ended earlier."""
     recoveries: list[Recovered]
     resumed_after_s: list[float]
     """From a coordinator's return to an island's."""
@@ -106,7 +118,7 @@ def read_timeline(workdir: Path) -> Timeline:
         if not (workdir / name).is_file():
             raise ConfigError(f"{workdir} has no {name}; give the workdir of a run")
     path = workdir / "tape.jsonl"
-    reader = _Reader(path, config)
+    reader = _Reader(path, config, dict(_merge_seconds(workdir / "metrics.jsonl")))
     try:
         for line, record in enumerate(read_tape(path), start=1):
             reader.read(line, record)
@@ -126,7 +138,7 @@ def read_timeline(workdir: Path) -> Timeline:
         lives=reader.lives,
         ticks=reader.ticks,
         merges=reader.merges,
-        merge_seconds=list(_merge_seconds(workdir / "metrics.jsonl")),
+        compiled=reader.compiled,
         recoveries=reader.recoveries,
         resumed_after_s=reader.resumed_after_s,
         roster=Roster(workdir / "roster.msgpack"),
@@ -134,12 +146,13 @@ def read_timeline(workdir: Path) -> Timeline:
     )
 
 
-def _merge_seconds(path: Path) -> Iterator[float]:
+def _merge_seconds(path: Path) -> Iterator[tuple[tuple[int, int], float]]:
+    """By fragment and version."""
     for number, text in enumerate(path.read_text().splitlines(), start=1):
         try:
             line = json.loads(text)
             if line["kind"] == "merge":
-                yield line["seconds"]
+                yield (line["fragment"], line["version"]), line["seconds"]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path}, line {number}: not a line of metrics ({error!r}); calibrate "
@@ -148,17 +161,22 @@ def _merge_seconds(path: Path) -> Iterator[float]:
 
 
 class _Reader:
-    def __init__(self, path: Path, config: Config) -> None:
+    def __init__(
+        self, path: Path, config: Config, merge_seconds: Mapping[tuple[int, int], float]
+    ) -> None:
         self.line = 0
         self.finished_at: float | None = None
         self.lives: dict[str, list[Observed]] = {}
         self.ticks: dict[int, Tick] = {}
         self.merges: list[Merged] = []
+        self.compiled: list[Compiled] = []
         self.recoveries: list[Recovered] = []
         self.resumed_after_s: list[float] = []
         self._path, self._config = path, config
+        self._merge_seconds = merge_seconds
         self._hello_at: dict[str, float] = {}
-        self._last_at = 0.0
+        self._last_at = self._up_at = 0.0
+        self._again = False
         self._recoveries_before = 0
 
     def read(self, line: int, record: Mapping[str, Any]) -> None:
@@ -183,6 +201,9 @@ class _Reader:
         match kind:
             case "begun":
                 check_origin(self._path, record, self._config)
+                self._up_at, self._again = at, False
+            case "compiled":
+                self.compiled.append(Compiled(self._up_at, at, self._again))
             case "hello":
                 self._hello_at[record["island"]] = at
             case "joined":
@@ -214,13 +235,15 @@ class _Reader:
                     (part["island"], part["incarnation"], part["tick"])
                     for part in record["contributions"]
                 )
-                version = Version(*record["version"])
+                fragment, version = record["fragment"], Version(*record["version"])
+                seconds = self._merge_seconds.get((fragment, version.number))
                 self.merges.append(
-                    Merged(at, record["fragment"], version, record["tick"], takes)
+                    Merged(at, fragment, version, record["tick"], takes, seconds)
                 )
             case "recovered":
                 self._recoveries_before = len(self.recoveries)
                 self.recoveries.append(Recovered(self._last_at, at))
+                self._up_at, self._again = at, True
             case "finished":
                 self.finished_at = at
 

@@ -20,8 +20,8 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import COORDINATOR, parse_faults
-from diloco_jax.island.build import build_plan
 from diloco_jax.island.mailbox import Arrival
+from diloco_jax.models.plan import build_plan
 from diloco_jax.models.transformer import build
 from diloco_jax.simulation.attendance import Attendance
 from diloco_jax.simulation.body import NoBody
@@ -69,6 +69,8 @@ class Prediction:
                 world.clock, self._attendance.diaries[name][-1], payloads.up
             ),
             merge_seconds=calibration.merge_s.value,
+            compiled_s=calibration.compiled_s.value,
+            recompiled_s=calibration.recompiled_s.value,
             dies_at=[fault.step for fault in coordinator_faults],
             down_s=calibration.outage_s.value + delay_s,
             resume_s=calibration.resume_s.value,

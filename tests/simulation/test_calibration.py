@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from virtual_recording import STANDARD, config, measured, record, truth
+from virtual_recording import STANDARD, config, known, measured, record, truth
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError, IslandConfig
@@ -77,12 +77,37 @@ def test_another_run_is_predicted(calibration, step_s, faults):
 
 
 def test_kills_are_part_of_what_is_predicted(calibration):
-    def goodput(*faults: str) -> float:
-        return predict(calibration, config(faults=faults), 1, None)[0].predicted
+    undisturbed = row(calibration, "goodput")
+    assert row(calibration, "goodput", "a@50:kill") < undisturbed - 0.008
+    goodput = row(calibration, "goodput", "coordinator@30:kill")
+    assert goodput == pytest.approx(undisturbed, abs=0.01)
 
-    undisturbed = goodput()
-    assert goodput("a@50:kill") < undisturbed - 0.008
-    assert goodput("coordinator@30:kill") == pytest.approx(undisturbed, abs=0.01)
+
+def test_merges_wait_until_a_coordinator_has_compiled(workdir, calibration):
+    timeline = read_timeline(workdir)
+    (recovered,) = timeline.recoveries
+    later = [m for m in timeline.merges if m.at > recovered.up_at]
+    assert later[0].at == pytest.approx(recovered.up_at + 2.5 + 0.04)
+    assert later[0].seconds > 0.2, "it waited"
+    waited = sum(merge.seconds > 0.041 for merge in timeline.merges)
+    assert calibration.merge_s.observed == len(timeline.merges) - waited
+
+
+def test_compiling_shortly_before_the_end_delays_it(calibration):
+    merges = round(row(calibration, "merges", "coordinator@50:kill"))
+    faults = f"coordinator@{merges - 4}:kill"
+
+    def wall_seconds(recompiled_s: float) -> float:
+        fleet = dataclasses.replace(calibration, recompiled_s=known(recompiled_s))
+        return row(fleet, "wall_seconds", faults)
+
+    assert wall_seconds(20.0) == pytest.approx(wall_seconds(10.0) + 10.0, abs=0.5)
+
+
+def row(calibration, what: str, *faults: str) -> float:
+    """One predicted number."""
+    rows = predict(calibration, config(faults=faults), 1, None)
+    return next(row.predicted for row in rows if row.what == what)
 
 
 def test_the_spread_of_late_lines_is_not_that_of_steps(workdir, calibration):

@@ -24,6 +24,7 @@ from diloco_jax.config import (
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.loading import write_config_json, write_json
 from diloco_jax.observability.tape import Tape
+from diloco_jax.policy.events import Merge
 from diloco_jax.simulation import prediction
 from diloco_jax.simulation.calibration import Calibration, Fitted, Steps
 from diloco_jax.simulation.island import IslandSpec, VirtualIsland
@@ -84,6 +85,8 @@ def truth(made: Config) -> Calibration:
         rejoin_s=each(3.0),
         restart_s=known(1.5),
         merge_s=known(0.04),
+        compiled_s=known(6.0),
+        recompiled_s=known(2.5),
         outage_s=known(6.0),
         resume_s=known(0.3),
         leaving_s=0.0,
@@ -103,8 +106,13 @@ def record(workdir: Path, made: Config = STANDARD, seed: int = 1) -> dict[str, A
     """Leaves in the workdir what a run leaves there; returns its summary."""
     workdir.mkdir(exist_ok=True)
     tape = Tape(workdir / "tape.jsonl")
+    metrics = []
 
     class RecordedWorld(MortalWorld):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            self.clock.at(settings["compiled_s"], lambda: self.write("compiled"))
+
         def write(self, kind: str, **fields: Any) -> None:
             tape.append({"kind": kind, **fields, "time": BEGUN + self.clock.now})
 
@@ -121,6 +129,13 @@ def record(workdir: Path, made: Config = STANDARD, seed: int = 1) -> dict[str, A
         def _recover(self) -> None:
             self.write("recovered")
             super()._recover()
+            self.clock.after(self._recompiled_s, lambda: self.write("compiled"))
+
+        def _merge_time(self, merge: Merge) -> float:
+            seconds = super()._merge_time(merge)
+            what = {"fragment": merge.fragment, "version": merge.version.number}
+            metrics.append({"kind": "merge", **what, "seconds": seconds})
+            return seconds
 
     fingerprint = made.run.fingerprint()
     begun = {"fingerprint": fingerprint, "environment": environment.describe()}
@@ -137,7 +152,6 @@ def record(workdir: Path, made: Config = STANDARD, seed: int = 1) -> dict[str, A
     for member in roster.members.values():
         member.last_seen += BEGUN
     roster.save()
-    lines = [{"kind": "merge", "seconds": 0.04}] * summary["merges"]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
+    text = "".join(json.dumps(line) + "\n" for line in metrics)
     (workdir / "metrics.jsonl").write_text(text)
     return summary
