@@ -1,9 +1,9 @@
 """The notice that this machine will be taken away, and what is done with its seconds.
 
 It comes as SIGTERM, or as a value of the cloud's metadata server. The loop then ends at
-its next boundary; what the island has outstanding is still sent and merged, for up to
-`placement.notice_s`, and only then does it say goodbye: a goodbye ends the incarnation,
-and with it every delta that has arrived and is not merged.
+its next boundary; what the island has outstanding is still sent, for up to
+`placement.notice_s`, and only then does it say goodbye: a delta that has arrived is
+merged without the island, one that is on its way is lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable
 
-from diloco_jax.island.mailbox import EXIT_FAILED, Mailbox
+from diloco_jax.exit_codes import EXIT_FAILED
+from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.policy.events import ARRIVED
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +83,9 @@ class Preemption:
         return thread
 
     def drain(self) -> int:
-        """After the loop: waits for verdicts on what is outstanding, if a notice came
-        and as long as it allows. Returns how many takes got none; their steps are lost.
+        """After the loop: waits until what is outstanding has arrived or has a verdict,
+        if a notice came and as long as it allows. Returns how many takes have not;
+        their steps are lost.
 
         Link and sender must still run.
         """
@@ -91,20 +94,20 @@ class Preemption:
         status = self._mailbox.status()
         # From here on nobody asks this island for more, or waits for it.
         self._mailbox.post(dataclasses.replace(status, phase="stopped"))
-        unsettled = {(take.fragment, take.tick) for take in status.outstanding}
-        while unsettled and (rest_s := self._drained_by - time.monotonic()) > 0:
+        on_their_way = {(take.fragment, take.tick) for take in status.outstanding}
+        while on_their_way and (rest_s := self._drained_by - time.monotonic()) > 0:
             self._mailbox.wait(rest_s)
-            unsettled -= {
+            on_their_way -= {
                 (verdict.fragment, verdict.tick)
                 for verdict in self._mailbox.collect().verdicts
-                if verdict.verdict != "pending"
+                if verdict.verdict != "pending" or verdict.reason == ARRIVED
             }
         logger.info(
-            "%d of %d outstanding takes have their verdict",
-            len(status.outstanding) - len(unsettled),
+            "%d of %d outstanding takes have arrived, or have their verdict",
+            len(status.outstanding) - len(on_their_way),
             len(status.outstanding),
         )
-        return len(unsettled)
+        return len(on_their_way)
 
     def _watch(self, host: str) -> None:
         tag, known = "", False

@@ -28,6 +28,10 @@ class Version(NamedTuple):
 
 FIRST_VERSION = Version()
 
+ARRIVED = "arrived"
+"""Reason of a `pending` verdict: record and bytes of the delta are here, so that the
+island can say goodbye without losing it."""
+
 
 class Span(NamedTuple):
     """Half-open range of positions in the global shuffled index."""
@@ -139,7 +143,8 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Goodbye:
-    """An island leaves for good; what it did not send is lost."""
+    """An island leaves for good. What is here of its deltas is merged; what it did not
+    send is lost."""
 
     island: str
     session: str

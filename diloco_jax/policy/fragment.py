@@ -55,7 +55,10 @@ def open_tick(
             if (take := fragment.accounts[name].take) is not None
             and (take.ready or fragment.final)
         )
-    if not counting or (len(counting) < config.quorum and not fragment.final):
+    enough = len(counting) >= config.quorum
+    if fragment.final:
+        enough = bool(counting or fragment.left_behind)
+    if not enough:
         return fragment, [_skipped(fragment, tick, "too few islands can be asked")]
     fragment = replace(
         fragment,
@@ -100,11 +103,13 @@ def settle(
     if fragment.phase != "open":
         return fragment, []
     quorum = 1 if fragment.final else config.quorum
+    # Who left is not live, and counts only where quorum is no matter.
+    ready = len(fragment.left_behind) if fragment.final else 0
+    unready = []
     closes_at, accounts = fragment.closes_at, fragment.accounts
     patient = (
         closes_at is not None and not hurry and (fragment.final or now < closes_at)
     )
-    ready, unready = 0, []
     for name in fragment.asked:
         take = accounts[name].take
         if take is None or take.refused:
@@ -147,7 +152,7 @@ def computed(
 ) -> tuple[Fragment, dict[str, tuple[int, Verdict, str]], list[Effect]]:
     """The merge under way is done: books it. Returns verdicts by island, and what
     follows for deltas that have become too old."""
-    merged = {c.island for c in fragment.merging}
+    solo = len({c.island for c in fragment.merging}) == 1 and len(live) > 1
     seconds = averaged(fragment.merge_seconds, now - fragment.closed_at)
     verdicts: dict[str, tuple[int, Verdict, str]] = {}
     for contribution in fragment.merging:
@@ -155,7 +160,7 @@ def computed(
         account = fragment.accounts[contribution.island]
         if account.incarnation == contribution.incarnation:
             verdicts[contribution.island] = (contribution.tick, "merged", "")
-    solo = len(merged) == 1 and len(live) > 1
+    merged = set(verdicts)
     fragment = replace(
         fragment,
         version=fragment.version.next(),
@@ -166,7 +171,7 @@ def computed(
         solo_merges=fragment.solo_merges + 1 if solo else 0,
         merge_seconds=seconds,
     )
-    effects: list[Effect] = []
+    fragment, effects = takes.expire_left_behind(config, fragment)
     for name in sorted(fragment.accounts):
         account = fragment.accounts[name]
         if name in live and name not in merged:
@@ -213,26 +218,15 @@ def _extend(
 
 
 def _close(fragment: Fragment, now: float) -> Step:
-    contributions = []
-    for name in sorted(fragment.accounts):
-        account = fragment.accounts[name]
+    contributions = list(fragment.left_behind)
+    for name, account in fragment.accounts.items():
         take = account.take
-        if take is None or not take.ready or take.end is None:
-            continue
-        steps = take.end - take.start
-        contributions.append(
-            Contribution(
-                island=name,
-                incarnation=account.incarnation,
-                tick=take.tick,
-                start=take.start,
-                end=take.end,
-                tokens=steps * account.tokens_per_step,
-                base=take.base,
-            )
-        )
-    merging = tuple(contributions)
-    fragment = replace(fragment, phase="merging", merging=merging, closed_at=now)
+        if take is not None and take.ready:
+            contributions.append(takes.contribution(name, account, take))
+    merging = tuple(sorted(contributions, key=_order))
+    fragment = replace(
+        fragment, phase="merging", merging=merging, left_behind=(), closed_at=now
+    )
     merge = Merge(
         fragment=fragment.index,
         version=fragment.version.next(),
@@ -240,6 +234,11 @@ def _close(fragment: Fragment, now: float) -> Step:
         final=fragment.final,
     )
     return fragment, [merge]
+
+
+def _order(contribution: Contribution) -> tuple[str, int]:
+    """Of the sum: the same whatever arrived first."""
+    return contribution.island, contribution.incarnation
 
 
 def _ask(fragment: Fragment, names: tuple[str, ...]) -> Step:

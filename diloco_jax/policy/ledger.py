@@ -35,11 +35,15 @@ class Totals:
 
 
 def book(fragment: Fragment, contribution: Contribution) -> Fragment:
-    """Books one delta as merged. The incarnation may have ended meanwhile."""
+    """Books one delta as merged. The incarnation may have ended meanwhile, and another
+    have begun, whose participation it is not."""
     account = fragment.accounts[contribution.island]
     settled: dict[str, Any] = {}
     if account.incarnation == contribution.incarnation:
         settled = {
+            "merges_in": account.merges_in + 1,
+            "merges_alive": account.merges_alive + 1,
+            "missed_merges": 0,
             "start": max(account.start, contribution.end),
             "merged_end": contribution.end,
             "take": None,
@@ -48,20 +52,18 @@ def book(fragment: Fragment, contribution: Contribution) -> Fragment:
     account = replace(
         account,
         merged_tokens=account.merged_tokens + contribution.tokens,
-        merges_in=account.merges_in + 1,
-        merges_alive=account.merges_alive + 1,
-        missed_merges=0,
         **settled,
     )
     return with_account(fragment, contribution.island, account)
 
 
 def settled_steps(fragment: Fragment, island: Island) -> int:
-    """Steps of the current incarnation that are settled, or being merged just now."""
+    """Steps of the current incarnation that are settled, being merged just now, or left
+    behind for the next merge."""
     account = fragment.accounts[island.name]
-    ends = [account.start]
-    ends += [c.end for c in fragment.merging if _is_of(c, account, island.name)]
-    return max(ends)
+    deltas = (*fragment.merging, *fragment.left_behind)
+    ends = [c.end for c in deltas if _is_of(c, account, island.name)]
+    return max([account.start, *ends])
 
 
 def close_account(
@@ -171,12 +173,14 @@ def check(config: PolicyConfig, state: State) -> list[str]:
                 if c.island == name
                 and (not _is_of(c, account, name) or account.start >= c.end)
             )
+            merging += sum(c.tokens for c in fragment.left_behind if c.island == name)
             settled = island.tokens_before + account.start * account.tokens_per_step
             booked = account.merged_tokens + sum(account.lost_tokens.values())
             if booked + merging != settled:
                 wrong.append(
                     f"fragment {fragment.index}, island {name}: merged and lost "
-                    f"{booked} + merging {merging} != settled {settled} tokens"
+                    f"{booked} + merging or left behind {merging} != settled "
+                    f"{settled} tokens"
                 )
             if account.start > island.steps:
                 wrong.append(

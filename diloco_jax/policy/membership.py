@@ -78,10 +78,12 @@ def disconnected(state: State, event: Disconnected) -> Step:
 
 
 def goodbye(state: State, event: Goodbye) -> Step:
-    """The incarnation ends by its own word."""
+    """The incarnation ends by its own word: what is here of its deltas stays."""
     island = state.islands.get(event.island)
     if island is None or island.session != event.session or island.status == "gone":
         return state, []
+    for fragment in state.fragments:
+        state = with_fragment(state, takes.leave_behind(fragment, event.island))
     return end(state, event.island, event.reason)
 
 
@@ -130,6 +132,12 @@ def end(state: State, name: str, reason: str) -> Step:
         "settled_steps_by_fragment": settled,
         "merged_steps": merged_steps,
         "lost_tokens_by_fragment": lost,
+        "left_behind": [
+            {"fragment": fragment.index, **kept.line()}
+            for fragment in state.fragments
+            for kept in fragment.left_behind
+            if (kept.island, kept.incarnation) == (name, island.incarnation)
+        ],
     }
     return state, [Persist(record=record), *drops]
 
@@ -142,8 +150,8 @@ def ended(
     merged_steps: int,
 ) -> State:
     """The state after an incarnation's end: also what recovery applies. Both counts of
-    steps include the merges under way: `settled_steps` by fragment, `merged_steps` over
-    all of them."""
+    steps include the merges under way and what was left behind: `settled_steps` by
+    fragment, `merged_steps` over all of them."""
     state = shares.release(state, name, merged_steps)
     island = state.islands[name]
     for fragment, settled in zip(state.fragments, settled_steps, strict=True):

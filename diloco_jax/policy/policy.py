@@ -13,15 +13,22 @@ from __future__ import annotations
 import functools
 import math
 
-from diloco_jax.policy import alerts, ledger, membership, schedule, shares, takes
+from diloco_jax.policy import (
+    alerts,
+    ending,
+    ledger,
+    membership,
+    schedule,
+    shares,
+    takes,
+)
 from diloco_jax.policy import fragment as fragments
 from diloco_jax.policy.events import (
+    ARRIVED,
     DeltaArrived,
     Disconnected,
-    DropDelta,
     Effect,
     Event,
-    Finish,
     Goodbye,
     Hello,
     MergeComputed,
@@ -135,6 +142,9 @@ def _report(config: PolicyConfig, state: State, event: Report, now: float) -> St
     if tokens > state.progress_tokens:
         state = replace(state, progress_tokens=tokens)
     island = state.islands[event.island]
+    if event.phase == "stopped":
+        for fragment in state.fragments:
+            effects += _tell_who_leaves(state, island, fragment)
     effects.append(
         Progress(
             island=event.island,
@@ -178,13 +188,12 @@ def _arrived(
         or island.incarnation != event.incarnation
         or island.status == "gone"
     ):
-        drop = DropDelta(
-            island=event.island,
-            incarnation=event.incarnation,
-            fragment=event.fragment,
-            tick=event.tick,
+        return state, takes.drop_unknown(
+            state.fragments[event.fragment],
+            event.island,
+            event.incarnation,
+            event.tick,
         )
-        return state, [drop]
     fragment, effects = takes.arrived(
         config,
         state.fragments[event.fragment],
@@ -193,7 +202,19 @@ def _arrived(
         event.refusal,
         now,
     )
+    effects += _tell_who_leaves(state, island, fragment)
     return with_fragment(state, fragment), effects
+
+
+def _tell_who_leaves(state: State, island: Island, fragment: Fragment) -> list[Effect]:
+    """An island that stops before the run does is about to leave, and waits only for
+    its deltas to be here."""
+    if island.phase != "stopped" or state.phase != "running":
+        return []
+    take = fragment.accounts[island.name].take
+    if take is None or not take.ready:
+        return []
+    return [takes.verdict_on(fragment, island.name, take.tick, "pending", ARRIVED)]
 
 
 def _computed(
@@ -233,7 +254,7 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
     same_live = _same_live(before, state)
     effects: list[Effect] = []
     if state.phase == "running" and state.progress_tokens >= config.total_tokens:
-        state, found = _stop(config, state, now)
+        state, found = ending.stop(config, state, now)
         effects += found
     while (
         state.phase == "running"
@@ -251,16 +272,19 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
         )
         state = with_fragment(state, fragment)
         effects += found
-    if state.phase == "stopping" and (_all_stopped(state) or now >= state.deadline):
+    late = now >= state.deadline
+    if state.phase == "stopping" and (late or ending.all_stopped(state)):
         state = replace(state, phase="flushing", deadline=now + config.flush_s)
-    moving = state.fragments
     if same_live and state.phase == "running":
-        moving = tuple(
+        pairs = zip(state.fragments, before.fragments, strict=True)
+        moving = [
             fragment
-            for fragment, untouched in zip(moving, before.fragments, strict=True)
+            for fragment, untouched in pairs
             if fragment.phase == "open"
             and (fragment is not untouched or _closes(fragment, now))
-        )
+        ]
+    else:
+        moving = list(state.fragments)
     if not moving:
         return state, effects
     pacing = functools.partial(schedule.pacing_step_seconds, config, state)
@@ -272,20 +296,21 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
 
     hurry = state.phase == "flushing" and now >= state.deadline
     for fragment in moving:
+        was_open = fragment.phase == "open"
         if state.phase == "flushing":
-            state, found = _flush(config, state, fragment, live, now, hurry=hurry)
+            state, found = ending.flush(config, state, fragment, live, now, hurry=hurry)
             effects += found
             fragment = state.fragments[fragment.index]
         fragment, found = fragments.settle(
             config, fragment, is_live, pacing, now, hurry=hurry
         )
-        if hurry and fragment.phase == "idle":
-            fragment = replace(fragment, phase="done")
         if fragment is not state.fragments[fragment.index]:
             state = with_fragment(state, fragment)
         effects += found
+        if was_open and state.phase == "flushing" and fragment.phase == "idle":
+            moving.append(fragment)  # Given up: what follows need not wait.
     if state.phase == "flushing" and all(f.phase == "done" for f in state.fragments):
-        state, found = _finish(state)
+        state, found = ending.finish(state)
         effects += found
     return state, effects
 
@@ -293,58 +318,6 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
 def _closes(fragment: Fragment, now: float) -> bool:
     at = fragment.closes_at
     return at is not None and now >= at
-
-
-def _stop(config: PolicyConfig, state: State, now: float) -> Step:
-    state = replace(state, phase="stopping", deadline=now + config.lease_s)
-    record = {"kind": "stopping", "tokens": state.progress_tokens}
-    effects: list[Effect] = [Persist(record=record)]
-    # Silent ones too: their connection may stand.
-    effects += [
-        StopStepping(island=name)
-        for name, island in state.islands.items()
-        if island.status != "gone"
-    ]
-    return state, effects
-
-
-def _flush(
-    config: PolicyConfig,
-    state: State,
-    fragment: Fragment,
-    live: tuple[str, ...],
-    now: float,
-    *,
-    hurry: bool,
-) -> Step:
-    """Opens an idle fragment for as long as live islands have open steps in it."""
-    if fragment.phase in ("merging", "done"):
-        return state, []
-    if fragment.phase == "open":
-        if fragment.final:
-            return state, []
-        return with_fragment(state, replace(fragment, final=True)), []
-    accounts = fragment.accounts
-    unsettled = tuple(n for n in live if accounts[n].start < state.islands[n].steps)
-    if not unsettled or hurry:
-        return with_fragment(state, replace(fragment, phase="done")), []
-    if all((take := accounts[n].take) and take.refused for n in unsettled):
-        return state, []  # They have not answered their refusals yet.
-    fragment = replace(fragment, final=True)
-    state, effects = schedule.advance(config, state)
-    fragment, found = fragments.open_tick(config, fragment, state.tick, unsettled, now)
-    return with_fragment(state, fragment), effects + found
-
-
-def _finish(state: State) -> Step:
-    effects: list[Effect] = []
-    for name, island in state.islands.items():
-        if island.status != "gone":
-            reason = "finished" if island.status == "live" else "absent"
-            state, found = membership.end(state, name, reason)
-            effects += found
-    state = replace(state, phase="done")
-    return state, [*effects, Persist(record={"kind": "finished"}), Finish()]
 
 
 def _counted(state: State) -> tuple[str, ...]:
@@ -365,13 +338,3 @@ def _same_live(a: State, b: State) -> bool:
         if x is not y and (x.answers, x.counted) != (y.answers, y.counted):
             return False
     return True
-
-
-def _all_stopped(state: State) -> bool:
-    """Whether nobody steps any more; an absent island is waited for, up to the
-    deadline, since it may come back with steps that can still be merged."""
-    return all(
-        island.status == "live" and island.phase == "stopped"
-        for island in state.islands.values()
-        if island.status != "gone" and island.phase in ("training", "stopped")
-    )

@@ -36,6 +36,7 @@ def recover(
             phase="done" if fragment.phase == "done" else "idle",
             asked=(),
             merging=(),
+            left_behind=(),
             accounts={
                 name: replace(account, take=None)
                 for name, account in fragment.accounts.items()
@@ -58,7 +59,8 @@ def recover(
             records_through=0,
         )
         state = with_island(state, island)
-        # What an ended incarnation had in a merge that never became durable is lost.
+        # What an ended incarnation had in a merge that never became durable is lost,
+        # and what it left behind too.
         for fragment in state.fragments:
             account = fragment.accounts[island.name]
             settled = island.tokens_before + account.start * account.tokens_per_step

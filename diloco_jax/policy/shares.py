@@ -106,7 +106,8 @@ def regrant(state: State, name: str, known: int) -> list[Effect]:
 
 
 def merged_steps(state: State, island: Island) -> int:
-    """Steps of the incarnation that may be in some merge (those being computed too)."""
+    """Steps of the incarnation that may be in some merge (those being computed, and of
+    what it left behind, too)."""
     ends = [0]
     for fragment in state.fragments:
         account = fragment.accounts.get(island.name)
@@ -114,7 +115,7 @@ def merged_steps(state: State, island: Island) -> int:
             ends.append(account.merged_end)
         ends += [
             contribution.end
-            for contribution in fragment.merging
+            for contribution in (*fragment.merging, *fragment.left_behind)
             if contribution.island == island.name
             and contribution.incarnation == island.incarnation
         ]

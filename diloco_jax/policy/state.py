@@ -134,6 +134,8 @@ class Fragment:
     closes_at: float | None = None
     closed_at: float = 0.0
     merging: tuple[Contribution, ...] = ()
+    left_behind: tuple[Contribution, ...] = ()
+    """Deltas of incarnations that said goodbye, for the next merge; one per island."""
     accounts: dict[str, Account] = dataclasses.field(default_factory=dict)
     lost_in_all: int = 0
     """Tokens lost in all accounts together."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from diloco_jax.policy.events import (
     AskResend,
+    Contribution,
     DropDelta,
     Effect,
     Note,
@@ -15,8 +16,10 @@ from diloco_jax.policy.events import (
     Record,
     TellVerdict,
     Verdict,
+    Version,
 )
 from diloco_jax.policy.state import (
+    Account,
     Fragment,
     PolicyConfig,
     Take,
@@ -94,14 +97,7 @@ def arrived(
     if take is None or take.tick != tick or take.arrived:
         if take is not None and take.tick == tick:
             return fragment, []
-        return fragment, [
-            DropDelta(
-                island=name,
-                incarnation=account.incarnation,
-                fragment=fragment.index,
-                tick=tick,
-            )
-        ]
+        return fragment, drop_unknown(fragment, name, account.incarnation, tick)
     transfer_seconds = fragment.transfer_seconds
     if take.taken_at and not refusal and not take.refused:
         transfer_seconds = averaged(transfer_seconds, now - take.taken_at)
@@ -133,6 +129,53 @@ def gave_up(fragment: Fragment, name: str, tick: int, *, kept: bool) -> Fragment
     return with_account(fragment, name, replace(account, take=None, told=told))
 
 
+def leave_behind(fragment: Fragment, name: str) -> Fragment:
+    """The island says goodbye: if its delta is here, it stays for the next merge, where
+    none of an incarnation before it does."""
+    account = fragment.accounts[name]
+    take = account.take
+    if take is None or not take.ready or fragment.phase == "done":
+        return fragment
+    if _is_merging(fragment, name, take.tick):
+        return fragment
+    if any(kept.island == name for kept in fragment.left_behind):
+        return fragment
+    kept = contribution(name, account, take)
+    fragment = with_account(fragment, name, replace(account, take=None))
+    return replace(fragment, left_behind=(*fragment.left_behind, kept))
+
+
+def expire_left_behind(config: PolicyConfig, fragment: Fragment) -> Step:
+    """Loses what was left behind and lags the current version too far."""
+    if not fragment.left_behind:
+        return fragment, []
+    effects: list[Effect] = []
+    kept = []
+    for old in fragment.left_behind:
+        if _is_in_time(config, old.base, fragment.version, fragment.version.number):
+            kept.append(old)
+            continue
+        account = fragment.accounts[old.island].lose_tokens(old.tokens, "stale")
+        fragment = with_account(fragment, old.island, account)
+        key = (fragment.index, old.island, old.incarnation, old.tick)
+        effects += [_refusal(*key, "stale"), _drop(*key)]
+    return replace(fragment, left_behind=tuple(kept)), effects
+
+
+def contribution(name: str, account: Account, take: Take) -> Contribution:
+    """A ready take as a merge has it."""
+    assert take.end is not None
+    return Contribution(
+        island=name,
+        incarnation=account.incarnation,
+        tick=take.tick,
+        start=take.start,
+        end=take.end,
+        tokens=(take.end - take.start) * account.tokens_per_step,
+        base=take.base,
+    )
+
+
 def refuse(fragment: Fragment, name: str, reason: str) -> Step:
     """Refuses an outstanding take; it stays outstanding until the island knows."""
     account = fragment.accounts[name]
@@ -141,16 +184,7 @@ def refuse(fragment: Fragment, name: str, reason: str) -> Step:
     take = replace(account.take, refused=reason)
     fragment = with_account(fragment, name, replace(account, take=take))
     return fragment, [
-        Note(
-            record={
-                "kind": "refused",
-                "island": name,
-                "incarnation": account.incarnation,
-                "fragment": fragment.index,
-                "tick": take.tick,
-                "reason": reason,
-            }
-        ),
+        _refusal(fragment.index, name, account.incarnation, take.tick, reason),
         verdict_on(fragment, name, take.tick, "refused", reason),
         drop(fragment, name),
     ]
@@ -163,10 +197,7 @@ def refuse_if_stale(config: PolicyConfig, fragment: Fragment, name: str) -> Step
     merged_into = fragment.version.number + (fragment.phase == "merging")
     if take is None or take.end is None or _is_merging(fragment, name, take.tick):
         return fragment, []
-    if (
-        take.base.term == fragment.version.term
-        and merged_into - take.base.number <= config.max_staleness
-    ):
+    if _is_in_time(config, take.base, fragment.version, merged_into):
         return fragment, []
     return refuse(fragment, name, "stale")
 
@@ -193,9 +224,42 @@ def drop(fragment: Fragment, name: str) -> DropDelta:
     """The bytes of an outstanding take are not needed any more."""
     account = fragment.accounts[name]
     assert account.take is not None
-    return DropDelta(
-        island=name,
-        incarnation=account.incarnation,
-        fragment=fragment.index,
-        tick=account.take.tick,
+    return _drop(fragment.index, name, account.incarnation, account.take.tick)
+
+
+def drop_unknown(
+    fragment: Fragment, name: str, incarnation: int, tick: int
+) -> list[Effect]:
+    """Nor are bytes of no outstanding take, unless they were left behind."""
+    left_behind = any(
+        (kept.island, kept.incarnation, kept.tick) == (name, incarnation, tick)
+        for kept in fragment.left_behind
     )
+    return [] if left_behind else [_drop(fragment.index, name, incarnation, tick)]
+
+
+def _is_in_time(
+    config: PolicyConfig, base: Version, current: Version, merged_into: int
+) -> bool:
+    return (
+        base.term == current.term and merged_into - base.number <= config.max_staleness
+    )
+
+
+def _refusal(
+    fragment: int, name: str, incarnation: int, tick: int, reason: str
+) -> Note:
+    return Note(
+        record={
+            "kind": "refused",
+            "island": name,
+            "incarnation": incarnation,
+            "fragment": fragment,
+            "tick": tick,
+            "reason": reason,
+        }
+    )
+
+
+def _drop(fragment: int, name: str, incarnation: int, tick: int) -> DropDelta:
+    return DropDelta(island=name, incarnation=incarnation, fragment=fragment, tick=tick)

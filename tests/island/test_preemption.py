@@ -9,7 +9,7 @@ import pytest
 from diloco_jax.island import preemption
 from diloco_jax.island.mailbox import Ending, Mailbox, Status
 from diloco_jax.island.preemption import Preemption
-from diloco_jax.policy.events import Outstanding, Version
+from diloco_jax.policy.events import ARRIVED, Outstanding, Version
 from diloco_jax.wire.messages import TakeVerdict
 
 WAIT_S = 20.0
@@ -74,9 +74,9 @@ def wait_for_end(mailbox):
     return mailbox.ending
 
 
-def verdict(tick, what="merged"):
+def verdict(tick, what="merged", reason=""):
     return TakeVerdict(
-        fragment=0, tick=tick, verdict=what, reason="", version=Version()
+        fragment=0, tick=tick, verdict=what, reason=reason, version=Version()
     )
 
 
@@ -155,7 +155,8 @@ def test_a_host_that_follows_tells_the_one_that_leads(server, mailbox):
 # ---- what is done with its seconds ------------------------------------------------
 
 
-def test_the_goodbye_waits_for_the_verdicts_on_what_was_sent(mailbox):
+@pytest.mark.parametrize("end", [("merged", ""), ("pending", ARRIVED)])
+def test_the_goodbye_waits_until_what_was_sent_has_arrived(mailbox, end):
     mailbox.post(Status(phase="training", steps=4, outstanding=(outstanding(3),)))
     notice = Preemption(mailbox, notice_s=WAIT_S)
     notice.notice("SIGTERM")
@@ -166,7 +167,7 @@ def test_the_goodbye_waits_for_the_verdicts_on_what_was_sent(mailbox):
     draining.start()
     draining.join(0.2)
     assert (mailbox.status().phase, left) == ("stopped", [])
-    mailbox.judge(verdict(3))
+    mailbox.judge(verdict(3, *end))
     draining.join(WAIT_S)
     assert left == [0]
 

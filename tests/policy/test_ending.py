@@ -157,7 +157,11 @@ def test_at_the_deadline_the_flush_merges_what_is_here() -> None:
     assert d.totals("b").lost == {"finished": 100}
 
 
-def test_pending_deltas_are_merged_and_what_came_after_them_too() -> None:
+def whose(merge: Merge) -> list[tuple[str, int, int]]:
+    return [(c.island, c.start, c.end) for c in merge.contributions]
+
+
+def test_a_tick_of_before_the_stop_is_no_flush() -> None:
     d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=130)
     d.join("a", "b")
     d.report("b", 1)
@@ -173,15 +177,114 @@ def test_pending_deltas_are_merged_and_what_came_after_them_too() -> None:
     stop(d, "a", "b")
     d.arrive("b", 0)
     first = only(d.arrive("a", 0), Merge)
-    assert [(c.island, c.start, c.end) for c in first.contributions] == [
-        ("a", 4, 8),
-        ("b", 0, 1),
-    ]
+    assert (first.final, whose(first)) == (False, [("a", 4, 8), ("b", 0, 1)])
     assert asked(d.computed(0)) == {0: ["b"]}
     second = only(d.take("b", 0, 5), Merge)
-    assert [(c.island, c.start, c.end) for c in second.contributions] == [("b", 1, 5)]
+    assert (second.final, whose(second)) == (True, [("b", 1, 5)])
     assert of(d.computed(0), Finish)
     assert d.totals("b").merged == 50
+
+
+def pending(**changes: Any) -> Driver:
+    """b's delta of 1 step was too late for the merge of the others; all have stopped,
+    a and c after 5 steps and b after 3."""
+    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=130, **changes)
+    d.join("a", "b", "c")
+    d.report("b", 1)
+    for name in "ac":
+        d.report(name, 4)
+    d.take("b", 0, 1, arrive=False)
+    d.take("c", 0, 4)
+    if d.fragment(0).phase == "open":
+        d.take("a", 0, 4)
+    else:
+        d.take("a", 0, 4, arrive=False)
+    d.computed(0)
+    for name, steps in (("b", 3), ("a", 5), ("c", 5)):
+        d.report(name, steps)
+    stop(d, "a", "b", "c")
+    assert d.state.phase == "flushing"
+    return d
+
+
+def test_the_flush_merges_a_fragment_once() -> None:
+    d = pending(quorum=1)
+    assert of(d.effects, Merge)[1:] == [], "what is pending is on its way"
+    assert of(d.arrive("b", 0), Merge) == []
+    first = only(d.arrive("a", 0), Merge)
+    assert (first.final, whose(first)) == (False, [("a", 0, 4), ("b", 0, 1)])
+    assert asked(d.computed(0)) == {0: ["a", "b", "c"]}
+    for name, step in (("a", 5), ("b", 3)):
+        assert of(d.take(name, 0, step), Merge) == []
+    last = only(d.take("c", 0, 5), Merge)
+    assert last.final
+    assert whose(last) == [("a", 4, 5), ("b", 1, 3), ("c", 4, 5)]
+    assert of(d.computed(0), Finish)
+
+
+def test_what_is_pending_and_the_last_of_its_island_enters_the_flush() -> None:
+    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=80)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 4)
+    d.take("b", 0, 1, arrive=False)
+    d.merge(0, a=4)
+    d.report("a", 7)
+    stop(d, "a")
+    assert asked(stop(d, "b")) == {0: ["a"]}
+    assert of(d.arrive("b", 0), Merge) == []
+    merge = only(d.take("a", 0, 7), Merge)
+    assert (merge.final, whose(merge)) == (True, [("a", 4, 7), ("b", 0, 1)])
+    assert of(d.computed(0), Finish)
+
+
+def test_who_has_not_answered_a_refusal_keeps_nobody_waiting() -> None:
+    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=110)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 4)
+    d.take("b", 0, 1, arrive=False)
+    d.merge(0, a=4)
+    d.arrive("b", 0, refusal="non_finite")
+    d.report("b", 5)
+    d.report("a", 6)
+    stop(d, "a")
+    assert asked(stop(d, "b")) == {0: ["a"]}
+
+
+def test_below_quorum_what_is_pending_enters_the_flush_and_the_rest_follows() -> None:
+    d = pending(quorum=2)
+    for name in "ac":
+        d.take(name, 0, 5)
+    first = only(d.arrive("b", 0), Merge)
+    assert first.final
+    assert whose(first) == [("a", 4, 5), ("b", 0, 1), ("c", 4, 5)]
+    assert asked(d.computed(0)) == {0: ["b"]}
+    second = only(d.take("b", 0, 3), Merge)
+    assert (second.final, whose(second)) == (True, [("b", 1, 3)])
+    assert of(d.computed(0), Finish)
+
+
+def test_a_tick_that_is_given_up_in_the_flush_leaves_its_deltas_to_it() -> None:
+    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, quorum=2, total_tokens=90)
+    d.join("a", "b")
+    for name in "ab":
+        d.report(name, 4)
+    d.take("a", 0, 4)
+    d.report("b", 5)
+    stop(d, "a", "b")
+    assert d.state.phase == "flushing"
+    merge = only(d.disconnect("b"), Merge)
+    assert (merge.final, whose(merge)) == (True, [("a", 0, 4)])
+    assert of(d.computed(0), Finish)
+
+
+def test_at_the_deadline_what_is_pending_is_merged() -> None:
+    d = pending(quorum=1)
+    d.arrive("b", 0)
+    merge = only(d.wait(d.config.flush_s), Merge)
+    assert (merge.final, whose(merge)) == (True, [("b", 0, 1)])
+    assert of(d.computed(0), Finish)
 
 
 def test_a_take_refused_in_the_flush_is_taken_once_more() -> None:

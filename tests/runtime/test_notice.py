@@ -1,4 +1,4 @@
-"""An island whose machine is taken away: what it sent is merged before it leaves."""
+"""An island whose machine is taken away: what it sent is merged although it left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from diloco_jax.wire import messages
 
 
 class Other:
-    """Island b, which answers a take only after island a was asked to end."""
+    """Island b, which answers a take only after island a has left, and the incarnation
+    of a that comes after it. Two are a quorum."""
 
     def __init__(self, config: Config, service: Coordinator) -> None:
         self._config, self._service = config, service
@@ -46,20 +47,32 @@ class Other:
                 stream = island.open_control(own)
                 self._wait(lambda state: state.islands["a"].phase == "training")
                 stream.send(report(1))
-                stream.send(report(3))
+                stream.send(report(5))
                 take = await_message(stream, messages.TakeRequest)
-                self._wait(lambda state: _arrived(state, take.fragment))
+                self._wait(lambda state: _arrived(state))
                 os.kill(os.getpid(), signal.SIGTERM)
-                self._wait(lambda state: _leaves(state.islands["a"]))
-                stream.send(report(3, took(take, seq=1, steps=3)))
-                size = self._service.store.layouts_up[take.fragment].total_bytes
-                start = upload_start(own, stream.welcome.run_id, take, size)
-                island.upload(start, bytes(size))
                 self._wait(lambda state: state.islands["a"].status == "gone")
+                self._answer(island, own, stream, take, 5)
+                next_of_a = hello(self._config, "a", incarnation=2, session="second")
+                with client(self._service.address) as again:
+                    its = again.open_control(next_of_a)
+                    its.send(report(1))
+                    its.send(report(5))
+                    stream.send(report(9))
+                    take = await_message(its, messages.TakeRequest)
+                    self._answer(again, next_of_a, its, take, 5)
+                    self._wait(lambda state: state.fragments[0].merges == 1)
         except BaseException as error:
             self.errors.append(error)
             if not self.alone.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
+
+    def _answer(self, island, own, stream, take, steps: int) -> None:
+        """Takes, and sends a delta of zeros."""
+        stream.send(report(steps, took(take, seq=1, steps=steps)))
+        size = self._service.store.layouts_up[take.fragment].total_bytes
+        start = upload_start(own, stream.welcome.run_id, take, size)
+        island.upload(start, bytes(size))
 
     def _wait(self, happened) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -71,20 +84,16 @@ class Other:
             time.sleep(0.01)
 
 
-def _leaves(island) -> bool:
-    return island.phase == "stopped" or island.status == "gone"
-
-
-def _arrived(state, fragment: int) -> bool:
-    take = state.fragments[fragment].accounts["a"].take
+def _arrived(state) -> bool:
+    take = state.fragments[0].accounts["a"].take
     return take is not None and take.ready
 
 
 @pytest.mark.timeout(2 * PATIENCE_S)
-def test_what_an_island_sent_is_merged_before_its_goodbye(
+def test_what_an_island_sent_is_merged_after_its_goodbye(
     text: Path, tmp_path: Path
 ) -> None:
-    config = make_config(text, cycles=1000)
+    config = make_config(text, cycles=1000, fragments=1)
     config = placed(config, time_budget_s=PATIENCE_S, notice_s=PATIENCE_S / 2)
     with coordinator(config, tmp_path) as service:
         other = Other(config, service)
@@ -97,6 +106,10 @@ def test_what_an_island_sent_is_merged_before_its_goodbye(
     tape = [r for r in read_tape(tmp_path / "tape.jsonl") if r["kind"] != "island"]
     kinds = [record["kind"] for record in tape]
     merged, left = kinds.index("merged"), kinds.index("left")
-    assert merged < left
-    assert {c["island"] for c in tape[merged]["contributions"]} == {"a", "b"}
+    assert left < merged
+    (kept,) = tape[left]["left_behind"]
     assert tape[left]["reason"] == "preempted (SIGTERM)"
+    parts = tape[merged]["contributions"]
+    whose = [(c["island"], c["incarnation"], c["tick"]) for c in parts]
+    assert whose[0] == ("a", 1, kept["tick"])
+    assert [who[:2] for who in whose[1:]] == [("a", 2), ("b", 1)]

@@ -30,7 +30,11 @@ class Fault(
     tag_field="kind",
     tag=_tag,
 ):
-    """at_s: seconds from the begin of the run."""
+    """What all kinds have. at_s: seconds from the begin of the run.
+
+    Each has `strike(world)`, which does it, or arms it, and returns False if there is
+    nothing to strike just now. It calls `world.begun` once it really happens.
+    """
 
     at_s: float
 
@@ -38,13 +42,6 @@ class Fault(
     def kind(self) -> str:
         """Its name in JSON."""
         return str(self.__struct_config__.tag)
-
-    def strike(self, world: World) -> bool:
-        """Does it, or arms it; False if there is nothing to strike just now.
-
-        It calls `world.begun` once it really happens.
-        """
-        raise NotImplementedError
 
 
 # ---- islands ----------------------------------------------------------------------

@@ -25,6 +25,7 @@ from diloco_jax.policy import (
     takes,
 )
 from diloco_jax.policy.events import Note, Persist
+from diloco_jax.policy.state import with_fragment
 
 
 class Plant(NamedTuple):
@@ -103,6 +104,15 @@ def _lets_everyone_in(refusal: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
+def _keeps_what_the_dead_sent(end: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(state: Any, name: str, reason: str) -> Any:
+        for f in state.fragments:
+            state = with_fragment(state, takes.leave_behind(f, name))
+        return end(state, name, reason)
+
+    return broken
+
+
 def _refuses_nothing(refuse: Callable[..., Any]) -> Callable[..., Any]:
     return lambda config, f, name: (f, [])
 
@@ -148,6 +158,9 @@ PLANTS = {
     "one_less_than_quorum": Plant("quorum", fragment, "settle", _needs_one_less),
     "takes_are_not_on_the_tape": Plant("recorded", policy, "_record", _tapes_no_takes),
     "fenced_ones_come_in": Plant("fenced", membership, "_refusal", _lets_everyone_in),
+    "the_dead_leave_deltas": Plant(
+        "fenced", membership, "end", _keeps_what_the_dead_sent
+    ),
     "stale_deltas_are_merged": Plant(
         "stale", takes, "refuse_if_stale", _refuses_nothing
     ),

@@ -8,6 +8,7 @@ from typing import Any
 
 from diloco_jax.policy.events import (
     AskTake,
+    Contribution,
     Effect,
     Merge,
     Note,
@@ -48,7 +49,8 @@ class MergedOnce(Invariant):
 
 class DeltasExact(Invariant):
     """A delta holds exactly the steps, against exactly the version, that the island's
-    books say, and it is merged as that; those of a merge in the order of names."""
+    books say, and it is merged as that; those of a merge in the order of names, and of
+    incarnations where one island left a delta behind."""
 
     name = "deltas"
 
@@ -60,9 +62,9 @@ class DeltasExact(Invariant):
     def carrying_out(self, effect: Effect) -> None:
         """See Invariant."""
         if isinstance(effect, Merge):
-            names = [c.island for c in effect.contributions]
-            in_order = names == sorted(set(names))
-            self.hold(bool(names) and in_order, "a merge of", names)
+            whose = [(c.island, c.incarnation) for c in effect.contributions]
+            in_order = whose == sorted(set(whose))
+            self.hold(bool(whose) and in_order, "a merge of", whose)
 
     def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
         """See Invariant."""
@@ -92,8 +94,9 @@ class DeltasExact(Invariant):
 
 
 class QuorumHeld(Invariant):
-    """At least K deltas enter a merge, and K are from islands that its tick asked, if
-    it could ask K; but for the flush, which comes when the run has its tokens."""
+    """At least K deltas of incarnations that have not ended enter a merge, and K are
+    from islands that its tick asked, if it could ask K; but for the flush, which comes
+    when the run has its tokens."""
 
     name = "quorum"
 
@@ -102,12 +105,16 @@ class QuorumHeld(Invariant):
         self._asked: dict[int, set[str]] = {}
         self._asked_first: dict[int, int] = {}
         self._stopping = False
+        self._ended: set[Incarnation] = set()
 
     def decided(self, state: State, effects: Sequence[Effect]) -> None:
         """See Invariant."""
+        ended = set(self._ended)
         for effect in effects:
             if isinstance(effect, AskTake):
                 self._asked.setdefault(effect.tick, set()).add(effect.island)
+            elif isinstance(effect, Persist) and effect.record["kind"] == "left":
+                ended.add((effect.record["island"], effect.record["incarnation"]))
         for tick in self._asked.keys() - self._asked_first.keys():
             self._asked_first[tick] = len(self._asked[tick])
         stopping = self._stopping
@@ -116,7 +123,12 @@ class QuorumHeld(Invariant):
                 stopping |= effect.record["kind"] == "stopping"
             elif isinstance(effect, Merge):
                 tick = state.fragments[effect.fragment].tick
-                self._check(effect, tick, stopping=stopping)
+                deltas = [
+                    c
+                    for c in effect.contributions
+                    if (c.island, c.incarnation) not in ended
+                ]
+                self._check(effect, deltas, tick, stopping=stopping)
 
     def recovered(self, state: State) -> None:
         """See Invariant."""
@@ -125,9 +137,13 @@ class QuorumHeld(Invariant):
     def persisted(self, record: dict[str, Any]) -> None:
         """See Invariant."""
         self._stopping |= record["kind"] == "stopping"
+        if record["kind"] == "left":
+            self._ended.add((record["island"], record["incarnation"]))
 
-    def _check(self, merge: Merge, tick: int, *, stopping: bool) -> None:
-        quorum, deltas = self.config.quorum, merge.contributions
+    def _check(
+        self, merge: Merge, deltas: list[Contribution], tick: int, *, stopping: bool
+    ) -> None:
+        quorum = self.config.quorum
         asked = self._asked.get(tick, set())
         answers = sum(c.island in asked for c in deltas)
         self.hold(
@@ -173,7 +189,8 @@ class RecordedFirst(Invariant):
 
 class FencedOut(Invariant):
     """Nothing is merged from an incarnation that a higher one replaced or that has
-    ended, and none comes in after it."""
+    ended, and none comes in after it. But for what it left behind when it said goodbye:
+    that is on the record of its end, and no coordinator after this one merges it."""
 
     name = "fenced"
 
@@ -181,6 +198,19 @@ class FencedOut(Invariant):
         super().__init__(config)
         self._current: dict[str, int] = {}
         self._ended: set[Incarnation] = set()
+        self._left_behind: set[Key] = set()
+
+    def decided(self, state: State, effects: Sequence[Effect]) -> None:
+        """See Invariant."""
+        records = [e.record for e in effects if isinstance(e, Persist)]
+        joined = {r["island"] for r in records if r["kind"] == "joined"}
+        for record in records:
+            if record["kind"] == "left" and record["island"] in joined:
+                self.hold(not record["left_behind"], "left behind by fencing:", record)
+
+    def recovered(self, state: State) -> None:
+        """See Invariant."""
+        self._left_behind = set()
 
     def persisted(self, record: dict[str, Any]) -> None:
         """See Invariant."""
@@ -193,15 +223,22 @@ class FencedOut(Invariant):
             )
             self._current[name] = incarnation
         elif record["kind"] == "left":
-            self._ended.add((record["island"], record["incarnation"]))
+            who = (record["island"], record["incarnation"])
+            self._ended.add(who)
+            for delta in record["left_behind"]:
+                self._left_behind.add((*who, delta["fragment"], delta["tick"]))
 
     def carrying_out(self, effect: Effect) -> None:
         """See Invariant."""
         if isinstance(effect, Merge):
             for c in effect.contributions:
+                who = (c.island, c.incarnation)
                 self.hold(
-                    c.incarnation == self._current[c.island]
-                    and (c.island, c.incarnation) not in self._ended,
+                    (*who, effect.fragment, c.tick) in self._left_behind
+                    or (
+                        c.incarnation == self._current[c.island]
+                        and who not in self._ended
+                    ),
                     f"incarnation {self._current[c.island]} of {c.island} is current:",
                     c,
                 )

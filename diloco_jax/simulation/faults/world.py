@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from diloco_jax.coordinator.inbox import left_behind
 from diloco_jax.policy import recovery
 from diloco_jax.policy.state import initial
 from diloco_jax.simulation.clock import Clock
@@ -19,7 +20,7 @@ from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import Anchors, first_anchors, loaded
 from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
 from diloco_jax.simulation.faults.invariants import Monitor
-from diloco_jax.simulation.faults.kinds import Fault, Restart
+from diloco_jax.simulation.faults.kinds import AnyFault, Fault, Restart
 from diloco_jax.simulation.faults.network import FaultyLine, Network, Way
 from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.processes import FaultyCoordinator, FaultyIsland
@@ -98,7 +99,7 @@ class World:
 
     # ---- faults -------------------------------------------------------------------
 
-    def _strike(self, fault: Fault) -> None:
+    def _strike(self, fault: AnyFault) -> None:
         if not fault.strike(self):
             self.clock.after(RETRY_S, functools.partial(self._strike, fault))
 
@@ -190,7 +191,12 @@ class World:
         if merged:
             self.merges[record["fragment"]] += 1
         elif record["kind"] == "joined":
-            merging.drop_island(record["island"], record["incarnation"])
+            assert self.coordinator is not None
+            merging.drop_island(
+                record["island"],
+                record["incarnation"],
+                left_behind(self.coordinator.state),
+            )
 
     def crash_coordinator(self, restart: Restart) -> None:
         """It dies; every connection breaks."""

@@ -8,7 +8,7 @@ from diloco_jax.simulation.faults.invariants import INVARIANTS
 from diloco_jax.simulation.faults.plant import PLANTS, planted
 from diloco_jax.simulation.faults.play import UNBROKEN, play_seed
 
-SEEDS = range(200)
+SEEDS = range(400)
 
 
 def first_found(invariant: str) -> int | None:
