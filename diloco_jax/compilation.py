@@ -9,8 +9,7 @@ from pathlib import Path
 import jax
 
 MAX_BYTES = 2 << 30
-"""Size at which the oldest entries go. With a bound the cache is also locked, so that
-islands which start together do not read each other's half-written entries."""
+"""What a process that starts leaves of the cache: the entries used last."""
 
 
 def use_cache(workdir: Path) -> None:
@@ -18,25 +17,39 @@ def use_cache(workdir: Path) -> None:
     settings: dict[str, int | str] = {
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
-        "jax_compilation_cache_max_size": MAX_BYTES,
+        # With a bound, jax looks at every entry before it writes one, under a lock
+        # that all processes wait for: 0.2 s for each of them where there are 2400.
+        "jax_compilation_cache_max_size": -1,
     }
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if not folder:
         folder = str(workdir / "jax-cache")
         settings["jax_compilation_cache_dir"] = folder
-    _drop_torn_entries(Path(folder))
+    _tidy(Path(folder))
     for name, value in settings.items():
         jax.config.update(name, value)  # type: ignore[no-untyped-call]
 
 
-def _drop_torn_entries(folder: Path) -> None:
-    """Removes entries whose writer was killed between an entry and its time stamp: jax
-    fails on them at every later write.
+def _tidy(folder: Path) -> None:
+    """Removes what was not used for longest, above `MAX_BYTES`, and empty entries:
+    their writer was killed, and jax never writes an entry that exists.
 
-    An entry that is being written just now may go too; it is then compiled again.
+    Another process may be about to fill an empty one, or to read one that goes: then
+    that is compiled again. So is an entry that is read while it is half written, or
+    of which a writer left a part; jax warns of it.
     """
-    for entry in folder.glob("*-cache"):
-        stamp = entry.with_name(entry.name.removesuffix("-cache") + "-atime")
-        if not stamp.exists():
+    entries = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as found:
+        for entry in found:
             with contextlib.suppress(FileNotFoundError):
-                entry.unlink()
+                stat = entry.stat()
+                used = max(stat.st_atime, stat.st_mtime)
+                entries.append(
+                    (used if stat.st_size else 0.0, entry.path, stat.st_size)
+                )
+    kept = 0
+    for used, path, size in sorted(entries, reverse=True):
+        kept += size
+        if not used or kept > MAX_BYTES:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)

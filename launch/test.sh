@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv if need be and runs all checks: format, lint, types, tests. Tests that
-# start processes come last and one by one, the others share the cores. Arguments go to
-# one pytest instead, after the default choice of tests, which they may override:
+# Makes .venv if need be and runs all checks: format, lint, types, tests. Those that hold
+# step times to bounds come last and one by one, the others share the cores. Arguments
+# go to one pytest instead, after the default choice of tests, which they may override:
 #
 #   bash launch/test.sh tests/core -x
 #   bash launch/test.sh -m slow
@@ -15,6 +15,6 @@ ruff check .
 mypy diloco_jax
 chosen="not slow"
 [ $# -eq 0 ] || exec pytest -m "$chosen" "$@"
-pytest -m "$chosen and not dist" --numprocesses auto \
-  --maxprocesses 4 --dist loadfile
-exec pytest -m "$chosen and dist"
+pytest -m "$chosen and not timing" --numprocesses auto --maxprocesses 4 \
+  --dist loadfile --no-loadscope-reorder
+exec pytest -m "$chosen and timing"

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax"
 
 # libtpu is here to compile for TPUs; there is none to run on.
@@ -11,4 +13,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(1 << 30))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, and no worker has it left when others end."""
+    long = ("notebook", "tpu_compile", "dist")
+    items.sort(key=lambda item: not any(map(item.get_closest_marker, long)))

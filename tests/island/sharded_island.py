@@ -1,8 +1,6 @@
 """Run by test_meshes.py in a process of its own; prints what it saw as JSON.
 
-`sharded_island.py run`: eight virtual CPU devices train, take and adopt on several
-meshes. `sharded_island.py compile TOPOLOGY`: the same functions, compiled for TPUs that
-are not here.
+Eight virtual CPU devices train, take and adopt on several meshes.
 """
 
 import dataclasses
@@ -10,7 +8,6 @@ import hashlib
 import json
 import logging
 import re
-import sys
 
 import jax
 import numpy as np
@@ -19,12 +16,14 @@ from diloco_jax.config import InnerConfig, IslandConfig, RunConfig, SyncConfig
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.island import mesh
-from diloco_jax.island.build import build_exchange, build_plan, build_trainer, join
+from diloco_jax.island.build import build_exchange, build_trainer, join
 from diloco_jax.island.kinds import kind_of
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.step import TrainState
 from diloco_jax.models.attention import ATTENTION
+from diloco_jax.models.plan import build_plan
 from diloco_jax.models.presets import preset
+from diloco_jax.planning.hlo import group_size
 from diloco_jax.policy.events import Version
 
 COLLECTIVE = re.compile(
@@ -39,12 +38,6 @@ RUN = RunConfig(
     sequence_length=16,
     inner=InnerConfig(optimizer="sgd", weight_decay=0.0),
     sync=SyncConfig(fragments=2, codec_up="int4", codec_down="int8"),
-)
-ON_TPU = dataclasses.replace(
-    RUN,
-    model=dataclasses.replace(TINY, head_dim=128, vocab_size=1024),
-    sequence_length=128,
-    inner=InnerConfig(),
 )
 
 
@@ -139,31 +132,47 @@ def digest(tree: object) -> str:
     return sha.hexdigest()[:16]
 
 
-def compile_all(
-    run: RunConfig, config: IslandConfig, devices=None
-) -> dict[str, object]:
+def compile_all(config: IslandConfig) -> dict[str, object]:
     """Collectives of the step, and by kind of piece those of its four functions."""
-    model, trainer = build_trainer(run, config, devices)
+    model, trainer = build_trainer(RUN, config)
     state, pieces, seen = trainer.abstract_state(), {}, set()
-    for piece in build_plan(run, model).pieces:
+    for piece in build_plan(RUN, model).pieces:
         leaf = get_piece(state.params, dataclasses.replace(piece, layer=-1))
         if (leaf.shape, leaf.sharding) in seen:
             continue
         seen.add((leaf.shape, leaf.sharding))
-        kind = kind_of(run.sync, piece, leaf, config.anchor_memory)
+        kind = kind_of(RUN.sync, piece, leaf, config.anchor_memory)
         pieces[piece.name] = {
             "cut": [axis for axis in kind.piece.spec if axis],
             "octets_cut": [axis for axis in kind.encoded.spec if axis],
             **{
-                name: collectives(lowered)
-                for name, lowered in kind.lower(run.sync, piece, leaf).items()
+                name: collectives(text(lowered))
+                for name, lowered in kind.lower(RUN.sync, piece, leaf).items()
             },
         }
-    return {"step": collectives(trainer.lower(run.sequence_length)), "pieces": pieces}
+    step = text(trainer.lower(RUN.sequence_length))
+    return {"step": collectives(step), "reduced": reduced(step), "pieces": pieces}
 
 
-def collectives(lowered: jax.stages.Lowered) -> list[str]:
-    return sorted(set(COLLECTIVE.findall(lowered.compile().as_text())))
+def text(lowered: jax.stages.Lowered) -> str:
+    return lowered.compile().as_text()
+
+
+def collectives(program: str) -> list[str]:
+    return sorted(set(COLLECTIVE.findall(program)))
+
+
+def reduced(program: str) -> dict[int, int]:
+    """By how many devices sum it together: elements of matrices, loops counted once."""
+    found: dict[int, int] = {}
+    for line in program.splitlines():
+        result, is_sum, _ = line.partition(" all-reduce(")
+        if is_sum:
+            size = group_size(line, jax.device_count())
+            matrices = re.findall(r"f32\[(\d+),(\d+)\]", result)
+            elements = sum(int(rows) * int(columns) for rows, columns in matrices)
+            found[size] = found.get(size, 0) + elements
+    return found
 
 
 def run_all() -> dict[str, object]:
@@ -179,7 +188,7 @@ def run_all() -> dict[str, object]:
             # As if every piece were large: those that it cuts inside tiles, too.
             mesh.LARGE = 0
         config = island(shape, **options)
-        found[shape] = {**train(config, batches), **compile_all(RUN, config)}
+        found[shape] = {**train(config, batches), **compile_all(config)}
     expected = found["1x1x1"]["moved"]
     for result in found.values():
         moved = result.pop("moved")
@@ -209,20 +218,5 @@ def splash_on_a_mesh() -> list[float]:
     return differences
 
 
-def compile_for(topology: str) -> dict[str, object]:
-    from jax.experimental import topologies
-
-    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    return {
-        f"{shape} {memory}": compile_all(
-            ON_TPU,
-            island(shape, compute_dtype="bfloat16", anchor_memory=memory),
-            described.devices,
-        )
-        for shape, memory in (("1x4x1", "device"), ("1x2x2", "pinned_host"))
-    }
-
-
 if __name__ == "__main__":
-    seen = run_all() if sys.argv[1] == "run" else compile_for(sys.argv[2])
-    print(json.dumps(seen))
+    print(json.dumps(run_all()))

@@ -1,5 +1,6 @@
 """Islands compiled for real slices, through `diloco plan` itself."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -8,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from diloco_jax.loading import load_config, write_config_json
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = [
@@ -19,9 +22,13 @@ pytestmark = [
 ]
 
 
-def plan(*options, config="configs/mixed_toy.py"):
+NAMES = ("v5p", "v6e")
+CUT_NAMES = tuple(f"{name}_cut" for name in NAMES)
+
+
+def plan(config):
     done = subprocess.run(
-        [sys.executable, "-m", "diloco_jax.cli", "plan", config, "--json", *options],
+        [sys.executable, "-m", "diloco_jax.cli", "plan", str(config), "--json"],
         cwd=REPOSITORY,
         env=dict(os.environ),
         capture_output=True,
@@ -34,27 +41,56 @@ def plan(*options, config="configs/mixed_toy.py"):
 
 
 @pytest.fixture(scope="module")
-def toy():
-    code, found = plan()
+def toy(tmp_path_factory):
+    """With int4 deltas; and both islands again, cut along two axes, with anchors in
+    host memory."""
+    config = load_config(REPOSITORY / "configs" / "mixed_toy.py")
+    sync = dataclasses.replace(config.run.sync, codec_up="int4")
+    cut = {
+        f"{name}_cut": dataclasses.replace(
+            island, mesh_fsdp=2, mesh_tensor=2, anchor_memory="pinned_host"
+        )
+        for name, island in config.islands.items()
+    }
+    path = tmp_path_factory.mktemp("plan") / "four.json"
+    config = dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, sync=sync),
+        islands={**config.islands, **cut},
+    )
+    write_config_json(config, path)
+    code, found = plan(path)
     assert code == 0
     return found
 
 
-@pytest.mark.parametrize("name", ["v5p", "v6e"])
+def kinds_of(island):
+    return {c["kind"]: c for c in island["collectives"]}
+
+
+@pytest.mark.parametrize("name", [*NAMES, *CUT_NAMES])
 def test_a_step_has_the_collectives_of_its_mesh_and_no_others(toy, name):
     island = toy["islands"][name]["compiled"]
-    kinds = {c["kind"]: c for c in island["collectives"]}
+    kinds = kinds_of(island)
     assert {"all-gather", "all-reduce"} <= set(kinds)
+    # And all-reduces of which a chip keeps a part; where four chips' parts of a matrix
+    # end inside the tiles of a register, they pass on what is over.
+    others = {"reduce-scatter", "collective-permute"}
+    assert set(kinds) <= {"all-gather", "all-reduce", *others}
     # Four chips: nothing reaches beyond the island.
     assert all(c["largest_group"] <= island["chips"] for c in kinds.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gathers_run_beside_matrix_products(toy, name):
     # With the flags that an island sets, most gathers run beside matrix products.
-    gathers = kinds["all-gather"]
+    gathers = kinds_of(toy["islands"][name]["compiled"])["all-gather"]
     assert gathers["overlapping_bytes"] > gathers["sent_bytes"] / 2
     # Seven matrices of each of four layers, forward and backward; both embeddings.
     assert gathers["count"] == 2 * 7 * 4 + 2
 
 
-@pytest.mark.parametrize("name", ["v5p", "v6e"])
+@pytest.mark.parametrize("name", [*NAMES, *CUT_NAMES])
 def test_takes_and_adoptions_are_local(toy, name):
     exchange = toy["islands"][name]["compiled"]["exchange"]
     assert len(exchange) >= 6
@@ -63,7 +99,7 @@ def test_takes_and_adoptions_are_local(toy, name):
         assert kind["collectives"] == {}
 
 
-@pytest.mark.parametrize("name", ["v5p", "v6e"])
+@pytest.mark.parametrize("name", NAMES)
 def test_figures_are_those_of_shapes_and_formulas(toy, name):
     island = toy["islands"][name]["compiled"]
     flops, hbm = island["flops"], island["hbm"]
@@ -92,7 +128,7 @@ def config():
 
 def test_what_is_too_large_comes_back_with_by_how_much(tmp_path):
     (tmp_path / "large.py").write_text(TOO_LARGE)
-    code, found = plan(config=str(tmp_path / "large.py"))
+    code, found = plan(tmp_path / "large.py")
     island = found["islands"]["v6e"]["compiled"]
     assert (code, found["fits"], island["fits"]) == (1, False, False)
     assert "exceeds available HBM" in island["refusal"]

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tiny import MODEL, SEQUENCE_LENGTH
+
 from diloco_jax.config import (
     Config,
     DataConfig,
     InnerConfig,
     IslandConfig,
-    ModelConfig,
     OuterConfig,
     RunConfig,
     SyncConfig,
@@ -33,9 +34,6 @@ from diloco_jax.wire.client import Client
 from diloco_jax.wire.control import ControlStream
 
 PATIENCE_S = 60.0
-MODEL = ModelConfig(
-    d_model=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, mlp_dim=64
-)
 
 Found = TypeVar("Found", bound=messages.FromCoordinator)
 
@@ -60,8 +58,8 @@ def make_config(text: Path, *, cycles: int = 3, **sync: Any) -> Config:
         ),
         outer=OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9),
         sync=SyncConfig(**sync),
-        sequence_length=16,
-        total_tokens=(cycles + 1) * 4 * 6 * 16,
+        sequence_length=SEQUENCE_LENGTH,
+        total_tokens=(cycles + 1) * 4 * 6 * SEQUENCE_LENGTH,
     )
     islands = {"b": IslandConfig(batch_size=2), "a": IslandConfig(batch_size=4)}
     return Config(run=run, islands=islands).validate()

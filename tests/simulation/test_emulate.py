@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from oracle_support import expected_history
+from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax import Emulation, EmulationOptions, cli, emulate
 from diloco_jax.config import (
@@ -19,7 +20,6 @@ from diloco_jax.config import (
     DataConfig,
     InnerConfig,
     IslandConfig,
-    ModelConfig,
     OuterConfig,
     Placement,
     RunConfig,
@@ -30,7 +30,6 @@ from diloco_jax.data.windows import Windows
 from diloco_jax.simulation.bodies import TrainedBody
 from diloco_jax.simulation.line import LineSpeed
 
-LENGTH = 16
 CYCLES = 3
 
 
@@ -48,9 +47,7 @@ def make_config(text: str, *, steps: int = 16, **sync) -> Config:
     """Islands `a` and `b` do so many steps of a second each, together."""
     settings = {"steps_per_cycle": 4, "fragments": 2, "overlap_steps": 1, "quorum": 2}
     run = RunConfig(
-        model=ModelConfig(
-            d_model=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16
-        ),
+        model=MODEL,
         data=DataConfig(
             paths=(text,),
             validation_fraction=0.2,
@@ -61,8 +58,8 @@ def make_config(text: str, *, steps: int = 16, **sync) -> Config:
         ),
         outer=OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9),
         sync=SyncConfig(**{**settings, **sync}),
-        sequence_length=LENGTH,
-        total_tokens=steps * 6 * LENGTH,
+        sequence_length=SEQUENCE_LENGTH,
+        total_tokens=steps * 6 * SEQUENCE_LENGTH,
     )
     islands = {
         "b": IslandConfig(batch_size=2, step_seconds=1.0),
@@ -167,7 +164,7 @@ def test_a_kill_costs_what_was_not_merged(text) -> None:
     check_books(result)
     victim = result.summary["islands"]["b"]
     # The steps of less than a cycle in every fragment.
-    assert 0 < victim["tokens_lost"]["died"] <= 4 * 2 * LENGTH
+    assert 0 < victim["tokens_lost"]["died"] <= 4 * 2 * SEQUENCE_LENGTH
     assert victim["joins"] == 2
     assert result.summary["islands"]["a"]["tokens_lost"] == {}
     lives = result.history.frame("lives")
@@ -190,7 +187,7 @@ def test_an_island_takes_part_for_a_while(text) -> None:
     assert (mine.began.min(), mine.time.max()) == (5.0, 15.0)
     assert result.history.lives["end"].tolist() == ["finished", "left"]
     computed = result.summary["islands"]["b"]["tokens_computed"]
-    assert computed == len(mine) * 2 * LENGTH
+    assert computed == len(mine) * 2 * SEQUENCE_LENGTH
     # Without it, the other one goes on alone, and the run has its tokens.
     assert result.summary["islands"]["a"]["steps"] > 30
     assert result.summary["phase"] == "done"
