@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from etils.epath import Path as Folder
@@ -85,12 +87,19 @@ def save(
     facts: dict[str, Any],
 ) -> None:
     """Writes checkpoint `number`, trees of arrays by name; it is durable when this
-    returns."""
+    returns. A failure leaves nothing of it in a folder of this machine."""
     arrays = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
     args = ocp.args.Composite(**arrays, facts=ocp.args.JsonSave(facts))
-    manager.save(number, args=args, force=True)
-    manager.wait_until_finished()
-    if not is_bucket(str(manager.directory)):
+    local = not is_bucket(str(manager.directory))
+    try:
+        manager.save(number, args=args, force=True)
+        manager.wait_until_finished()
+    except Exception:
+        # A disk that is full would stay so.
+        if local and jax.process_index() == 0:
+            _remove_unfinished(Path(manager.directory), number)
+        raise
+    if local:
         _sync(Path(manager.directory), number)
 
 
@@ -165,6 +174,11 @@ def cannot_write(folder: Folder, error: Exception) -> str:
         f"cannot write checkpoints to {folder}{_identity(folder)}: {reason}. "
         f"{_remedy(folder)}, or give another folder as --checkpoints"
     )
+
+
+def _remove_unfinished(folder: Path, number: int) -> None:
+    for path in folder.glob(f"{number}{ocp.utils.TMP_DIR_SUFFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(folder: Path, number: int) -> None:

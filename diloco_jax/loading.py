@@ -15,7 +15,7 @@ import runpy
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
@@ -24,10 +24,14 @@ from diloco_jax.config import (
     ConfigError,
     IslandConfig,
     LaunchConfig,
+    OuterConfig,
     Placement,
     RunConfig,
     suggest,
 )
+
+if TYPE_CHECKING:
+    from diloco_jax.core.outer import OuterPreset
 
 T = TypeVar("T")
 
@@ -152,13 +156,18 @@ def resolve_outer(config: Config) -> Config:
     from diloco_jax.core.outer import preset
 
     chosen = preset(config.merges_per_fragment(), len(config.islands))
+    run = dataclasses.replace(config.run, outer=filled(outer, chosen))
+    return dataclasses.replace(config, run=run)
+
+
+def filled(outer: OuterConfig, chosen: OuterConfig | OuterPreset) -> OuterConfig:
+    """With what it leaves open as in `chosen`."""
     missing = {
         name: getattr(chosen, name)
         for name in ("optimizer", "learning_rate", "momentum")
         if getattr(outer, name) is None
     }
-    run = dataclasses.replace(config.run, outer=dataclasses.replace(outer, **missing))
-    return dataclasses.replace(config, run=run)
+    return dataclasses.replace(outer, **missing)
 
 
 def write_config_json(config: Config, path: str | Path) -> None:
@@ -167,8 +176,11 @@ def write_config_json(config: Config, path: str | Path) -> None:
 
 
 def read_config_json(path: str | Path) -> Config:
-    """What `write_config_json` wrote; ConfigError on unknown fields or wrong types."""
+    """What `write_config_json` wrote; ConfigError if there is no such file, on unknown
+    fields or wrong types."""
     path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}; give the workdir of a run")
     try:
         fields = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

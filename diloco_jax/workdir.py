@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import json
 import os
 import time
 import uuid
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -94,6 +96,15 @@ def read_facts(workdir: Path) -> RunFacts:
             f"{FORMAT}: go on with the version that wrote it"
         )
     return facts
+
+
+def read_summary(workdir: Path) -> dict[str, Any]:
+    """What the last coordinator there left when it ended; empty if none has."""
+    try:
+        summary: dict[str, Any] = json.loads((workdir / "summary.json").read_bytes())
+    except FileNotFoundError:
+        return {}
+    return summary
 
 
 def is_bucket(folder: str) -> bool:

@@ -70,6 +70,15 @@ def test_what_was_left_unfinished_is_removed_by_a_writer_alone(manager, tmp_path
     writer.close()
 
 
+def test_a_failure_leaves_nothing_that_takes_space(manager, tmp_path):
+    checkpoint.save(manager, 1, {"a": np.zeros(3)}, {})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        checkpoint.save(manager, 2, {"a": np.zeros(3)}, {"fact": object()})
+    assert not list((tmp_path / "kept").glob("2*"))
+    checkpoint.save(manager, 3, {"a": np.zeros(3)}, {})
+    assert checkpoint.newest(manager) == 3
+
+
 def test_folders_of_a_run_are_in_its_workdir_or_where_it_says(tmp_path):
     here = checkpoint.island_folder(Placement(), tmp_path, "a")
     assert str(here) == str(tmp_path / "checkpoints" / "islands" / "a")

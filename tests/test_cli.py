@@ -1,6 +1,7 @@
 """The `diloco` command: exit codes, what goes where, and what is imported when."""
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -12,7 +13,7 @@ from diloco_jax.cluster.cluster import ClusterError
 from diloco_jax.cluster.processes import ManagedProcess
 from diloco_jax.config import Config, DataConfig, OuterConfig, RunConfig
 from diloco_jax.island.hosts import WorldAddress
-from diloco_jax.loading import write_config_json
+from diloco_jax.loading import write_config_json, write_json
 from diloco_jax.wire.errors import ConnectionLost, Refused
 
 FILE = """
@@ -146,6 +147,16 @@ def test_run_with_json_prints_the_summary_and_nothing_else(path, fake, capsys):
     assert console.stderr
 
 
+@pytest.mark.parametrize(("asked", "set_to"), [("", "cpu"), ("cuda", "cuda")])
+def test_run_computes_on_what_its_islands_compute_on(
+    path, fake, monkeypatch, asked, set_to
+):
+    fake("diloco_jax.cluster.run", (0, {}))
+    monkeypatch.setenv("JAX_PLATFORMS", asked)
+    assert cli.main(["run", path]) == 0
+    assert os.environ["JAX_PLATFORMS"] == set_to
+
+
 def test_run_without_json_leaves_standard_output_alone(path, fake, capsys):
     fake("diloco_jax.cluster.run", (1, {"merges": 3}))
     assert cli.main(["run", path]) == 1
@@ -219,7 +230,7 @@ def finished(tmp_path):
     run = RunConfig(data=DataConfig(digest="d"), outer=outer)
     write_config_json(Config(run=run), tmp_path / "config.json")
     summary = {"wall_seconds": 5, "merges": 3, "goodput": 0.5, "islands": {}}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    write_json({**summary, "phase": "done"}, tmp_path / "summary.json")
     (tmp_path / "coordinator.address").write_text("127.0.0.1:1\n")
     return tmp_path
 
@@ -232,6 +243,15 @@ def test_status_of_a_finished_run_is_its_summary(finished, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "goodput 0.500" in captured.err
+
+
+def test_status_of_a_stopped_run_says_so(finished, capsys):
+    summary = json.loads((finished / "summary.json").read_bytes())
+    write_json({**summary, "phase": "running"}, finished / "summary.json")
+    assert cli.main(["status", str(finished), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["phase"] == "stopped"
+    assert cli.main(["status", str(finished)]) == 0
+    assert "stopped before its end" in capsys.readouterr().err
 
 
 def test_status_of_a_dead_coordinator_is_an_error(finished, capsys):

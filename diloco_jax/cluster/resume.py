@@ -17,7 +17,13 @@ from rich.console import Console
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster.cluster import ADDRESS_FILE
 from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
-from diloco_jax.loading import read_config_json, resolve, write_config_json, write_json
+from diloco_jax.loading import (
+    filled,
+    read_config_json,
+    resolve,
+    write_config_json,
+    write_json,
+)
 from diloco_jax.observability.tape import newest_record
 
 OPTION = "--resume"
@@ -66,10 +72,7 @@ def resumed_config(config: Config, workdir: Path) -> Config:
 
 def finished(workdir: Path) -> dict[str, Any]:
     """The summary of a run that is over; empty while it is not."""
-    try:
-        summary: dict[str, Any] = json.loads((workdir / "summary.json").read_bytes())
-    except FileNotFoundError:
-        return {}
+    summary = workdirs.read_summary(workdir)
     return summary if summary.get("phase") == "done" else {}
 
 
@@ -107,13 +110,7 @@ def tell_resumed(workdir: Path, console: Console) -> None:
 
 def _filled(run: RunConfig, written: RunConfig) -> RunConfig:
     """With what `loading.resolve` decided when the run began."""
-    data, outer = run.data, run.outer
+    data = run.data
     if not data.digest:
         data = dataclasses.replace(data, digest=written.data.digest)
-    missing = {
-        name: getattr(written.outer, name)
-        for name in ("optimizer", "learning_rate", "momentum")
-        if getattr(outer, name) is None
-    }
-    outer = dataclasses.replace(outer, **missing)
-    return dataclasses.replace(run, data=data, outer=outer)
+    return dataclasses.replace(run, data=data, outer=filled(run.outer, written.outer))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from diloco_jax.loading import read_config_json
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.wire.tls import TlsFiles
+from diloco_jax.workdir import read_summary
 
 
 def status_client(address: str, placement: Placement) -> Client:
@@ -30,8 +30,9 @@ def status_client(address: str, placement: Placement) -> Client:
 def read_status(target: str, placement: Placement) -> dict[str, Any]:
     """Status of the run at a coordinator's HOST:PORT, or in a workdir.
 
-    A workdir whose coordinator is gone gives its summary, with `phase` "done" (or
-    ConnectionLost if it left none). Its own placement counts, not the one given.
+    A workdir whose coordinator is gone gives its summary, with `phase` "done" or, if
+    the run was stopped before its end, "stopped" (ConnectionLost if it left none). Its
+    own placement counts, not the one given.
     """
     workdir = Path(target)
     if not workdir.is_dir():
@@ -41,8 +42,8 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
                 f"its coordinator's address"
             )
         return _ask(target, placement)
-    address_file, summary_file = workdir / ADDRESS_FILE, workdir / "summary.json"
-    if not address_file.exists() and not summary_file.exists():
+    address_file, summary = workdir / ADDRESS_FILE, read_summary(workdir)
+    if not address_file.exists() and not summary:
         raise ConfigError(
             f"{workdir} has neither {ADDRESS_FILE} nor summary.json: no run was "
             f"started there, or its coordinator is not up yet"
@@ -52,9 +53,10 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
         try:
             return _ask(address_file.read_text().strip(), config.placement)
         except ConnectionLost:
-            if not summary_file.exists():
+            if not summary:
                 raise
-    return {"phase": "done", **json.loads(summary_file.read_bytes())}
+    over = summary["phase"] == "done"
+    return {**summary, "phase": "done" if over else "stopped"}
 
 
 def _ask(address: str, placement: Placement) -> dict[str, Any]:

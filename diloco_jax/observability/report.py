@@ -52,7 +52,8 @@ def comparison(summary: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
 def _result(summary: Mapping[str, Any]) -> str:
     loss, bits = summary.get("eval_loss"), summary.get("eval_bits_per_byte")
     if loss is None:
-        return "not evaluated"
+        stopped = summary.get("phase", "done") != "done"
+        return f"{'stopped before its end, ' if stopped else ''}not evaluated"
     per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
     return f"validation loss {loss:.4f} nats per token{per_byte}"
 
