@@ -31,8 +31,10 @@ from typing import Any
 import quality_report
 import support
 from machine import machine_facts
-from quality_rows import SIZES, Row, rates, rows
+from quality_configs import SIZES
+from quality_rows import Row, rates, rows
 
+from diloco_jax.cluster.commands import HUGE_PAGES
 from diloco_jax.loading import write_json
 
 RUN_TIMEOUT_S = 3 * 3600.0
@@ -143,7 +145,7 @@ def _work(options: Any, path: Path, known: list[dict[str, Any]]) -> None:
 def _start(job: tuple[str, str, int]) -> subprocess.Popen[str]:
     """One thread each: two runs side by side are faster than one on two cores."""
     command = [sys.executable, __file__, "--run", *map(str, job)]
-    environment = {**os.environ, "NPROC": "1", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, **HUGE_PAGES, "NPROC": "1", "JAX_PLATFORMS": "cpu"}
     environment.setdefault(
         "JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache/diloco_jax/jax")
     )

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import support
-from quality_rows import SIZES, Row, rates, rows
+from quality_configs import SIZES
+from quality_rows import Row, rates, rows
 
 PUBLISHED_GAPS = {1: -0.1, 2: 0.7, 4: 2.0, 8: 3.9}
 """Percent over data-parallel at 35 M parameters, 20 tokens each, H = 30, each at its

@@ -12,24 +12,41 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from diloco_jax.config import (
-    Config,
-    InnerConfig,
-    IslandConfig,
-    OuterConfig,
-    Placement,
-    RunConfig,
-    SyncConfig,
+from quality_configs import (
+    STEP_SECONDS,
+    Size,
+    config,
+    equal,
+    fast_and_slow,
+    inner,
+    network,
+    unequal,
 )
-from diloco_jax.models.presets import preset
+
+from diloco_jax.config import Config, IslandConfig, OuterConfig
 from diloco_jax.simulation.options import EmulationOptions
 
-SEQUENCES = 32
-SEQUENCE = 128
-STEP_SECONDS = 1.0
-TOKENS_PER_PARAMETER = 20
 RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 """Learning rates swept for the headline rows, each method alike."""
+SWEPT = (
+    "data-parallel",
+    "synchronous DiLoCo, 8 islands",
+    "decoupled, 8 islands",
+    "one island, outer optimizer",
+    "Muon inside, data-parallel",
+    "Muon inside",
+)
+MUON = "muon"
+SYNCHRONOUS = {
+    "quorum": 8,
+    "grace": 0.0,
+    "overlap_steps": 0,
+    "fragments": 1,
+    "codec_up": "bf16",
+    "codec_down": "bf16",
+}
+"""All islands merge everything at once, and wait for it."""
+GENTLE = OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,28 +63,6 @@ class Row:
     headline: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Size:
-    """Model, tokens and learning rate of all rows."""
-
-    preset: str
-    tokens: int
-    learning_rate: float
-    """The best of the sweep for synchronous and decoupled DiLoCo with 8 islands."""
-    learning_rate_alone: float
-    """The best of the sweep for data-parallel; also for one island."""
-
-
-SIZES = {
-    "0.1m": Size(
-        preset="tiny", tokens=2_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
-    ),
-    "0.3m": Size(
-        preset="0.3m", tokens=7_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
-    ),
-}
-
-
 def rows(size: Size) -> Iterator[Row]:
     """All rows, the ones that decide most first."""
     yield from _headlines(size)
@@ -76,22 +71,23 @@ def rows(size: Size) -> Iterator[Row]:
     yield from _codecs(size)
     yield from _adoption(size)
     yield from _schedule(size)
+    yield from _muon(size)
+    yield from _tokens(size)
     yield from _trouble(size)
 
 
 def rates(size: Size) -> Iterator[Row]:
     """The sweep of learning rates, on the first seed, for every headline method."""
+    swept = [row for row in _headlines(size) if row.name in SWEPT]
+    muon = [row for row in _muon(size) if row.name in SWEPT]
     for rate in RATES:
-        inner = InnerConfig(learning_rate=rate)
-        for row in _headlines(size):
-            config = dataclasses.replace(
-                row.config, run=dataclasses.replace(row.config.run, inner=inner)
-            )
+        for row in (*swept, *muon):
+            optimizer = row.config.run.inner.optimizer
             yield dataclasses.replace(
                 row,
                 name=f"{row.name}, rate {rate:g}",
                 group="rates",
-                config=config,
+                config=inner(row.config, optimizer, rate),
                 against="",
                 headline=False,
             )
@@ -104,54 +100,48 @@ def _headlines(size: Size) -> Iterator[Row]:
         group="headline",
         plain=True,
         headline=True,
-        config=_config(size, islands=_equal(1)),
+        config=config(size, islands=equal(1)),
     )
     yield Row(
         name="synchronous DiLoCo, 8 islands",
         group="headline",
         headline=True,
         against="data-parallel",
-        config=_config(
-            size,
-            quorum=8,
-            grace=0.0,
-            overlap_steps=0,
-            fragments=1,
-            codec_up="bf16",
-            codec_down="bf16",
-        ),
+        config=config(size, **SYNCHRONOUS),
     )
     yield Row(
         name="decoupled, 8 islands",
         group="headline",
         headline=True,
         against="synchronous DiLoCo, 8 islands",
-        config=_config(size),
-        options=_network(2),
+        config=config(size),
+        options=network(2),
     )
     yield Row(
         name="decoupled, 4 fast + 4 slow islands",
         group="headline",
         headline=True,
         against="synchronous DiLoCo, 8 islands",
-        config=_config(size, islands=_fast_and_slow()),
-        options=_network(2, step_spread=0.1),
+        config=config(size, islands=fast_and_slow()),
+        options=network(2, out_of_phase=True),
     )
     yield Row(
         name="decoupled, failures as at 1.2 M chips",
         group="headline",
         headline=True,
         against="synchronous DiLoCo, 8 islands",
-        config=_config(size),
-        options=_network(2, failure_every_seconds=200.0, down_seconds=12.0),
+        config=config(size),
+        options=network(
+            2, out_of_phase=True, failure_every_seconds=200.0, down_seconds=12.0
+        ),
     )
     yield Row(
         name="one island, outer optimizer",
         group="headline",
         headline=True,
         against="data-parallel",
-        config=_config(size, islands=_equal(1)),
-        options=_network(2),
+        config=config(size, islands=equal(1)),
+        options=network(2),
     )
 
 
@@ -161,8 +151,8 @@ def _islands(size: Size) -> Iterator[Row]:
             name=f"decoupled, {count} islands",
             group="islands",
             against="data-parallel",
-            config=_config(size, islands=_equal(count)),
-            options=_network(2),
+            config=config(size, islands=equal(count)),
+            options=network(2),
         )
 
 
@@ -181,14 +171,13 @@ def _merging(size: Size) -> Iterator[Row]:
     ):
         sync: dict[str, Any] = dict(changes)
         unlike, batches = sync.pop("unlike", False), sync.pop("batches", False)
-        islands = _fast_and_slow() if unlike else _unequal() if batches else None
-        spread = 0.1 if unlike else 0.0
+        islands = fast_and_slow() if unlike else unequal() if batches else None
         yield Row(
             name=name,
             group="merging",
             against="decoupled, 8 islands",
-            config=_config(size, islands=islands, **sync),
-            options=_network(2, step_spread=spread),
+            config=config(size, islands=islands, **sync),
+            options=network(2, out_of_phase=unlike or batches),
         )
 
 
@@ -208,8 +197,8 @@ def _codecs(size: Size) -> Iterator[Row]:
             name=name,
             group="codecs",
             against=against,
-            config=_config(size, **sync),
-            options=_network(2),
+            config=config(size, **sync),
+            options=network(2),
         )
 
 
@@ -220,8 +209,8 @@ def _adoption(size: Size) -> Iterator[Row]:
                 name=f"{adopt}, tau {tau}",
                 group="adoption",
                 against="rebase, tau 1",
-                config=_config(size, adopt=adopt, overlap_steps=tau),
-                options=_network(tau),
+                config=config(size, adopt=adopt, overlap_steps=tau),
+                options=network(tau),
             )
 
 
@@ -231,12 +220,14 @@ def _schedule(size: Size) -> Iterator[Row]:
             ("sgd", 1.0, 0.0),
             ("nesterov", 0.7, 0.9),
             ("nesterov", 0.4, 0.6),
+            ("sgd", 1.4, 0.0),
+            ("nesterov", 0.6, 0.6),
         ):
             yield Row(
                 name=f"H = {cycle}, {optimizer} {rate:g} / {momentum:g}",
                 group="schedule",
                 against="decoupled, 8 islands",
-                config=_config(
+                config=config(
                     size,
                     steps_per_cycle=cycle,
                     fragments=min(cycle, 12),
@@ -246,34 +237,97 @@ def _schedule(size: Size) -> Iterator[Row]:
                         momentum=momentum,
                     ),
                 ),
-                options=_network(2),
+                options=network(2),
             )
     for fragments in (1, 4, 24):
         yield Row(
             name=f"P = {fragments}",
             group="schedule",
             against="decoupled, 8 islands",
-            config=_config(size, fragments=fragments),
-            options=_network(2),
+            config=config(size, fragments=fragments),
+            options=network(2),
         )
+    for by in ("layer", "tensor"):
+        yield Row(
+            name=f"fragments by {by}",
+            group="schedule",
+            # As many, of the pieces one by one.
+            against="P = 4",
+            config=config(size, fragments=4, fragment_by=by),
+            options=network(2),
+        )
+
+
+def _muon(size: Size) -> Iterator[Row]:
+    """Muon inside, at rates swept on the first seed (`muon_rates`)."""
+    yield Row(
+        name="Muon inside, data-parallel",
+        group="muon",
+        plain=True,
+        against="data-parallel",
+        config=inner(config(size, islands=equal(1)), MUON, 8e-3),
+    )
+    for name, sync, outer, against in (
+        ("synchronous DiLoCo", SYNCHRONOUS, None, "Muon inside, data-parallel"),
+        ("", {}, None, "Muon inside, synchronous DiLoCo"),
+        ("H = 4", {"steps_per_cycle": 4, "fragments": 4}, None, "Muon inside"),
+        ("Nesterov 0.4 / 0.6", {}, GENTLE, "Muon inside"),
+        (
+            "H = 4, Nesterov 0.4 / 0.6",
+            {"steps_per_cycle": 4, "fragments": 4},
+            GENTLE,
+            "Muon inside",
+        ),
+    ):
+        yield Row(
+            name=f"Muon inside{', ' if name else ''}{name}",
+            group="muon",
+            against=against,
+            config=inner(config(size, outer=outer, **sync), MUON, 6e-3),
+            options=network(0 if sync is SYNCHRONOUS else 2),
+        )
+    for count in (2, 4):
+        yield Row(
+            name=f"Muon inside, {count} islands",
+            group="muon",
+            against="Muon inside, data-parallel",
+            config=inner(config(size, islands=equal(count)), MUON, 6e-3),
+            options=network(2),
+        )
+
+
+def _tokens(size: Size) -> Iterator[Row]:
+    """Fewer and more tokens: whether the gap to data-parallel closes."""
+    for factor in (0.25, 0.5, 2.0):
+        tokens = int(factor * size.tokens)
+        shorter = dataclasses.replace(size, tokens=tokens)
+        base = f"data-parallel, {factor:g} x tokens"
+        yield Row(
+            name=base,
+            group="tokens",
+            plain=True,
+            config=config(shorter, islands=equal(1)),
+        )
+        for count in (2, 4, 8):
+            yield Row(
+                name=f"decoupled, {count} islands, {factor:g} x tokens",
+                group="tokens",
+                against=base,
+                config=config(shorter, islands=equal(count)),
+                options=network(2),
+            )
 
 
 def _trouble(size: Size) -> Iterator[Row]:
-    for plain in (True, False):
-        config = _config(size)
-        # The best of the quickstart's sweeps (docs/results/quickstart.md).
-        rate = 8e-3 if plain else 6e-3
-        inner = InnerConfig(optimizer="muon", learning_rate=rate)
-        run = dataclasses.replace(config.run, inner=inner)
+    for name, tau in (("no time for grace", 2), ("no time for grace, tau 4", 4)):
         yield Row(
-            name=f"Muon inside{', data-parallel' if plain else ''}",
+            name=f"4 fast + 4 slow islands, {name}",
             group="trouble",
-            plain=plain,
-            against="data-parallel" if plain else "decoupled, 8 islands",
-            config=dataclasses.replace(config, run=run),
-            options=_network(2),
+            against="decoupled, 4 fast + 4 slow islands",
+            config=config(size, islands=fast_and_slow(), overlap_steps=tau),
+            options=network(2, out_of_phase=True, merge_seconds=1.5),
         )
-    slow = dict(_equal(8))
+    slow = dict(equal(8))
     slow["i0"] = IslandConfig(batch_size=4, step_seconds=24 * STEP_SECONDS)
     for name, islands, options in (
         ("one island at half the time", None, {"joins": {"i0": (0.0, 250.0)}}),
@@ -284,58 +338,6 @@ def _trouble(size: Size) -> Iterator[Row]:
             name=name,
             group="trouble",
             against="decoupled, 8 islands",
-            config=_config(size, islands=islands),
-            options=_network(2, **options),
+            config=config(size, islands=islands),
+            options=network(2, out_of_phase=islands is not None, **options),
         )
-
-
-def _config(
-    size: Size,
-    *,
-    islands: dict[str, IslandConfig] | None = None,
-    outer: OuterConfig | None = None,
-    **sync: Any,
-) -> Config:
-    islands = islands or _equal(8)
-    settings = {"steps_per_cycle": 12, "fragments": 12, **sync}
-    rate = size.learning_rate_alone if len(islands) == 1 else size.learning_rate
-    return Config(
-        run=RunConfig(
-            model=preset(size.preset),
-            inner=InnerConfig(learning_rate=rate),
-            outer=outer or OuterConfig(),
-            sync=SyncConfig(**settings),
-            sequence_length=SEQUENCE,
-            total_tokens=size.tokens,
-        ),
-        islands=islands,
-        placement=Placement(baseline_learning_rate=0.0),
-    )
-
-
-def _network(tau: int, **changes: Any) -> EmulationOptions:
-    """Merges arrive so late that they are adopted tau boundaries after the take."""
-    return EmulationOptions(merge_seconds=max(0.0, tau - 0.5) * STEP_SECONDS, **changes)
-
-
-def _equal(count: int) -> dict[str, IslandConfig]:
-    batch = SEQUENCES // count
-    return _islands_of((batch, STEP_SECONDS) for _ in range(count))
-
-
-def _fast_and_slow() -> dict[str, IslandConfig]:
-    """v6e and v5p: a gap of 18 % in speed."""
-    return _islands_of((4, STEP_SECONDS * (1.18 if i % 2 else 1.0)) for i in range(8))
-
-
-def _unequal() -> dict[str, IslandConfig]:
-    """Batches and speeds of slices of unlike sizes."""
-    shapes = ((8, 1.0), (8, 1.5), (4, 1.0), (4, 2.0), (2, 0.5), (2, 1.0), (2, 1.0))
-    return _islands_of((*shapes, (2, 2.0)))
-
-
-def _islands_of(shapes: Any) -> dict[str, IslandConfig]:
-    return {
-        f"i{number}": IslandConfig(batch_size=batch, step_seconds=seconds)
-        for number, (batch, seconds) in enumerate(shapes)
-    }

@@ -1,0 +1,112 @@
+"""What the rows of `quality.py` are made of: sizes, configs, islands, networks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from diloco_jax.config import (
+    Config,
+    InnerConfig,
+    IslandConfig,
+    OuterConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+)
+from diloco_jax.models.presets import preset
+from diloco_jax.simulation.options import EmulationOptions
+
+SEQUENCES = 32
+SEQUENCE = 128
+STEP_SECONDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """Model, tokens and learning rate of all rows."""
+
+    preset: str
+    tokens: int
+    learning_rate: float
+    """The best of the sweep for synchronous and decoupled DiLoCo with 8 islands."""
+    learning_rate_alone: float
+    """The best of the sweep for data-parallel; also for one island."""
+
+
+SIZES = {
+    "0.1m": Size(
+        preset="tiny", tokens=2_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
+    ),
+    "0.3m": Size(
+        preset="0.3m", tokens=7_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
+    ),
+}
+
+
+def config(
+    size: Size,
+    *,
+    islands: dict[str, IslandConfig] | None = None,
+    outer: OuterConfig | None = None,
+    **sync: Any,
+) -> Config:
+    islands = islands or equal(8)
+    settings = {"steps_per_cycle": 12, "fragments": 12, **sync}
+    rate = size.learning_rate_alone if len(islands) == 1 else size.learning_rate
+    return Config(
+        run=RunConfig(
+            model=preset(size.preset),
+            inner=InnerConfig(learning_rate=rate),
+            outer=outer or OuterConfig(),
+            sync=SyncConfig(**settings),
+            sequence_length=SEQUENCE,
+            total_tokens=size.tokens,
+        ),
+        islands=islands,
+        placement=Placement(baseline_learning_rate=0.0),
+    )
+
+
+def inner(config: Config, optimizer: str, rate: float) -> Config:
+    inner = InnerConfig(optimizer=optimizer, learning_rate=rate)  # type: ignore[arg-type]
+    run = dataclasses.replace(config.run, inner=inner)
+    return dataclasses.replace(config, run=run)
+
+
+def network(
+    tau: int, *, out_of_phase: bool = False, **changes: Any
+) -> EmulationOptions:
+    """Of a merge that is adopted tau boundaries after its takes.
+
+    out_of_phase: islands whose steps end at different times, by 10 % more or less: the
+    merge itself takes a quarter of tau steps, the grace window has the rest. Otherwise
+    nobody is waited for, and the merge takes all but half a step of tau.
+    """
+    if out_of_phase:
+        changes = {"step_spread": 0.1, "merge_seconds": tau / 4, **changes}
+    seconds = changes.pop("merge_seconds", max(0.0, tau - 0.5))
+    return EmulationOptions(merge_seconds=seconds * STEP_SECONDS, **changes)
+
+
+def equal(count: int) -> dict[str, IslandConfig]:
+    batch = SEQUENCES // count
+    return _islands_of((batch, STEP_SECONDS) for _ in range(count))
+
+
+def fast_and_slow() -> dict[str, IslandConfig]:
+    """v6e and v5p: a gap of 18 % in speed."""
+    return _islands_of((4, STEP_SECONDS * (1.18 if i % 2 else 1.0)) for i in range(8))
+
+
+def unequal() -> dict[str, IslandConfig]:
+    """Batches and speeds of slices of unlike sizes."""
+    shapes = ((8, 1.0), (8, 1.5), (4, 1.0), (4, 2.0), (2, 0.5), (2, 1.0), (2, 1.0))
+    return _islands_of((*shapes, (2, 2.0)))
+
+
+def _islands_of(shapes: Any) -> dict[str, IslandConfig]:
+    return {
+        f"i{number}": IslandConfig(batch_size=batch, step_seconds=seconds)
+        for number, (batch, seconds) in enumerate(shapes)
+    }
