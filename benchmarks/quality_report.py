@@ -9,11 +9,12 @@ from typing import Any
 
 import support
 from quality_configs import SIZES
-from quality_rows import Row, rates, rows
+from quality_rows import CYCLES, TOKEN_FACTORS, Row, rates, rows
 
 PUBLISHED_GAPS = {1: -0.1, 2: 0.7, 4: 2.0, 8: 3.9}
 """Percent over data-parallel at 35 M parameters, 20 tokens each, H = 30, each at its
 own best batch size (arXiv 2503.09799, table 4)."""
+ISLANDS = (1, 2, 4, 8, 16)
 BOUNDS = (
     # Row, against, upper end of the interval in percent.
     ("decoupled, 4 fast + 4 slow islands", "synchronous DiLoCo, 8 islands", 0.5),
@@ -56,7 +57,7 @@ def write(out: Path, doc: str | None, runs: Runs) -> int:
         out, "quality", text, tables, checks, {"runs": list(runs)}
     )
     with (out / "quality.md").open("a") as file:
-        file.write("\n![Gap to data-parallel by number of islands](quality.png)\n")
+        file.write("\n![Gap to data-parallel by islands, tokens and H](quality.png)\n")
     return code
 
 
@@ -123,38 +124,75 @@ def _checks(size: str, losses: dict[str, dict[int, float]]) -> list[support.Chec
 
 
 def _plot(path: Path, runs: Runs) -> None:
-    """Gap to data-parallel by number of islands, beside the published line."""
+    """Gap to data-parallel by islands, beside the published line; by tokens; by H."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = {
-        1: "one island, outer optimizer",
-        8: "decoupled, 8 islands",
-        **{count: f"decoupled, {count} islands" for count in (2, 4, 16)},
-    }
-    figure, axes = pyplot.subplots(figsize=(6, 4))
+    figure, (islands, tokens, cycles) = pyplot.subplots(1, 3, figsize=(13, 4))
     for size in SIZES:
         losses = _losses(runs, size)
-        points = [
-            (count, *found[:2])
-            for count in sorted(names)
-            if (found := difference(losses, names[count], "data-parallel"))
-        ]
-        if points:
-            counts, gaps, halves = zip(*points, strict=True)
-            bars = [0.0 if half == float("inf") else half for half in halves]
-            axes.errorbar(counts, gaps, bars, marker="o", label=f"{size} parameters")
+        by_islands = {count: (_of(count), "data-parallel") for count in ISLANDS}
+        _line_of_gaps(islands, losses, by_islands, f"{size} parameters")
+        for count in ISLANDS:
+            by_tokens = {
+                factor * SIZES[size].tokens / 1e6: (
+                    _of(count) + suffix,
+                    "data-parallel" + suffix,
+                )
+                for factor in (*TOKEN_FACTORS, 1.0)
+                for suffix in ["" if factor == 1 else f", {factor:g} x tokens"]
+            }
+            _line_of_gaps(tokens, losses, by_tokens, f"{size}, {count} islands", 2)
+        by_cycle = {
+            cycle: (f"H = {cycle}, sgd 1 / 0", "data-parallel") for cycle in CYCLES
+        }
+        _line_of_gaps(cycles, losses, by_cycle, f"{size}, 8 islands")
     published = sorted(PUBLISHED_GAPS.items())
-    axes.plot(
+    islands.plot(
         *zip(*published, strict=True), "k--", label="published, 35 M, synchronous"
     )
-    axes.set(xlabel="islands", ylabel="loss over data-parallel, %", xscale="log")
-    axes.set_xticks(sorted(names), [str(count) for count in sorted(names)])
-    axes.axhline(0, color="0.8")
-    axes.legend()
+    for axes, label in (
+        (islands, "islands"),
+        (tokens, "tokens, millions"),
+        (cycles, "H, inner steps per cycle"),
+    ):
+        axes.set(xlabel=label, ylabel="loss over data-parallel, %", xscale="log")
+        axes.axhline(0, color="0.8")
+        axes.minorticks_off()
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+    islands.set_xticks(ISLANDS, [str(count) for count in ISLANDS])
+    cycles.set_xticks(CYCLES, [str(cycle) for cycle in CYCLES])
+    millions = [f * SIZES["0.1m"].tokens / 1e6 for f in (*TOKEN_FACTORS, 1.0)]
+    tokens.set_xticks(millions, [f"{count:g}" for count in millions])
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _of(count: int) -> str:
+    if count == 1:
+        return "one island, outer optimizer"
+    return f"decoupled, {count} islands"
+
+
+def _line_of_gaps(
+    axes: Any,
+    losses: dict[str, dict[int, float]],
+    rows_by_x: dict[float, tuple[str, str]],
+    label: str,
+    at_least: int = 1,
+) -> None:
+    """A line with the intervals of those points that were run."""
+    points = [
+        (x, *found[:2])
+        for x, pair in sorted(rows_by_x.items())
+        if (found := difference(losses, *pair))
+    ]
+    if len(points) >= at_least:
+        xs, gaps, halves = zip(*points, strict=True)
+        bars = [0.0 if half == float("inf") else half for half in halves]
+        axes.errorbar(xs, gaps, bars, marker="o", label=label)

@@ -28,6 +28,8 @@ from diloco_jax.simulation.options import EmulationOptions
 
 RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 """Learning rates swept for the headline rows, each method alike."""
+CYCLES = (4, 12, 48)
+TOKEN_FACTORS = (0.25, 0.5, 2.0)
 SWEPT = (
     "data-parallel",
     "synchronous DiLoCo, 8 islands",
@@ -215,7 +217,7 @@ def _adoption(size: Size) -> Iterator[Row]:
 
 
 def _schedule(size: Size) -> Iterator[Row]:
-    for cycle in (4, 12, 48):
+    for cycle in CYCLES:
         for optimizer, rate, momentum in (
             ("sgd", 1.0, 0.0),
             ("nesterov", 0.7, 0.9),
@@ -298,7 +300,7 @@ def _muon(size: Size) -> Iterator[Row]:
 
 def _tokens(size: Size) -> Iterator[Row]:
     """Fewer and more tokens: whether the gap to data-parallel closes."""
-    for factor in (0.25, 0.5, 2.0):
+    for factor in TOKEN_FACTORS:
         tokens = int(factor * size.tokens)
         shorter = dataclasses.replace(size, tokens=tokens)
         base = f"data-parallel, {factor:g} x tokens"
