@@ -213,8 +213,8 @@ class Placement:
     compile_budget_s: float = 600.0
     """Longest time that an island may report "compiling"."""
     notice_s: float = 0.0
-    """Seconds that an island has, once its machine is to be taken away, to send what it
-    took and to say goodbye. Above 0, the notice is SIGTERM or the cloud's
+    """Seconds that an island has, once its machine is to be taken away, to send what is
+    open of it and to say goodbye. Above 0, the notice is SIGTERM or the cloud's
     metadata server, and ends the island with exit code 1, to be started again."""
     merge_buffer_bytes: int = 4 << 30
     """Bound on the encoded deltas that the coordinator holds."""

@@ -33,6 +33,7 @@ from diloco_jax.policy.events import (
     Event,
     Finish,
     Grant,
+    LetGo,
     Merge,
     MergeComputed,
     Note,
@@ -189,6 +190,7 @@ class Engine:
                 | Grant()
                 | Progress()
                 | StopStepping()
+                | LetGo()
             ):
                 send(effect.island, outbox.message(effect))
             case DropDelta():

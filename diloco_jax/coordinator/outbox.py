@@ -6,6 +6,7 @@ from diloco_jax.policy.events import (
     AskResend,
     AskTake,
     Grant,
+    LetGo,
     Progress,
     Publish,
     StopStepping,
@@ -13,7 +14,7 @@ from diloco_jax.policy.events import (
 )
 from diloco_jax.wire import messages
 
-Tell = AskTake | AskResend | TellVerdict | Grant | Progress | StopStepping
+Tell = AskTake | AskResend | TellVerdict | Grant | Progress | StopStepping | LetGo
 
 
 def message(effect: Tell) -> messages.FromCoordinator:
@@ -41,6 +42,8 @@ def message(effect: Tell) -> messages.FromCoordinator:
             )
         case StopStepping():
             return messages.Stop()
+        case LetGo():
+            return messages.MayLeave()
 
 
 def published(effect: Publish, island: str) -> messages.Published:

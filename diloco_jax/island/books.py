@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 from diloco_jax.config import AdoptRule
 from diloco_jax.policy.events import (
+    FIRST_VERSION,
+    STALE,
     Outstanding,
     Record,
     RecordKind,
@@ -76,7 +78,8 @@ class Books:
         return tuple(a.take for a in self._accounts if a.take is not None)
 
     def must_wait(self, fragment: int) -> bool:
-        """Whether a take must wait: the last one is merged, but not yet adopted."""
+        """Whether a take must wait for an adoption: the last one is merged, or was too
+        old."""
         account = self._accounts[fragment]
         return account.take is None and account.unsettled
 
@@ -121,9 +124,16 @@ class Books:
         return True
 
     def settle(
-        self, fragment: int, tick: int, verdict: Verdict, reason: str, step: int
+        self,
+        fragment: int,
+        tick: int,
+        verdict: Verdict,
+        reason: str,
+        step: int,
+        version: Version = FIRST_VERSION,
     ) -> Outcome:
-        """Notes the verdict on a take; "none" unless it ends the outstanding one."""
+        """Notes the verdict on a take, told at that version of the fragment; "none"
+        unless it ends the outstanding one."""
         account = self._accounts[fragment]
         take = account.take
         if take is None or take.tick != tick or verdict in ("pending", "none"):
@@ -136,7 +146,9 @@ class Books:
             self._record("reset", step, fragment=fragment, tick=tick)
             return "reset"
         if account.unsettled:
-            account.start, account.unsettled = take.start, False
+            # While a newer version is on its way, the next one would be stale again.
+            behind = reason == STALE and account.version < version
+            account.start, account.unsettled = take.start, behind
             self._record("reopened", step, fragment=fragment, tick=tick)
             return "reopened"
         self._record("dropped", step, fragment=fragment, tick=tick)

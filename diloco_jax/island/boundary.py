@@ -111,7 +111,7 @@ class Boundary:
     def _settle(self, verdict: TakeVerdict, step: int) -> None:
         fragment, tick = verdict.fragment, verdict.tick
         outcome = self.books.settle(
-            fragment, tick, verdict.verdict, verdict.reason, step
+            fragment, tick, verdict.verdict, verdict.reason, step, verdict.version
         )
         if outcome == "none":
             return

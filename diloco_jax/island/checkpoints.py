@@ -56,7 +56,8 @@ class Checkpoints:
         self._deadlines = Deadlines(placement.time_budget_s)
         self._hosts = config.island(name).hosts
         self._due = time.monotonic() + self._every_s
-        self._saved_steps = 0
+        self._saved: tuple[int, set[int]] = (0, set())
+        """Of what is written or about to be: steps, and fragments outstanding."""
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._final = False
         self._manager: Any = None
@@ -184,7 +185,9 @@ class Checkpoints:
         final: the incarnation ends with it, and `close` is to wait for it.
         """
         self._final = final
-        if not self._every_s or steps == self._saved_steps:
+        if not self._every_s or not steps:
+            return
+        if (steps, set(outstanding)) == self._saved:
             return
         copies = _to_host(trees)
         facts = {
@@ -195,7 +198,7 @@ class Checkpoints:
             "sequences": sequences,
         }
         self._number += 1
-        self._saved_steps = steps
+        self._saved = (steps, set(outstanding))
         number = self._number
         self._work.put(lambda: self._write(number, copies, facts))
 

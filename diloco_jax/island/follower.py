@@ -48,7 +48,6 @@ class Follower:
         self._arrivals = Arrivals()
         self._orders: OrderThread | None = None
         self._loop: Loop | None = None
-        self._ended = False
         self.mailbox = self._host.mailbox
 
     def start(self) -> None:
@@ -95,9 +94,12 @@ class Follower:
     def run(self) -> Ending:
         """Trains until host 0 ends it."""
         assert self._loop is not None
-        ending = self._loop.run()
-        self._ended = True
-        return ending
+        return self._loop.run()
+
+    @property
+    def ended_together(self) -> bool:
+        """See Loop."""
+        return self._loop is not None and self._loop.ended_together
 
     def asked_to_end(self, reason: str) -> None:
         """Host 0 decides when; it is told."""
@@ -107,7 +109,7 @@ class Follower:
     def stop(self, reason: str) -> None:
         """Ends the threads, within `stop_s`."""
         timeout_s = self._host.deadlines.stop_s / 4
-        if self._ended:
+        if self.ended_together:
             # Host 0 may still need what this one has not sent.
             patience_s = self._host.config.placement.notice_s + 2 * timeout_s
             with contextlib.suppress(HostsError):

@@ -75,6 +75,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     again: bool
     save: bool
     stop: bool
+    leaving: bool
     finished: bool
     ending: Ending | None
 
@@ -90,6 +91,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             again=inbox.again,
             save=inbox.save,
             stop=inbox.stop,
+            leaving=inbox.leaving,
             finished=inbox.finished,
             ending=inbox.ending,
         )
@@ -105,6 +107,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             again=self.again,
             save=self.save,
             stop=self.stop,
+            leaving=self.leaving,
             finished=self.finished,
             ending=self.ending,
         )
@@ -344,6 +347,6 @@ def _is_news(inbox: Inbox, now: Inbox) -> bool:
         or inbox.arrivals
         or inbox.verdicts
         or inbox.grants
-        or (inbox.stop, inbox.finished, inbox.ending)
-        != (now.stop, now.finished, now.ending)
+        or (inbox.stop, inbox.leaving, inbox.finished, inbox.ending)
+        != (now.stop, now.leaving, now.finished, now.ending)
     )

@@ -11,6 +11,7 @@ from diloco_jax.wire.messages import (
     Finished,
     FromCoordinator,
     Granted,
+    MayLeave,
     Progress,
     Published,
     ResendRequest,
@@ -72,6 +73,8 @@ class Inbound:
                 mailbox.progress(message.tokens - own, message.records_through)
             case Stop():
                 mailbox.stop()
+            case MayLeave():
+                mailbox.let_go()
             case Finished():
                 mailbox.finish()
 

@@ -88,6 +88,11 @@ class Loop:
             if overdue is not None:
                 return overdue
 
+    @property
+    def ended_together(self) -> bool:
+        """Whether all hosts of the island ended at this boundary: it was decided."""
+        return self._seen.finished or self._seen.ending is not None
+
     # ---- one step ---------------------------------------------------------------
 
     def _train_step(self, batch: Any) -> None:
@@ -128,8 +133,8 @@ class Loop:
             self._post("training" if stepping else "stopped")
             self._seen = self.decisions.at(self._step, stepping=stepping)
             self.boundary.act(self._seen, self._step)
-            if self._seen.save:
-                self._save()
+            if self._seen.save or self._seen.leaving:
+                self._save(final=self._seen.leaving)
             again = self._seen.again
         stepping = self._may_step()
         self._post("training" if stepping else "stopped")
@@ -142,10 +147,17 @@ class Loop:
             self.replica.trees(),
             steps=self._step,
             versions=self.boundary.books.versions(),
-            outstanding=[take.fragment for take in self.boundary.books.outstanding()],
+            outstanding=self._in_doubt(),
             sequences=self.data.consumed,
             final=final,
         )
+
+    def _in_doubt(self) -> list[int]:
+        """Fragments with a take that may be merged after this incarnation's end."""
+        books = self.boundary.books
+        if self._seen.leaving:
+            return list(range(len(books.versions())))  # All are about to be taken.
+        return [take.fragment for take in books.outstanding()]
 
     def _post(self, phase: Phase) -> None:
         status = Status(
@@ -172,6 +184,8 @@ class Loop:
         self._read_metrics()
         self.decisions.wait(self._deadlines.report_s)
         self.timing.restart()
+        if self._seen.leaving:
+            return None  # Whoever had it leave ends it, in time.
         if self._seen.stop:
             return self._overdue(2 * self._deadlines.flush_s, "the run did not finish")
         patience_s = 3 * self.config.placement.outage_budget_s

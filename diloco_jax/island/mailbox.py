@@ -69,7 +69,9 @@ class Inbox:
     save: bool = False
     """Have a checkpoint written of what is after this boundary."""
     stop: bool = False
-    """The run has its tokens: no more steps."""
+    """The run has its tokens, or the island is about to leave: no more steps."""
+    leaving: bool = False
+    """It is about to leave: have a checkpoint written, and answer takes only."""
     finished: bool = False
     """The run is over."""
     ending: Ending | None = None
@@ -86,6 +88,7 @@ class Inbox:
             again=self.again or later.again,
             save=self.save or later.save,
             stop=self.stop or later.stop,
+            leaving=self.leaving or later.leaving,
             finished=self.finished or later.finished,
             ending=self.ending or later.ending,
         )
@@ -116,7 +119,8 @@ class Mailbox:
         self._verdicts: list[TakeVerdict] = []
         self._grants: list[Span] = []
         self._others_tokens = 0
-        self._stop = self._finished = False
+        self._stop = self._leaving = self._finished = False
+        self._may_leave = False
         self._ending: Ending | None = None
         self._status = Status()
         self._records: list[Record] = []
@@ -134,7 +138,8 @@ class Mailbox:
                 verdicts=tuple(self._verdicts),
                 grants=tuple(self._grants),
                 others_tokens=self._others_tokens,
-                stop=self._stop,
+                stop=self._stop or self._leaving,
+                leaving=self._leaving,
                 finished=self._finished,
                 ending=self._ending,
             )
@@ -158,11 +163,30 @@ class Mailbox:
                 lambda: self._news != self._news_collected, timeout_s
             )
 
+    def leave(self) -> None:
+        """The island is about to leave: no more steps, takes are answered."""
+        with self._lock:
+            self._leaving = True
+            self._tell_loop()
+
+    @property
+    def leaving(self) -> bool:
+        """It is about to leave."""
+        with self._lock:
+            return self._leaving
+
+    def wait_to_leave(self, timeout_s: float) -> bool:
+        """Returns once it is let go, or ends anyway; False if not in time."""
+        with self._lock:
+            return self._changed.wait_for(
+                lambda: self._may_leave or self._ending is not None, timeout_s
+            )
+
     @property
     def stop_asked(self) -> bool:
-        """The run has its tokens: no more steps."""
+        """The run has its tokens, or the island is about to leave: no more steps."""
         with self._lock:
-            return self._stop
+            return self._stop or self._leaving
 
     @property
     def finished(self) -> bool:
@@ -237,6 +261,12 @@ class Mailbox:
         with self._lock:
             self._stop = True
             self._tell_loop()
+
+    def let_go(self) -> None:
+        """The coordinator has all that it could ask for."""
+        with self._lock:
+            self._may_leave = self._leaving
+            self._changed.notify_all()
 
     def finish(self) -> None:
         """The run is over."""

@@ -104,15 +104,16 @@ def run(
         except Exception as error:
             logger.exception("island %s failed", name)
             ending = Ending(EXIT_FAILED, f"{type(error).__name__}: {error}")
-        preemption.drain()
         island.stop(ending.reason)
         island.close()
     level = logging.INFO if ending.exit_code == EXIT_DONE else logging.ERROR
     logger.log(level, "island %s ends: %s", name, ending.reason)
     if hosts is not None:
+        if island.ended_together:
+            # Who goes first would have the others abort, which hides their exit code.
+            leave_world()
         if ending.exit_code != EXIT_DONE:
             abandon_world(ending.exit_code)
-        leave_world()
     return ending.exit_code
 
 
@@ -178,6 +179,11 @@ class Island:
         """Trains until the end."""
         assert self._loop is not None
         return self._loop.run()
+
+    @property
+    def ended_together(self) -> bool:
+        """See Loop."""
+        return self._loop is not None and self._loop.ended_together
 
     def stop(self, reason: str) -> None:
         """Says goodbye, within `stop_s`."""
@@ -291,6 +297,7 @@ class Island:
                 reason = self._hosts.hear("leave", self._deadlines.budget_s)
                 if reason is not None:
                     self.asked_to_end(reason.decode())
+                    return
 
 
 def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:

@@ -1,14 +1,13 @@
 """The notice that this machine will be taken away, and what is done with its seconds.
 
-It comes as SIGTERM, or as a value of the cloud's metadata server. The loop then ends at
-its next boundary; what the island has outstanding is still sent, for up to
-`placement.notice_s`, and only then does it say goodbye: a delta that has arrived is
-merged without the island, one that is on its way is lost.
+It comes as SIGTERM, or as a value of the cloud's metadata server. The loop then makes
+no more steps, and the coordinator asks for all that is open, whatever tick is due. Once
+it has that, or after `placement.notice_s`, the island says goodbye: a delta that has
+arrived is merged without it, one that is on its way is lost.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
@@ -20,7 +19,6 @@ from collections.abc import Callable
 
 from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.policy.events import ARRIVED
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ ANSWER_S = 5.0
 
 
 class Preemption:
-    """One island's notice. `watch` waits for it, `drain` uses it.
+    """One island's notice. `watch` waits for it, `notice` uses it.
 
     notice_s: seconds from the notice until everything should be said; 0 = this machine
     is not taken away, and nothing is watched or waited for.
@@ -48,7 +46,7 @@ class Preemption:
         self._mailbox = mailbox
         self._tell_leader = tell_leader
         self._notice_s = notice_s
-        self._drained_by: float | None = None
+        self._noticed = threading.Lock()
 
     @property
     def expected(self) -> bool:
@@ -56,16 +54,19 @@ class Preemption:
         return self._notice_s > 0
 
     def notice(self, source: str) -> None:
-        """Ends the loop at its next boundary. Not from a signal handler: the mailbox
-        has a lock. The exit code is that of a failure, so that whoever supervises the
-        island starts it again."""
+        """Ends the loop, once what is open has been sent. Not from a signal handler:
+        the mailbox has a lock. The exit code is that of a failure, so that whoever
+        supervises the island starts it again."""
         if self._tell_leader is not None:
             self._tell_leader(source)
             return
-        if self._drained_by is None:
-            self._drained_by = time.monotonic() + self._notice_s
-            logger.warning("notice by %s: this island leaves", source)
-        self._mailbox.end(EXIT_FAILED, f"preempted ({source})")
+        if not self._noticed.acquire(blocking=False):
+            return  # Two sources tell of one notice.
+        logger.warning("notice by %s: this island leaves", source)
+        thread = threading.Thread(
+            target=self._leave, args=(source,), name="leaving", daemon=True
+        )
+        thread.start()
 
     def watch(self, host: str = "") -> threading.Thread | None:
         """Starts waiting for the metadata server's notice, beside the loop.
@@ -82,32 +83,17 @@ class Preemption:
         thread.start()
         return thread
 
-    def drain(self) -> int:
-        """After the loop: waits until what is outstanding has arrived or has a verdict,
-        if a notice came and as long as it allows. Returns how many takes have not;
-        their steps are lost.
-
-        Link and sender must still run.
-        """
-        if self._drained_by is None:
-            return 0
-        status = self._mailbox.status()
-        # From here on nobody asks this island for more, or waits for it.
-        self._mailbox.post(dataclasses.replace(status, phase="stopped"))
-        on_their_way = {(take.fragment, take.tick) for take in status.outstanding}
-        while on_their_way and (rest_s := self._drained_by - time.monotonic()) > 0:
-            self._mailbox.wait(rest_s)
-            on_their_way -= {
-                (verdict.fragment, verdict.tick)
-                for verdict in self._mailbox.collect().verdicts
-                if verdict.verdict != "pending" or verdict.reason == ARRIVED
-            }
-        logger.info(
-            "%d of %d outstanding takes have arrived, or have their verdict",
-            len(status.outstanding) - len(on_their_way),
-            len(status.outstanding),
-        )
-        return len(on_their_way)
+    def _leave(self, source: str) -> None:
+        if self._mailbox.status().phase in ("training", "stopped"):
+            began = time.monotonic()
+            self._mailbox.leave()
+            sent = self._mailbox.wait_to_leave(self._notice_s)
+            logger.info(
+                "%s of what was open has arrived after %.1f s",
+                "all" if sent else "not all",
+                time.monotonic() - began,
+            )
+        self._mailbox.end(EXIT_FAILED, f"preempted ({source})")
 
     def _watch(self, host: str) -> None:
         tag, known = "", False

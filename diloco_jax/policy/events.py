@@ -28,9 +28,8 @@ class Version(NamedTuple):
 
 FIRST_VERSION = Version()
 
-ARRIVED = "arrived"
-"""Reason of a `pending` verdict: record and bytes of the delta are here, so that the
-island can say goodbye without losing it."""
+STALE = "stale"
+"""Reason of a refusal: the delta's base lags the current version too far."""
 
 
 class Span(NamedTuple):
@@ -361,6 +360,13 @@ class StopStepping:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LetGo:
+    """All that an island which is about to leave could be asked for is here."""
+
+    island: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Finish:
     """Everything that could be merged is merged: the run is over."""
 
@@ -386,6 +392,7 @@ Effect = (
     | Grant
     | Progress
     | StopStepping
+    | LetGo
     | Finish
     | Alert
 )

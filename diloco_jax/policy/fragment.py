@@ -80,7 +80,7 @@ def open_tick(
             }
         )
     ]
-    fragment, asks = _ask(fragment, asked)
+    fragment, asks = ask(fragment, asked, tick)
     return fragment, effects + asks
 
 
@@ -214,7 +214,7 @@ def _extend(
         note = _skipped(fragment, fragment.tick, "quorum is out of reach")
         return replace(fragment, phase="idle", asked=()), [note]
     fragment = replace(fragment, asked=(*fragment.asked, *fresh))
-    return _ask(fragment, fresh)
+    return ask(fragment, fresh, fragment.tick)
 
 
 def _close(fragment: Fragment, now: float) -> Step:
@@ -241,13 +241,13 @@ def _order(contribution: Contribution) -> tuple[str, int]:
     return contribution.island, contribution.incarnation
 
 
-def _ask(fragment: Fragment, names: tuple[str, ...]) -> Step:
+def ask(fragment: Fragment, names: tuple[str, ...], tick: int) -> Step:
+    """Asks islands without an outstanding take for one under this number."""
     accounts = dict(fragment.accounts)
     for name in names:
-        accounts[name] = replace(accounts[name], take=Take(tick=fragment.tick))
+        accounts[name] = replace(accounts[name], take=Take(tick=tick))
     asks: list[Effect] = [
-        AskTake(island=name, fragment=fragment.index, tick=fragment.tick)
-        for name in names
+        AskTake(island=name, fragment=fragment.index, tick=tick) for name in names
     ]
     return replace(fragment, accounts=accounts), asks
 

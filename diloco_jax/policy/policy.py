@@ -16,6 +16,7 @@ import math
 from diloco_jax.policy import (
     alerts,
     ending,
+    leaving,
     ledger,
     membership,
     schedule,
@@ -24,7 +25,6 @@ from diloco_jax.policy import (
 )
 from diloco_jax.policy import fragment as fragments
 from diloco_jax.policy.events import (
-    ARRIVED,
     DeltaArrived,
     Disconnected,
     Effect,
@@ -142,9 +142,8 @@ def _report(config: PolicyConfig, state: State, event: Report, now: float) -> St
     if tokens > state.progress_tokens:
         state = replace(state, progress_tokens=tokens)
     island = state.islands[event.island]
-    if event.phase == "stopped":
-        for fragment in state.fragments:
-            effects += _tell_who_leaves(state, island, fragment)
+    state, asks = leaving.stopped(config, state, event.island)
+    effects += asks
     effects.append(
         Progress(
             island=event.island,
@@ -202,19 +201,8 @@ def _arrived(
         event.refusal,
         now,
     )
-    effects += _tell_who_leaves(state, island, fragment)
-    return with_fragment(state, fragment), effects
-
-
-def _tell_who_leaves(state: State, island: Island, fragment: Fragment) -> list[Effect]:
-    """An island that stops before the run does is about to leave, and waits only for
-    its deltas to be here."""
-    if island.phase != "stopped" or state.phase != "running":
-        return []
-    take = fragment.accounts[island.name].take
-    if take is None or not take.ready:
-        return []
-    return [takes.verdict_on(fragment, island.name, take.tick, "pending", ARRIVED)]
+    state, asks = leaving.stopped(config, with_fragment(state, fragment), event.island)
+    return state, effects + asks
 
 
 def _computed(

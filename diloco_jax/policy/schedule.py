@@ -43,7 +43,20 @@ def advance(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
     islands = {
         name: _passed(island, steps, longest) for name, island in state.islands.items()
     }
-    state = replace(state, tick=state.tick + 1, islands=islands)
+    return _reserved(config, replace(state, tick=state.tick + 1, islands=islands))
+
+
+def skip_cycle(
+    config: PolicyConfig, state: State
+) -> tuple[dict[int, int], State, list[Effect]]:
+    """A number for every fragment that no tick has had or will have; pacing goes on as
+    if nothing had been."""
+    numbers = range(state.tick + 1, state.tick + 1 + config.fragments)
+    ticks = {fragment_of(config, tick): tick for tick in numbers}
+    return ticks, *_reserved(config, replace(state, tick=numbers[-1]))
+
+
+def _reserved(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
     if state.tick <= state.ticks_reserved:
         return state, []
     through = state.tick + CYCLES_RESERVED * config.fragments

@@ -7,6 +7,7 @@ on bulk ones; it can be merged when both are here.
 from __future__ import annotations
 
 from diloco_jax.policy.events import (
+    STALE,
     AskResend,
     Contribution,
     DropDelta,
@@ -155,10 +156,10 @@ def expire_left_behind(config: PolicyConfig, fragment: Fragment) -> Step:
         if _is_in_time(config, old.base, fragment.version, fragment.version.number):
             kept.append(old)
             continue
-        account = fragment.accounts[old.island].lose_tokens(old.tokens, "stale")
+        account = fragment.accounts[old.island].lose_tokens(old.tokens, STALE)
         fragment = with_account(fragment, old.island, account)
         key = (fragment.index, old.island, old.incarnation, old.tick)
-        effects += [_refusal(*key, "stale"), _drop(*key)]
+        effects += [_refusal(*key, STALE), _drop(*key)]
     return replace(fragment, left_behind=tuple(kept)), effects
 
 
@@ -199,7 +200,7 @@ def refuse_if_stale(config: PolicyConfig, fragment: Fragment, name: str) -> Step
         return fragment, []
     if _is_in_time(config, take.base, fragment.version, merged_into):
         return fragment, []
-    return refuse(fragment, name, "stale")
+    return refuse(fragment, name, STALE)
 
 
 def verdict_on(

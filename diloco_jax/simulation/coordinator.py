@@ -26,6 +26,7 @@ from diloco_jax.policy.events import (
     Finish,
     Grant,
     Hello,
+    LetGo,
     Merge,
     MergeComputed,
     Note,
@@ -154,6 +155,7 @@ class VirtualCoordinator:
                 | Grant()
                 | Progress()
                 | StopStepping()
+                | LetGo()
             ):
                 self._tell(effect.island, outbox.message(effect))
             case Publish(fragment=fragment, version=version):

@@ -168,6 +168,18 @@ class VirtualIsland:
         if self._next is not None:
             self._next.cancel()
 
+    def notice(self, seconds: float) -> None:
+        """It is about to be taken away: it leaves once it is let go, or then."""
+
+        def leave() -> None:
+            if self.ended is None:
+                self.leave("preempted")
+
+        self.mailbox.leave()
+        self._clock.after(seconds, leave)
+        if not self._stepping:
+            self._at_boundary()
+
     def leave(self, reason: str) -> None:
         """It reports, says goodbye, and ends."""
         line, coordinator = self.line, self._coordinator
@@ -199,6 +211,9 @@ class VirtualIsland:
             self._report(alive=True)
             return
         self._inbound.dispatch(message)
+        if self.mailbox.leaving and self.mailbox.wait_to_leave(0.0):
+            self.leave("preempted")
+            return
         if self._next is not None and isinstance(message, Progress):
             return  # As in a real loop, it is looked at with the next boundary.
         if not self._stepping:

@@ -164,6 +164,10 @@ class Stop(Message, frozen=True, kw_only=True, tag=True):
     """The run has its tokens: no more steps, answer takes."""
 
 
+class MayLeave(Message, frozen=True, kw_only=True, tag=True):
+    """All that this island, which is about to leave, could be asked for is here."""
+
+
 class Finished(Message, frozen=True, kw_only=True, tag=True):
     """The run is over; the island may leave."""
 
@@ -179,6 +183,7 @@ FromCoordinator = (
     | Granted
     | Progress
     | Stop
+    | MayLeave
     | Finished
 )
 

@@ -47,8 +47,20 @@ def test_refusal_before_an_adoption_opens_the_steps_again():
     books = Books([V[0]], "rebase")
     books.take(0, 1, 4)
     assert books.settle(0, 1, "refused", "stale", 6) == "reopened"
+    assert not books.must_wait(0), "no newer version is known"
     assert books.take(0, 2, 8).start == 0
     assert [r.kind for r in books.drain()] == ["took", "reopened", "took"]
+
+
+def test_after_a_stale_take_the_next_one_waits_for_the_newer_version():
+    books = Books([V[0]], "rebase")
+    books.take(0, 1, 4)
+    assert books.settle(0, 1, "refused", "stale", 6, V[2]) == "reopened"
+    assert books.must_wait(0)
+    books.adopt(0, V[2], 8)
+    assert not books.must_wait(0)
+    take = books.take(0, 2, 8)
+    assert (take.start, take.end, take.base) == (0, 8, V[2])
 
 
 def test_refusal_after_an_adoption_loses_the_steps():

@@ -170,6 +170,18 @@ def test_a_residual_comes_back_unless_a_take_or_a_merge_came_after_it(
     second.close()
 
 
+def test_a_take_after_a_checkpoint_of_the_same_step_is_known(config, parts, tmp_path):
+    life = Life(config, parts, tmp_path, 1)
+    life.join([FIRST, FIRST])
+    life.replica.step(BATCH, 0.1)
+    life.save(1, [FIRST, FIRST])
+    life.save(1, [FIRST, FIRST], outstanding=[0])
+    life.close()
+    second = Life(config, parts, tmp_path, 2)
+    assert list(second.join([FIRST, FIRST]).residuals) == [1]
+    second.close()
+
+
 def test_a_checkpoint_of_another_run_is_refused(first, config, parts, tmp_path):
     with pytest.raises(ConfigError, match=r"of run run-1, this is run run-2"):
         Life(config, parts, tmp_path, 2, run_id="run-2")

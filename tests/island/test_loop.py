@@ -197,12 +197,36 @@ def test_take_verdict_adoption(loop, built):
     assert kinds == [("took", 3, 0), ("adopted", 5, 0)]
 
 
+def test_an_island_that_is_about_to_leave_makes_no_steps_but_takes(loop):
+    loop, network = loop
+    mailbox = network.mailbox
+    saved = []
+
+    class Checkpoints:
+        def save(self, trees, **facts):
+            saved.append(facts)
+            mailbox.request_take(1, 7)
+
+    def put(fragment, tick, encoded):
+        network.sent.append((fragment, tick))
+        mailbox.end(1, "preempted")
+
+    loop.checkpoints, network.put = Checkpoints(), put
+    network.at = {3: mailbox.leave}
+    assert loop.run() == (1, "preempted")
+    assert (mailbox.status().phase, mailbox.status().steps) == ("stopped", 3)
+    assert network.sent == [(1, 7)]
+    first = saved[0]
+    assert (first["steps"], first["final"]) == (3, True)
+    assert first["outstanding"] == [0, 1], "all may be taken after it"
+
+
 def test_refused_take_is_opened_again(loop):
     loop, network = loop
     mailbox = network.mailbox
     network.at = {
         2: lambda: mailbox.request_take(0, 1),
-        4: lambda: mailbox.judge(verdict(1, "refused", "stale")),
+        4: lambda: mailbox.judge(verdict(1, "refused", "overlap")),
         5: lambda: mailbox.request_take(0, 2),
         STEPS: mailbox.finish,
     }

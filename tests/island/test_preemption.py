@@ -9,8 +9,6 @@ import pytest
 from diloco_jax.island import preemption
 from diloco_jax.island.mailbox import Ending, Mailbox, Status
 from diloco_jax.island.preemption import Preemption
-from diloco_jax.policy.events import ARRIVED, Outstanding, Version
-from diloco_jax.wire.messages import TakeVerdict
 
 WAIT_S = 20.0
 FLAVOR = {"Metadata-Flavor": "Google"}
@@ -72,16 +70,6 @@ def wait_for_end(mailbox):
         mailbox.wait(deadline - time.monotonic())
         mailbox.collect()
     return mailbox.ending
-
-
-def verdict(tick, what="merged", reason=""):
-    return TakeVerdict(
-        fragment=0, tick=tick, verdict=what, reason=reason, version=Version()
-    )
-
-
-def outstanding(tick):
-    return Outstanding(fragment=0, tick=tick, start=0, end=4, base=Version(), seq=1)
 
 
 # ---- where it comes from ---------------------------------------------------------
@@ -155,31 +143,42 @@ def test_a_host_that_follows_tells_the_one_that_leads(server, mailbox):
 # ---- what is done with its seconds ------------------------------------------------
 
 
-@pytest.mark.parametrize("end", [("merged", ""), ("pending", ARRIVED)])
-def test_the_goodbye_waits_until_what_was_sent_has_arrived(mailbox, end):
-    mailbox.post(Status(phase="training", steps=4, outstanding=(outstanding(3),)))
-    notice = Preemption(mailbox, notice_s=WAIT_S)
+@pytest.fixture
+def training(mailbox):
+    mailbox.post(Status(phase="training", steps=4))
+    return mailbox
+
+
+def test_the_loop_ends_once_the_island_is_let_go(training):
+    training.let_go()  # Of another time: nothing was asked for yet.
+    Preemption(training, notice_s=WAIT_S).notice("SIGTERM")
+    deadline = time.monotonic() + WAIT_S
+    while not training.leaving:
+        assert time.monotonic() < deadline
+        training.wait(0.05)
+    inbox = training.collect()
+    assert (inbox.stop, inbox.leaving, inbox.ending) == (True, True, None)
+    training.wait(0.2)
+    assert training.ending is None
+    training.let_go()
+    assert wait_for_end(training) == Ending(1, "preempted (SIGTERM)")
+
+
+def test_it_does_not_wait_longer_than_the_notice(training):
+    Preemption(training, notice_s=0.05).notice("SIGTERM")
+    assert wait_for_end(training).exit_code == 1
+
+
+def test_two_sources_tell_of_one_notice(training):
+    notice = Preemption(training, notice_s=WAIT_S)
     notice.notice("SIGTERM")
-    left = []
-    mailbox.judge(verdict(3, "pending"))
-    mailbox.judge(verdict(2))
-    draining = threading.Thread(target=lambda: left.append(notice.drain()))
-    draining.start()
-    draining.join(0.2)
-    assert (mailbox.status().phase, left) == ("stopped", [])
-    mailbox.judge(verdict(3, *end))
-    draining.join(WAIT_S)
-    assert left == [0]
+    notice.notice("the metadata server")
+    training.end(0, "finished")
+    assert wait_for_end(training) == Ending(0, "finished")
 
 
-def test_it_does_not_wait_longer_than_the_notice(mailbox):
-    mailbox.post(Status(phase="training", steps=4, outstanding=(outstanding(3),)))
-    notice = Preemption(mailbox, notice_s=0.05)
-    notice.notice("SIGTERM")
-    assert notice.drain() == 1
-
-
-def test_without_a_notice_nothing_is_waited_for(mailbox):
-    mailbox.post(Status(phase="training", steps=4, outstanding=(outstanding(3),)))
-    assert Preemption(mailbox, notice_s=WAIT_S).drain() == 0
-    assert mailbox.status().phase == "training"
+def test_an_island_that_is_joining_leaves_at_once(mailbox):
+    mailbox.post(Status(phase="compiling"))
+    Preemption(mailbox, notice_s=WAIT_S).notice("SIGTERM")
+    assert wait_for_end(mailbox) == Ending(1, "preempted (SIGTERM)")
+    assert not mailbox.leaving

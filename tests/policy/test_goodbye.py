@@ -5,14 +5,12 @@ import pytest
 from kit import Driver, asked, notes, of, only, persisted
 
 from diloco_jax.policy.events import (
-    ARRIVED,
     DeltaArrived,
     DropDelta,
     Effect,
     Finish,
     Merge,
     Publish,
-    TellVerdict,
 )
 from diloco_jax.policy.state import State
 
@@ -190,22 +188,6 @@ def test_a_snapshot_knows_it_and_what_the_log_has_of_its_merge() -> None:
     before = d.totals("a")
     d.crash(stored, skip)
     assert d.totals("a") == before
-
-
-def test_who_leaves_is_told_when_its_delta_is_here() -> None:
-    d = Driver(quorum=2)
-    d.join("a", "b")
-    d.report("a", 2)
-    d.report("b", 2)
-    d.take("a", 0, 2, arrive=False)
-    assert of(d.report("a", phase="stopped"), TellVerdict) == []
-    told = only(d.arrive("a", 0), TellVerdict)
-    assert (told.island, told.fragment, told.tick) == ("a", 0, 1)
-    assert (told.verdict, told.reason) == ("pending", ARRIVED)
-    # Its next report asks once more: the first answer may be lost.
-    assert only(d.report("a"), TellVerdict) == told
-    # And who goes on is told with the publish.
-    assert of(d.take("b", 0, 2), TellVerdict) == []
 
 
 def test_the_flush_merges_what_was_left_behind_and_waits_for_nobody() -> None:

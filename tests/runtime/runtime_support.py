@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from diloco_jax.island.decisions import ScriptedDecisions
 from diloco_jax.island.main import Island
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.policy.events import FIRST_VERSION, Record
+from diloco_jax.policy.state import State
 from diloco_jax.wire import messages
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.control import ControlStream
@@ -206,6 +207,35 @@ def upload_start(
         length=total,
         total=total,
     )
+
+
+def answer(
+    service: Coordinator,
+    island: Client,
+    who: messages.Hello,
+    stream: ControlStream,
+    take: messages.TakeRequest,
+    *,
+    seq: int,
+    steps: int,
+) -> None:
+    """Takes all steps so far, and sends a delta of zeros."""
+    stream.send(report(steps, took(take, seq=seq, steps=steps)))
+    size = service.store.layouts_up[take.fragment].total_bytes
+    start = upload_start(who, stream.welcome.run_id, take, size)
+    island.upload(start, bytes(size))
+
+
+def await_state(
+    service: Coordinator,
+    happened: Callable[[State], bool],
+    patience_s: float = PATIENCE_S,
+) -> None:
+    """Returns once the policy's state is so."""
+    deadline = time.monotonic() + patience_s
+    while not happened(state := service.engine.state):
+        assert time.monotonic() < deadline, state
+        time.sleep(0.01)
 
 
 def await_message(stream: ControlStream, kind: type[Found]) -> Found:

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import support
 import tape_checks
-from runtime_support import coordinator, make_config, run_scripted, with_run
+from runtime_support import (
+    PATIENCE_S,
+    answer,
+    await_message,
+    await_state,
+    client,
+    coordinator,
+    hello,
+    make_config,
+    placed,
+    report,
+    run_scripted,
+    with_run,
+)
 from tiny import SEQUENCE_LENGTH
 
 from diloco_jax.config import Config, IslandConfig, Placement, SyncConfig
 from diloco_jax.loading import write_config_json
+from diloco_jax.observability.tape import read_tape
+from diloco_jax.wire import messages
 
 pytestmark = pytest.mark.dist
 
@@ -30,30 +50,42 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_processes(config: Config, folder: Path, how: str) -> dict[str, np.ndarray]:
-    """Every host of every island as `host_process.py`; the global parameters."""
+@contextlib.contextmanager
+def hosts(
+    config: Config, names: Iterable[str], address: str, folder: Path, how: str
+) -> Iterator[dict[str, subprocess.Popen]]:
+    """Every host of these islands as `host_process.py`, NAME.INDEX; until the block
+    ends."""
     path = folder / "config.json"
     write_config_json(config, path)
-    children = []
-    with coordinator(config, folder / "run") as service:
-        for name, island in config.islands.items():
+    children = {}
+    try:
+        for name in names:
             world = f"127.0.0.1:{free_port()}"
-            for index in range(island.hosts):
-                arguments = [path, name, service.address, folder, world, index, how]
+            for index in range(config.islands[name].hosts):
+                arguments = [path, name, address, folder, world, index, how]
                 with (folder / f"{name}.{index}.log").open("wb") as log:
-                    child = subprocess.Popen(
+                    children[f"{name}.{index}"] = subprocess.Popen(
                         [sys.executable, str(HOST), *map(str, arguments)],
                         stdout=log,
                         stderr=log,
                     )
-                children.append((f"{name}.{index}", child))
-        try:
-            for name, child in children:
-                code = child.wait(TIMEOUT_S)
-                assert code == 0, (folder / f"{name}.log").read_text()[-3000:]
-        finally:
-            for _, child in children:
-                child.kill()
+        yield children
+    finally:
+        for child in children.values():
+            child.kill()
+            child.wait(TIMEOUT_S)
+
+
+def run_processes(config: Config, folder: Path, how: str) -> dict[str, np.ndarray]:
+    """A whole run of processes; the global parameters."""
+    with (
+        coordinator(config, folder / "run") as service,
+        hosts(config, config.islands, service.address, folder, how) as children,
+    ):
+        for name, child in children.items():
+            code = child.wait(TIMEOUT_S)
+            assert code == 0, (folder / f"{name}.log").read_text()[-3000:]
         return service.store.params()
 
 
@@ -181,3 +213,80 @@ def test_hosts_with_different_configs_are_told_apart(text, tmp_path):
     assert children[1].returncode == 2, output
     assert "host 1 of island 'pair' has another config than host 0" in output
     assert "remat: 'full' here, 'none' there" in output
+
+
+def test_an_island_of_two_hosts_leaves_what_is_open_when_one_has_notice(text, tmp_path):
+    config = placed(
+        make_config(text, cycles=1000),
+        time_budget_s=PATIENCE_S,
+        notice_s=PATIENCE_S / 2,
+    )
+    pair = IslandConfig(batch_size=4, hosts=2, mesh_fsdp=4, step_seconds=0.1)
+    others = {name: IslandConfig(batch_size=4) for name in "bc"}
+    config = dataclasses.replace(config, islands={"pair": pair} | others).validate()
+
+    def trains(state) -> bool:
+        return "pair" in state.islands and state.islands["pair"].phase == "training"
+
+    def went_on(state) -> bool:
+        """It has sent a delta, and made steps since."""
+        take = state.fragments[0].accounts["pair"].take
+        here = take is not None and take.ready
+        return here and take.end < state.islands["pair"].steps
+
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(coordinator(config, tmp_path / "run"))
+        children = stack.enter_context(
+            hosts(config, ["pair"], service.address, tmp_path, how="7")
+        )
+        await_state(service, trains, TIMEOUT_S)
+        network = stack.enter_context(client(service.address))
+        hellos = {name: hello(config, name) for name in others}
+        streams = {name: network.open_control(h) for name, h in hellos.items()}
+        for steps in (1, 3):
+            for stream in streams.values():
+                stream.send(report(steps))
+        await_state(service, went_on)
+
+        told_at = time.monotonic()
+        children["pair.1"].send_signal(signal.SIGTERM)
+        await_state(service, lambda state: state.islands["pair"].phase != "training")
+        for child in children.values():
+            child.send_signal(signal.SIGTERM)
+        for name, child in children.items():
+            code = child.wait(TIMEOUT_S)
+            assert code == 1, (tmp_path / f"{name}.log").read_text()[-3000:]
+        assert time.monotonic() - told_at < config.placement.notice_s
+
+        # They answer only now, so what is merged with them was left behind.
+        for fragment, steps in enumerate((3, 5)):
+            for stream in streams.values():
+                stream.send(report(steps))
+            for name, stream in streams.items():
+                take = await_message(stream, messages.TakeRequest)
+                assert take.fragment == fragment
+                who, seq = hellos[name], fragment + 1
+                answer(service, network, who, stream, take, seq=seq, steps=steps)
+            await_state(service, lambda state, f=fragment: state.fragments[f].merges)
+        for stream in streams.values():
+            stream.send(messages.Goodbye(reason="done"))
+        await_state(
+            service,
+            lambda state: all(i.status == "gone" for i in state.islands.values()),
+        )
+    tape = list(read_tape(tmp_path / "run" / "tape.jsonl"))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_bytes())
+    sizes = support.fragment_sizes(config)
+    assert tape_checks.ledger_problems(summary, tape, sizes) == []
+    assert tape_checks.version_problems(tape) == []
+    left = next(r for r in tape if r["kind"] == "left")
+    assert (left["island"], left["reason"]) == ("pair", "preempted (host 1: SIGTERM)")
+    first, second = left["left_behind"]
+    assert (first["fragment"], second["fragment"]) == (0, 1)
+    assert first["end"] < second["end"] == left["steps"]
+    after = (left["steps"] - first["end"]) * pair.batch_size * SEQUENCE_LENGTH
+    assert left["lost_tokens_by_fragment"] == [after, 0], "after an earlier take"
+    merged = [r["contributions"][-1] for r in tape if r["kind"] == "merged"]
+    assert [(p["island"], p["tick"], p["end"]) for p in merged] == [
+        ("pair", kept["tick"], kept["end"]) for kept in (first, second)
+    ]

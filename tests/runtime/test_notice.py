@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from runtime_support import (
     PATIENCE_S,
+    answer,
     await_message,
+    await_state,
     client,
     coordinator,
     hello,
     make_config,
     placed,
     report,
-    took,
-    upload_start,
 )
 
 from diloco_jax.config import Config
@@ -30,8 +29,8 @@ from diloco_jax.wire import messages
 
 
 class Other:
-    """Island b, which answers a take only after island a has left, and the incarnation
-    of a that comes after it. Two are a quorum."""
+    """Island b, which answers takes only after island a has left, and the incarnation
+    of a that comes after it. Two are a quorum; fragments are 0 and 1 in turn."""
 
     def __init__(self, config: Config, service: Coordinator) -> None:
         self._config, self._service = config, service
@@ -41,47 +40,38 @@ class Other:
         """Set once island a has ended."""
 
     def _live(self) -> None:
+        service = self._service
         try:
-            with client(self._service.address) as island:
+            with client(service.address) as island:
                 own = hello(self._config, "b")
                 stream = island.open_control(own)
-                self._wait(lambda state: state.islands["a"].phase == "training")
+                await_state(service, _trains)
                 stream.send(report(1))
-                stream.send(report(5))
+                stream.send(report(3))
                 take = await_message(stream, messages.TakeRequest)
-                self._wait(lambda state: _arrived(state))
+                await_state(service, _arrived)
                 os.kill(os.getpid(), signal.SIGTERM)
-                self._wait(lambda state: state.islands["a"].status == "gone")
-                self._answer(island, own, stream, take, 5)
+                await_state(service, lambda state: state.islands["a"].status == "gone")
+                answer(service, island, own, stream, take, seq=1, steps=3)
                 next_of_a = hello(self._config, "a", incarnation=2, session="second")
-                with client(self._service.address) as again:
+                with client(service.address) as again:
                     its = again.open_control(next_of_a)
                     its.send(report(1))
-                    its.send(report(5))
-                    stream.send(report(9))
+                    its.send(report(3))
+                    stream.send(report(5))
                     take = await_message(its, messages.TakeRequest)
-                    self._answer(again, next_of_a, its, take, 5)
-                    self._wait(lambda state: state.fragments[0].merges == 1)
+                    answer(service, again, next_of_a, its, take, seq=1, steps=3)
+                    take = await_message(stream, messages.TakeRequest)
+                    answer(service, island, own, stream, take, seq=2, steps=3)
+                    await_state(service, lambda state: state.fragments[1].merges == 1)
         except BaseException as error:
             self.errors.append(error)
             if not self.alone.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def _answer(self, island, own, stream, take, steps: int) -> None:
-        """Takes, and sends a delta of zeros."""
-        stream.send(report(steps, took(take, seq=1, steps=steps)))
-        size = self._service.store.layouts_up[take.fragment].total_bytes
-        start = upload_start(own, stream.welcome.run_id, take, size)
-        island.upload(start, bytes(size))
 
-    def _wait(self, happened) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            state = self._service.engine.state
-            if "a" in state.islands and happened(state):
-                return
-            assert time.monotonic() < deadline, state
-            time.sleep(0.01)
+def _trains(state) -> bool:
+    return "a" in state.islands and state.islands["a"].phase == "training"
 
 
 def _arrived(state) -> bool:
@@ -93,7 +83,7 @@ def _arrived(state) -> bool:
 def test_what_an_island_sent_is_merged_after_its_goodbye(
     text: Path, tmp_path: Path
 ) -> None:
-    config = make_config(text, cycles=1000, fragments=1)
+    config = make_config(text, cycles=1000)
     config = placed(config, time_budget_s=PATIENCE_S, notice_s=PATIENCE_S / 2)
     with coordinator(config, tmp_path) as service:
         other = Other(config, service)
@@ -107,9 +97,13 @@ def test_what_an_island_sent_is_merged_after_its_goodbye(
     kinds = [record["kind"] for record in tape]
     merged, left = kinds.index("merged"), kinds.index("left")
     assert left < merged
-    (kept,) = tape[left]["left_behind"]
     assert tape[left]["reason"] == "preempted (SIGTERM)"
+    kept = {delta["fragment"]: delta for delta in tape[left]["left_behind"]}
+    asked = next(r for r in tape if r["kind"] == "tick")
+    assert (asked["fragment"], asked["tick"]) == (0, kept[0]["tick"])
+    assert kept[1]["end"] == tape[left]["steps"], "asked for because it leaves"
+    assert tape[merged]["fragment"] == 1
     parts = tape[merged]["contributions"]
     whose = [(c["island"], c["incarnation"], c["tick"]) for c in parts]
-    assert whose[0] == ("a", 1, kept["tick"])
+    assert whose[0] == ("a", 1, kept[1]["tick"])
     assert [who[:2] for who in whose[1:]] == [("a", 2), ("b", 1)]

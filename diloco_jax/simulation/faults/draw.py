@@ -111,7 +111,12 @@ def _join_crash(rng: random.Random, at_s: float, island: str) -> AnyFault:
 
 
 def _leave(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.Leave(at_s=at_s, island=island, away_s=_seconds(rng))
+    return kinds.Leave(
+        at_s=at_s,
+        island=island,
+        away_s=_seconds(rng),
+        notice_s=rng.choice([0.0, 0.3, 3.0]),
+    )
 
 
 def _replacement(rng: random.Random, at_s: float, island: str) -> AnyFault:

@@ -86,19 +86,25 @@ class JoinCrash(Fault, frozen=True):
 
 
 class Leave(Fault, frozen=True):
-    """It says goodbye, and comes back as another incarnation."""
+    """It says goodbye, and comes back as another incarnation. notice_s: it is about to
+    for so long at most, and asked for what is open of it."""
 
     island: str
     away_s: float
+    notice_s: float = 0.0
 
     def strike(self, world: World) -> bool:
         """See Fault."""
         island = world.islands[self.island]
         if island.ended is not None:
             return False
-        island.leave("left")
-        world.start_island_after(self.away_s, self.island)
-        return world.begun(self, self.away_s)
+        if self.notice_s:
+            island.notice(self.notice_s)
+        else:
+            island.leave("left")
+        again_s = self.notice_s + self.away_s
+        world.start_island_after(again_s, self.island)
+        return world.begun(self, again_s)
 
 
 class Replacement(Fault, frozen=True):
