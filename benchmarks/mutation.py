@@ -43,7 +43,9 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = Path(__file__).with_name("mutation_survivors.json")
 MODULES = (
     "alerts",
+    "ending",
     "fragment",
+    "leaving",
     "ledger",
     "membership",
     "policy",
