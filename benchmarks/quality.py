@@ -14,11 +14,10 @@ tokens; RDA ahead of the mean; overlaps of 1 to 4 steps alike.
 
 Seen so far, at 0.1 M parameters (what has one seed is a lead):
 
-- Seeds of equal islands differ by 1 to 2 % and data-parallel's by 5 %, so five pairs
-  cannot settle half a percent: the bounds on unlike islands need more of them, or
-  longer runs. Their means are where they should be.
-- Failures as dense as at 1.2 M chips cost nothing: fewer islands at a time make more
-  steps each of the same tokens.
+- Paired differences to synchronous DiLoCo scatter by 1 to 2 % from seed to seed, and
+  data-parallel's two seeds are 5 % apart, so five pairs cannot settle half a percent:
+  the bound on unlike islands (-0.1 % in the mean) needs more of them, or longer runs.
+- Failures as dense as at 1.2 M chips stay within their bound.
 - Islands that are out of phase need time for the grace window (docs/design/grace.md):
   without it they lose 18 %.
 - Muon inside lowers the loss of data-parallel, synchronous and decoupled alike by 11 to
