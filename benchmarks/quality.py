@@ -68,7 +68,9 @@ def main() -> int:
         "--minutes", type=float, default=60.0, help="no run begins later"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="these rows, in this order"
+    )
     parser.add_argument(
         "--seeds", type=int, default=HEADLINE_SEEDS, help="of each row, at most"
     )
@@ -115,17 +117,25 @@ def run_one(size: str, name: str, seed: int) -> dict[str, Any]:
     return {"size": size, "row": name, "seed": seed, **result, "seconds": seconds}
 
 
-def _wanted(size: str, only: str, seeds: int) -> Iterator[tuple[Row, int]]:
-    """First the sweep of rates, then all rows by seed."""
+def _wanted(size: str, only: list[str], seeds: int) -> Iterator[tuple[Row, int]]:
+    """First the sweep of rates, then all rows by seed; or those of `only`, by seed."""
     found = list(rows(SIZES[size]))
-    chosen = [(row, 0) for row in rates(SIZES[size])]
+    swept = list(rates(SIZES[size]))
+    if only:
+        by_name = {row.name: row for row in (*found, *swept)}
+        unknown = [name for name in only if name not in by_name]
+        if unknown:
+            raise SystemExit(f"--only: no rows {unknown}; there are {list(by_name)}")
+        yield from ((by_name[name], seed) for seed in range(seeds) for name in only)
+        return
+    chosen = [(row, 0) for row in swept]
     for seed in range(seeds):
         for row in found:
             if row.headline or seed < MIN_SEEDS:
                 chosen.append((row, seed))
     # Headlines first: they are what the defaults hang on.
     chosen.sort(key=lambda item: not item[0].headline and item[0].group != "rates")
-    yield from (item for item in chosen if only in item[0].name)
+    yield from chosen
 
 
 def _work(options: Any, path: Path, known: list[dict[str, Any]]) -> None:
@@ -141,7 +151,8 @@ def _work(options: Any, path: Path, known: list[dict[str, Any]]) -> None:
     while running or (todo and time.monotonic() < deadline):
         while todo and len(running) < options.jobs and time.monotonic() < deadline:
             job = todo.pop(0)
-            running.append((job, _start(job)))
+            if not _known_already(job, known):
+                running.append((job, _start(job)))
         time.sleep(POLL_S)
         for job, process in [r for r in running if r[1].poll() is not None]:
             running.remove((job, process))
@@ -158,6 +169,18 @@ def _work(options: Any, path: Path, known: list[dict[str, Any]]) -> None:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _known_already(job: tuple[str, str, int], known: list[dict[str, Any]]) -> bool:
+    """Whether another row is the same run; then its result is this row's too."""
+    size, name, seed = job
+    found = {row.name: row for row in (*rates(SIZES[size]), *rows(SIZES[size]))}
+    for run in known:
+        here = (run["size"], run["seed"]) == (size, seed) and run["row"] in found
+        if here and found[run["row"]].same_run(found[name]):
+            known.append({**run, "row": name, "same_run_as": run["row"]})
+            return True
+    return False
 
 
 def _start(job: tuple[str, str, int]) -> subprocess.Popen[str]:

@@ -38,6 +38,10 @@ SIZES = {
     "0.1m": Size(
         preset="tiny", tokens=2_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
     ),
+    # Past the steep part of the curve, where seeds are far apart.
+    "0.1m, long": Size(
+        preset="tiny", tokens=8_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
+    ),
     "0.3m": Size(
         preset="0.3m", tokens=7_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
     ),
@@ -51,6 +55,7 @@ def config(
     outer: OuterConfig | None = None,
     **sync: Any,
 ) -> Config:
+    """8 equal islands, if nothing else is said."""
     islands = islands or equal(8)
     settings = {"steps_per_cycle": 12, "fragments": 12, **sync}
     rate = size.learning_rate_alone if len(islands) == 1 else size.learning_rate
@@ -89,8 +94,9 @@ def network(
     return EmulationOptions(merge_seconds=seconds * STEP_SECONDS, **changes)
 
 
-def equal(count: int) -> dict[str, IslandConfig]:
-    batch = SEQUENCES // count
+def equal(count: int, sequences: int = SEQUENCES) -> dict[str, IslandConfig]:
+    """Islands that share a batch of so many sequences."""
+    batch = sequences // count
     return _islands_of((batch, STEP_SECONDS) for _ in range(count))
 
 

@@ -30,6 +30,8 @@ RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 """Learning rates swept for the headline rows, each method alike."""
 CYCLES = (4, 12, 48)
 TOKEN_FACTORS = (0.25, 0.5, 2.0)
+BATCHES = (8, 16)
+"""Sequences in all islands' batches together, beside 32: more steps."""
 SWEPT = (
     "data-parallel",
     "synchronous DiLoCo, 8 islands",
@@ -64,6 +66,11 @@ class Row:
     against: str = ""
     headline: bool = False
 
+    def same_run(self, other: Row) -> bool:
+        """Whether both stand for one and the same run, under two names."""
+        mine = (self.config, self.options, self.plain)
+        return mine == (other.config, other.options, other.plain)
+
 
 def rows(size: Size) -> Iterator[Row]:
     """All rows, the ones that decide most first."""
@@ -75,6 +82,7 @@ def rows(size: Size) -> Iterator[Row]:
     yield from _schedule(size)
     yield from _muon(size)
     yield from _tokens(size)
+    yield from _batches(size)
     yield from _trouble(size)
 
 
@@ -318,6 +326,25 @@ def _tokens(size: Size) -> Iterator[Row]:
                 config=config(shorter, islands=equal(count)),
                 options=network(2),
             )
+
+
+def _batches(size: Size) -> Iterator[Row]:
+    """Smaller batches: what the gap is where each has its own best one."""
+    for batch in BATCHES:
+        yield Row(
+            name=f"data-parallel, batch {batch}",
+            group="batch",
+            plain=True,
+            against="data-parallel",
+            config=config(size, islands=equal(1, batch)),
+        )
+        yield Row(
+            name=f"decoupled, 8 islands, batch {batch}",
+            group="batch",
+            against=f"data-parallel, batch {batch}",
+            config=config(size, islands=equal(8, batch)),
+            options=network(2),
+        )
 
 
 def _trouble(size: Size) -> Iterator[Row]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
+from diloco_jax.policy import schedule
 from diloco_jax.policy.events import Alert, Contribution, Effect
-from diloco_jax.policy.state import Fragment
+from diloco_jax.policy.state import Fragment, PolicyConfig, State
 
 SOLO_MERGES = 3
 """Merges of one fragment in a row by one of several live islands."""
 MISSED_MERGES = 10
 """Merges of one fragment in a row that a live island was not part of."""
+WATCHED_MERGES = (10, 100, 1000)
+"""Merges of a fragment after which it is looked at how many islands were in them."""
+ALIKE = 1.5
+"""Step time over the pacing island's up to which an island should be in every merge."""
+MOST_MERGES = 0.75
+"""Share of the merges that such islands should be in."""
 
 
 def after_merge(
@@ -37,3 +46,35 @@ def after_merge(
                 )
             )
     return alerts
+
+
+def in_turns(config: PolicyConfig, state: State, fragment: Fragment) -> list[Effect]:
+    """Tells of islands of about one speed that are merged a few at a time.
+
+    The first fragment speaks for all: they are about equally large.
+    """
+    if fragment.index != 0 or fragment.merges not in WATCHED_MERGES:
+        return []
+    pace = schedule.pacing_step_seconds(config, state)
+    alike = [
+        fragment.accounts[name]
+        for name, island in state.islands.items()
+        if island.counted and 0 < island.step_seconds <= ALIKE * pace
+    ]
+    could = sum(account.merges_alive for account in alike)
+    were = sum(account.merges_in for account in alike)
+    if len(alike) < 2 or were >= MOST_MERGES * could:
+        return []
+    spent = fragment.quorum_seconds + fragment.merge_seconds + fragment.transfer_seconds
+    wanted = max(math.ceil(2 * spent / pace), config.overlap_steps + 1)
+    remedy = f"raise sync.overlap_steps from {config.overlap_steps} to {wanted}"
+    if not config.grace:
+        remedy = "raise sync.grace from 0"
+    text = (
+        f"{len(alike)} islands of about one speed were in {were / could:.0%} of the "
+        f"merges since they joined: they are merged in turns, and learn worse for it. "
+        f"Quorum, merging and sending take {spent:.3g} s of an overlap of "
+        f"{config.overlap_steps} steps of {pace:.3g} s, and what is left is too short "
+        f"to wait for the others; {remedy}"
+    )
+    return [Alert(text=text)]

@@ -229,6 +229,7 @@ def _computed(
     publish = Publish(fragment=event.fragment, version=event.version, verdicts=verdicts)
     before: list[Effect] = [Persist(record=record), publish]
     raised = alerts.after_merge(fragment, contributions, _counted(state))
+    raised += alerts.in_turns(config, state, fragment)
     return state, before + effects + raised
 
 

@@ -3,10 +3,17 @@
 import dataclasses
 
 import pytest
+from kit import make_config
 
-from diloco_jax.policy.alerts import MISSED_MERGES, SOLO_MERGES, after_merge
+from diloco_jax.policy.alerts import (
+    MISSED_MERGES,
+    SOLO_MERGES,
+    WATCHED_MERGES,
+    after_merge,
+    in_turns,
+)
 from diloco_jax.policy.events import Contribution, Version
-from diloco_jax.policy.state import Account, Fragment
+from diloco_jax.policy.state import Account, Fragment, Island, initial
 
 
 def fragment(solo=0, missed=0):
@@ -41,3 +48,55 @@ def test_a_live_island_that_misses_merges_is_named_once(row):
 def test_an_absent_island_is_not_called_alive():
     lagging = fragment(missed=MISSED_MERGES)
     assert after_merge(dataclasses.replace(lagging), ALONE, ("a",)) == []
+
+
+def merged_in_turns(*, merges=WATCHED_MERGES[0], were=5, slow=1.0, index=0, grace=0.8):
+    """What is said of "a", in all 10 merges, and "b", in `were` of them."""
+    config = make_config(overlap_steps=2, grace=grace)
+    islands = {
+        name: Island(
+            name=name,
+            incarnation=1,
+            session=name,
+            tokens_per_step=10,
+            sequences_per_step=1,
+            phase="training",
+            step_seconds=seconds,
+        )
+        for name, seconds in (("a", 1.0), ("b", slow))
+    }
+    accounts = {
+        name: Account(
+            incarnation=1, tokens_per_step=10, merges_in=count, merges_alive=10
+        )
+        for name, count in (("a", were), ("b", were))
+    }
+    fragment = Fragment(
+        index=index,
+        accounts=accounts,
+        merges=merges,
+        quorum_seconds=0.4,
+        merge_seconds=1.2,
+        transfer_seconds=0.3,
+    )
+    state = dataclasses.replace(initial(config), islands=islands)
+    return [alert.text for alert in in_turns(config, state, fragment)]
+
+
+def test_islands_merged_in_turns_are_told_of_with_what_would_help():
+    [text] = merged_in_turns()
+    assert "2 islands" in text
+    assert "50%" in text
+    assert "1.9 s of an overlap of 2 steps of 1 s" in text
+    assert "sync.overlap_steps from 2 to 4" in text
+    [text] = merged_in_turns(grace=0.0)
+    assert "raise sync.grace from 0" in text
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [{"were": 8}, {"merges": 9}, {"merges": 11}, {"slow": 5.0}, {"index": 1}],
+    ids=str,
+)
+def test_islands_that_are_in_most_merges_or_much_slower_are_not(fine):
+    assert merged_in_turns(**fine) == []
