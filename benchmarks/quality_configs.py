@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import support
+
 from diloco_jax.config import (
     Config,
     InnerConfig,
@@ -32,20 +34,35 @@ class Size:
     """The best of the sweep for synchronous and decoupled DiLoCo with 8 islands."""
     learning_rate_alone: float
     """The best of the sweep for data-parallel; also for one island."""
+    sequences: int = SEQUENCES
+    """Of all islands' batches together."""
 
 
 SIZES = {
     "0.1m": Size(
         preset="tiny", tokens=2_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
     ),
-    # Past the steep part of the curve, where seeds are far apart.
+    # Past the steep part of the curve, where seeds are far apart: by more tokens, or by
+    # more steps on as many.
     "0.1m, long": Size(
         preset="tiny", tokens=8_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
+    ),
+    "0.1m, batch 8": Size(
+        preset="tiny",
+        tokens=2_000_000,
+        learning_rate=4e-3,
+        learning_rate_alone=4e-3,
+        sequences=8,
     ),
     "0.3m": Size(
         preset="0.3m", tokens=7_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
     ),
 }
+
+
+def parameters_of(size: Size) -> int:
+    """Of the model."""
+    return sum(support.fragment_sizes(config(size)))
 
 
 def config(
@@ -56,7 +73,7 @@ def config(
     **sync: Any,
 ) -> Config:
     """8 equal islands, if nothing else is said."""
-    islands = islands or equal(8)
+    islands = islands or equal(8, size.sequences)
     settings = {"steps_per_cycle": 12, "fragments": 12, **sync}
     rate = size.learning_rate_alone if len(islands) == 1 else size.learning_rate
     return Config(
@@ -94,19 +111,22 @@ def network(
     return EmulationOptions(merge_seconds=seconds * STEP_SECONDS, **changes)
 
 
-def equal(count: int, sequences: int = SEQUENCES) -> dict[str, IslandConfig]:
+def equal(count: int, sequences: int) -> dict[str, IslandConfig]:
     """Islands that share a batch of so many sequences."""
     batch = sequences // count
     return _islands_of((batch, STEP_SECONDS) for _ in range(count))
 
 
-def fast_and_slow() -> dict[str, IslandConfig]:
+def fast_and_slow(sequences: int) -> dict[str, IslandConfig]:
     """v6e and v5p: a gap of 18 % in speed."""
-    return _islands_of((4, STEP_SECONDS * (1.18 if i % 2 else 1.0)) for i in range(8))
+    batch = sequences // 8
+    return _islands_of(
+        (batch, STEP_SECONDS * (1.18 if i % 2 else 1.0)) for i in range(8)
+    )
 
 
 def unequal() -> dict[str, IslandConfig]:
-    """Batches and speeds of slices of unlike sizes."""
+    """Batches and speeds of slices of unlike sizes, `SEQUENCES` together."""
     shapes = ((8, 1.0), (8, 1.5), (4, 1.0), (4, 2.0), (2, 0.5), (2, 1.0), (2, 1.0))
     return _islands_of((*shapes, (2, 2.0)))
 

@@ -8,13 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import support
-from quality_configs import SIZES
+from quality_configs import SIZES, parameters_of
 from quality_rows import CYCLES, TOKEN_FACTORS, Row, rates, rows
 
-PUBLISHED_GAPS = {1: -0.1, 2: 0.7, 4: 2.0, 8: 3.9}
-"""Percent over data-parallel at 35 M parameters, 20 tokens each, H = 30, each at its
-own best batch size (arXiv 2503.09799, table 4)."""
+PUBLISHED_GAPS = {
+    35e6: {1: -0.1, 2: 0.7, 4: 2.0, 8: 3.9},
+    90e6: {1: -0.1, 2: 0.5, 4: 1.5, 8: 3.1},
+    180e6: {1: -0.2, 2: 0.3, 4: 1.1, 8: 2.3},
+    550e6: {1: -0.3, 2: 0.2, 4: 0.7, 8: 1.7},
+    2.4e9: {1: -0.4, 2: -0.1, 4: 0.3, 8: 1.1},
+}
+"""Percent over data-parallel by parameters and islands: synchronous, 20 tokens per
+parameter, H = 30, each at its own best batch size (arXiv 2503.09799, table 4)."""
 ISLANDS = (1, 2, 4, 8, 16)
+COLORS = {2: "C0", 4: "C1", 8: "C2"}
 BOUNDS = (
     # Row, against, upper end of the interval in percent.
     ("decoupled, 4 fast + 4 slow islands", "synchronous DiLoCo, 8 islands", 0.5),
@@ -124,37 +131,36 @@ def _checks(size: str, losses: dict[str, dict[int, float]]) -> list[support.Chec
 
 
 def _plot(path: Path, runs: Runs) -> None:
-    """Gap to data-parallel by islands, beside the published line; by tokens; by H."""
+    """Gap to data-parallel by islands, by model size, by tokens and by H."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (islands, tokens, cycles) = pyplot.subplots(1, 3, figsize=(13, 4))
+    figure, grid = pyplot.subplots(2, 2, figsize=(11, 8))
+    islands, sizes, tokens, cycles = grid.flat
     for size in SIZES:
         losses = _losses(runs, size)
         by_islands = {count: (_of(count), "data-parallel") for count in ISLANDS}
         _line_of_gaps(islands, losses, by_islands, f"{size} parameters")
         for count in ISLANDS:
-            by_tokens = {
-                factor * SIZES[size].tokens / 1e6: (
-                    _of(count) + suffix,
-                    "data-parallel" + suffix,
-                )
-                for factor in (*TOKEN_FACTORS, 1.0)
-                for suffix in ["" if factor == 1 else f", {factor:g} x tokens"]
-            }
-            _line_of_gaps(tokens, losses, by_tokens, f"{size}, {count} islands", 2)
+            _line_of_gaps(
+                tokens, losses, _by_tokens(size, count), f"{size}, {count} islands", 2
+            )
         by_cycle = {
             cycle: (f"H = {cycle}, sgd 1 / 0", "data-parallel") for cycle in CYCLES
         }
         _line_of_gaps(cycles, losses, by_cycle, f"{size}, 8 islands")
-    published = sorted(PUBLISHED_GAPS.items())
+    smallest = PUBLISHED_GAPS[min(PUBLISHED_GAPS)]
     islands.plot(
-        *zip(*published, strict=True), "k--", label="published, 35 M, synchronous"
+        *zip(*sorted(smallest.items()), strict=True),
+        "k--",
+        label="published, 35 M, synchronous",
     )
+    _plot_sizes(sizes, runs)
     for axes, label in (
         (islands, "islands"),
+        (sizes, "parameters"),
         (tokens, "tokens, millions"),
         (cycles, "H, inner steps per cycle"),
     ):
@@ -162,7 +168,7 @@ def _plot(path: Path, runs: Runs) -> None:
         axes.axhline(0, color="0.8")
         axes.minorticks_off()
         if axes.get_legend_handles_labels()[0]:
-            axes.legend()
+            axes.legend(fontsize="small")
     islands.set_xticks(ISLANDS, [str(count) for count in ISLANDS])
     cycles.set_xticks(CYCLES, [str(cycle) for cycle in CYCLES])
     millions = [f * SIZES["0.1m"].tokens / 1e6 for f in (*TOKEN_FACTORS, 1.0)]
@@ -171,6 +177,37 @@ def _plot(path: Path, runs: Runs) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _plot_sizes(axes: Any, runs: Runs) -> None:
+    """Ours as points with their tokens per parameter, beside the published lines."""
+    for count, color in COLORS.items():
+        published = [(n, gaps[count]) for n, gaps in PUBLISHED_GAPS.items()]
+        label = f"published, {count} islands, synchronous"
+        axes.plot(*zip(*published, strict=True), "--", color=color, label=label)
+    for size, about in SIZES.items():
+        losses, parameters = _losses(runs, size), parameters_of(about)
+        for count, color in COLORS.items():
+            found = difference(losses, _of(count), "data-parallel")
+            if found is None:
+                continue
+            gap, half, _ = found
+            bar = 0.0 if half == float("inf") else half
+            axes.errorbar([parameters], [gap], [bar], marker="o", color=color)
+            note = f" {about.tokens / parameters:.0f} tokens each"
+            axes.annotate(note, (parameters, gap), fontsize="x-small", va="center")
+
+
+def _by_tokens(size: str, count: int) -> dict[float, tuple[str, str]]:
+    """Rows of so many islands, by millions of tokens."""
+    return {
+        factor * SIZES[size].tokens / 1e6: (
+            _of(count) + suffix,
+            "data-parallel" + suffix,
+        )
+        for factor in (*TOKEN_FACTORS, 1.0)
+        for suffix in ["" if factor == 1 else f", {factor:g} x tokens"]
+    }
 
 
 def _of(count: int) -> str:

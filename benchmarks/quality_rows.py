@@ -1,8 +1,8 @@
 """The rows of `quality.py`: which runs, and what each is compared with.
 
-All rows of one size train the same model on as many tokens of the same text, with 32
-sequences in all islands' batches together; seeds give init and order of the data. What
-a row leaves unsaid is as in `decoupled`: 8 equal islands, H = P = 12, overlap of 2
+All rows of one size train the same model on as many tokens of the same text, with as
+many sequences in all islands' batches together; seeds give init and order of the data.
+What a row leaves unsaid is as in `decoupled`: 8 equal islands, H = P = 12, overlap of 2
 steps, K = 1 with grace, RDA, rebase, weights by tokens, int8 both ways.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from quality_configs import (
+    SEQUENCES,
     STEP_SECONDS,
     Size,
     config,
@@ -28,7 +29,7 @@ from diloco_jax.simulation.options import EmulationOptions
 
 RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 """Learning rates swept for the headline rows, each method alike."""
-CYCLES = (4, 12, 48)
+CYCLES = (2, 4, 12, 48)
 TOKEN_FACTORS = (0.25, 0.5, 2.0)
 BATCHES = (8, 16)
 """Sequences in all islands' batches together, beside 32: more steps."""
@@ -110,7 +111,7 @@ def _headlines(size: Size) -> Iterator[Row]:
         group="headline",
         plain=True,
         headline=True,
-        config=config(size, islands=equal(1)),
+        config=config(size, islands=equal(1, size.sequences)),
     )
     yield Row(
         name="synchronous DiLoCo, 8 islands",
@@ -132,7 +133,7 @@ def _headlines(size: Size) -> Iterator[Row]:
         group="headline",
         headline=True,
         against="synchronous DiLoCo, 8 islands",
-        config=config(size, islands=fast_and_slow()),
+        config=config(size, islands=fast_and_slow(size.sequences)),
         options=network(2, out_of_phase=True),
     )
     yield Row(
@@ -150,18 +151,20 @@ def _headlines(size: Size) -> Iterator[Row]:
         group="headline",
         headline=True,
         against="data-parallel",
-        config=config(size, islands=equal(1)),
+        config=config(size, islands=equal(1, size.sequences)),
         options=network(2),
     )
 
 
 def _islands(size: Size) -> Iterator[Row]:
     for count in (2, 4, 16):
+        if count > size.sequences:
+            continue
         yield Row(
             name=f"decoupled, {count} islands",
             group="islands",
             against="data-parallel",
-            config=config(size, islands=equal(count)),
+            config=config(size, islands=equal(count, size.sequences)),
             options=network(2),
         )
 
@@ -181,7 +184,11 @@ def _merging(size: Size) -> Iterator[Row]:
     ):
         sync: dict[str, Any] = dict(changes)
         unlike, batches = sync.pop("unlike", False), sync.pop("batches", False)
-        islands = fast_and_slow() if unlike else unequal() if batches else None
+        if batches and size.sequences != SEQUENCES:
+            continue
+        islands = (
+            fast_and_slow(size.sequences) if unlike else unequal() if batches else None
+        )
         yield Row(
             name=name,
             group="merging",
@@ -275,7 +282,7 @@ def _muon(size: Size) -> Iterator[Row]:
         group="muon",
         plain=True,
         against="data-parallel",
-        config=inner(config(size, islands=equal(1)), MUON, 8e-3),
+        config=inner(config(size, islands=equal(1, size.sequences)), MUON, 8e-3),
     )
     for name, sync, outer, against in (
         ("synchronous DiLoCo", SYNCHRONOUS, None, "Muon inside, data-parallel"),
@@ -301,7 +308,9 @@ def _muon(size: Size) -> Iterator[Row]:
             name=f"Muon inside, {count} islands",
             group="muon",
             against="Muon inside, data-parallel",
-            config=inner(config(size, islands=equal(count)), MUON, 6e-3),
+            config=inner(
+                config(size, islands=equal(count, size.sequences)), MUON, 6e-3
+            ),
             options=network(2),
         )
 
@@ -316,21 +325,21 @@ def _tokens(size: Size) -> Iterator[Row]:
             name=base,
             group="tokens",
             plain=True,
-            config=config(shorter, islands=equal(1)),
+            config=config(shorter, islands=equal(1, size.sequences)),
         )
         for count in (2, 4, 8):
             yield Row(
                 name=f"decoupled, {count} islands, {factor:g} x tokens",
                 group="tokens",
                 against=base,
-                config=config(shorter, islands=equal(count)),
+                config=config(shorter, islands=equal(count, size.sequences)),
                 options=network(2),
             )
 
 
 def _batches(size: Size) -> Iterator[Row]:
     """Smaller batches: what the gap is where each has its own best one."""
-    for batch in BATCHES:
+    for batch in BATCHES if size.sequences == SEQUENCES else ():
         yield Row(
             name=f"data-parallel, batch {batch}",
             group="batch",
@@ -353,11 +362,15 @@ def _trouble(size: Size) -> Iterator[Row]:
             name=f"4 fast + 4 slow islands, {name}",
             group="trouble",
             against="decoupled, 4 fast + 4 slow islands",
-            config=config(size, islands=fast_and_slow(), overlap_steps=tau),
+            config=config(
+                size, islands=fast_and_slow(size.sequences), overlap_steps=tau
+            ),
             options=network(2, out_of_phase=True, merge_seconds=1.5),
         )
-    slow = dict(equal(8))
-    slow["i0"] = IslandConfig(batch_size=4, step_seconds=24 * STEP_SECONDS)
+    slow = dict(equal(8, size.sequences))
+    slow["i0"] = IslandConfig(
+        batch_size=size.sequences // 8, step_seconds=24 * STEP_SECONDS
+    )
     for name, islands, options in (
         ("one island at half the time", None, {"joins": {"i0": (0.0, 250.0)}}),
         ("one island in every other merge", slow, {}),

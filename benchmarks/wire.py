@@ -1,0 +1,274 @@
+"""How fast fragments travel, against the limit of plain sockets.
+
+Question: what share of a bare TCP connection's speed do uploads and fetches have, with
+and without mutual TLS, and what do they cost in CPU? Client and server are the
+product's own, in two processes on loopback, with 4 bulk channels and checksums; the
+handlers only give a place and take the bytes. One payload goes through a bare socket,
+an upload and a fetch in turn, so that what else the machine does meets all alike.
+
+Prediction: 0.35 of the bare socket without TLS, 0.3 with it (gRPC alone was measured
+at 0.45 and 0.4); 1.2 CPU seconds per GB, 1.5 with TLS.
+
+What it means: at 5 Gbit/s (0.625 GB/s) the link limits, not the wire, as long as the
+speed is above that.
+
+Command: `python benchmarks/wire.py`. Cost: about a minute on two cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import support
+
+from diloco_jax.cluster.commands import HUGE_PAGES
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.policy.events import Version
+from diloco_jax.wire import messages
+from diloco_jax.wire.certificates import make_certificates
+from diloco_jax.wire.client import Client
+from diloco_jax.wire.server import FetchSource, Server, Session
+from diloco_jax.wire.tls import TlsFiles
+
+DEADLINES = Deadlines(30.0)
+BULK_CHANNELS = 4
+VERSION = Version(1, 1)
+RUN = "bench"
+LINK_GBIT = 5.0
+"""Of an ordinary link between sites, per second."""
+RECEIVE_BYTES = 1 << 20
+
+
+def main() -> int:
+    """Runs it; the exit code is 1 if a bound is broken."""
+    parser = support.parser(__doc__)
+    parser.add_argument("--mib", type=int, default=64, help="size of the payload")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--serve", metavar="CERTIFICATES")
+    parser.add_argument("--tls", action="store_true")
+    options = parser.parse_args()
+    if not HUGE_PAGES.items() <= os.environ.items():
+        # As the product's processes have it; the allocator reads it when it starts.
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | HUGE_PAGES)
+    size = options.mib << 20
+    if options.serve:
+        serve(Path(options.serve), size, tls=options.tls)
+        return 0
+    raw: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        make_certificates(Path(folder), [], 1)
+        for tls in (False, True):
+            raw["tls" if tls else "plain"] = measure(
+                Path(folder), size, options.repeats, tls=tls
+            )
+    rows, checks = [], []
+    for kind, samples in raw.items():
+        for way in ("bare", "upload", "fetch"):
+            rows.append(_row(kind, way, samples, size))
+        for way in ("upload", "fetch"):
+            gbit = 8e-9 * size / statistics.median(s["seconds"] for s in samples[way])
+            what = f"{way}, {kind}: Gbit/s, median"
+            checks.append(support.at_least(what, gbit, LINK_GBIT, ".1f"))
+    raw = {"payload_bytes": size, "samples": raw}
+    return support.write_results(
+        options.out, "wire", __doc__, {"Speeds": rows}, checks, raw
+    )
+
+
+def _row(
+    kind: str, way: str, samples: dict[str, list[dict[str, float]]], size: int
+) -> dict[str, str]:
+    speeds = sorted(size / s["seconds"] / 1e9 for s in samples[way])
+    shares = sorted(
+        bare["seconds"] / s["seconds"]
+        for bare, s in zip(samples["bare"], samples[way], strict=True)
+    )
+    cpu = {
+        end: statistics.median(s[end] for s in samples[way]) / size * 1e9
+        for end in ("island", "coordinator")
+    }
+    name = {"bare": "bare socket, one connection, no TLS"}.get(way, f"{way}, {kind}")
+    return {
+        "what": name,
+        "GB/s": _spread(speeds),
+        "of the bare socket": _spread(shares),
+        "CPU s per GB, island": f"{cpu['island']:.2f}",
+        "CPU s per GB, coordinator": f"{cpu['coordinator']:.2f}",
+    }
+
+
+def _spread(values: list[float]) -> str:
+    """Median and range of sorted values."""
+    return f"{statistics.median(values):.2f} ({values[0]:.2f} to {values[-1]:.2f})"
+
+
+def measure(
+    certificates: Path, size: int, repeats: int, *, tls: bool
+) -> dict[str, list[dict[str, float]]]:
+    """Seconds, and CPU seconds of either end, by way, `repeats` times in turn."""
+    samples: dict[str, list[dict[str, float]]] = {}
+    payload = bytes(size)
+    with _server(certificates, size, tls=tls) as (address, bare_port):
+        files = TlsFiles.load(certificates, "island") if tls else None
+        client = Client(
+            address, tls=files, deadlines=DEADLINES, bulk_channels=BULK_CHANNELS
+        )
+        ways: dict[str, Callable[[], object]] = {
+            "bare": lambda: _send_bare(bare_port, payload),
+            "upload": lambda: client.upload(_upload(size), payload),
+            "fetch": lambda: client.fetch(_fetch(), max_bytes=size),
+        }
+        for repeat in range(repeats + 1):
+            for way, go in ways.items():
+                before, began = _cpu(client), time.perf_counter()
+                go()
+                used = {"seconds": time.perf_counter() - began}
+                used |= {end: cpu - before[end] for end, cpu in _cpu(client).items()}
+                if repeat:  # The first time connects, and touches the pages.
+                    samples.setdefault(way, []).append(used)
+        client.close()
+    return samples
+
+
+def _cpu(client: Client) -> dict[str, float]:
+    """CPU seconds so far of either end."""
+    return {"island": time.process_time(), **client.status(10.0)}
+
+
+def _send_bare(port: int, payload: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=30.0) as connection:
+        connection.sendall(payload)
+        connection.shutdown(socket.SHUT_WR)
+        if connection.recv(1) != b"!":
+            raise RuntimeError("the bare socket's other end did not answer")
+
+
+def _upload(size: int) -> messages.UploadStart:
+    return messages.UploadStart(
+        run_id=RUN,
+        island="a",
+        incarnation=1,
+        session="s",
+        fragment=0,
+        tick=1,
+        offset=0,
+        length=size,
+        total=size,
+    )
+
+
+def _fetch() -> messages.FetchRequest:
+    return messages.FetchRequest(
+        run_id=RUN,
+        island="a",
+        incarnation=1,
+        session="s",
+        fragment=0,
+        want=VERSION,
+        have=None,
+    )
+
+
+# ---- the other process -----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _server(certificates: Path, size: int, *, tls: bool) -> Iterator[tuple[str, int]]:
+    """Its gRPC address and the port of its bare socket."""
+    command = [sys.executable, __file__, "--serve", str(certificates)]
+    command += ["--mib", str(size >> 20), *(["--tls"] if tls else [])]
+    environment = {**os.environ, **HUGE_PAGES}
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        address, port = process.stdout.readline().split()
+        try:
+            yield address, int(port)
+        finally:
+            process.communicate(timeout=30.0)
+
+
+def serve(certificates: Path, size: int, *, tls: bool) -> None:
+    """Prints its addresses; serves bare connections until standard input ends."""
+    files = TlsFiles.load(certificates, "coordinator") if tls else None
+    server = Server(
+        "127.0.0.1:0",
+        _Places(size),
+        tls=files,
+        deadlines=DEADLINES,
+        max_islands=1,
+        bulk_channels=BULK_CHANNELS,
+    )
+    address = server.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(0.2)
+    print(address, listener.getsockname()[1], flush=True)
+    place = memoryview(bytearray(size))
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        with contextlib.suppress(TimeoutError):
+            connection, _ = listener.accept()
+            with connection:
+                filled = 0
+                while got := connection.recv_into(
+                    place[filled : filled + RECEIVE_BYTES]
+                ):
+                    filled += got
+                connection.sendall(b"!")
+    server.stop(1.0)
+
+
+class _Places:
+    """Handlers with one buffer, for what comes and for what goes."""
+
+    def __init__(self, size: int) -> None:
+        self._buffer = bytearray(size)
+
+    def connect(self, hello: messages.Hello, session: Session) -> None:
+        raise NotImplementedError("no island connects to a benchmark of bulk")
+
+    def receive(self, session: Session, message: Any) -> None:
+        raise NotImplementedError("no island connects to a benchmark of bulk")
+
+    def disconnect(self, session: Session) -> None:
+        pass
+
+    def upload_begin(self, start: messages.UploadStart) -> memoryview:
+        return memoryview(self._buffer)[start.offset : start.offset + start.length]
+
+    def upload_end(self, start: messages.UploadStart) -> bool:
+        return start.offset + start.length == start.total
+
+    def upload_abort(self, start: messages.UploadStart) -> None:
+        raise RuntimeError(f"an upload broke off at {start.offset}")
+
+    def fetch(self, request: messages.FetchRequest) -> FetchSource:
+        return FetchSource(
+            version=VERSION,
+            full=True,
+            count=0,
+            buffers=[self._buffer],
+            total=len(self._buffer),
+        )
+
+    def status(self) -> dict[str, Any]:
+        return {"coordinator": time.process_time()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
