@@ -111,10 +111,10 @@ def run_in(config: Config, folder: Path, timeout_s: float) -> Run:
 
 def fragment_sizes(config: Config) -> tuple[int, ...]:
     """Number of parameters of each fragment."""
-    from diloco_jax.models import transformer
+    from diloco_jax.models.build import build
     from diloco_jax.models.plan import build_plan
 
-    return build_plan(config.run, transformer.build(config.run.model)).sizes
+    return build_plan(config.run, build(config.run)).sizes
 
 
 @dataclasses.dataclass(frozen=True)

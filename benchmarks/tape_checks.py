@@ -136,6 +136,7 @@ def _recount(
         weighted = sum(s * t for s, t in zip(sizes, merged[name], strict=True))
         for field, found in (
             ("tokens_merged", weighted // sum(sizes)),
+            ("tokens_merged_by_fragment", merged[name]),
             ("tokens_computed", computed[name]),
         ):
             if found != island[field]:

@@ -33,6 +33,8 @@ from diloco_jax.workdir import is_bucket
 
 logger = logging.getLogger(__name__)
 
+ISLANDS = "islands"
+
 
 def snapshots_folder(placement: Placement, workdir: Path) -> Folder:
     """Where the coordinator's snapshots are."""
@@ -41,7 +43,7 @@ def snapshots_folder(placement: Placement, workdir: Path) -> Folder:
 
 def island_folder(placement: Placement, workdir: Path, island: str) -> Folder:
     """Where an island's checkpoints are."""
-    return _root(placement, workdir) / "islands" / island
+    return _root(placement, workdir) / ISLANDS / island
 
 
 def _root(placement: Placement, workdir: Path) -> Folder:
@@ -103,19 +105,36 @@ def save(
         _sync(Path(manager.directory), number)
 
 
+def _read(manager: ocp.CheckpointManager, number: int, args: Any) -> Any:
+    """What the checkpoint has; ConfigError if it does not read."""
+    try:
+        return manager.restore(number, args=args)
+    except Exception as error:
+        # Of orbax, of tensorstore, of JSON: of many kinds, and long.
+        folder = manager.directory
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        remedy = "the record log goes on from it, so that no older one will do"
+        if folder.parent.name == ISLANDS:
+            remedy = "or remove it: the island goes on from an older one, or without"
+        raise ConfigError(
+            f"checkpoint {number} in {folder} cannot be read ({reason}); restore it "
+            f"from a copy, {remedy}"
+        ) from error
+
+
 def restore(
     manager: ocp.CheckpointManager, number: int, name: str, like: Any = None
 ) -> Any:
     """A tree of arrays of a checkpoint, shaped and placed as in `like` (None: as they
     were saved)."""
     args = ocp.args.Composite(**{name: ocp.args.StandardRestore(like)})
-    return manager.restore(number, args=args)[name]
+    return _read(manager, number, args)[name]
 
 
 def read_facts(manager: ocp.CheckpointManager, number: int) -> dict[str, Any]:
     """The JSON object of a checkpoint."""
     args = ocp.args.Composite(facts=ocp.args.JsonRestore())
-    facts: dict[str, Any] = manager.restore(number, args=args)["facts"]
+    facts: dict[str, Any] = _read(manager, number, args)["facts"]
     return facts
 
 

@@ -178,9 +178,10 @@ def emulate_command(arguments: Sequence[str]) -> int:
     from diloco_jax.simulation.options import CommandOptions
 
     path, config, options = _config_and_options("emulate", arguments, CommandOptions())
-    from diloco_jax.island.environment import prepare_environment
+    from diloco_jax.island.environment import prepare_environment, skip_absent_tpu
 
     # Before anything imports jax.
+    skip_absent_tpu()
     prepare_environment(max(island.devices for island in config.islands.values()))
     from rich.console import Console
 
@@ -256,9 +257,13 @@ def eval_command(arguments: Sequence[str]) -> int:
     parser.add_argument("workdir", type=Path, metavar="WORKDIR")
     parser.add_argument("--json", action="store_true", help="one object, on stdout")
     options = parser.parse_args(arguments)
-    from diloco_jax.loading import read_config_json
+    from diloco_jax.workdir import read_config
 
-    config = read_config_json(options.workdir / "config.json")
+    config = read_config(options.workdir)
+    from diloco_jax.island.environment import skip_absent_tpu
+
+    # Before anything imports jax.
+    skip_absent_tpu()
     from diloco_jax.evaluation import run
     from diloco_jax.observability.logs import setup_logging
 
@@ -281,6 +286,10 @@ def simulate_command(arguments: Sequence[str]) -> int:
 
 def replay_command(arguments: Sequence[str]) -> int:
     """`diloco replay WORKDIR [--until MERGE] [--json]`."""
+    from diloco_jax.island.environment import skip_absent_tpu
+
+    # Before anything imports jax.
+    skip_absent_tpu()
     from diloco_jax.simulation import replay_command
 
     return replay_command.replay_command(arguments)
@@ -317,7 +326,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     "status": (
         status_command,
         "HOST:PORT or WORKDIR [--json]",
-        "who is alive, who takes part, versions, tokens, goodput",
+        "who is alive, who takes part, versions, tokens, goodput, bandwidth",
     ),
     "eval": (
         eval_command,

@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -27,6 +26,8 @@ AnchorMemory = Literal["device", "pinned_host"]
 
 # A field with this metadata is local to a machine and outside the fingerprint.
 LOCAL = {"local": True}
+# Of a field with this metadata, the folder in front is local to a machine.
+CODE = {"code": True}
 
 
 class ConfigError(ValueError):
@@ -35,8 +36,11 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer (sizes in elements)."""
+    """A decoder-only transformer (sizes in elements), or a model of one's own."""
 
+    factory: str = dataclasses.field(default="", metadata=CODE)
+    """What makes the model, "package.module:function" or "path/to/file.py:function"
+    (docs/models.md); empty: the bundled transformer."""
     vocab_size: int = 256
     d_model: int = 192
     num_layers: int = 4
@@ -63,7 +67,11 @@ class DataConfig:
 class InnerConfig:
     """The inner optimizer; its learning rate follows the progress of the run."""
 
-    optimizer: Literal["adamw", "lion", "sgd", "muon"] = "adamw"
+    optimizer: str = "adamw"
+    """"adamw", "lion", "sgd", "muon", or another one by its name in optax or
+    optax.contrib."""
+    arguments: tuple[tuple[str, bool | int | float | str], ...] = ()
+    """More of what that function takes: pairs of name and value, or a mapping."""
     learning_rate: float = 1e-3
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_fraction: float = 0.05
@@ -74,11 +82,17 @@ class InnerConfig:
     """Steps over which a fresh or returned island's learning rate rises."""
     beta1: float = 0.9
     beta2: float = 0.95
+    """The betas are those of Muon, and of all that optax gives a b1 and a b2."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the first moment; "sgd" has none."""
+    """Of the first moment; optax keeps second ones in float32 ("adafactor" keeps them
+    factored), and "sgd" has neither."""
     weight_decay: float = 0.1
+    """Of parameters with at least two axes; taken times the learning rate."""
     clip_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down; 0 = never."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", tuple(dict(self.arguments).items()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,7 +225,8 @@ class Placement:
     outage_budget_s: float = 60.0
     """Seconds of data an island holds, to train through a coordinator's outage."""
     compile_budget_s: float = 600.0
-    """Longest time that an island may report "compiling"."""
+    """Longest time that an island may report "compiling", its hosts waiting for each
+    other included."""
     notice_s: float = 0.0
     """Seconds that an island has, once its machine is to be taken away, to send what is
     open of it and to say goodbye. Above 0, the notice is SIGTERM or the cloud's
@@ -254,41 +269,9 @@ class Config:
 
     def validate(self) -> Config:
         """Returns self; raises ConfigError naming field, values and remedy."""
-        run, sync = self.run, self.run.sync
-        if not self.islands:
-            raise ConfigError("islands is empty; name at least one island")
-        for field, value in _numbers(run):
-            if value < 0 or not math.isfinite(value):
-                raise ConfigError(f"{field} = {value}; it must be finite and >= 0")
-        for field, value in (
-            ("sync.steps_per_cycle", sync.steps_per_cycle),
-            ("sync.fragments", sync.fragments),
-            ("sync.quorum", sync.quorum),
-            ("sequence_length", run.sequence_length),
-            ("total_tokens", run.total_tokens),
-            ("model.num_kv_heads", run.model.num_kv_heads),
-        ):
-            if value < 1:
-                raise ConfigError(f"{field} = {value}; it must be at least 1")
-        if sync.quorum > len(self.islands):
-            raise ConfigError(
-                f"sync.quorum = {sync.quorum}, but there are {len(self.islands)} "
-                f"islands ({', '.join(self.islands)}): no fragment could ever merge; "
-                f"lower sync.quorum or add islands"
-            )
-        if run.model.num_heads % run.model.num_kv_heads:
-            raise ConfigError(
-                f"model.num_heads = {run.model.num_heads} is not a multiple of "
-                f"model.num_kv_heads = {run.model.num_kv_heads}"
-            )
-        if not 0 < run.data.validation_fraction < 1:
-            raise ConfigError(
-                f"data.validation_fraction = {run.data.validation_fraction}; "
-                f"choose a share between 0 and 1"
-            )
-        for name, island in self.islands.items():
-            _validate_island(name, island)
-        _validate_placement(self.placement)
+        from diloco_jax.validation import validate
+
+        validate(self)
         return self
 
     def island(self, name: str) -> IslandConfig:
@@ -307,51 +290,9 @@ class Config:
         return steps / self.run.sync.steps_per_cycle
 
 
-def _validate_island(name: str, island: IslandConfig) -> None:
-    where = f"islands.{name}"
-    allowed = set("abcdefghijklmnopqrstuvwxyz0123456789-_.")
-    if not name or not set(name.lower()) <= allowed:
-        raise ConfigError(
-            f"island name {name!r} has characters outside letters, digits, '-_.'"
-        )
-    sizes = ("batch_size", "accumulation", "mesh_data", "mesh_fsdp", "mesh_tensor")
-    for field in sizes:
-        value = getattr(island, field)
-        if value < 1:
-            raise ConfigError(f"{where}.{field} = {value}; it must be at least 1")
-    if (island.loss_chunk or 0) < 0:
-        raise ConfigError(f"{where}.loss_chunk = {island.loss_chunk}; it must be >= 0")
-    if island.step_seconds < 0:
-        raise ConfigError(
-            f"{where}.step_seconds = {island.step_seconds}; it must be >= 0"
-        )
-    if island.batch_size % island.batch_multiple:
-        raise ConfigError(
-            f"{where}.batch_size = {island.batch_size} is not divided by "
-            f"mesh_data * mesh_fsdp * accumulation = {island.mesh_data} * "
-            f"{island.mesh_fsdp} * {island.accumulation} = {island.batch_multiple}; "
-            f"choose a multiple of {island.batch_multiple}"
-        )
-
-
-def _validate_placement(placement: Placement) -> None:
-    if "://" in placement.workdir:
-        raise ConfigError(
-            f"placement.workdir = {placement.workdir!r} is no folder of this machine, "
-            f"which the record log needs (it is synced to disk); give a local one, and "
-            f"--checkpoints {placement.workdir} for snapshots and checkpoints"
-        )
-    for field in ("snapshots_kept", "checkpoints_kept"):
-        if (value := getattr(placement, field)) < 1:
-            raise ConfigError(f"placement.{field} = {value}; it must be at least 1")
-    for field in ("snapshot_every_s", "checkpoint_every_s"):
-        if (every := getattr(placement, field)) < 0:
-            raise ConfigError(f"placement.{field} = {every}; it must be >= 0")
-
-
 def suggest(name: str, known: Mapping[str, Any] | list[str]) -> str:
     """`; did you mean 'x'?` or the empty string."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -365,6 +306,11 @@ def shared_fields(config: Any) -> dict[str, Any]:
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             value = shared_fields(value)
+        elif isinstance(value, tuple):
+            # As it is when it is read from JSON or a message.
+            value = [list(v) if isinstance(v, tuple) else v for v in value]
+        elif field.metadata.get("code"):
+            value = value.rpartition("/")[2]
         elif isinstance(value, int) and "float" in str(field.type):
             value = float(value)
         shared[field.name] = value
@@ -380,15 +326,4 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
             found += [f"{name}.{line}" for line in differences(a, b)]
         elif a != b:
             found.append(f"{name}: {a!r} here, {b!r} there")
-    return found
-
-
-def _numbers(config: Any, prefix: str = "") -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            found += _numbers(value, f"{prefix}{field.name}.")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            found.append((f"{prefix}{field.name}", float(value)))
     return found

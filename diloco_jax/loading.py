@@ -82,6 +82,7 @@ def parse_options(
         default=parsed_type(
             options, config.run, config.islands, config.placement, config.launch
         ),
+        registry=numbers(),
     )
     config = Config(
         run=parsed.run,
@@ -90,6 +91,36 @@ def parse_options(
         launch=parsed.launch,
     )
     return config.validate(), parsed.own
+
+
+def numbers() -> Any:
+    """Lets tyro read 1.2e6 where a whole number is asked for."""
+    import tyro
+
+    def whole(info: Any) -> Any:
+        if info.type is not int:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="INT",
+            instance_from_str=lambda texts: _int(texts[0]),
+            is_instance=lambda value: isinstance(value, int),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(whole)
+    return registry
+
+
+def _int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        value = float(text)
+        if not value.is_integer():
+            raise ValueError(f"{text} is not a whole number") from None
+        return int(value)
 
 
 def read_config(path: str | Path) -> Config:
@@ -132,17 +163,20 @@ def read_config(path: str | Path) -> Config:
     return config
 
 
-def resolve(config: Config) -> Config:
+def resolve(config: Config, *, text_is_here: bool = False) -> Config:
     """Fills in what a run decides once: the corpus digest and the outer optimizer.
 
     Fields that are set are left alone, so resolving twice changes nothing. Reads the
-    corpus if its digest is not known; raises ConfigError if it cannot.
+    corpus if its digest is not known, or it must be on this machine; raises ConfigError
+    if it cannot, if it is another one, or too short for the run.
     """
     run = config.run
-    if not run.data.digest:
-        from diloco_jax.data.corpus import load_corpus
+    if text_is_here or not run.data.digest:
+        from diloco_jax.data import corpus as text
 
-        corpus = load_corpus(run.data.paths, run.data.validation_fraction)
+        corpus = text.load_checked_corpus(run.data)
+        text.require_window(len(corpus.train), run.sequence_length)
+        text.require_prediction(len(corpus.validation))
         data = dataclasses.replace(run.data, digest=corpus.digest)
         run = dataclasses.replace(run, data=data)
     return resolve_outer(dataclasses.replace(config, run=run))

@@ -19,8 +19,9 @@ import msgspec
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
 from diloco_jax.loading import read_config_json, write_config_json, write_json
 
-FORMAT = 1
-"""Of log, snapshots and tape; higher when a workdir of before cannot be read."""
+FORMAT = 2
+"""Of config, log, snapshots and tape: one higher when a workdir of before cannot be
+read, or when `RunConfig` has other fields, whose fingerprint then differs."""
 RELEASE_S = 2.0
 """Processes that were killed a moment ago may still hold what they held."""
 POLL_S = 0.05
@@ -74,6 +75,19 @@ def find_run(config: Config, workdir: Path) -> RunFacts:
     return facts
 
 
+def read_config(workdir: Path) -> Config:
+    """Its `config.json`; ConfigError as `require_format`."""
+    require_format(workdir)
+    return read_config_json(workdir / "config.json")
+
+
+def require_format(workdir: Path) -> None:
+    """ConfigError if a run there is of another format. What is no run, as an emulation,
+    has no `run.json`."""
+    if (workdir / "run.json").exists():
+        read_facts(workdir)
+
+
 def read_facts(workdir: Path) -> RunFacts:
     """`run.json`; ConfigError if there is none, or it is of another format."""
     path = workdir / "run.json"
@@ -100,10 +114,20 @@ def read_facts(workdir: Path) -> RunFacts:
 
 def read_summary(workdir: Path) -> dict[str, Any]:
     """What the last coordinator there left when it ended; empty if none has."""
+    path = workdir / "summary.json"
     try:
-        summary: dict[str, Any] = json.loads((workdir / "summary.json").read_bytes())
+        summary = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as JSON ({error}); restore it from a copy, or "
+            f"remove it: the end of the run is written again when it goes on"
+        ) from error
+    if not isinstance(summary, dict):
+        raise ConfigError(
+            f"{path} holds {type(summary).__name__}, no object; restore it from a copy"
+        )
     return summary
 
 

@@ -145,3 +145,32 @@ def test_a_bucket_without_its_package_says_how_to_get_it():
     text = checkpoint.cannot_write(epath.Path("gs://bucket/run"), missing)
     for shown in ("gs://bucket/run", "gcsfs", "`pip install 'diloco-jax[gcs]'`"):
         assert shown in text
+
+
+# ---- damage ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("folder", "remedy"),
+    [("coordinator", "no older one will do"), ("islands/a", "or remove it: the isl")],
+)
+@pytest.mark.parametrize("damage", ["a", "facts"])
+def test_a_checkpoint_that_does_not_read_is_named(tmp_path, folder, remedy, damage):
+    manager = checkpoint.open_folder(tmp_path / folder, keep=1)
+    checkpoint.save(manager, 7, {"a": np.arange(300.0)}, {"b": 2})
+    for path in (tmp_path / folder / "7" / damage).rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"?" * 9)
+
+    def read():
+        checkpoint.read_facts(manager, 7)
+        checkpoint.restore(manager, 7, "a")
+
+    with pytest.raises(ConfigError) as caught:
+        read()
+    manager.close()
+    message = str(caught.value)
+    assert message.startswith(f"checkpoint 7 in {tmp_path / folder} cannot be read (")
+    assert remedy in message
+    assert "restore it from a copy" in message
+    assert "\n" not in message

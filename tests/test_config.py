@@ -2,9 +2,8 @@
 
 import dataclasses
 import json
-import sys
-import types
 
+import numpy as np
 import pytest
 
 from diloco_jax.config import (
@@ -20,6 +19,7 @@ from diloco_jax.config import (
     differences,
     shared_fields,
 )
+from diloco_jax.data.corpus import Corpus
 from diloco_jax.loading import (
     load_config,
     read_config_json,
@@ -75,6 +75,16 @@ def test_hyphen_and_underscore_are_one(path, options):
     config = load_config(path, options)
     assert config.islands["v5p_a"].batch_size == 4
     assert config.run.total_tokens == 9
+
+
+def test_whole_numbers_may_be_written_with_an_exponent(path, capsys):
+    options = ["--total-tokens", "1.2e6", "--islands.v6e.loss-chunk", "1e2"]
+    config = load_config(path, options)
+    assert config.run.total_tokens == 1_200_000
+    assert config.islands["v6e"].loss_chunk == 100
+    with pytest.raises(SystemExit):
+        load_config(path, ["--total-tokens", "1.5"])
+    assert "1.5 is not a whole number" in capsys.readouterr().err
 
 
 def test_lists_take_any_number_of_values(path):
@@ -156,14 +166,14 @@ def test_every_config_of_the_repository_is_valid(pytestconfig):
             ["islands.v6e.batch_size = 8", "1 * 3 * 1 = 3", "multiple of 3"],
         ),
         (["--islands.v6e.mesh-tensor", "0"], ["mesh_tensor = 0", "at least 1"]),
-        (["--islands.v6e.loss-chunk=-1"], ["v6e.loss_chunk = -1", ">= 0"]),
+        (["--islands.v6e.loss-chunk=-1"], ["v6e.loss_chunk = -1", "at least 0"]),
         (["--sync.fragments", "0"], ["sync.fragments = 0", "at least 1"]),
         (["--data.validation-fraction", "1"], ["data.validation_fraction = 1.0"]),
         (["--inner.learning-rate", "nan"], ["inner.learning_rate = nan", "finite"]),
         (["--model.num-kv-heads", "4"], ["model.num_heads = 6", "num_kv_heads = 4"]),
         (["--workdir", "gs://b/run"], ["'gs://b/run'", "--checkpoints gs://b/run"]),
         (["--checkpoints-kept", "0"], ["checkpoints_kept = 0", "at least 1"]),
-        (["--checkpoint-every-s=-1"], ["checkpoint_every_s = -1.0", ">= 0"]),
+        (["--checkpoint-every-s=-1"], ["checkpoint_every_s = -1.0", "at least 0"]),
     ],
 )
 def test_errors_name_field_and_both_values(path, options, both_values):
@@ -258,25 +268,55 @@ def test_config_json_that_is_not_json_is_an_error(tmp_path):
 
 
 @pytest.fixture
-def corpus(monkeypatch):
-    """A pretended corpus; the calls that were made for it."""
+def read(monkeypatch):
+    """What was read of corpora; the text is pretended."""
     calls = []
 
     def load_corpus(paths, validation_fraction):
         calls.append((paths, validation_fraction))
-        return types.SimpleNamespace(digest="abc")
+        train, validation = np.zeros(200, np.uint8), np.zeros(9, np.uint8)
+        return Corpus(train, validation, "abc", ("a",))
 
-    module = types.SimpleNamespace(load_corpus=load_corpus)
-    monkeypatch.setitem(sys.modules, "diloco_jax.data.corpus", module)
+    monkeypatch.setattr("diloco_jax.data.corpus.load_corpus", load_corpus)
     return calls
 
 
-def test_resolve_fills_in_digest_and_outer_preset_once(corpus):
+def test_resolve_fills_in_digest_and_outer_preset_once(read):
     config = Config(run=RunConfig(outer=OuterConfig(learning_rate=0.3)))
     resolved = resolve(config)
     assert resolved.run.data.digest == "abc"
     assert resolved.run.outer.learning_rate == 0.3
     assert None not in (resolved.run.outer.optimizer, resolved.run.outer.momentum)
     assert resolve(resolved) == resolved
-    assert corpus == [((), 0.02)]
+    assert read == [((), 0.02)]
     assert resolved.placement == Placement()
+
+
+@pytest.mark.parametrize("known", ["", "abc"])
+def test_a_text_too_short_for_a_window_is_refused(read, known):
+    data = DataConfig(digest=known)
+    for length in (199, 200):
+        config = Config(run=RunConfig(data=data, sequence_length=length))
+        if length == 199:
+            assert resolve(config, text_is_here=True).run.data.digest == "abc"
+            continue
+        with pytest.raises(ConfigError) as caught:
+            resolve(config, text_is_here=True)
+        for shown in ("200 bytes", "sequence_length = 200", "(data.paths) or lower"):
+            assert shown in str(caught.value)
+    assert len(read) == 2
+
+
+def test_a_text_without_anything_held_out_is_refused(tmp_path):
+    (tmp_path / "b.txt").write_text("all of it is trained on")
+    data = DataConfig(paths=(str(tmp_path / "b.txt"),), validation_fraction=1e-7)
+    with pytest.raises(ConfigError, match=r"0 bytes.*raise data\.validation_fraction"):
+        resolve(Config(run=RunConfig(data=data, sequence_length=8)))
+
+
+def test_text_that_is_not_the_runs_is_refused_where_it_must_be_here(read):
+    config = Config(run=RunConfig(data=DataConfig(digest="d")))
+    assert resolve(config).run.data.digest == "d"
+    assert read == []
+    with pytest.raises(ConfigError, match=r"data\.digest = d .* has abc"):
+        resolve(config, text_is_here=True)

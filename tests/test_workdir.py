@@ -3,11 +3,23 @@
 import dataclasses
 import json
 import os
+from pathlib import Path
 
 import pytest
 
+from diloco_jax import cli
 from diloco_jax import workdir as workdirs
-from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    IslandConfig,
+    RunConfig,
+    shared_fields,
+)
+from diloco_jax.loading import write_json
+
+GOLDEN = Path(__file__).with_name("run_fields.json")
+"""The fields behind a fingerprint. REGENERATE=1 writes those of a new format."""
 
 
 @pytest.fixture
@@ -28,13 +40,65 @@ def test_another_config_is_refused_with_both_values(config, tmp_path):
 
 
 def test_another_format_is_refused_with_both_writers(config, tmp_path):
-    facts = workdirs.begin_run(config, tmp_path)
-    later = dataclasses.replace(facts, format=2, written_by="diloco_jax 9.0")
-    later.write(tmp_path)
+    of_another_format(config, tmp_path)
     with pytest.raises(ConfigError) as refused:
         workdirs.find_run(config, tmp_path)
-    for shown in (str(tmp_path), "format 2", "diloco_jax 9.0", "format 1"):
+    for shown in (str(tmp_path), "format 1", "diloco_jax 9.0"):
         assert shown in str(refused.value)
+    assert f"with format {workdirs.FORMAT}" in str(refused.value)
+
+
+def of_another_format(config, workdir):
+    """A workdir whose config has fields that this version does not know."""
+    facts = workdirs.begin_run(config, workdir)
+    dataclasses.replace(facts, format=1, written_by="diloco_jax 9.0").write(workdir)
+    fields = json.loads((workdir / "config.json").read_bytes())
+    fields["run"]["sync"]["tempo"] = 1
+    write_json(fields, workdir / "config.json")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", "--resume"],
+        ["status"],
+        ["eval"],
+        ["replay"],
+        ["simulate", "calibrate"],
+    ],
+    ids=" ".join,
+)
+def test_whoever_reads_a_workdir_looks_at_its_format_first(
+    config, tmp_path, capsys, command
+):
+    of_another_format(config, tmp_path)
+    for name in ("tape.jsonl", "metrics.jsonl", "roster.msgpack", "summary.json"):
+        (tmp_path / name).write_text("{}\n")
+    assert cli.main([*command, str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert "has format 1, written by diloco_jax 9.0" in shown
+    assert "go on with the version that wrote it" in shown
+
+
+def test_other_fields_of_a_run_are_another_format():
+    """A `config.json` of before would have another fingerprint, as if it were of
+    another run: raise `workdir.FORMAT` then, and regenerate."""
+    found = {
+        "format": workdirs.FORMAT,
+        "fields": list(leaves(shared_fields(RunConfig()))),
+    }
+    golden = json.loads(GOLDEN.read_bytes()) if GOLDEN.exists() else {"format": 0}
+    if os.environ.get("REGENERATE") and golden["format"] < workdirs.FORMAT:
+        write_json(golden := found, GOLDEN)
+    assert found == golden, "raise workdir.FORMAT, then once more with REGENERATE=1"
+
+
+def leaves(fields, prefix=""):
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def test_what_is_no_run_file_is_named(config, tmp_path):
@@ -56,3 +120,11 @@ def test_what_is_held_is_refused_with_its_holder(tmp_path, name):
         assert (f"process {os.getpid()}" in str(e.value)) == (name != ".")
     with workdirs.held(path, "somebody", patience_s=0.0):
         pass
+
+
+@pytest.mark.parametrize("content", [b'{"phase": "do', b"", b"[3]", b"\xff"])
+def test_a_summary_that_was_cut_off_is_named(tmp_path, content):
+    (tmp_path / "summary.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"summary\.json .*restore it from a copy"):
+        workdirs.read_summary(tmp_path)
+    assert workdirs.read_summary(tmp_path / "none") == {}

@@ -10,9 +10,16 @@ from typing import Any
 from diloco_jax.cluster import commands
 from diloco_jax.cluster.attempts import Attempts
 from diloco_jax.cluster.interrupt import Interrupt
-from diloco_jax.cluster.processes import POLL_S, ManagedProcess, log_tail, wait_all
-from diloco_jax.config import Config
+from diloco_jax.cluster.processes import (
+    POLL_S,
+    ManagedProcess,
+    last_error,
+    log_tail,
+    wait_all,
+)
+from diloco_jax.config import Config, ConfigError
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.exit_codes import EXIT_CONFIG
 from diloco_jax.loading import write_json
 
 ADDRESS_FILE = "coordinator.address"
@@ -54,9 +61,9 @@ class Cluster:
     def start(self, interrupt: Interrupt) -> None:
         """Starts the coordinator and, once it has an address, the islands.
 
-        Raises ClusterError if the coordinator ends or says nothing for
-        `compile_budget_s`. Returns early, without islands, if interrupted, or if the
-        coordinator finds that the run is over.
+        Raises ConfigError as the coordinator does, and ClusterError if it ends or says
+        nothing for `compile_budget_s`. Returns early, without islands, if interrupted,
+        or if the coordinator finds that the run is over.
         """
         self.coordinator.start()
         deadline = time.monotonic() + self.config.placement.compile_budget_s
@@ -68,6 +75,8 @@ class Cluster:
                 return
             if state != "running":
                 code = self.coordinator.exit_code
+                if code == EXIT_CONFIG and (said := last_error(self.coordinator.log)):
+                    raise ConfigError(said)
                 raise ClusterError(
                     self.coordinator, "did not start", code if code in (2, 3) else 1
                 )

@@ -31,6 +31,8 @@ State = Literal["running", "restarting", "done", "refused", "failed", "stopped"]
 
 POLL_S = 0.05
 TAIL_BYTES = 8192
+ERROR = "error: "
+"""How `cli.main` begins what ends a command."""
 GUARD = Path(__file__).with_name("guard.py")
 
 
@@ -223,6 +225,12 @@ def log_tail(path: Path, lines: int) -> list[str]:
     except OSError:
         return []
     return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
+
+
+def last_error(path: Path) -> str:
+    """What a `diloco` command said last of an error in its log; "" if nothing."""
+    said = [line for line in log_tail(path, TAIL_BYTES) if line.startswith(ERROR)]
+    return said[-1].removeprefix(ERROR) if said else ""
 
 
 def _last_line(path: Path) -> str:

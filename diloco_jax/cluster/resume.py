@@ -40,6 +40,8 @@ def with_config(arguments: Sequence[str]) -> list[str]:
         value = arguments[1] if len(arguments) > 1 else ""
     if not value or value.startswith("-"):
         raise ConfigError(f"{OPTION} takes the workdir of the run that is to go on")
+    # Before the config is read: one of another format may have other fields.
+    workdirs.require_format(Path(value))
     return [str(Path(value) / "config.json"), *arguments]
 
 

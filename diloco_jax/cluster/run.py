@@ -16,7 +16,8 @@ from rich.console import Console
 
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster import commands
-from diloco_jax.cluster.cluster import Cluster, ClusterError
+from diloco_jax.cluster.beginning import Beginning
+from diloco_jax.cluster.cluster import Cluster
 from diloco_jax.cluster.interrupt import Interrupt
 from diloco_jax.cluster.processes import kill_group, log_tail, start_child
 from diloco_jax.cluster.resume import (
@@ -26,10 +27,9 @@ from diloco_jax.cluster.resume import (
     tell_resumed,
 )
 from diloco_jax.cluster.status import status_client
-from diloco_jax.config import Config, ConfigError
+from diloco_jax.config import Config, ConfigError, Placement
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
-from diloco_jax.faults import parse_faults
 from diloco_jax.loading import read_config_json, resolve, write_config_json, write_json
 from diloco_jax.observability.report import closing_report, comparison
 from diloco_jax.observability.terminal import LINE_EVERY_S, Dashboard
@@ -62,23 +62,34 @@ def run(
     Progress and report go to `console`. Raises ConfigError or SecurityError before
     anything is started, and ClusterError if the run cannot start.
     """
-    _check_placement(config)
+    config.validate()
+    _check_security(config.placement)
     with contextlib.ExitStack() as whole:
         if resume:
             workdir = Path(resume).expanduser().absolute()
             if workdir.is_dir():
                 whole.enter_context(workdirs.held(workdir, "another `diloco run`"))
             config = _with_absolute_paths(resumed_config(config, workdir), workdir)
+            begun = None
         else:
-            config = create_workdir(resolve(config), config_path)
+            config = resolve(config, text_is_here=True)
+            begun = Beginning(config.placement.workdir)
+            config = create_workdir(config, config_path)
             workdir = Path(config.placement.workdir)
             whole.enter_context(workdirs.held(workdir, "another `diloco run`"))
-        return _run(config, workdir, console, baseline=baseline, resume=bool(resume))
+        return _run(config, workdir, console, begun, baseline=baseline)
 
 
 def _run(
-    config: Config, workdir: Path, console: Console, *, baseline: bool, resume: bool
+    config: Config,
+    workdir: Path,
+    console: Console,
+    begun: Beginning | None,
+    *,
+    baseline: bool,
 ) -> tuple[int, dict[str, Any]]:
+    """begun: what is to be undone of a new run; None: one that goes on."""
+    resume = begun is None
     console.print(f"{len(config.islands)} islands, workdir {workdir}", highlight=False)
     cluster = Cluster(config, workdir, resume=resume)
     with Interrupt() as interrupt:
@@ -86,7 +97,7 @@ def _run(
             console.print("the run in it is finished", highlight=False)
             code = EXIT_DONE
         else:
-            code = _processes(cluster, console, interrupt, resume=resume)
+            code = _processes(cluster, console, interrupt, begun)
             if resume and finished(workdir):
                 # It only had to end: its islands were refused, or not started.
                 code = EXIT_DONE
@@ -112,23 +123,30 @@ def _run(
 
 
 def _processes(
-    cluster: Cluster, console: Console, interrupt: Interrupt, *, resume: bool
+    cluster: Cluster, console: Console, interrupt: Interrupt, begun: Beginning | None
 ) -> int:
     """Starts, watches and stops everything; the exit code of the run so far."""
+    resume = begun is None
     change = Replacement(cluster.config, cluster.workdir) if resume else None
     try:
         cluster.start(interrupt)
-    except ClusterError:
+    except Exception as error:
         # Nothing has run: the workdir is as it was.
-        if change is None:
-            (cluster.workdir / "config.json").unlink(missing_ok=True)
-        else:
+        cluster.kill()
+        if change is not None:
             change.undo()
+        if begun is not None:
+            keep_logs = not isinstance(error, ConfigError)
+            begun.undo(cluster.workdir, keep_logs=keep_logs)
         raise
     else:
         if resume and not interrupt.count:
             tell_resumed(cluster.workdir, console)
-        return _supervise(cluster, console, interrupt)
+        code = _supervise(cluster, console, interrupt)
+        unserved = not cluster.address and not workdirs.read_summary(cluster.workdir)
+        if begun is not None and unserved:
+            begun.undo(cluster.workdir, keep_logs=True)
+        return code
     finally:
         cluster.kill()
 
@@ -169,7 +187,10 @@ def _with_absolute_paths(config: Config, workdir: Path) -> Config:
         checkpoints=placement.checkpoints and _absolute(placement.checkpoints),
     )
     data = dataclasses.replace(data, paths=tuple(_absolute(p) for p in data.paths))
-    run = dataclasses.replace(config.run, data=data)
+    model, factory = config.run.model, config.run.model.factory
+    if ".py:" in factory:
+        model = dataclasses.replace(model, factory=_absolute(factory))
+    run = dataclasses.replace(config.run, data=data, model=model)
     return dataclasses.replace(config, run=run, placement=placement)
 
 
@@ -177,9 +198,7 @@ def _absolute(path: str) -> str:
     return path if workdirs.is_bucket(path) else str(Path(path).expanduser().absolute())
 
 
-def _check_placement(config: Config) -> None:
-    placement = config.placement
-    parse_faults(placement.faults, config.islands)
+def _check_security(placement: Placement) -> None:
     folder = placement.certificates
     addresses.require_tls(placement.bind, tls=bool(folder), insecure=placement.insecure)
     if folder:

@@ -12,7 +12,7 @@ from diloco_jax.loading import read_config_json
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.wire.tls import TlsFiles
-from diloco_jax.workdir import read_summary
+from diloco_jax.workdir import read_summary, require_format
 
 
 def status_client(address: str, placement: Placement) -> Client:
@@ -42,6 +42,7 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
                 f"its coordinator's address"
             )
         return _ask(target, placement)
+    require_format(workdir)
     address_file, summary = workdir / ADDRESS_FILE, read_summary(workdir)
     if not address_file.exists() and not summary:
         raise ConfigError(

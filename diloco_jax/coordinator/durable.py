@@ -18,13 +18,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from diloco_jax.config import ConfigError
+
 logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<4sIQI")
 _MAGIC = b"dlc1"
 
 
-class DurableError(Exception):
+class DurableError(ConfigError):
     """The log does not read back as it was written: names the file and the offset."""
 
 

@@ -31,13 +31,14 @@ from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
-from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.coordinator.settings import policy_config, require_room
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import COORDINATOR, parse_faults
+from diloco_jax.models.build import build
+from diloco_jax.models.inner import build_inner
 from diloco_jax.models.plan import build_plan
-from diloco_jax.models.transformer import build
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, not_on_tape
 from diloco_jax.policy import state as policy_state
@@ -105,8 +106,11 @@ class Coordinator:
         self._folder = checkpoint.snapshots_folder(placement, workdir)
         if placement.checkpoints:
             checkpoint.require_access(self._folder)
-        self._model = build(config.run.model)
+        self._model = build(config.run)
         self._plan = build_plan(config.run, self._model)
+        # Islands have it; a name that optax lacks is refused before they start.
+        build_inner(config.run, self._model)
+        require_room(config, self._plan)
         found = workdirs.begin_run if init else workdirs.find_run
         self._facts = found(config, workdir)
         self._deadlines = Deadlines(config.placement.time_budget_s)
@@ -180,7 +184,6 @@ class Coordinator:
         self._open.callback(self._server.stop, 0.0)
         bound = self._server.start()
         self.address = placement.advertise or bound
-        addresses.parse_address(self.address)
         _write_text(workdir / "coordinator.address", self.address)
         self._open.callback((workdir / "coordinator.address").unlink, missing_ok=True)
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
@@ -206,6 +209,7 @@ class Coordinator:
             self.engine.state,
             self._roster,
             wall_seconds=now - self._facts.begun_unix,
+            alerts=[*self.engine.alerts, *summary.missing(self._config, self._roster)],
             now=now,
         )
         result["parameters_digest"] = self.store.digest()

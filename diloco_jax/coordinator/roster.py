@@ -19,6 +19,8 @@ from diloco_jax.wire.messages import Measures
 
 INTERVALS_KEPT = 64
 """Activity intervals per island; when there are more, the oldest two become one."""
+RATE_OVER_S = 5.0
+"""Fragments travel in bursts: over less, a rate says nothing."""
 
 
 class Member(msgspec.Struct, kw_only=True):
@@ -40,6 +42,10 @@ class Member(msgspec.Struct, kw_only=True):
     incarnations: int = 0
     adopted: dict[int, int] = {}
     """Version number by fragment."""
+    bytes_per_second: tuple[float, float] = (0.0, 0.0)
+    """Up and down, of the last `RATE_OVER_S` that it reported on; joins apart."""
+    rate_since: tuple[float, int, int] = (0.0, 0, 0)
+    """When that began, and the incarnation's bytes until then."""
 
 
 class Incarnation(Protocol):
@@ -79,6 +85,7 @@ class Roster:
             )
         if member.incarnation != hello.incarnation:
             member.incarnations += 1
+            member.bytes_per_second, member.rate_since = (0.0, 0.0), (now, 0, 0)
         if member.incarnation not in (0, hello.incarnation):
             self._fold(member)
             member.waiting_since = member.last_sign
@@ -103,6 +110,11 @@ class Roster:
             member.first_compile_seconds = measures.compile_seconds
         member.current = measures
         member.last_seen = member.last_sign = now
+        since, up, down = member.rate_since
+        if (seconds := now - since) >= RATE_OVER_S:
+            up, down = measures.bytes_up - up, measures.bytes_down - down
+            member.bytes_per_second = (up / seconds, down / seconds)
+            member.rate_since = (now, measures.bytes_up, measures.bytes_down)
         for record in records:
             if record.kind == "adopted":
                 member.adopted[record.fragment] = record.version.number

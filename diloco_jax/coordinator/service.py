@@ -111,7 +111,10 @@ class Service:
             return
         if isinstance(message, messages.Goodbye):
             goodbye = Goodbye(
-                island=hello.island, session=hello.session, reason=message.reason
+                island=hello.island,
+                session=hello.session,
+                reason=message.reason,
+                said=message.text,
             )
             self._engine.post(
                 goodbye, lambda: self._roster.left(hello.island, time.time())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from diloco_jax.config import Placement, RunConfig
+from diloco_jax.config import Config, ConfigError, Placement, RunConfig
+from diloco_jax.core.codec import get_codec
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.policy.state import PolicyConfig
 
@@ -30,3 +33,18 @@ def policy_config(
         outage_budget_s=placement.outage_budget_s,
         flush_s=deadlines.flush_s,
     )
+
+
+def require_room(config: Config, plan: FragmentPlan) -> None:
+    """Raises ConfigError if the deltas of all islands for one fragment do not find
+    room: at the end of a run it is merged from all of them."""
+    codec = get_codec(config.run.sync.codec_up)
+    largest = max(PayloadLayout.of(codec, p).total_bytes for p in plan.fragments)
+    needed = largest * len(config.islands)
+    if config.placement.merge_buffer_bytes < needed:
+        raise ConfigError(
+            f"placement.merge_buffer_bytes = {config.placement.merge_buffer_bytes}, "
+            f"but deltas of the largest fragment have {largest} bytes each "
+            f"(sync.codec_up = {codec.name!r}), and there are {len(config.islands)} "
+            f"islands; give at least {needed}, or more sync.fragments"
+        )

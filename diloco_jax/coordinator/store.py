@@ -40,6 +40,8 @@ RETAINED_PUBLISHES = 4
 """Encoded publishes per fragment kept for islands that missed some."""
 PINNED_VERSIONS = 2
 """Anchors per fragment, besides the current one, kept for joins under way."""
+BLOCK_BYTES = 4 << 20
+"""About what a fetch copies at a time, of parts that lie scattered in memory."""
 
 Arrays = tuple[jax.Array, ...]
 
@@ -220,12 +222,13 @@ class Store:
         have: Version | None,
         part: Part = (),
     ) -> FetchSource:
-        """The publishes after `have`, of each that part, if all are retained; else an
-        anchor in full.
+        """That part of the publishes after `have`, if all are retained; else of an
+        anchor's values.
 
         Raises ValueError if there is no such part; VersionGone if the anchor of
         version `want` is not kept any more and no newer one may stand in for it.
         """
+        layout = self._down_layouts[fragment]
         with self._lock:
             state = self._fragments[fragment]
             kept = [
@@ -234,11 +237,11 @@ class Store:
                 if have is not None and have < version <= want
             ]
             if have is not None and kept and _is_chain(have, want, len(kept)):
-                layout = self._down_layouts[fragment]
-                parts = [memoryview(layout.gather(p, part)) for p in kept]
-                return _source(want, parts, count=len(kept))
+                tiles = [box for p in kept for box in layout.cut(p, part)]
+                return _source(want, tiles, count=len(kept))
             anchor = self._pinned(state, want)
-        return _source(want, [_bytes_of(a) for a in anchor], count=0)
+        values = layout.cut_values([np.asarray(array) for array in anchor], part)
+        return _source(want, values, count=0)
 
     def params(self) -> Params:
         """The global parameters Theta as a nested dict (numpy, f32)."""
@@ -320,15 +323,22 @@ def _is_chain(have: Version, want: Version, count: int) -> bool:
     return have.term == want.term and want.number - have.number == count
 
 
-def _bytes_of(array: jax.Array) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _source(version: Version, buffers: list[memoryview], *, count: int) -> FetchSource:
+def _source(
+    version: Version, boxes: Sequence[npt.NDArray[Any]], *, count: int
+) -> FetchSource:
     return FetchSource(
         version=version,
         full=count == 0,
         count=count,
-        buffers=buffers,
-        total=sum(buffer.nbytes for buffer in buffers),
+        buffers=[block.data for box in boxes for block in _blocks(box)],
+        total=sum(box.nbytes for box in boxes),
     )
+
+
+def _blocks(box: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """What does not lie in one place in memory, cut so that a copy of each block, made
+    when it is sent, is small."""
+    if box.flags.c_contiguous or not box.size:
+        return [box]
+    rows = max(1, BLOCK_BYTES * len(box) // box.nbytes)
+    return [box[start : start + rows] for start in range(0, len(box), rows)]

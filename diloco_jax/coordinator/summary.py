@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from diloco_jax.config import Config
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.observability import measures
 from diloco_jax.policy import ledger
@@ -22,22 +23,21 @@ def status(
 ) -> dict[str, Any]:
     """What `diloco status` shows: JSON-compatible. `seconds` since the run began."""
     phase = "flushing" if state.phase in ("stopping", "flushing") else state.phase
+    islands = {
+        name: _island_status(state, roster, name)
+        for name in sorted(state.islands)
+        if name in roster.members
+    }
+    up, down = "bytes_up_per_second", "bytes_down_per_second"
     return {
         "run_id": config.run_id,
         "phase": phase,
-        "tokens": state.progress_tokens,
-        "total_tokens": config.total_tokens,
-        "progress": min(1.0, state.progress_tokens / config.total_tokens),
-        "merges": sum(fragment.merges for fragment in state.fragments),
+        **_progress(config, state, alerts),
         "seconds": seconds,
         "goodput": measures.goodput(_measures(config, state, roster, now)),
-        "alerts": alerts,
-        "versions": [list(fragment.version) for fragment in state.fragments],
-        "islands": {
-            name: _island_status(state, roster, name)
-            for name in sorted(state.islands)
-            if name in roster.members
-        },
+        up: sum(island[up] for island in islands.values()),
+        down: sum(island[down] for island in islands.values()),
+        "islands": islands,
     }
 
 
@@ -47,23 +47,25 @@ def summary(
     roster: Roster,
     *,
     wall_seconds: float,
+    alerts: list[str],
     now: float,
 ) -> dict[str, Any]:
-    """`summary.json`, but for the evaluation of the flushed parameters."""
+    """`summary.json`, but for the evaluation of the flushed parameters. Its `phase` is
+    "done", or "stopped" if the run was before its end."""
     totals = ledger.run_totals(config, state)
     known = [name for name in sorted(state.islands) if name in roster.members]
     all_measures = _measures(config, state, roster, now)
     sums = [roster.measures(name) for name in known]
     return {
         "run_id": config.run_id,
-        "phase": state.phase,
+        "phase": "done" if state.phase == "done" else "stopped",
+        **_progress(config, state, alerts),
         **_token_fields(totals),
         "tokens_merged_by_fragment": ledger.merged_by_fragment(state),
         "goodput": measures.goodput(all_measures),
         "compute_goodput": measures.compute_goodput(all_measures),
         "uptime": measures.uptime(all_measures, wall_seconds),
         "wall_seconds": wall_seconds,
-        "merges": sum(fragment.merges for fragment in state.fragments),
         "parameters": config.parameters,
         "bytes_up": sum(s.bytes_up for s in sums),
         "bytes_down": sum(s.bytes_down for s in sums),
@@ -71,6 +73,27 @@ def summary(
         "islands": {
             name: _island_summary(config, state, roster, name) for name in known
         },
+    }
+
+
+def missing(config: Config, roster: Roster) -> list[str]:
+    """Alerts for islands of the config that have not made a step in the whole run."""
+    return [
+        f"island {name} never made a step: see its log"
+        for name in config.islands
+        if name not in roster.members or not roster.measures(name).steps
+    ]
+
+
+def _progress(config: PolicyConfig, state: State, alerts: list[str]) -> dict[str, Any]:
+    """What status and summary both say of the run as a whole."""
+    return {
+        "tokens": state.progress_tokens,
+        "total_tokens": config.total_tokens,
+        "progress": min(1.0, state.progress_tokens / config.total_tokens),
+        "merges": sum(fragment.merges for fragment in state.fragments),
+        "versions": [list(fragment.version) for fragment in state.fragments],
+        "alerts": alerts,
     }
 
 
@@ -92,9 +115,11 @@ def _island_status(state: State, roster: Roster, name: str) -> dict[str, Any]:
         shown: str = island.phase
     else:
         shown = island.status
-    speed = 0.0
-    if sums.median_step_seconds and island.status == "live":
-        speed = island.tokens_per_step / sums.median_step_seconds
+    speed = up = down = 0.0
+    if island.status == "live":
+        up, down = member.bytes_per_second
+        if sums.median_step_seconds:
+            speed = island.tokens_per_step / sums.median_step_seconds
     return {
         "state": shown,
         "incarnation": island.incarnation,
@@ -110,6 +135,8 @@ def _island_status(state: State, roster: Roster, name: str) -> dict[str, Any]:
         ),
         "bytes_up": sums.bytes_up,
         "bytes_down": sums.bytes_down,
+        "bytes_up_per_second": up,
+        "bytes_down_per_second": down,
     }
 
 
@@ -120,6 +147,7 @@ def _island_summary(
     sums = roster.measures(name)
     return {
         **_token_fields(totals),
+        "tokens_merged_by_fragment": ledger.merged_by_fragment(state, name),
         "tokens_per_step": state.islands[name].tokens_per_step,
         "steps": sums.steps,
         "median_step_seconds": sums.median_step_seconds,

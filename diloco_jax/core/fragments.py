@@ -3,7 +3,8 @@
 A *piece* is one tensor, or one layer of a stacked tensor. A *fragment* is a set of
 pieces that is merged at the same tick. Fragments are balanced by size, since peak
 bandwidth follows from the largest (Decoupled DiLoCo, arXiv 2604.21428, "balanced tensor
-fragmentation"); pieces of one layer or of one tensor may be kept together.
+fragmentation"); pieces of one layer or of one tensor may be kept together. Embeddings
+are dealt into fragments as all else; what is apart is the rule that they are merged by.
 
 Parameters are a nested dict of arrays. `P` is the number of fragments.
 """

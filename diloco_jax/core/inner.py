@@ -9,22 +9,26 @@ and what Muon may orthogonalise: stacking layers makes no matrix of a vector.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import optax
 
 from diloco_jax.core.fragments import LAYERS, VOCAB
+from diloco_jax.core.from_optax import RATE, Argument, call, check, from_optax
 
-InnerName = Literal["adamw", "lion", "sgd", "muon"]
 Schedule = Literal["cosine", "constant"]
+
+NAMES = ("adamw", "lion", "sgd", "muon")
+"""Known to fit, as long as they get no arguments."""
 
 
 def make_inner(
-    name: InnerName,
+    name: str,
     *,
     axes: Mapping[str, Any],
+    arguments: Sequence[tuple[str, Argument]] = (),
     beta1: float = 0.9,
     beta2: float = 0.95,
     moment_dtype: str = "float32",
@@ -34,59 +38,57 @@ def make_inner(
     """The optimizer at learning rate 1: scale its updates by `learning_rate(...)`.
 
     Args:
-      name: "sgd" has no momentum and ignores the betas. "muon" orthogonalises the
-        matrices (two axes besides "layers", none of them "vocab"), layer by layer,
-        with momentum beta1; all else goes through Adam
-        with Nesterov momentum.
+      name: one in NAMES, or any in optax or optax.contrib that fits (`from_optax`).
+        "sgd" ignores the betas. "muon" orthogonalises the matrices (two axes besides
+        "layers", none of them "vocab"), layer by layer, with momentum beta1; all else
+        goes through Adam with Nesterov momentum. What optax makes one tensor of, a
+        trust ratio for example, is the whole stack of layers.
       axes: nested like the parameters; leaves are tuples of logical axis names.
+      arguments: more of what optax's function takes.
       moment_dtype: of the first moment, or of Muon's momentum.
       weight_decay: of parameters with at least two axes besides "layers".
       clip_norm: longest global gradient norm; 0 = any.
 
     Raises:
-      ValueError: unknown name.
+      ValueError: unknown name or argument, or an optimizer that does not fit.
     """
-    decays = _map_axes(lambda names: len(_matrix_axes(names)) >= 2, axes)
-    if name == "adamw":
-        optimizer = optax.adamw(
-            1.0,
-            beta1,
-            beta2,
-            mu_dtype=moment_dtype,
+    more = dict(arguments)
+
+    def make(axes: Mapping[str, Any], rate: float) -> optax.GradientTransformation:
+        decays = _map_axes(lambda names: len(_matrix_axes(names)) >= 2, axes)
+        if name == "sgd":
+            decay = optax.add_decayed_weights(weight_decay, decays)
+            return optax.chain(decay, call(name, optax.sgd, {RATE: rate}, more))
+        if name == "muon":
+            # 0.2 brings Muon's updates to the size of AdamW's, so that one learning
+            # rate serves both (arXiv 2502.16982).
+            own = {
+                RATE: rate,
+                "beta": beta1,
+                "mu_dtype": moment_dtype,
+                "adam_b1": beta1,
+                "adam_b2": beta2,
+                "muon_weight_dimension_numbers": _map_axes(_muon_numbers, axes),
+                "consistent_rms": 0.2,
+            }
+            direction = call(name, optax.contrib.muon, own, more)
+            # Its own decay of what is not a matrix takes no mask.
+            decay = optax.add_decayed_weights(-rate * weight_decay, decays)
+            return optax.chain(direction, decay)
+        return from_optax(
+            name,
+            more,
+            rate=rate,
+            beta1=beta1,
+            beta2=beta2,
+            moment_dtype=moment_dtype,
             weight_decay=weight_decay,
-            mask=decays,
+            decays=decays,
         )
-    elif name == "lion":
-        optimizer = optax.lion(
-            1.0,
-            beta1,
-            beta2,
-            mu_dtype=moment_dtype,
-            weight_decay=weight_decay,
-            mask=decays,
-        )
-    elif name == "sgd":
-        decay = optax.add_decayed_weights(weight_decay, decays)
-        optimizer = optax.chain(decay, optax.sgd(1.0))
-    elif name == "muon":
-        # 0.2 brings Muon's updates to the size of AdamW's, so that one learning rate
-        # serves both (arXiv 2502.16982).
-        direction = optax.contrib.muon(
-            1.0,
-            beta=beta1,
-            mu_dtype=moment_dtype,
-            adam_b1=beta1,
-            adam_b2=beta2,
-            muon_weight_dimension_numbers=_map_axes(_muon_numbers, axes),
-            consistent_rms=0.2,
-        )
-        # Its own decay of what is not a matrix takes no mask.
-        decay = optax.add_decayed_weights(-weight_decay, decays)
-        optimizer = optax.chain(direction, decay)
-    else:
-        raise ValueError(
-            f"inner.optimizer = {name!r}; choose 'adamw', 'lion', 'sgd' or 'muon'"
-        )
+
+    optimizer = make(axes, 1.0)
+    if more or name not in NAMES:
+        check(name, more, make)
     if clip_norm:
         return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
     return optimizer

@@ -2,7 +2,8 @@
 
 A message carries all of it, or a part: boxes of tiles, which is what a shard of an
 aligned mesh is. A part's bytes are its boxes' bytes one after the other, each row-major
-over the box.
+over the box. An anchor in full travels as its values, f32 and not encoded, of the same
+boxes: each row-major over the elements that its tiles have.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from diloco_jax.core.codec import Codec
 from diloco_jax.core.fragments import Piece
+from diloco_jax.core.tiles import TileGrid
 
 Buffer = bytes | bytearray | memoryview
 
@@ -118,52 +120,91 @@ class PayloadLayout:
         Raises:
           ValueError: a box that is not in its piece's grid.
         """
-        if not part:
-            return self.total_bytes
-        total = 0
-        for box in part:
-            shape = self._box_shape(box)
-            total += math.prod(shape) * self.placed[box.piece].tile_bytes
-        return total
+        return sum(map(math.prod, self._shapes(part)))
 
-    def gather(self, payload: Buffer, part: Part) -> Buffer:
-        """The bytes of a part; those of the whole payload are not copied."""
-        if not part:
-            return payload
-        gathered = np.empty(self.part_bytes(part), np.uint8)
-        for view, place in self._boxes(payload, part, gathered):
-            place[...] = view
-        return gathered.data
+    def values_bytes(self, part: Part) -> int:
+        """Bytes of the values in a part; ValueError as `part_bytes`."""
+        return 4 * sum(math.prod(_extents(self.elements(b))) for b in self._boxes(part))
 
-    def scatter(self, payload: Buffer, part: Part, octets: Buffer) -> None:
-        """Puts the bytes of a part in their places; the inverse of `gather`.
+    def elements(self, box: Box) -> tuple[slice, ...]:
+        """Which elements of its piece a box has; ValueError as `part_bytes`."""
+        self._box_shape(box)
+        tile = TileGrid.of(self.placed[box.piece].piece.shape).tile
+        return tuple(
+            slice(low * extent, high * extent)
+            for low, high, extent in zip(box.start, box.stop, tile, strict=True)
+        )
+
+    def cut(self, payload: Buffer, part: Part) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of a part in the whole payload, box by box, or as one if it is
+        all; nothing is copied.
+
+        Raises:
+          ValueError: as `part_bytes` and `unpack`.
+        """
+        views = self.unpack(payload)
+        if not part:
+            return [np.frombuffer(payload, np.uint8)]
+        self._shapes(part)
+        return [views[box.piece][tiles_of(box)] for box in part]
+
+    def cut_values(
+        self, arrays: Sequence[npt.NDArray[np.float32]], part: Part
+    ) -> list[npt.NDArray[np.float32]]:
+        """The values of a part in those of the pieces, f32[shape] each, box by box;
+        nothing is copied. ValueError as `part_bytes`."""
+        boxes: list[tuple[int, Any]] = [
+            (box.piece, (*self.elements(box), ...)) for box in self._boxes(part)
+        ]
+        return [arrays[piece][elements] for piece, elements in boxes]
+
+    def split(
+        self, octets: Buffer, part: Part
+    ) -> list[tuple[Box, npt.NDArray[np.uint8]]]:
+        """The boxes of a part, with their tiles among its bytes; nothing is copied.
 
         Raises:
           ValueError: `octets` has another length than the part.
         """
-        expected = self.part_bytes(part)
-        flat = np.frombuffer(octets, np.uint8)
-        if flat.size != expected:
-            raise ValueError(
-                f"a part of {expected} bytes came with {flat.size}; sender and "
-                f"receiver disagree on the fragment or its codec"
-            )
-        if not part:
-            np.frombuffer(payload, np.uint8)[...] = flat
-            return
-        for view, place in self._boxes(payload, part, flat):
-            view[...] = place
+        flat = _of_length(octets, self.part_bytes(part))
+        return _split(flat, self._boxes(part), self._shapes(part))
 
-    def _boxes(
-        self, payload: Buffer, part: Part, flat: npt.NDArray[np.uint8]
-    ) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
-        """By box: its tiles in the payload, and its place among the part's bytes."""
-        views, start = self.unpack(payload), 0
-        for box in part:
-            tiles = tuple(map(slice, box.start, box.stop))
-            view = views[box.piece][tiles]
-            yield view, flat[start : start + view.size].reshape(view.shape)
-            start += view.size
+    def split_values(
+        self, octets: Buffer, part: Part
+    ) -> list[tuple[Box, npt.NDArray[np.float32]]]:
+        """The boxes of a part, with their elements among its values; nothing is
+        copied.
+
+        Raises:
+          ValueError: `octets` has another length than the part's values.
+        """
+        flat = _of_length(octets, self.values_bytes(part)).view("<f4")
+        boxes = self._boxes(part)
+        return _split(flat, boxes, [_extents(self.elements(box)) for box in boxes])
+
+    def scatter(self, payload: Buffer, part: Part, octets: Buffer) -> None:
+        """Puts the bytes of a part in their places in the whole payload.
+
+        Raises:
+          ValueError: `octets` has another length than the part.
+        """
+        views = self.unpack(payload)
+        for box, tiles in self.split(octets, part):
+            views[box.piece][tiles_of(box)] = tiles
+
+    def _boxes(self, part: Part) -> Part:
+        """Those of the part; the pieces, if it is all."""
+        grids = (placed.encoded_shape[:-1] for placed in self.placed)
+        return part or tuple(
+            Box(number, (0,) * len(grid), grid) for number, grid in enumerate(grids)
+        )
+
+    def _shapes(self, part: Part) -> list[tuple[int, ...]]:
+        """(*tiles, tile_bytes) of every box."""
+        return [
+            (*self._box_shape(box), self.placed[box.piece].tile_bytes)
+            for box in self._boxes(part)
+        ]
 
     def _box_shape(self, box: Box) -> tuple[int, ...]:
         grid: tuple[int, ...] = ()
@@ -189,7 +230,7 @@ class Coverage:
     def add(self, part: Part) -> None:
         """The tiles of this part are here."""
         for box in part:
-            self._here[box.piece][tuple(map(slice, box.start, box.stop))] = True
+            self._here[box.piece][tiles_of(box)] = True
         if not part:
             for here in self._here:
                 here[...] = True
@@ -198,3 +239,33 @@ class Coverage:
     def complete(self) -> bool:
         """Whether all tiles are here."""
         return all(bool(here.all()) for here in self._here)
+
+
+def tiles_of(box: Box) -> tuple[slice, ...]:
+    """The tiles of a box, as an index into its piece's grid."""
+    return tuple(map(slice, box.start, box.stop))
+
+
+def _extents(index: tuple[slice, ...]) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in index)
+
+
+def _of_length(octets: Buffer, expected: int) -> npt.NDArray[np.uint8]:
+    flat = np.frombuffer(octets, np.uint8)
+    if flat.size != expected:
+        raise ValueError(
+            f"a part of {expected} bytes came with {flat.size}; sender and receiver "
+            f"disagree on the fragment or its codec"
+        )
+    return flat
+
+
+def _split(
+    flat: npt.NDArray[Any], boxes: Part, shapes: Sequence[tuple[int, ...]]
+) -> list[tuple[Box, npt.NDArray[Any]]]:
+    found, start = [], 0
+    for box, shape in zip(boxes, shapes, strict=True):
+        stop = start + math.prod(shape)
+        found.append((box, flat[start:stop].reshape(shape)))
+        start = stop
+    return found

@@ -90,6 +90,27 @@ def load_checked_corpus(data: DataConfig) -> Corpus:
     return corpus
 
 
+def require_window(nbytes: int, sequence_length: int) -> None:
+    """Raises ConfigError if a training text of that length does not fill a window."""
+    if nbytes <= sequence_length:
+        raise ConfigError(
+            f"the training text has {nbytes} bytes, but one window at "
+            f"sequence_length = {sequence_length} takes {sequence_length + 1}; "
+            f"give more text (data.paths) or lower sequence_length"
+        )
+
+
+def require_prediction(nbytes: int) -> None:
+    """Raises ConfigError if nothing of a validation text of that length can be
+    predicted."""
+    if nbytes < 2:
+        raise ConfigError(
+            f"the validation text has {nbytes} bytes, but 2 are needed to "
+            f"predict one; raise data.validation_fraction or give more documents "
+            f"(data.paths)"
+        )
+
+
 def is_validation(name: str, fraction: float) -> bool:
     """Whether the document of this name is held out."""
     head = hashlib.sha256(name.encode()).digest()[:8]

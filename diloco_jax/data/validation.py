@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diloco_jax.config import ConfigError
+from diloco_jax.data.corpus import require_prediction
 
 
 class ValidationBatch(NamedTuple):
@@ -24,12 +24,7 @@ class ValidationBatches:
 
     def __init__(self, tokens: np.ndarray, sequence_length: int, batch_size: int):
         """tokens: uint8 [bytes]. ConfigError if there is nothing to predict."""
-        if len(tokens) < 2:
-            raise ConfigError(
-                f"the validation text has {len(tokens)} bytes, but 2 are needed to "
-                f"predict one; raise data.validation_fraction or give more documents "
-                f"(data.paths)"
-            )
+        require_prediction(len(tokens))
         self.sequence_length = sequence_length
         self.batch_size = batch_size
         self._tokens = tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 import grain
 import numpy as np
 
-from diloco_jax.config import ConfigError
+from diloco_jax.data.corpus import require_window
 
 
 class Windows:
@@ -23,15 +23,10 @@ class Windows:
 
     def __init__(self, tokens: np.ndarray, sequence_length: int, seed: int):
         """tokens: uint8 [bytes]. ConfigError if they do not fill one window."""
+        require_window(len(tokens), sequence_length)
         self.sequence_length = sequence_length
         self._tokens = tokens
         self._count = (len(tokens) - 1) // sequence_length
-        if self._count < 1:
-            raise ConfigError(
-                f"the training text has {len(tokens)} bytes, but one window at "
-                f"sequence_length = {sequence_length} takes {sequence_length + 1}; "
-                f"give more text (data.paths) or lower sequence_length"
-            )
         index = grain.MapDataset.range(self._count).seed(seed).shuffle().repeat()
         self._windows = index.map(self._window)
 

@@ -19,7 +19,6 @@ from typing import Any, Literal
 from diloco_jax.config import AdoptRule
 from diloco_jax.policy.events import (
     FIRST_VERSION,
-    STALE,
     Outstanding,
     Record,
     RecordKind,
@@ -27,6 +26,7 @@ from diloco_jax.policy.events import (
     Verdict,
     Version,
 )
+from diloco_jax.policy.reasons import NON_FINITE, STALE
 
 Outcome = Literal["none", "settled", "reopened", "dropped", "reset"]
 """What a verdict means for the arrays of the fragment.
@@ -34,9 +34,6 @@ Outcome = Literal["none", "settled", "reopened", "dropped", "reset"]
 none: nothing. settled: the delta is merged, the residual after it stands. reopened: as
 if the take had not been. dropped: the steps are lost, the residual before it returns.
 reset: as dropped, and the local value goes back to the anchor."""
-
-NON_FINITE = "non_finite"
-"""Reason of a refusal that leaves the local value unusable."""
 
 
 @dataclasses.dataclass

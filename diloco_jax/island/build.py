@@ -8,12 +8,12 @@ import jax
 
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.core.inner import make_inner
 from diloco_jax.island.exchange import Exchange
 from diloco_jax.island.mesh import layout, make_mesh
 from diloco_jax.island.replica import Replica, Restored
 from diloco_jax.island.step import Trainer, TrainState
-from diloco_jax.models import transformer
+from diloco_jax.models.build import build
+from diloco_jax.models.inner import build_inner
 from diloco_jax.models.model import Model, Params
 from diloco_jax.models.plan import build_plan
 
@@ -26,24 +26,8 @@ def build_trainer(
     devices: of the mesh; those of a topology that is not here will do to compile.
     """
     mesh = make_mesh(island, devices)
-    model = transformer.build(
-        run.model,
-        compute_dtype=island.compute_dtype,
-        remat=island.remat,
-        attention=island.attention,
-        loss_chunk=island.loss_chunk,
-        layout=layout(mesh),
-    )
-    inner = make_inner(
-        run.inner.optimizer,
-        axes=model.axes,
-        beta1=run.inner.beta1,
-        beta2=run.inner.beta2,
-        moment_dtype=run.inner.moment_dtype,
-        weight_decay=run.inner.weight_decay,
-        clip_norm=run.inner.clip_norm,
-    )
-    return model, Trainer(model, inner, island, mesh)
+    model = build(run, island, layout(mesh))
+    return model, Trainer(model, build_inner(run, model), island, mesh)
 
 
 def build_exchange(
@@ -53,6 +37,20 @@ def build_exchange(
     zeros that lie as the real ones will."""
     plan, params = build_plan(run, model), trainer.zeros()
     return Exchange(plan, run.sync, params, trainer.anchor_memory), params
+
+
+def compile_ahead(
+    trainer: Trainer, exchange: Exchange, params: Params, sequence_length: int
+) -> None:
+    """Compiles all that an island executes, and executes nothing.
+
+    params: arrays that lie like the local parameters.
+    """
+    for lowered in (
+        *trainer.lower_all(sequence_length),
+        *exchange.lower_all(params),
+    ):
+        lowered.compile()
 
 
 def join(

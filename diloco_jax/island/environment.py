@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from importlib import metadata, util
+from pathlib import Path
 
 HOST_DEVICES = "--xla_force_host_platform_device_count"
 MIN_NPROC = 16
 MULTI_SLICE = "MEGASCALE_"
+GOOGLE = "0x1ae0"
+"""Vendor of TPUs, and of some network cards, on the PCI bus."""
 LIBTPU_FLAGS = (
     "--xla_tpu_enable_async_collective_fusion=true",
     "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
@@ -41,3 +45,33 @@ def prepare_environment(
     names = {flag.split("=")[0] for flag in told}
     missing = [flag for flag in LIBTPU_FLAGS if flag.split("=")[0] not in names]
     environment["LIBTPU_INIT_ARGS"] = " ".join([*told, *missing])
+
+
+def skip_absent_tpu(
+    environment: MutableMapping[str, str] = os.environ, root: Path = Path("/")
+) -> None:
+    """Where the CPU is all that jax can find, has it look no further; call before
+    importing jax.
+
+    With libtpu installed it would ask that for a TPU, which asks a metadata server and
+    complains on standard error. Nothing is hidden: with a platform chosen, a sign of a
+    TPU, or a plugin for another accelerator, jax looks for itself.
+    """
+    chosen = "JAX_PLATFORMS" in environment
+    told = any(name.startswith(("TPU_", "JAX_FORCE_TPU")) for name in environment)
+    if not (chosen or told or _plugins() or _google_devices(root)):
+        environment["JAX_PLATFORMS"] = "cpu"
+
+
+def _plugins() -> bool:
+    """Whether jax has any, which is how it finds GPUs."""
+    entry_points = metadata.entry_points(group="jax_plugins")
+    return bool(entry_points) or util.find_spec("jax_plugins") is not None
+
+
+def _google_devices(root: Path) -> bool:
+    """Whether anything here may be a TPU."""
+    if any(any(root.glob(pattern)) for pattern in ("dev/accel*", "dev/vfio/[0-9]*")):
+        return True
+    vendors = root.glob("sys/bus/pci/devices/*/vendor")
+    return any(vendor.read_text().strip() == GOOGLE for vendor in vendors)

@@ -13,14 +13,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece
-from diloco_jax.core.payload import Buffer, Part, PayloadLayout
+from diloco_jax.core.payload import Buffer, Part, PayloadLayout, tiles_of
 from diloco_jax.island.kinds import index_of, kind_of
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.island.placing import abstract, needed, place, zeros
+from diloco_jax.island.placing import Region, abstract, assemble, needed, zeros
 
 
 class Exchange:
@@ -76,7 +77,7 @@ class Exchange:
         return tuple(encoded)
 
     def part_down(self, fragment: int) -> Part:
-        """What this host needs of a publish of the fragment."""
+        """What this host needs of a publish of the fragment, and of its anchor."""
         kinds = [self._kinds[piece].encoded for piece in self._plan.fragments[fragment]]
         shapes = [p.encoded_shape for p in self.layouts_down[fragment].placed]
         return needed(list(zip(kinds, shapes, strict=True)))
@@ -86,41 +87,36 @@ class Exchange:
 
         octets: those of `part_down`.
         """
-        layout, part = self.layouts_down[fragment], self.part_down(fragment)
-        payload: Buffer = octets
-        if part:
-            payload = np.empty(layout.total_bytes, np.uint8).data
-            layout.scatter(payload, part, octets)
+        layout = self.layouts_down[fragment]
+        regions: list[list[Region]] = [[] for _ in layout.placed]
+        for box, tiles in layout.split(octets, self.part_down(fragment)):
+            whole_tiles = slice(0, tiles.shape[-1])
+            regions[box.piece].append(((*tiles_of(box), whole_tiles), tiles))
         return tuple(
-            place(view, self._kinds[piece].encoded)
-            for piece, view in zip(
-                self._plan.fragments[fragment], layout.unpack(payload), strict=True
-            )
+            assemble(p.encoded_shape, self._kinds[p.piece].encoded, found)
+            for p, found in zip(layout.placed, regions, strict=True)
         )
 
-    def put_anchor(self, fragment: int, payload: Buffer) -> tuple[jax.Array, ...]:
+    def put_anchor(self, fragment: int, octets: Buffer) -> tuple[jax.Array, ...]:
         """A_v in full by piece, on the device. Any thread may call it.
 
-        payload: the pieces' f32 values, row-major, one after the other.
+        octets: the f32 values of `part_down`, box by box.
 
         Raises:
-          ValueError: the payload has another length.
+          ValueError: they have another length.
         """
-        if len(payload) != self.full_bytes(fragment):
-            raise ValueError(
-                f"anchor of fragment {fragment} in {len(payload)} bytes, the plan "
-                f"has {self.full_bytes(fragment)}; do both sides have one config?"
-            )
-        arrays, start = [], 0
-        for piece in self._plan.fragments[fragment]:
-            values = np.frombuffer(payload, "<f4", piece.size, start)
-            start += values.nbytes
-            arrays.append(place(values.reshape(piece.shape), self._kinds[piece].piece))
-        return tuple(arrays)
+        layout = self.layouts_down[fragment]
+        regions: list[list[Region]] = [[] for _ in layout.placed]
+        for box, values in layout.split_values(octets, self.part_down(fragment)):
+            regions[box.piece].append((layout.elements(box), values))
+        return tuple(
+            assemble(p.piece.shape, self._kinds[p.piece].piece, found)
+            for p, found in zip(layout.placed, regions, strict=True)
+        )
 
-    def full_bytes(self, fragment: int) -> int:
-        """Length of a payload of `put_anchor`."""
-        return 4 * self._plan.sizes[fragment]
+    def anchor_bytes(self, fragment: int) -> int:
+        """Length of what `put_anchor` takes."""
+        return self.layouts_down[fragment].values_bytes(self.part_down(fragment))
 
     def adopt(self, arrival: Arrival, params: Params) -> Params:
         """The parameters with the arrived version adopted. `params` is donated."""
@@ -209,14 +205,9 @@ class Exchange:
 
         Leaves no anchors behind: call `start` afterwards.
         """
-        seen: set[tuple[Any, ...]] = set()
         codec = get_codec(self._sync.codec_down)
-        for piece, kind in self._kinds.items():
-            leaf = _leaf(params, piece.path)
-            key = (leaf.shape, leaf.sharding, piece.layer < 0)
-            if key in seen:
-                continue
-            seen.add(key)
+        for piece in self._one_of_each(params):
+            kind, leaf = self._kinds[piece], _leaf(params, piece.path)
             index = index_of(piece)
             anchor = zeros(piece.shape, np.float32, kind.piece)
             shape = codec.encoded_shape(piece.shape)
@@ -227,6 +218,24 @@ class Exchange:
             params = _with_leaf(params, piece.path, kind.reset(leaf, index, local))
         jax.block_until_ready(params)  # type: ignore[no-untyped-call]
         return params
+
+    def lower_all(self, params: Params) -> list[jax.stages.Lowered]:
+        """What `warm` executes, without arrays, to be compiled; `params` stay."""
+        lowered: list[jax.stages.Lowered] = []
+        for piece in self._one_of_each(params):
+            leaf = _leaf(params, piece.path)
+            assert isinstance(leaf.sharding, NamedSharding)
+            like = abstract(leaf.shape, leaf.dtype, leaf.sharding)
+            lowered += self._kinds[piece].lower(self._sync, piece, like).values()
+        return lowered
+
+    def _one_of_each(self, params: Params) -> list[Piece]:
+        """A piece of each kind of tensor."""
+        found: dict[tuple[Any, ...], Piece] = {}
+        for piece in self._kinds:
+            leaf = _leaf(params, piece.path)
+            found.setdefault((leaf.shape, leaf.sharding, piece.layer < 0), piece)
+        return list(found.values())
 
     @property
     def _alpha(self) -> np.float32:

@@ -29,7 +29,7 @@ class Fetcher:
         self._exchange, self._mailbox = exchange, mailbox
 
     def fetch(self, fragment: int, want: Version, have: Version | None) -> Arrival:
-        """What leads from `have` to `want`; all of A if `have` is None, or too old.
+        """What leads from `have` to `want`; A in full if `have` is None, or too old.
 
         Raises VersionGone if that is not kept any more, or another WireError.
         """
@@ -44,7 +44,7 @@ class Fetcher:
                 have=have,
                 part=part,
             ),
-            max_bytes=max(exchange.full_bytes(fragment), MAX_CHAIN * size),
+            max_bytes=max(exchange.anchor_bytes(fragment), MAX_CHAIN * size),
         )
         payload = memoryview(fetched.payload)
         if fetched.full:

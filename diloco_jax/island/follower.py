@@ -106,7 +106,7 @@ class Follower:
         with contextlib.suppress(HostsError):
             self._hosts.tell("leave", f"host {self._hosts.index}: {reason}".encode())
 
-    def stop(self, reason: str) -> None:
+    def stop(self, ending: Ending) -> None:
         """Ends the threads, within `stop_s`."""
         timeout_s = self._host.deadlines.stop_s / 4
         if self.ended_together:

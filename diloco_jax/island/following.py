@@ -6,7 +6,8 @@ for it. An adoption is only decided once every host has its part of the bytes: o
 fetch go out as soon as host 0 hears of a version, and the answers come back.
 
 Keys: `begin`, `joined`; `decision/N`, `passed/N/HOST`; `order/N`, `answer/N/HOST`;
-`leave`, `left`; those under `folder/` are of `checkpoints.py`.
+`leave`, `left`; `compiled/HOST`, `ready/HOST`, where `host.py` has them meet; those
+under `folder/` are of `checkpoints.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -36,7 +37,6 @@ BATCH = 32
 """Decisions after which followers say that they passed them, and their keys go."""
 ORDERS_KEPT = 64
 """At most JOIN_FETCHES orders are under way at a time."""
-DONE, GONE, LOST = b"done", b"gone", b"lost"
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +62,15 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     accepted: Version | None = None
     """The newest version that all hosts have; what came after it is not to be used."""
     resend_tick: int = -1
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of an order to fetch."""
+
+    outcome: Literal["done", "gone", "lost"]
+    """gone: the version is not kept any more; lost: the connection is."""
+    traffic: dict[str, int]
+    """The bytes that this host counted since it started."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +192,7 @@ class FollowDecisions:
     def at(self, step: int, *, stepping: bool) -> Inbox:
         """See decisions.Decisions."""
         if (ending := self._mailbox.ending) is not None:
-            raise HostsError(ending.reason)
+            raise HostsError(ending.text)
         number = next(self._numbers)
         if number < self._lead:
             return Inbox()
@@ -244,8 +253,8 @@ class Arrivals:
 class Orders:
     """Host 0's end of the bulk work of its followers."""
 
-    def __init__(self, hosts: Hosts, patience_s: float) -> None:
-        self._hosts, self._patience_s = hosts, patience_s
+    def __init__(self, hosts: Hosts, mailbox: Mailbox, patience_s: float) -> None:
+        self._hosts, self._mailbox, self._patience_s = hosts, mailbox, patience_s
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
@@ -264,19 +273,21 @@ class Orders:
         Raises VersionGone or ConnectionLost if one of them could not get its part,
         HostsError if one does not answer in time.
         """
-        answers: set[bytes] = set()
+        outcomes = set()
         for host in self._hosts.others:
             key = f"answer/{number}/{host}"
-            answer = self._hosts.hear(key, self._patience_s)
-            if answer is None:
+            told = self._hosts.hear(key, self._patience_s)
+            if told is None:
                 raise HostsError(
                     f"host {host} did not fetch its part within {self._patience_s:g} s"
                 )
-            answers.add(answer)
             self._hosts.forget(key)
-        if GONE in answers:
+            answer = msgspec.msgpack.decode(told, type=Answer)
+            self._mailbox.count_of(host, answer.traffic)
+            outcomes.add(answer.outcome)
+        if "gone" in outcomes:
             raise VersionGone("a host of this island could not fetch its part any more")
-        if LOST in answers:
+        if "lost" in outcomes:
             raise ConnectionLost("a host of this island lost the coordinator")
 
 
@@ -325,19 +336,21 @@ class OrderThread:
         if order.resend_tick >= 0:
             self._resend(order.fragment, order.resend_tick)
             return
-        answer = DONE
+        outcome: Literal["done", "gone", "lost"] = "done"
         try:
             arrival = self._fetch(order.fragment, order.want, order.have)
         except VersionGone:
-            answer = GONE
+            outcome = "gone"
         except Refused:
             raise
         except WireError as error:
             logger.debug("fragment %d not fetched: %s", order.fragment, error)
-            answer = LOST
+            outcome = "lost"
         else:
             self._arrivals.put(arrival, order.accepted)
-        self._hosts.tell(f"answer/{number}/{self._hosts.index}", answer)
+        answer = Answer(outcome=outcome, traffic=self._mailbox.traffic())
+        key = f"answer/{number}/{self._hosts.index}"
+        self._hosts.tell(key, msgspec.msgpack.encode(answer))
 
 
 def _is_news(inbox: Inbox, now: Inbox) -> bool:

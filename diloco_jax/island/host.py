@@ -19,7 +19,12 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import Faults
 from diloco_jax.island.books import Books
 from diloco_jax.island.boundary import Boundary
-from diloco_jax.island.build import build_exchange, build_trainer, join
+from diloco_jax.island.build import (
+    build_exchange,
+    build_trainer,
+    compile_ahead,
+    join,
+)
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.decisions import Decisions
 from diloco_jax.island.evaluate import Evaluator
@@ -68,7 +73,7 @@ class Host:
     def build(self, identity: Identity, hosts: Hosts | None) -> None:
         """Everything that needs a device. hosts: of the island, if it has several; all
         of them must come here."""
-        run = self.config.run
+        run, self._hosts = self.config.run, hosts
         model, self._trainer = build_trainer(run, self.island)
         self._plan = build_plan(run, model)
         self.checkpoints.open(identity, self._plan, hosts)
@@ -91,8 +96,14 @@ class Host:
 
     def compile(self) -> None:
         """Runs everything once, so that nothing compiles later. On islands of several
-        hosts all of them must come here."""
+        hosts all of them must come here, and none runs anything before all have
+        compiled it: one may find in its cache what another takes minutes for."""
         began, trainer = time.monotonic(), self._trainer
+        if self._hosts is not None:
+            compile_ahead(
+                trainer, self._exchange, self._zeros, self.config.run.sequence_length
+            )
+            self._meet("compiled")
         params, self._zeros = self._exchange.warm(self._zeros), {}
         batch = self._validation[0]
         if self.config.placement.evaluate_every_steps:
@@ -114,6 +125,7 @@ class Host:
             self._plan, self._trainer, self._exchange, versions
         )
         replica = join(self._plan, self._trainer, self._exchange, anchors, restored)
+        self._meet("ready")
         books = Books(versions, rule)
         books.begin()
         if restored is not None:
@@ -132,6 +144,14 @@ class Host:
             warm=restored is not None,
             faults=faults,
         )
+
+    def _meet(self, what: str) -> None:
+        if self._hosts is not None:
+            self._hosts.meet(
+                what,
+                self.config.placement.compile_budget_s,
+                lambda: self.mailbox.ending is not None,
+            )
 
     def close(self) -> None:
         """Frees sockets and threads; waits a while for a checkpoint."""

@@ -12,6 +12,8 @@ import dataclasses
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -19,6 +21,9 @@ import jax
 from diloco_jax.config import ConfigError
 
 logger = logging.getLogger(__name__)
+
+MEETING_POLL_S = 1.0
+"""A host that waits for others looks so often whether it is to end."""
 
 
 class HostsError(Exception):
@@ -62,6 +67,28 @@ class Hosts:
                 return None
             raise HostsError(_lost(error)) from error
         return heard
+
+    def meet(self, what: str, timeout_s: float, given_up: Callable[[], bool]) -> None:
+        """Returns once every host of the island has come here. A collective waits for
+        the others only so long as its transport has it, which no setting changes.
+
+        Args:
+          what: unique, it is part of a key.
+          given_up: asked now and then whether to wait no longer.
+
+        Raises:
+          HostsError: names the host that did not come in time.
+        """
+        self.tell(f"{what}/{self.index}", b"")
+        deadline = time.monotonic() + timeout_s
+        for host in range(self.count):
+            while self.hear(f"{what}/{host}", MEETING_POLL_S) is None:
+                if time.monotonic() >= deadline or given_up():
+                    raise HostsError(
+                        f"host {host} of this island was not {what!r} within "
+                        f"{timeout_s:g} s of host {self.index}; look into its log, or "
+                        f"raise placement.compile_budget_s"
+                    )
 
     def forget(self, key: str) -> None:
         """Frees a key that nobody needs any more."""

@@ -16,7 +16,7 @@ from typing import Protocol
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.inbound import Inbound, Targets
-from diloco_jax.island.mailbox import MAX_RECORDS_PER_REPORT, Mailbox, Status
+from diloco_jax.island.mailbox import MAX_RECORDS_PER_REPORT, Ending, Mailbox, Status
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
 from diloco_jax.wire.messages import (
@@ -93,7 +93,7 @@ class Link:
         for thread in self._threads:
             thread.start()
 
-    def close(self, reason: str, timeout_s: float) -> None:
+    def close(self, ending: Ending, timeout_s: float) -> None:
         """Reports what is left, says goodbye and hangs up. Never raises."""
         self._closing.set()
         for thread in self._threads:
@@ -103,7 +103,7 @@ class Link:
             return
         try:
             self._send_reports(self._stream, sent_through=0)
-            self._stream.send(Goodbye(reason=reason))
+            self._stream.send(Goodbye(reason=ending.reason, text=ending.text))
         except WireError as error:
             logger.warning("left without a goodbye: %s", error)
         self._stream.close(timeout_s)
@@ -162,7 +162,8 @@ class Link:
         return stream.welcome
 
     def _refused(self, refused: Refused) -> None:
-        self._mailbox.end(EXIT_REFUSED, f"{refused.message} ({refused.code})")
+        text = f"{refused.message} ({refused.code})"
+        self._mailbox.end(EXIT_REFUSED, text, "refused")
         self._closing.set()
 
     # ---- reporting --------------------------------------------------------------

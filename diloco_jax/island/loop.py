@@ -76,7 +76,7 @@ class Loop:
                     self._save(final=True)
                 return self._seen.ending
             if self._seen.finished:
-                return Ending(EXIT_DONE, "finished")
+                return Ending(EXIT_DONE, "the run is over", "finished")
             if not stepping:
                 overdue = self._wait_for_end()
             elif not self.data.ready:

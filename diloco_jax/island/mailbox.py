@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from diloco_jax.policy.events import Outstanding, Phase, Record, Span, Version
+from diloco_jax.policy.reasons import EndReason
 from diloco_jax.policy.values import replace
 from diloco_jax.wire.messages import Measures, TakeVerdict
 
@@ -47,10 +48,11 @@ class Arrival:
 
 
 class Ending(NamedTuple):
-    """Why the loop must end now."""
+    """Why the loop must end now: `text` for people, `reason` for the books."""
 
     exit_code: int
-    reason: str
+    text: str
+    reason: EndReason = "failed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,7 @@ class Mailbox:
         self._records: list[Record] = []
         self._records_through = 0
         self._traffic = {"bytes_up": 0, "bytes_down": 0, "bytes_join": 0}
+        self._traffic_of: dict[int, dict[str, int]] = {}
 
     # ---- the loop's side --------------------------------------------------------
 
@@ -274,10 +277,10 @@ class Mailbox:
             self._stop = self._finished = True
             self._tell_loop()
 
-    def end(self, exit_code: int, reason: str) -> None:
+    def end(self, exit_code: int, text: str, reason: EndReason = "failed") -> None:
         """Ends the loop at its next boundary."""
         with self._lock:
-            self._ending = self._ending or Ending(exit_code, reason)
+            self._ending = self._ending or Ending(exit_code, text, reason)
             self._tell_loop()
 
     def count(self, **nbytes: int) -> None:
@@ -286,8 +289,21 @@ class Mailbox:
             for name, value in nbytes.items():
                 self._traffic[name] += value
 
+    def traffic(self) -> dict[str, int]:
+        """What this host counted so far."""
+        with self._lock:
+            return dict(self._traffic)
+
+    def count_of(self, host: int, traffic: dict[str, int]) -> None:
+        """What another host of the island counted so far; may come out of order."""
+        with self._lock:
+            before = self._traffic_of.get(host, {})
+            self._traffic_of[host] = {
+                name: max(value, before.get(name, 0)) for name, value in traffic.items()
+            }
+
     def status(self) -> Status:
-        """The last one posted, with the traffic so far."""
+        """The last one posted, with the traffic of all hosts so far."""
         with self._lock:
             return self._current()
 
@@ -315,7 +331,9 @@ class Mailbox:
             return self._current()
 
     def _current(self) -> Status:
-        measures = msgspec.structs.replace(self._status.measures, **self._traffic)
+        hosts = [self._traffic, *self._traffic_of.values()]
+        traffic = {name: sum(host[name] for host in hosts) for name in self._traffic}
+        measures = msgspec.structs.replace(self._status.measures, **traffic)
         return replace(
             self._status, measures=measures, records_through=self._records_through
         )

@@ -97,17 +97,18 @@ def run(
         except (ConfigError, SecurityError) as error:
             ending = Ending(EXIT_CONFIG, str(error))
         except Refused as refused:
-            ending = Ending(EXIT_REFUSED, f"{refused.message} ({refused.code})")
+            text = f"{refused.message} ({refused.code})"
+            ending = Ending(EXIT_REFUSED, text, "refused")
         except (WireError, HostsError, TimeoutError) as error:
             # Asked to end, or refused on the control stream, while it was joining.
             ending = island.mailbox.ending or Ending(EXIT_FAILED, str(error))
         except Exception as error:
             logger.exception("island %s failed", name)
             ending = Ending(EXIT_FAILED, f"{type(error).__name__}: {error}")
-        island.stop(ending.reason)
+        island.stop(ending)
         island.close()
     level = logging.INFO if ending.exit_code == EXIT_DONE else logging.ERROR
-    logger.log(level, "island %s ends: %s", name, ending.reason)
+    logger.log(level, "island %s ends: %s", name, ending.text)
     if hosts is not None:
         if island.ended_together:
             # Who goes first would have the others abort, which hides their exit code.
@@ -142,7 +143,9 @@ class Island:
         self.asked_to_end: Callable[[str], None] = self._end
         """Called with who asks; ends it at a step boundary, with a goodbye."""
         self._hosts = hosts
-        self._orders = Orders(hosts, self._deadlines.pin_s) if hosts else None
+        self._orders = (
+            Orders(hosts, self.mailbox, self._deadlines.pin_s) if hosts else None
+        )
         self._receiver: Receiver | None = None
         self._loop: Loop | None = None
 
@@ -185,14 +188,14 @@ class Island:
         """See Loop."""
         return self._loop is not None and self._loop.ended_together
 
-    def stop(self, reason: str) -> None:
+    def stop(self, ending: Ending) -> None:
         """Says goodbye, within `stop_s`."""
         timeout_s = self._deadlines.stop_s / 4
         if self._loop is not None:
             self._host.sender.close(timeout_s)
         if self._receiver is not None:
             self._receiver.close(timeout_s)
-        self._link.close(reason, timeout_s)
+        self._link.close(ending, timeout_s)
         if self._hosts is not None:
             with contextlib.suppress(HostsError):
                 self._hosts.tell("left", b"")
@@ -202,7 +205,7 @@ class Island:
         self._host.close()
 
     def _end(self, who: str) -> None:
-        self.mailbox.end(EXIT_DONE, f"asked to end by {who}")
+        self.mailbox.end(EXIT_DONE, f"asked to end by {who}", "stopped")
 
     # ---- joining ----------------------------------------------------------------
 

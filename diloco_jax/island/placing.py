@@ -1,12 +1,13 @@
 """Arrays on an island's devices, whichever of its hosts these belong to.
 
-Every host of an island has the same values at hand and puts those on its devices that
-belong there; what it sends and fetches are the shards it holds.
+A host sends the shards that it holds, and fetches those that its devices need. Of what
+every host has at hand, it puts on its devices what belongs there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +17,8 @@ from jax.sharding import NamedSharding
 from diloco_jax.core.payload import Box, Part
 
 Index = tuple[slice, ...]
+Region = tuple[Index, npt.NDArray[Any]]
+"""Part of an array: where it lies (start and stop of every axis), and its values."""
 
 
 def place(value: npt.NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
@@ -30,6 +33,33 @@ def place(value: npt.NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
             value.shape, sharding, lambda index: np.array(value[index])
         )
     return placed
+
+
+def assemble(
+    shape: tuple[int, ...], sharding: NamedSharding, regions: Sequence[Region]
+) -> jax.Array:
+    """The array cut as `sharding` says, of which this host has the regions that its
+    devices need: each shard lies in one of them. Copies, as `place`."""
+    if sharding.is_fully_addressable:
+        ((_, value),) = regions
+        return place(value, sharding)
+
+    def shard(index: Index | None) -> npt.NDArray[np.generic]:
+        assert index is not None
+        bounds = [part.indices(n)[:2] for part, n in zip(index, shape, strict=True)]
+        for region, value in regions:
+            if all(
+                r.start <= low and high <= r.stop
+                for r, (low, high) in zip(region, bounds, strict=True)
+            ):
+                within = tuple(
+                    slice(low - r.start, high - r.start)
+                    for r, (low, high) in zip(region, bounds, strict=True)
+                )
+                return np.array(value[within])
+        raise AssertionError(f"shard {index} is in none of the regions {regions}")
+
+    return jax.make_array_from_callback(shape, sharding, shard)
 
 
 def zeros(

@@ -93,7 +93,7 @@ class Preemption:
                 "all" if sent else "not all",
                 time.monotonic() - began,
             )
-        self._mailbox.end(EXIT_FAILED, f"preempted ({source})")
+        self._mailbox.end(EXIT_FAILED, f"preempted ({source})", "preempted")
 
     def _watch(self, host: str) -> None:
         tag, known = "", False

@@ -156,6 +156,17 @@ class Trainer:
             )
             return step.lower(state, batch, rate, beside)
 
+    def lower_all(self, sequence_length: int) -> list[jax.stages.Lowered]:
+        """Every function, as `lower` has the step."""
+        state, rows = self.abstract_state(), batch_sharding(self.mesh)
+        shape = (self.batch_size, sequence_length)
+        tokens = abstract((shape[0], shape[1] + 1), np.int32, rows)
+        weights = abstract(shape, np.float32, rows)
+        step = self.lower(sequence_length)
+        with jax.set_mesh(self.mesh):
+            evaluate = self._eval.lower(state.params, tokens, weights)
+            return [self._init_inner.lower(state.params), evaluate, step]
+
     def compilations(self) -> int:
         """How often the step was compiled: 1 from the first step on."""
         return int(self._step._cache_size())  # type: ignore[attr-defined]

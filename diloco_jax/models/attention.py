@@ -11,14 +11,13 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from diloco_jax.models.layout import Layout
+from diloco_jax.validation import LANES
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """[B, T, N, H] from [B, T, N, H], [B, T, K, H], [B, T, K, H]; softmax in f32."""
 
 ATTENDED = "attended"
 """The name of attention's results for checkpoint policies."""
-LANES = 128
-"""The kernel works on whole blocks of tokens, a multiple of this long."""
 
 
 def dot_product(layout: Layout) -> Attend:

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as pallas
 
-from diloco_jax.config import ConfigError
-from diloco_jax.models.attention import ATTENDED, LANES, Attend
+from diloco_jax.models.attention import ATTENDED, Attend
 from diloco_jax.models.layout import Layout
+from diloco_jax.validation import LANES, require_blocks
 
 LARGEST_BLOCK = 512
 """Tokens; larger blocks of f32 gradients do not fit a v5p's vector memory."""
@@ -22,12 +22,7 @@ def make_splash(layout: Layout) -> Attend:
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         length, heads, head_dim = query.shape[1:]
-        if length % LANES:
-            raise ConfigError(
-                f"attention = 'splash' with sequence_length = {length}: the kernel "
-                f"needs a multiple of {LANES}; choose one, or attention = "
-                f"'dot_product'"
-            )
+        require_blocks(length)
         if key.shape[2] % layout.ways("heads"):
             # Cut between the heads of one group: each head gets keys of its own.
             group = heads // key.shape[2]

@@ -34,7 +34,10 @@ def closing_report(
             f"  {merged / total:>15.1%}"
         )
     cost = _outage_lines(islands, outages)
-    return "\n".join([*lines, *([""] if cost else []), *cost])
+    alerts = [f"alert: {text}" for text in summary.get("alerts", ())]
+    for part in (alerts, cost):
+        lines += ["", *part] if part else []
+    return "\n".join(lines)
 
 
 def comparison(summary: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:

@@ -40,7 +40,7 @@ def render(status: Mapping[str, Any], seconds_left: float | None) -> RenderableT
         Text(f"! {text}", style="yellow")
         for text in status.get("alerts", [])[-ALERTS_SHOWN:]
     ]
-    return Group(island_table(status), bar, headline, *alerts)
+    return Group(island_table(status), bar, headline, _bandwidth(status), *alerts)
 
 
 def island_table(status: Mapping[str, Any]) -> Table:
@@ -154,6 +154,11 @@ def _headline(status: Mapping[str, Any], seconds_left: float | None) -> str:
         f" | {int(_number(status, 'merges')):,} merges"
         f" | goodput {_number(status, 'goodput'):.2f}{left}"
     )
+
+
+def _bandwidth(status: Mapping[str, Any]) -> Text:
+    up, down = (_number(status, f"bytes_{way}_per_second") for way in ("up", "down"))
+    return Text(f"{bytes_text(up)}/s up, {bytes_text(down)}/s down", style="dim")
 
 
 def _number(values: Mapping[str, Any], name: str) -> float:

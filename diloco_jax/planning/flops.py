@@ -5,6 +5,9 @@ unrolled depths tell what one layer costs, and what the rest. Attention counts a
 plain formula over the whole square of positions: the TPU kernel leaves out what is
 masked, and in the backward pass computes scores twice more, which about cancel. The
 optimizer's few operations per parameter are left out.
+
+Of a model of one's own (`model.factory`) nothing is known but its program: its products
+of matrices are counted, those of a loop as often as it turns.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import jax.numpy as jnp
 
 from diloco_jax.config import IslandConfig, ModelConfig, RunConfig
 from diloco_jax.models import transformer
+from diloco_jax.models.build import build
 from diloco_jax.models.loss import positions_at_a_time
 from diloco_jax.models.model import Params
+from diloco_jax.planning.products import product_flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,8 +32,8 @@ class Flops:
 
     model: float
     """Forward and backward."""
-    analytic: float
-    """The same by the formula."""
+    analytic: float | None
+    """The same by the formula; None of a model of one's own, which has none."""
     executed: float
     """With what the backward pass computes again: see `IslandConfig.remat`."""
 
@@ -45,6 +50,8 @@ class _Depths(NamedTuple):
 
 def count_flops(run: RunConfig, island: IslandConfig) -> Flops:
     """Traces forward and backward of two depths, on the default device."""
+    if run.model.factory:
+        return _count_own(run, island)
     model, length = run.model, run.sequence_length
     plain = _count(run, remat="none", loss_chunk=0)
     chunk = island.loss_chunk
@@ -74,6 +81,24 @@ def layer_weights(model: ModelConfig) -> int:
     """Of the matrix products of one layer."""
     heads = 2 * model.num_heads + 2 * model.num_kv_heads
     return model.d_model * (heads * model.head_dim + 3 * model.mlp_dim)
+
+
+def _count_own(run: RunConfig, island: IslandConfig) -> Flops:
+    plain = _products(run, dataclasses.replace(island, remat="none"))
+    executed = plain if island.remat == "none" else _products(run, island)
+    return Flops(
+        model=island.batch_size * plain,
+        analytic=None,
+        executed=island.batch_size * executed,
+    )
+
+
+def _products(run: RunConfig, island: IslandConfig) -> float:
+    """Of one sequence."""
+    model = build(run, island)
+    tokens = jnp.zeros((1, run.sequence_length + 1), jnp.int32)
+    differentiate = jax.value_and_grad(model.loss, has_aux=True)
+    return product_flops(jax.make_jaxpr(differentiate)(model.shapes(), tokens).jaxpr)
 
 
 def _count(run: RunConfig, *, remat: str, loss_chunk: int) -> _Depths:

@@ -6,6 +6,8 @@ import dataclasses
 import math
 
 from diloco_jax.config import ConfigError
+from diloco_jax.simulation.checks import within
+from diloco_jax.validation import SHARE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,8 @@ class Assumptions:
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
-        for name in ("mtbi_years", "return_minutes", "step_spread"):
+        within(self, SHARE, "step_spread")
+        for name in ("mtbi_years", "return_minutes"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(
                     f"{name} = {getattr(self, name)}; it must be finite and at least 0"

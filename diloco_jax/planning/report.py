@@ -8,7 +8,7 @@ from typing import Any
 from diloco_jax.config import Config
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.loading import resolve_outer
-from diloco_jax.models import transformer
+from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.planning.advice import advise
 from diloco_jax.planning.compiling import IslandPlan
@@ -42,7 +42,7 @@ class Plan:
 
 def fragments_of(config: Config) -> FragmentPlan:
     """Of the run's model; ConfigError if the config asks for more than there are."""
-    return build_plan(config.run, transformer.build(config.run.model))
+    return build_plan(config.run, build(config.run))
 
 
 def plan_run(

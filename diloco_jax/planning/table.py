@@ -59,6 +59,10 @@ def _size(octets: float | None) -> str:
     return f"{octets:.2f} GB"
 
 
+def _flops(count: float | None) -> str:
+    return "-" if count is None else f"{count:.4g}"
+
+
 def _collective(island: PlannedIsland, kind: str) -> str:
     for found in island.compiled.collectives or ():
         if found.kind == kind:
@@ -86,7 +90,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("  activations and the rest", lambda i: _size(i.compiled.hbm.temporaries)),
     ("tokens per step", lambda i: f"{i.compiled.tokens_per_step:,}"),
     ("FLOPs per step", lambda i: f"{i.compiled.flops.model:.4g}"),
-    ("  by the formula", lambda i: f"{i.compiled.flops.analytic:.4g}"),
+    ("  by the formula", lambda i: _flops(i.compiled.flops.analytic)),
     ("  with recomputation", lambda i: f"{i.compiled.flops.executed:.4g}"),
     (
         "at peak rates: compute",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from diloco_jax.policy import fragment as fragments
 from diloco_jax.policy import membership, schedule
 from diloco_jax.policy.events import Effect, Finish, Persist, StopStepping
+from diloco_jax.policy.reasons import EndReason
 from diloco_jax.policy.state import (
     Account,
     Fragment,
@@ -103,7 +104,8 @@ def finish(state: State) -> Step:
     effects: list[Effect] = []
     for name, island in state.islands.items():
         if island.status != "gone":
-            reason = "finished" if island.status == "live" else "absent"
+            live = island.status == "live"
+            reason: EndReason = "finished" if live else "absent"
             state, found = membership.end(state, name, reason)
             effects += found
     state = replace(state, phase="done")

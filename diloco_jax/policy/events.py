@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, NamedTuple
 
+from diloco_jax.policy.reasons import EndReason, Refusal
+
 Phase = Literal["joining", "compiling", "training", "stopped"]
 Verdict = Literal["merged", "pending", "refused", "none"]
 
@@ -27,9 +29,6 @@ class Version(NamedTuple):
 
 
 FIRST_VERSION = Version()
-
-STALE = "stale"
-"""Reason of a refusal: the delta's base lags the current version too far."""
 
 
 class Span(NamedTuple):
@@ -142,12 +141,12 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Goodbye:
-    """An island leaves for good. What is here of its deltas is merged; what it did not
-    send is lost."""
+    """An island leaves for good. What is here of its deltas is merged, no more."""
 
     island: str
     session: str
-    reason: str
+    reason: EndReason
+    said: str  # For people.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +157,7 @@ class DeltaArrived:
     incarnation: int
     fragment: int
     tick: int
-    refusal: str = ""
+    refusal: Refusal = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

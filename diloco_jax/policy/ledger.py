@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 from diloco_jax.policy.events import Contribution
+from diloco_jax.policy.reasons import EndReason
 from diloco_jax.policy.state import (
     Account,
     Fragment,
@@ -67,7 +68,7 @@ def settled_steps(fragment: Fragment, island: Island) -> int:
 
 
 def close_account(
-    fragment: Fragment, island: Island, reason: str, settled_steps: int
+    fragment: Fragment, island: Island, reason: EndReason, settled_steps: int
 ) -> Fragment:
     """An incarnation ended: its steps from `settled_steps` on are lost."""
     account = fragment.accounts[island.name]
@@ -136,10 +137,14 @@ def run_totals(config: PolicyConfig, state: State) -> Totals:
     return Totals(computed=computed, merged=merged, lost=lost, in_flight=in_flight)
 
 
-def merged_by_fragment(state: State) -> list[int]:
-    """Merged tokens of every fragment, over all islands."""
+def merged_by_fragment(state: State, name: str = "") -> list[int]:
+    """Merged tokens of every fragment, of one island or over all."""
     return [
-        sum(account.merged_tokens for account in fragment.accounts.values())
+        sum(
+            account.merged_tokens
+            for island, account in fragment.accounts.items()
+            if name in ("", island)
+        )
         for fragment in state.fragments
     ]
 

@@ -24,6 +24,7 @@ from diloco_jax.policy.events import (
     Resumed,
     Welcome,
 )
+from diloco_jax.policy.reasons import EndReason
 from diloco_jax.policy.schedule import restart
 from diloco_jax.policy.state import (
     Fragment,
@@ -84,7 +85,7 @@ def goodbye(state: State, event: Goodbye) -> Step:
         return state, []
     for fragment in state.fragments:
         state = with_fragment(state, takes.leave_behind(fragment, event.island))
-    return end(state, event.island, event.reason)
+    return end(state, event.island, event.reason, event.said)
 
 
 def expire(state: State, now: float) -> Step:
@@ -111,8 +112,9 @@ def resumed(state: State, event: Resumed) -> Step:
     return state, effects
 
 
-def end(state: State, name: str, reason: str) -> Step:
-    """Ends an incarnation: open steps are lost, data without effect is free again."""
+def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:
+    """Ends an incarnation: open steps are lost, data without effect is free again.
+    said: at its goodbye; empty if there was none."""
     island = state.islands[name]
     settled = [ledger.settled_steps(f, island) for f in state.fragments]
     merged_steps = shares.merged_steps(state, island)
@@ -129,6 +131,7 @@ def end(state: State, name: str, reason: str) -> Step:
         "incarnation": island.incarnation,
         "steps": island.steps,
         "reason": reason,
+        "said": said,
         "settled_steps_by_fragment": settled,
         "merged_steps": merged_steps,
         "lost_tokens_by_fragment": lost,
@@ -145,7 +148,7 @@ def end(state: State, name: str, reason: str) -> Step:
 def ended(
     state: State,
     name: str,
-    reason: str,
+    reason: EndReason,
     settled_steps: Sequence[int],
     merged_steps: int,
 ) -> State:

@@ -18,6 +18,7 @@ from diloco_jax.policy.events import (
     Verdict,
     Version,
 )
+from diloco_jax.policy.reasons import LossReason, Refusal
 from diloco_jax.policy.values import replace
 
 FIRST_LEASE_STEPS = 64
@@ -72,7 +73,7 @@ class Take:
     base: Version = FIRST_VERSION
     taken_at: float = 0.0
     arrived: bool = False
-    refused: str = ""
+    refused: Refusal = ""
 
     @property
     def ready(self) -> bool:
@@ -106,11 +107,11 @@ class Account:
     missed_merges: int = 0
     """In a row, while it was live."""
 
-    def lose(self, steps: int, reason: str) -> Account:
+    def lose(self, steps: int, reason: LossReason) -> Account:
         """The account with `steps` more steps lost."""
         return self.lose_tokens(steps * self.tokens_per_step, reason)
 
-    def lose_tokens(self, tokens: int, reason: str) -> Account:
+    def lose_tokens(self, tokens: int, reason: LossReason) -> Account:
         """The account with `tokens` more tokens lost."""
         if tokens <= 0:
             return self

@@ -7,7 +7,6 @@ on bulk ones; it can be merged when both are here.
 from __future__ import annotations
 
 from diloco_jax.policy.events import (
-    STALE,
     AskResend,
     Contribution,
     DropDelta,
@@ -19,6 +18,7 @@ from diloco_jax.policy.events import (
     Verdict,
     Version,
 )
+from diloco_jax.policy.reasons import STALE, Refusal, RefusalReason
 from diloco_jax.policy.state import (
     Account,
     Fragment,
@@ -89,7 +89,7 @@ def arrived(
     fragment: Fragment,
     name: str,
     tick: int,
-    refusal: str,
+    refusal: Refusal,
     now: float,
 ) -> Step:
     """A delta's bytes are here, or proved unfit."""
@@ -177,7 +177,7 @@ def contribution(name: str, account: Account, take: Take) -> Contribution:
     )
 
 
-def refuse(fragment: Fragment, name: str, reason: str) -> Step:
+def refuse(fragment: Fragment, name: str, reason: RefusalReason) -> Step:
     """Refuses an outstanding take; it stays outstanding until the island knows."""
     account = fragment.accounts[name]
     if account.take is None or account.take.refused:

@@ -150,7 +150,7 @@ class Attendance:
     def _leave(self, name: str) -> None:
         island = self._world.islands[name]
         if island.ended is None:
-            island.leave("left")
+            island.leave("stopped")
             self._close(name, "left")
 
     def _close(self, name: str, why: str) -> None:

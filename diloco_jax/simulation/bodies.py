@@ -28,6 +28,7 @@ from diloco_jax.island.step import Trainer
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
 from diloco_jax.policy.events import Merge, Version
+from diloco_jax.policy.reasons import Refusal
 from diloco_jax.simulation.clock import Clock
 from diloco_jax.simulation.history import Diary
 from diloco_jax.simulation.merging import Fetched
@@ -63,12 +64,11 @@ def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
     """Model and compiled steps; what computes alike, in this emulation or another one
     of this process, shares them."""
     rate = RunConfig().inner.learning_rate
-    return _trainer_of(
-        RunConfig(
-            model=run.model, inner=dataclasses.replace(run.inner, learning_rate=rate)
-        ),
-        dataclasses.replace(island, step_seconds=0.0, stands_for=""),
-    )
+    if not run.model.factory:
+        inner = dataclasses.replace(run.inner, learning_rate=rate)
+        run = RunConfig(model=run.model, inner=inner)
+    alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
+    return _trainer_of(run, alike)
 
 
 _trainer_of = functools.lru_cache(maxsize=32)(build_trainer)
@@ -178,7 +178,7 @@ class StoreMerging:
         )
         """By fragment and what is there already; of the current version."""
 
-    def put(self, key: DeltaKey, encoded: Encoded) -> str:
+    def put(self, key: DeltaKey, encoded: Encoded) -> Refusal:
         """See Merging."""
         self._tell_arrived(key)
         packed = encoded.layout.pack(encoded.pieces)

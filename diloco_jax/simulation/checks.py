@@ -6,6 +6,14 @@ import math
 from typing import Any
 
 from diloco_jax.config import ConfigError
+from diloco_jax.validation import Bound
+
+
+def within(config: Any, bound: Bound, *fields: str) -> None:
+    """Raises ConfigError unless all are in these bounds."""
+    for field in fields:
+        if not bound.holds(value := getattr(config, field)):
+            raise ConfigError(f"{field} = {value}; it must be {bound}")
 
 
 def not_negative(config: Any, *fields: str) -> None:

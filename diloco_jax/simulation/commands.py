@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco_jax.config import ConfigError, suggest
+from diloco_jax.loading import numbers
 from diloco_jax.simulation.progress import Progress
 
 ConfigT = TypeVar("ConfigT")
@@ -83,6 +84,10 @@ def mix_command(arguments: Sequence[str]) -> int:
     with _bar("mix") as progress:
         rows = simulate_mix(config, progress)
     table = _table("islands wait", "goodput", "published", "participation", "merges/h")
+    table.caption = (
+        "Published with K = 8: 84 %, every step waiting for all, as in the row "
+        "lockstep. K = M is this product's: no step waits."
+    )
     for row in rows:
         table.add_row(
             row.name,
@@ -165,8 +170,6 @@ def _parse(
     Unknown or malformed ones end the process with code 2 and a suggestion."""
     import tyro
 
-    registry = tyro.constructors.ConstructorRegistry()
-    registry.primitive_rule(_whole_number)
     parsed_type = dataclasses.make_dataclass(
         "Simulation", [("config", type(config)), ("output", type(output))], frozen=True
     )
@@ -177,34 +180,9 @@ def _parse(
         args=list(arguments),
         default=parsed_type(config, output),
         config=(tyro.conf.OmitArgPrefixes,),
-        registry=registry,
+        registry=numbers(),
     )
     return parsed.config, parsed.output
-
-
-def _whole_number(info: Any) -> Any:
-    """Lets tyro read 1.2e6 where a whole number is asked for."""
-    import tyro
-
-    if info.type is not int:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="INT",
-        instance_from_str=lambda texts: _int(texts[0]),
-        is_instance=lambda value: isinstance(value, int),
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
-def _int(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        value = float(text)
-        if not value.is_integer():
-            raise ValueError(f"{text} is not a whole number") from None
-        return int(value)
 
 
 # ---- output ----------------------------------------------------------------------

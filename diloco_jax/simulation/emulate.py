@@ -116,15 +116,22 @@ def run(
     check(config, options)
     workdir = config.placement.workdir
     if workdir:
+        from diloco_jax.cluster.beginning import Beginning
         from diloco_jax.cluster.run import create_workdir
 
-        config = create_workdir(resolve(config), config_path)
+        config, begun = resolve(config), Beginning(workdir)
+        config = create_workdir(config, config_path)
     with Dashboard(console) as dashboard:
-        result = emulate(
-            config,
-            options=options,
-            show=lambda status: dashboard.show(status, time.monotonic()),
-        )
+        try:
+            result = emulate(
+                config,
+                options=options,
+                show=lambda status: dashboard.show(status, time.monotonic()),
+            )
+        except ConfigError:
+            if workdir:
+                begun.undo(Path(config.placement.workdir))
+            raise
     if workdir:
         result.write(Path(workdir))
     report = closing_report(result.summary, history.outages(result.history))
@@ -191,6 +198,7 @@ class _Emulator:
             coordinator.state,
             self._attendance.roster(),
             wall_seconds=now,
+            alerts=self._alerts,
             now=now,
         )
         return Emulation(

@@ -168,7 +168,7 @@ class Fleet:
     def leave(self, name: str) -> None:
         """An island says goodbye; what is open of its work is lost."""
         self._members[name].until = self._world.clock.now
-        self._world.islands[name].leave("left")
+        self._world.islands[name].leave("preempted")
 
     def begin(self) -> None:
         """Goes on until all islands are about to step; from here on time counts."""

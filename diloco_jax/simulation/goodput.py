@@ -17,11 +17,12 @@ import numpy as np
 from diloco_jax.config import ConfigError, SyncConfig
 from diloco_jax.observability import measures
 from diloco_jax.simulation import dataparallel
-from diloco_jax.simulation.checks import at_least_one, not_negative, positive
+from diloco_jax.simulation.checks import at_least_one, not_negative, positive, within
 from diloco_jax.simulation.failures import FailureModel, segments
 from diloco_jax.simulation.fleet import Exchange, Fleet
 from diloco_jax.simulation.progress import Progress, nobody, part
 from diloco_jax.simulation.steps import durations, lockstep_share
+from diloco_jax.validation import BELOW_1, SHARE
 
 Method = Literal["decoupled", "elastic", "rigid"]
 PUBLISHED: dict[tuple[Method, int, int], float] = {
@@ -63,7 +64,9 @@ class GoodputConfig:
         """Raises ConfigError naming field, value and remedy."""
         at_least_one(self, "chips", "islands", "quorum", "seeds")
         positive(self, "step_seconds", "hours")
-        not_negative(self, "step_spread", "grace", "seed")
+        not_negative(self, "seed")
+        within(self, SHARE, "step_spread")
+        within(self, BELOW_1, "grace")
         self.failures.validate()
         self.exchange.validate()
         if self.seconds < self.step_seconds:

@@ -27,6 +27,7 @@ from diloco_jax.policy.events import (
     Report,
     Version,
 )
+from diloco_jax.policy.reasons import EndReason
 from diloco_jax.simulation.body import Body
 from diloco_jax.simulation.clock import Clock, Due
 from diloco_jax.simulation.coordinator import VirtualCoordinator
@@ -180,12 +181,14 @@ class VirtualIsland:
         if not self._stepping:
             self._at_boundary()
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: EndReason) -> None:
         """It reports, says goodbye, and ends."""
         line, coordinator = self.line, self._coordinator
         self._report()
         if line is not None and coordinator is not None:
-            goodbye = Goodbye(island=self.name, session=self.session, reason=reason)
+            goodbye = Goodbye(
+                island=self.name, session=self.session, reason=reason, said=reason
+            )
             line.send_up(lambda: coordinator.step(goodbye))
         self.ended = reason
         if self._next is not None:

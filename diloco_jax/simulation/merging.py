@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.policy.events import Merge, Version
+from diloco_jax.policy.reasons import Refusal
 
 
 class Fetched(NamedTuple):
@@ -20,7 +21,7 @@ class Fetched(NamedTuple):
 class Merging(Protocol):
     """The coordinator's arrays."""
 
-    def put(self, key: DeltaKey, encoded: Any) -> str:
+    def put(self, key: DeltaKey, encoded: Any) -> Refusal:
         """Keeps a delta that arrived; returns why it is unfit, or ""."""
 
     def drop(self, key: DeltaKey) -> None:
@@ -46,7 +47,7 @@ class NoArrays:
     def __init__(self, bytes_down: tuple[int, ...], bytes_full: tuple[int, ...]):
         self._bytes_down, self._bytes_full = bytes_down, bytes_full
 
-    def put(self, key: DeltaKey, encoded: Any) -> str:
+    def put(self, key: DeltaKey, encoded: Any) -> Refusal:
         """See Merging."""
         return ""
 

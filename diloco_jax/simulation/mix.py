@@ -17,11 +17,12 @@ import numpy as np
 
 from diloco_jax.config import ConfigError, SyncConfig
 from diloco_jax.observability import measures
-from diloco_jax.simulation.checks import not_negative, positive
+from diloco_jax.simulation.checks import not_negative, positive, within
 from diloco_jax.simulation.failures import undisturbed
 from diloco_jax.simulation.fleet import Exchange, Fleet
 from diloco_jax.simulation.progress import Progress, nobody, part
 from diloco_jax.simulation.steps import durations, lockstep_share
+from diloco_jax.validation import BELOW_1, SHARE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,9 @@ class MixConfig:
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
-        not_negative(self, "v6e", "v5p", "gap", "step_spread", "grace", "seed")
+        not_negative(self, "v6e", "v5p", "gap", "seed")
+        within(self, SHARE, "step_spread")
+        within(self, BELOW_1, "grace")
         positive(self, "step_seconds", "hours")
         if self.v6e + self.v5p < 2:
             raise ConfigError(

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.loading import read_config_json
 from diloco_jax.observability.tape import TapeError, read_tape
 from diloco_jax.policy.events import Version
 from diloco_jax.simulation.recording import check_origin
+from diloco_jax.workdir import read_config, read_summary
 
 STOPPED = "stopped"
 """Why incarnations end when a run is resumed (`membership.resumed`)."""
@@ -113,7 +113,7 @@ def read_timeline(workdir: Path) -> Timeline:
     Raises ConfigError naming what is missing, altered, of another version or not
     finished, and the remedy.
     """
-    config = read_config_json(workdir / "config.json")
+    config = read_config(workdir)
     for name in ("tape.jsonl", "metrics.jsonl", "run.json", "roster.msgpack"):
         if not (workdir / name).is_file():
             raise ConfigError(f"{workdir} has no {name}; give the workdir of a run")
@@ -142,7 +142,7 @@ def read_timeline(workdir: Path) -> Timeline:
         recoveries=reader.recoveries,
         resumed_after_s=reader.resumed_after_s,
         roster=Roster(workdir / "roster.msgpack"),
-        summary=json.loads((workdir / "summary.json").read_bytes()),
+        summary=read_summary(workdir),
     )
 
 
@@ -219,7 +219,7 @@ class _Reader:
                 silent_s = lease_s if record["why"] == "silent" else 0.0
                 self._life(record).lost_at = at - silent_s
             case "left":
-                if record["reason"] == STOPPED:
+                if record["reason"] == STOPPED and not record["said"]:
                     # Somebody ended the run, and resumed it at leisure.
                     self._life(record).lost_at = None
                     self.recoveries = self.recoveries[: self._recoveries_before]

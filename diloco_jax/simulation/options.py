@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from diloco_jax.config import ConfigError, suggest
+from diloco_jax.simulation.checks import within
 from diloco_jax.simulation.line import LineSpeed
+from diloco_jax.validation import SHARE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,9 +48,10 @@ class EmulationOptions:
 
     def validate(self, islands: Mapping[str, Any]) -> None:
         """Raises ConfigError naming field, value and remedy. islands: by name."""
+        within(self, SHARE, "step_spread")
         values = {**dataclasses.asdict(self), **dataclasses.asdict(self.line)}
         for name in (
-            *("latency_s", "merge_seconds", "join_seconds", "step_spread"),
+            *("latency_s", "merge_seconds", "join_seconds"),
             *("failure_every_seconds", "down_seconds", "evaluate_every_tokens"),
         ):
             if not 0 <= values[name] < math.inf:

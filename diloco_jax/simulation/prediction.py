@@ -21,8 +21,8 @@ from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.island.mailbox import Arrival
+from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
-from diloco_jax.models.transformer import build
 from diloco_jax.simulation.attendance import Attendance
 from diloco_jax.simulation.body import NoBody
 from diloco_jax.simulation.calibration import Calibration, Fitted, Steps
@@ -93,6 +93,7 @@ class Prediction:
             coordinator.state,
             self._attendance.roster(),
             wall_seconds=now + self._calibration.closing_s,
+            alerts=[],
             now=now + self._calibration.leaving_s,
         )
 
@@ -188,7 +189,7 @@ def _payloads(run: RunConfig) -> _Payloads:
 
 
 def _plan(run: RunConfig) -> FragmentPlan:
-    return build_plan(run, build(run.model))
+    return build_plan(run, build(run))
 
 
 def _line_speed(calibration: Calibration, name: str, recorded: _Payloads) -> LineSpeed:

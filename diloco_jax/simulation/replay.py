@@ -32,7 +32,7 @@ from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.windows import Windows
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.loading import write_config_json
-from diloco_jax.models import transformer
+from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.policy.events import FIRST_VERSION
@@ -272,7 +272,7 @@ class Replay(contextlib.ExitStack):
 def _new_store(recording: Recording) -> Store:
     """As `coordinator.main` begins a run."""
     run, placement = recording.config.run, recording.config.placement
-    model = transformer.build(run.model)
+    model = build(run)
     plan = build_plan(run, model)
     if plan.digest() != recording.plan_digest:
         raise ConfigError(

@@ -15,12 +15,13 @@ import numpy.typing as npt
 from diloco_jax.config import RunConfig
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.books import NON_FINITE, Books
+from diloco_jax.island.books import Books
 from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.mailbox import Arrival, Inbox
 from diloco_jax.island.pace import Pace
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.policy.events import Record, Span, Verdict, Version
+from diloco_jax.policy.reasons import NON_FINITE
 from diloco_jax.simulation.published import Published
 from diloco_jax.simulation.recording import Life
 from diloco_jax.simulation.replay_pipe import Begin, RemoteReplica, Worker

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from diloco_jax.config import Config, ConfigError, IslandConfig
-from diloco_jax.loading import read_config_json
 from diloco_jax.observability.tape import TapeError, read_tape
 from diloco_jax.policy.events import FIRST_VERSION, Contribution, Record, Version
 from diloco_jax.simulation.recording import (
@@ -27,6 +26,7 @@ from diloco_jax.simulation.recording import (
     Written,
     check_origin,
 )
+from diloco_jax.workdir import read_config
 
 
 def read_recording(
@@ -42,7 +42,7 @@ def read_recording(
       ConfigError: they are not of one run, or not of this version.
       TapeError: names the first line that is altered, missing or out of order.
     """
-    config = read_config_json(workdir / "config.json")
+    config = read_config(workdir)
     if text is not None:
         data = dataclasses.replace(config.run.data, paths=tuple(text))
         run = dataclasses.replace(config.run, data=data)
@@ -81,6 +81,11 @@ class _Reader:
     def recording(self, until: int | None) -> Recording:
         """What is needed to repeat the first `until` merges."""
         count = len(self._merges)
+        if not count:
+            raise ConfigError(
+                f"{self._path} ends after line {self._line} without a merge: there is "
+                f"nothing to repeat; give the workdir of a run that has merged"
+            )
         if until is not None and not 1 <= until <= count:
             raise ConfigError(
                 f"--until {until}: {self._path} has merges 1 to {count}; choose one"

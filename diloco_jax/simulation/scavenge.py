@@ -14,11 +14,12 @@ import math
 import numpy as np
 
 from diloco_jax.config import ConfigError, SyncConfig
-from diloco_jax.simulation.checks import at_least_one, not_negative, positive
+from diloco_jax.simulation.checks import at_least_one, not_negative, positive, within
 from diloco_jax.simulation.failures import undisturbed
 from diloco_jax.simulation.fleet import TOKENS_PER_STEP, Exchange, Fleet
 from diloco_jax.simulation.progress import Progress, nobody, part
 from diloco_jax.simulation.steps import durations
+from diloco_jax.validation import BELOW_1, SHARE
 
 PUBLISHED = {
     0.25: (0.90, 1.07),
@@ -55,7 +56,9 @@ class ScavengeConfig:
         """Raises ConfigError naming field, value and remedy."""
         at_least_one(self, "islands", "quorum")
         positive(self, "step_seconds", "hours")
-        not_negative(self, "step_spread", "grace", "seed")
+        not_negative(self, "seed")
+        within(self, SHARE, "step_spread")
+        within(self, BELOW_1, "grace")
         if not 0 < self.tokens_share <= 1:
             raise ConfigError(
                 f"tokens_share = {self.tokens_share}; choose a share above 0 and at "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from diloco_jax.wire.errors import SecurityError
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 CA_DAYS = 3650
+LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+HOST_NAME = re.compile(rf"(\*\.)?{LABEL}(\.{LABEL})*\.?")
 
 
 def make_certificates(
@@ -154,12 +157,12 @@ def _alternative_names(names: Iterable[str]) -> x509.SubjectAlternativeName:
         try:
             entries.append(x509.IPAddress(ipaddress.ip_address(name)))
         except ValueError:
-            try:
-                entries.append(x509.DNSName(name))
-            except ValueError as error:
+            if len(name) > 253 or not HOST_NAME.fullmatch(name):
                 raise SecurityError(
-                    f"name {name!r} is neither an IP address nor an ASCII host name"
-                ) from error
+                    f"name {name!r} is neither an IP address nor a host name (letters, "
+                    f"digits, '-' and '.'); give it as islands dial it"
+                ) from None
+            entries.append(x509.DNSName(name))
     return x509.SubjectAlternativeName(entries)
 
 

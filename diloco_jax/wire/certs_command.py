@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from diloco_jax.config import ConfigError
+
 
 def certs_command(arguments: Sequence[str]) -> int:
     """Makes a run's authority and certificates, or adds to them."""
@@ -31,14 +33,25 @@ def certs_command(arguments: Sequence[str]) -> int:
     how.add_argument("--add", action="store_true", help="add hosts to DIR's authority")
     how.add_argument("--replace", action="store_true", help="replace DIR's authority")
     options = parser.parse_args(arguments)
-    from diloco_jax.wire.certificates import add_names, make_certificates
+    from diloco_jax.wire.certificates import CA_DAYS, add_names, make_certificates
 
-    if options.add:
-        add_names(options.folder, options.hosts, options.days)
-    else:
-        make_certificates(
-            options.folder, options.hosts, options.days, replace=options.replace
+    if not 1 <= options.days <= CA_DAYS:
+        raise ConfigError(
+            f"--days {options.days}: certificates are valid for 1 day to the "
+            f"authority's own {CA_DAYS} days; choose from these"
         )
+    try:
+        if options.add:
+            add_names(options.folder, options.hosts, options.days)
+        else:
+            make_certificates(
+                options.folder, options.hosts, options.days, replace=options.replace
+            )
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write certificates to {options.folder}: {error.strerror}; give a "
+            f"folder that is writable"
+        ) from error
     print(
         f"certificates in {options.folder}: give it to every process as "
         f"--certificates, without ca.key",

@@ -1,21 +1,23 @@
 """Chunks: how the bytes of a delta or a published fragment travel.
 
-A chunk is a header of 20 bytes (magic, CRC-32 of the payload, offset in the whole
-payload u64, length u32; little-endian) and at most 1 MiB of payload.
+A chunk is a header of 24 bytes (magic, XXH3-64 of the payload, offset in the whole
+payload u64, length u32; little-endian) and at most 1 MiB of payload. XXH3 because a
+CRC-32 of every byte at both ends took a quarter of a transfer's CPU time.
 """
 
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator
+
+from xxhash import xxh3_64_intdigest
 
 from diloco_jax.wire.errors import RemoteProtocolError
 from diloco_jax.wire.messages import MAX_CONTROL_BYTES
 
 CHUNK_BYTES = 1 << 20
-MAGIC = b"DLC1"
-_HEADER = struct.Struct("<4sIQI")
+MAGIC = b"DLC2"
+_HEADER = struct.Struct("<4sQQI")
 HEADER_BYTES = _HEADER.size
 MAX_FRAME_BYTES = HEADER_BYTES + CHUNK_BYTES
 MAX_MESSAGE_BYTES = max(MAX_FRAME_BYTES, MAX_CONTROL_BYTES)
@@ -33,7 +35,8 @@ def chunks(payload: memoryview, offset: int = 0) -> Iterator[bytes]:
     view = payload.cast("B")
     for start in range(0, len(view), CHUNK_BYTES):
         part = view[start : start + CHUNK_BYTES]
-        header = _HEADER.pack(MAGIC, zlib.crc32(part), offset + start, len(part))
+        checksum = xxh3_64_intdigest(part)
+        header = _HEADER.pack(MAGIC, checksum, offset + start, len(part))
         yield b"".join((header, part))
 
 
@@ -65,10 +68,10 @@ def check(frame: bytes, *, offset: int, room: int, peer: str) -> memoryview:
             f"chunk from {peer} at byte {offset} announces {length} bytes and holds "
             f"{len(payload)}, expected 1 to {limit}; send the transfer again"
         )
-    found = zlib.crc32(payload)
+    found = xxh3_64_intdigest(payload)
     if found != checksum:
         raise RemoteProtocolError(
-            f"chunk from {peer} at byte {offset} is damaged: checksum {found:08x}, "
-            f"expected {checksum:08x}; send the transfer again"
+            f"chunk from {peer} at byte {offset} is damaged: checksum {found:016x}, "
+            f"expected {checksum:016x}; send the transfer again"
         )
     return payload

@@ -13,6 +13,7 @@ import msgspec
 
 from diloco_jax.core.payload import Part
 from diloco_jax.policy.events import Outstanding, Phase, Record, Span, Verdict, Version
+from diloco_jax.policy.reasons import EndReason
 
 MAX_CONTROL_BYTES = 4 << 20
 
@@ -85,9 +86,10 @@ class Report(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag=True):
-    """The island leaves."""
+    """The island leaves. `text` says why, for people."""
 
-    reason: str
+    reason: EndReason
+    text: str
 
 
 # ---- from the coordinator -------------------------------------------------------
@@ -224,13 +226,12 @@ class FetchRequest(Message, frozen=True, kw_only=True, tag=True):
     fragment: int
     want: Version
     have: Version | None
-    """None: send the anchor in full (f32)."""
+    """None: send the anchor (f32)."""
     offset: int = 0
     length: int = -1
     """-1: to the end."""
     part: Part = ()
-    """Which tiles of each publish are wanted; empty: all. An anchor in full is sent
-    whole."""
+    """Which tiles are wanted, of each publish or of the anchor; empty: all."""
 
 
 class FetchStart(Message, frozen=True, kw_only=True, tag=True):

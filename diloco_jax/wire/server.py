@@ -49,7 +49,8 @@ _STREAMS_PER_CONNECTION = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FetchSource:
-    """What a fetch is served from; `buffers`, end to end, are the payload."""
+    """What a fetch is served from; `buffers`, row-major and end to end, are the
+    payload."""
 
     version: Version
     full: bool
@@ -314,11 +315,12 @@ def _frames(
     """Frames bytes `offset` to `offset + length` of buffers laid end to end."""
     begin, end = 0, offset + length
     for buffer in buffers:
-        view = memoryview(buffer).cast("B")
-        low, high = max(offset - begin, 0), min(end - begin, len(view))
+        view = memoryview(buffer)
+        low, high = max(offset - begin, 0), min(end - begin, view.nbytes)
         if low < high:
-            yield from frames.chunks(view[low:high], begin + low)
-        begin += len(view)
+            whole = memoryview(view if view.c_contiguous else view.tobytes())
+            yield from frames.chunks(whole.cast("B")[low:high], begin + low)
+        begin += view.nbytes
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from diloco_jax.cluster import commands
 from diloco_jax.cluster import run as run_module
-from diloco_jax.cluster.cluster import Cluster, ClusterError, Outages
+from diloco_jax.cluster.cluster import Cluster, ClusterError
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -21,6 +21,7 @@ from diloco_jax.config import (
     Placement,
     RunConfig,
 )
+from diloco_jax.data.corpus import load_corpus
 from diloco_jax.loading import read_config_json
 from diloco_jax.observability.tape import Tape
 from diloco_jax.wire.errors import SecurityError
@@ -68,8 +69,13 @@ EVAL = 'print(\'{"eval_loss": 1.5, "eval_bits_per_byte": 2.2}\')'
 @pytest.fixture
 def config(tmp_path):
     outer = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
+    for name in ("b", "c"):  # one to train on, one held out
+        (tmp_path / f"{name}.txt").write_text("text " * 100)
+    paths = (str(tmp_path / "b.txt"), str(tmp_path / "c.txt"))
+    digest = load_corpus(paths, 0.5).digest
+    data = DataConfig(paths=paths, validation_fraction=0.5, digest=digest)
     return Config(
-        run=RunConfig(data=DataConfig(digest="d"), outer=outer),
+        run=RunConfig(data=data, outer=outer),
         islands={"a": IslandConfig(), "b": IslandConfig()},
         placement=Placement(
             workdir=str(tmp_path / "run"), time_budget_s=5.0, restart_delay_s=0.01
@@ -167,6 +173,53 @@ def test_a_coordinator_that_does_not_start_shows_its_log_and_leaves_no_run(
     assert caught.value.exit_code == 2
     assert not (workdir / "config.json").exists()
     assert launch()[0] == 0
+
+
+REFUSES = """
+import pathlib, sys
+workdir = pathlib.Path(sys.argv[1])
+(workdir / "run.json").write_text("{}")
+(workdir / "log").mkdir()
+print("error: model.head_dim = 15; choose an even number", file=sys.stderr)
+print("Traceback: an executor was shut down", file=sys.stderr)
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_what_a_coordinator_refuses_is_told_as_its_own_and_nothing_is_left(
+    launch, workdir, existed
+):
+    if existed:
+        workdir.mkdir()
+        (workdir / "notes").write_text("of the user")
+    with pytest.raises(ConfigError) as caught:
+        launch(coordinator=REFUSES)
+    assert str(caught.value) == "model.head_dim = 15; choose an even number"
+    if existed:
+        assert [path.name for path in workdir.iterdir()] == ["notes"]
+    else:
+        assert not workdir.exists()
+    assert launch()[0] == 0
+
+
+def test_ctrl_c_before_the_start_leaves_its_log_alone(launch, workdir):
+    interrupts = """
+import os, pathlib, signal, sys, time
+(pathlib.Path(sys.argv[1]) / "run.json").write_text("{}")
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(600)
+"""
+    code, summary, _ = launch(coordinator=interrupts)
+    assert (code, summary) == (1, {})
+    assert [path.name for path in workdir.iterdir()] == ["logs"]
+
+
+def test_a_crash_before_the_start_leaves_its_log_alone(launch, workdir):
+    crash = REFUSES.replace("sys.exit(2)", "sys.exit(1)")
+    with pytest.raises(ClusterError, match="did not start"):
+        launch(coordinator=crash, restarts=0)
+    assert [path.name for path in workdir.iterdir()] == ["logs"]
 
 
 def test_a_silent_coordinator_is_given_up(launch):
@@ -271,6 +324,7 @@ def test_config_json_means_the_same_in_any_folder(config, tmp_path, monkeypatch)
     ("fields", "what"),
     [
         ({"faults": ("c@4:kill",)}, "no 'c'"),
+        ({"time_budget_s": 0.0}, "time_budget_s = 0.0; it must be above 0"),
         ({"bind": "0.0.0.0:0"}, "--insecure"),
         ({"certificates": "/nonexistent"}, "nonexistent"),
     ],
@@ -292,34 +346,6 @@ def test_what_the_launcher_knows_goes_before_what_the_coordinator_knew(config, w
     assert shown["islands"] == {"a": {"state": "restarting", "steps": 3}}
     assert status["islands"]["a"]["state"] == "training"
     assert cluster.overlay({})["islands"] == {"a": {"state": "restarting"}}
-
-
-def test_an_outage_lasts_until_the_next_incarnation_does_steps():
-    outages = Outages()
-
-    def seen(incarnation, steps, now):
-        outages.observe(
-            {"islands": {"a": {"incarnation": incarnation, "steps": steps}}}, now
-        )
-
-    seen(1, 40, 1.0)
-    outages.down("a", 2.0)
-    outages.down("a", 3.0)
-    seen(1, 40, 4.0)
-    seen(2, 0, 5.0)
-    assert outages.by_island() == {"a": [None]}
-    seen(2, 1, 6.5)
-    assert outages.by_island() == {"a": [4.5]}
-    outages.down("a", 9.0)
-    assert outages.by_island() == {"a": [4.5, None]}
-
-
-def test_islands_compute_on_the_cpu_unless_told_otherwise(monkeypatch):
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    assert commands.island_environment()["JAX_PLATFORMS"] == "cpu"
-    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    assert commands.island_environment()["JAX_PLATFORMS"] == "tpu"
-    assert commands.coordinator_environment()["JAX_PLATFORMS"] == "cpu"
 
 
 ENDED = """

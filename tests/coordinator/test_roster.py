@@ -5,7 +5,9 @@ import math
 import msgspec
 import pytest
 
+from diloco_jax.config import Config, IslandConfig
 from diloco_jax.coordinator.roster import INTERVALS_KEPT, Roster
+from diloco_jax.coordinator.summary import missing
 from diloco_jax.policy.events import Record, Version
 from diloco_jax.wire.messages import Hello, Measures
 
@@ -102,6 +104,22 @@ def test_sums_and_extremes_are_over_all_incarnations(roster):
     assert (sums.first_step_unix, sums.last_step_unix) == (1002.0, 1040.0)
 
 
+def test_bandwidth_is_over_some_seconds_and_of_one_incarnation(roster):
+    def told(now, up, down):
+        sent = measures(1, 1000.0, now, bytes_up=up, bytes_down=down)
+        roster.report("a", sent, (), now)
+        return roster.members["a"].bytes_per_second
+
+    roster.hello(hello(1), 1000.0)
+    assert told(1001.0, 900, 90) == (0.0, 0.0), "too short to say"
+    assert told(1010.0, 1000, 100) == (100.0, 10.0)
+    assert told(1012.0, 9000, 900) == (100.0, 10.0)
+    assert told(1020.0, 9000, 900) == (800.0, 80.0)
+    roster.hello(hello(2), 1030.0)
+    assert roster.members["a"].bytes_per_second == (0.0, 0.0)
+    assert told(1040.0, 50, 10) == (5.0, 1.0)
+
+
 def test_away_is_from_the_last_sign_to_the_first_step_of_the_next_life(roster):
     roster.hello(hello(1), 1000.0)
     roster.report("a", measures(10, 1002.0, 1010.0), (), 1011.0)
@@ -175,3 +193,13 @@ def test_an_island_that_does_not_come_back_was_there_until_the_stop(roster):
     roster.report("a", measures(10, 1002.0, 1010.0), (), 1010.0)
     roster.resume(1000.0)
     assert roster.measure("a", 0, 0, 9000.0).provisioned_seconds == 10.0
+
+
+def test_islands_that_never_made_a_step_are_named(roster):
+    two_lives(roster)
+    roster.hello(hello(island="b"), 1000.0)
+    islands = {name: IslandConfig() for name in ("a", "b", "c")}
+    told = missing(Config(islands=islands), roster)
+    assert told == [
+        f"island {name} never made a step: see its log" for name in ("b", "c")
+    ]

@@ -10,7 +10,7 @@ from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments, to_pieces
 from diloco_jax.core.merge import merge_deltas, rule_for
 from diloco_jax.core.outer import make_outer, outer_step
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.payload import Box, PayloadLayout
 from diloco_jax.core.publish import apply_publish, publish
 from diloco_jax.policy.events import Contribution, Version
 from diloco_jax.wire.errors import VersionGone
@@ -138,6 +138,28 @@ def test_who_missed_more_than_is_retained_gets_the_anchor_in_full(store):
     last = Version(1, RETAINED_PUBLISHES + 2)
     assert store.fetch(0, last, Version(1, 0)).full
     assert not store.fetch(0, last, Version(1, last.number - 1)).full
+
+
+def test_a_host_gets_its_tiles_of_the_anchor(run, params, monkeypatch):
+    monkeypatch.setattr("diloco_jax.coordinator.store.BLOCK_BYTES", 1000)
+    axes, (shape, cut) = {"w": ("embed", "mlp")}, ((256, 128), slice(64, 128))
+    weights = np.random.default_rng(0).normal(size=shape).astype("<f4")
+    plan = plan_fragments({"w": shape}, axes, 1)
+    store = Store(run, plan, {"w": weights}, PIN_S)
+    ((rows, columns),) = [
+        p.encoded_shape[:-1]
+        for p in PayloadLayout.of(get_codec("int8"), plan.fragments[0]).placed
+    ]
+    part = (Box(0, (0, columns // 2), (rows, columns)), Box(0, (0, 0), (1, columns)))
+    source = store.fetch(0, Version(1, 0), None, part)
+    assert source.full
+    expected = weights[:, cut].tobytes() + weights[: 256 // rows].tobytes()
+    assert b"".join(bytes(buffer) for buffer in source.buffers) == expected
+    assert source.total == len(expected)
+    scattered = [b for b in source.buffers if not b.c_contiguous]
+    assert max(buffer.nbytes for buffer in scattered) <= 1000
+    with pytest.raises(ValueError, match="is not in a fragment of 1 pieces"):
+        store.fetch(0, Version(1, 0), None, (Box(1, (0, 0), (1, 1)),))
 
 
 def test_a_join_goes_on_fetching_the_version_that_it_began_with(store):

@@ -92,10 +92,78 @@ def test_clipping_bounds_the_gradient() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"inner\.optimizer = 'adam'"):
-        make_inner("adam", axes=AXES)
+    with pytest.raises(ValueError, match=r"= 'adamx' is no .* you mean 'adamax'"):
+        make_inner("adamx", axes=AXES)
     with pytest.raises(ValueError, match=r"inner\.schedule = 'linear'"):
         learning_rate(**{**RATE, "schedule": "linear"}, progress=0.5)
+
+
+# ---- any other of optax ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lamb", "adopt", "novograd"])
+def test_what_optax_names_goes_down_and_spares_vectors(name: str) -> None:
+    grads = jax.tree.map(lambda p: 0.01 * p, params())
+    moved, decayed = (
+        updates(make_inner(name, axes=AXES, weight_decay=decay), grads)
+        for decay in (0.0, 0.1)
+    )
+    for leaf in ("embed", "w"):
+        # The first update of "adopt" is none.
+        assert name == "adopt" or float(jnp.vdot(moved[leaf], grads[leaf])) < 0
+        assert np.any(moved[leaf] != decayed[leaf])
+        if name != "lamb":  # whose decay is within its trust ratio
+            expected = moved[leaf] - 0.1 * params()[leaf]
+            np.testing.assert_allclose(decayed[leaf], expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(moved["norm"], decayed["norm"])
+
+
+def test_our_settings_reach_it() -> None:
+    grads = [params(), jax.tree.map(lambda p: p**2, params())]
+
+    def after_two(tx: optax.GradientTransformation) -> dict[str, jax.Array]:
+        state = tx.init(params())
+        _, state = tx.update(grads[0], state, params())
+        return tx.update(grads[1], state, params())[0]
+
+    settings = {"beta1": 0.7, "beta2": 0.8, "moment_dtype": "bfloat16"}
+    ours = make_inner("nadam", axes=AXES, arguments=[("eps", 0.1)], **settings)
+    plain = optax.nadam(1.0, b1=0.7, b2=0.8, eps=0.1, mu_dtype="bfloat16")
+    jax.tree.map(np.testing.assert_array_equal, *map(after_two, (ours, plain)))
+    momentum = make_inner("sgd", axes=AXES, arguments=[("momentum", 0.5)])
+    expected = jax.tree.map(lambda a, b: -(0.5 * a + b), *grads)
+    jax.tree.map(np.testing.assert_array_equal, after_two(momentum), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "what"),
+    [
+        ("clip", (), "'clip' is no optimizer of optax"),
+        ("scale_by_adam", (), "is no optimizer of optax"),
+        ("sgd", (("momentm", 0.9),), "momentm = 0.9, .* you mean 'momentum'"),
+        ("adamw", (("b1", 0.8),), r"b1 = 0.8, but inner\.beta1 says that"),
+        ("lamb", (("learning_rate", 1.0),), r"but inner\.learning_rate says that"),
+        ("muon", (("beta", 0.8),), "beta = 0.8, but another field says that"),
+        ("adafactor", (("momentum", "much"),), "'adafactor' with .*much.*TypeError"),
+        ("dpsgd", (), "'dpsgd' needs l2_norm_clip, noise_multiplier, seed"),
+        ("momo", (), "makes no updates from gradients, state and parameters .*value"),
+        ("fromage", (), "the learning rate is more than a factor of the updates"),
+        ("schedule_free_sgd", (), "more than a factor of the updates"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    name: str, arguments: tuple[tuple[str, float | str], ...], what: str
+) -> None:
+    with pytest.raises(ValueError, match=what):
+        make_inner(name, axes=AXES, arguments=arguments)
+
+
+def test_a_dtype_that_it_gives_no_choice_of_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'bfloat16', but .* \['dtype_momentum'\]"):
+        make_inner("adafactor", axes=AXES, moment_dtype="bfloat16")
+
+
+# ---- the learning rate -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.core.payload import Box, Coverage, PayloadLayout
+from diloco_jax.core.payload import Box, Coverage, PayloadLayout, tiles_of
+from diloco_jax.core.tiles import TileGrid
 
 SHAPES = {"a": (64, 64), "b": (5,), "c": (2048,)}
 AXES = {"a": (None, None), "b": (None,), "c": (None,)}
@@ -61,8 +62,8 @@ def boxes(draw, placed: int) -> Box:
 def test_a_part_comes_back_to_its_places(part: list[Box]) -> None:
     arrays = encoded()
     payload = LAYOUT.pack(arrays)
-    octets = LAYOUT.gather(payload, tuple(part))
-    assert memoryview(octets).nbytes == LAYOUT.part_bytes(tuple(part))
+    octets = b"".join(cut.tobytes() for cut in LAYOUT.cut(payload, tuple(part)))
+    assert len(octets) == LAYOUT.part_bytes(tuple(part))
     target = bytearray(LAYOUT.total_bytes)
     LAYOUT.scatter(target, tuple(part), octets)
     here = Coverage(LAYOUT)
@@ -70,6 +71,24 @@ def test_a_part_comes_back_to_its_places(part: list[Box]) -> None:
     for i, (got, sent) in enumerate(zip(LAYOUT.unpack(target), arrays, strict=True)):
         np.testing.assert_array_equal(got[here._here[i]], sent[here._here[i]])
         assert not got[~here._here[i]].any()
+
+
+@given(st.lists(st.integers(0, 2).flatmap(boxes), max_size=4))
+def test_values_of_a_part_are_those_of_its_tiles(part: list[Box]) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=p.piece.shape).astype("<f4") for p in LAYOUT.placed]
+    cut = LAYOUT.cut_values(arrays, tuple(part))
+    octets = b"".join(values.tobytes() for values in cut)
+    assert len(octets) == LAYOUT.values_bytes(tuple(part))
+    got = LAYOUT.split_values(octets, tuple(part))
+    assert [box.piece for box, _ in got] == ([b.piece for b in part] or [0, 1, 2])
+    for box, values in got:
+        array = arrays[box.piece]
+        np.testing.assert_array_equal(values, array[LAYOUT.elements(box)])
+        grid = TileGrid.of(array.shape)
+        numbers = grid.split(np.arange(array.size).reshape(array.shape))
+        has = numbers[tiles_of(box)].ravel()
+        assert sorted(array.ravel()[has]) == sorted(values.ravel())
 
 
 def test_parts_cover_a_payload_when_every_tile_is_here() -> None:
@@ -88,7 +107,8 @@ def test_parts_cover_a_payload_when_every_tile_is_here() -> None:
 
 def test_no_part_is_the_whole_payload() -> None:
     payload = bytes(LAYOUT.pack(encoded()))
-    assert LAYOUT.gather(payload, ()) == payload
+    (whole,) = LAYOUT.cut(payload, ())
+    assert bytes(whole) == payload
     target = bytearray(LAYOUT.total_bytes)
     LAYOUT.scatter(target, (), payload)
     assert bytes(target) == payload
@@ -99,10 +119,23 @@ def test_no_part_is_the_whole_payload() -> None:
     [Box(3, (0,), (1,)), Box(2, (0,), (3,)), Box(2, (1,), (1,)), Box(0, (0,), (1,))],
 )
 def test_tiles_that_are_not_there_are_named(box: Box) -> None:
-    with pytest.raises(ValueError, match=r"Box\(piece=\d.* is not in a fragment of 3"):
-        LAYOUT.part_bytes((box,))
+    payload, arrays = (
+        LAYOUT.pack(encoded()),
+        [np.zeros(p.piece.shape) for p in LAYOUT.placed],
+    )
+    for refuse in (
+        lambda: LAYOUT.part_bytes((box,)),
+        lambda: LAYOUT.cut(payload, (box,)),
+        lambda: LAYOUT.cut_values(arrays, (box,)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"Box\(piece=\d.* is not in a fragment of 3"
+        ):
+            refuse()
 
 
 def test_a_part_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="a part of 7 bytes came with 6"):
         LAYOUT.scatter(bytearray(LAYOUT.total_bytes), (Box(1, (0,), (1,)),), bytes(6))
+    with pytest.raises(ValueError, match="a part of 20 bytes came with 16"):
+        LAYOUT.split_values(bytes(16), (Box(1, (0,), (1,)),))

@@ -16,7 +16,12 @@ from diloco_jax.config import InnerConfig, IslandConfig, RunConfig, SyncConfig
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.island import mesh
-from diloco_jax.island.build import build_exchange, build_trainer, join
+from diloco_jax.island.build import (
+    build_exchange,
+    build_trainer,
+    compile_ahead,
+    join,
+)
 from diloco_jax.island.kinds import kind_of
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.step import TrainState
@@ -76,13 +81,14 @@ def train(config: IslandConfig, batches: np.ndarray) -> dict[str, object]:
         for pieces in plan.fragments
     ]
     exchange, params = build_exchange(RUN, model, trainer)
-    params = exchange.warm(params)
-    trainer.eval_step(params, batches[0], np.ones((8, 16), np.float32))
-    state = TrainState(params, trainer.init_inner(params))
-    trainer.step(state, trainer.put_batch(batches[0]), 0.0)
+    compile_ahead(trainer, exchange, params, RUN.sequence_length)
     counter = Compilations()
     logging.getLogger("jax").addHandler(counter)
     with jax.log_compiles():
+        params = exchange.warm(params)
+        trainer.eval_step(params, batches[0], np.ones((8, 16), np.float32))
+        state = TrainState(params, trainer.init_inner(params))
+        trainer.step(state, trainer.put_batch(batches[0]), 0.0)
         anchors = {f: put(exchange, plan, f, first) for f in range(2)}
         replica = join(plan, trainer, exchange, anchors)
         losses = [float(replica.step(batch, 0.1)["loss"]) for batch in batches]

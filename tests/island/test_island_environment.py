@@ -1,6 +1,56 @@
 """What jax finds when an island imports it."""
 
-from diloco_jax.island.environment import LIBTPU_FLAGS, prepare_environment
+import pytest
+
+from diloco_jax.island import environment as island_environment
+from diloco_jax.island.environment import (
+    LIBTPU_FLAGS,
+    prepare_environment,
+    skip_absent_tpu,
+)
+
+
+def chosen(root, **environment):
+    """The platform that is chosen on a machine whose files are in `root`."""
+    skip_absent_tpu(environment, root)
+    return environment.get("JAX_PLATFORMS")
+
+
+@pytest.fixture
+def no_plugins(monkeypatch):
+    monkeypatch.setattr(island_environment, "_plugins", lambda: False)
+
+
+@pytest.mark.usefixtures("no_plugins")
+def test_libtpu_is_not_asked_where_nothing_can_be_a_tpu(tmp_path):
+    card = tmp_path / "sys/bus/pci/devices/0000:00:03.0/vendor"
+    card.parent.mkdir(parents=True)
+    card.write_text("0x10de\n")
+    assert chosen(tmp_path, PATH="/bin") == "cpu"
+
+
+@pytest.mark.usefixtures("no_plugins")
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("sys/bus/pci/devices/0000:00:05.0/vendor", "0x1ae0\n"),
+        ("dev/accel0", ""),
+        ("dev/vfio/0", ""),
+    ],
+)
+def test_what_may_be_a_tpu_is_left_to_jax(tmp_path, path, text):
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text(text)
+    assert chosen(tmp_path) is None
+
+
+def test_who_chose_or_has_an_accelerator_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(island_environment, "_plugins", lambda: True)
+    assert chosen(tmp_path) is None
+    monkeypatch.setattr(island_environment, "_plugins", lambda: False)
+    assert chosen(tmp_path, TPU_WORKER_ID="0") is None
+    assert chosen(tmp_path, JAX_PLATFORMS="") == ""
+    assert chosen(tmp_path, JAX_PLATFORMS="tpu") == "tpu"
 
 
 def test_an_island_forgets_the_multi_slice_job_it_was_started_in():

@@ -15,7 +15,7 @@ from diloco_jax.island.fetcher import Fetcher
 from diloco_jax.island.identity import Identity
 from diloco_jax.island.inbound import Targets
 from diloco_jax.island.link import Link
-from diloco_jax.island.mailbox import Mailbox, Status
+from diloco_jax.island.mailbox import Ending, Mailbox, Status
 from diloco_jax.island.receiver import Receiver
 from diloco_jax.island.sender import Sender
 from diloco_jax.policy.events import Outstanding, Record, Span, Version
@@ -99,7 +99,7 @@ class FakeExchange:
     def part_down(self, fragment):
         return ()
 
-    def full_bytes(self, fragment):
+    def anchor_bytes(self, fragment):
         return 4 * 38
 
     def put_publish(self, fragment, payload):
@@ -181,7 +181,7 @@ def link(stack, client, mailbox, wanted):
     link.start(
         Targets(want=lambda *a: wanted.put(a), resend=lambda *a: link.resent.put(a))
     )
-    stack.callback(link.close, "end of test", 5.0)
+    stack.callback(link.close, Ending(0, "end of test", "stopped"), 5.0)
     return link
 
 
@@ -256,7 +256,7 @@ def test_a_lost_coordinator_is_found_again(stack, coordinator, link, mailbox, wa
 def test_a_refusal_ends_the_loop_with_its_words(coordinator, link, mailbox):
     coordinator.session.close(Refused("fenced", "incarnation 2 is here"))
     wait_for_news(mailbox)
-    assert mailbox.ending == (3, "incarnation 2 is here (fenced)")
+    assert mailbox.ending == (3, "incarnation 2 is here (fenced)", "refused")
 
 
 def test_refused_at_the_first_connection(coordinator, client, mailbox):
@@ -266,9 +266,9 @@ def test_refused_at_the_first_connection(coordinator, client, mailbox):
 
 
 def test_goodbye_is_the_last_word(coordinator, link):
-    link.close("finished", 5.0)
+    link.close(Ending(0, "the run is over", "finished"), 5.0)
     goodbye = coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
-    assert goodbye.reason == "finished"
+    assert (goodbye.reason, goodbye.text) == ("finished", "the run is over")
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def test_it_steps_to_the_end_and_leaves_when_the_run_is_finished(loop):
     loop, network = loop
     network.at = {STEPS: network.mailbox.finish}
     ending = loop.run()
-    assert ending == (0, "finished")
+    assert ending == (0, "the run is over", "finished")
     status = network.mailbox.status()
     assert (status.phase, status.steps) == ("stopped", STEPS)
     measures = status.measures
@@ -182,7 +182,7 @@ def test_take_verdict_adoption(loop, built):
         mailbox.end(0, "seen")
 
     network.at = {3: lambda: mailbox.request_take(0, 1), 5: publish}
-    assert loop.run().reason == "seen"
+    assert loop.run().text == "seen"
     (sent,) = network.sent
     assert sent[:2] == (0, 1)
     assert network.forgotten == [(0, 1)]
@@ -209,11 +209,11 @@ def test_an_island_that_is_about_to_leave_makes_no_steps_but_takes(loop):
 
     def put(fragment, tick, encoded):
         network.sent.append((fragment, tick))
-        mailbox.end(1, "preempted")
+        mailbox.end(1, "preempted (SIGTERM)", "preempted")
 
     loop.checkpoints, network.put = Checkpoints(), put
     network.at = {3: mailbox.leave}
-    assert loop.run() == (1, "preempted")
+    assert loop.run() == (1, "preempted (SIGTERM)", "preempted")
     assert (mailbox.status().phase, mailbox.status().steps) == ("stopped", 3)
     assert network.sent == [(1, 7)]
     first = saved[0]
@@ -285,7 +285,7 @@ def test_without_data_it_ends_with_an_error(loop):
     ending = loop.run()
     loop.data.close()
     assert ending.exit_code == 1
-    assert "no data was granted for 3 s at step 3" in ending.reason
+    assert "no data was granted for 3 s at step 3" in ending.text
 
 
 def test_stopped_it_still_answers_takes(loop):

@@ -91,13 +91,19 @@ def test_traffic_is_in_the_measures():
     mailbox.post(Status(phase="training"))
     measures = mailbox.status().measures
     assert (measures.bytes_up, measures.bytes_down) == (7, 5)
+    # Of the other hosts too, whose answers may overtake each other.
+    for up in (9, 8):
+        mailbox.count_of(1, {"bytes_up": up, "bytes_down": 1, "bytes_join": 2})
+    measures = mailbox.status().measures
+    assert (measures.bytes_up, measures.bytes_down, measures.bytes_join) == (16, 6, 2)
+    assert mailbox.traffic() == {"bytes_up": 7, "bytes_down": 5, "bytes_join": 0}
 
 
 def test_the_first_reason_to_end_stands():
     mailbox = Mailbox()
-    mailbox.end(3, "refused")
+    mailbox.end(3, "another run", "refused")
     mailbox.end(0, "sigterm")
-    assert mailbox.ending == (3, "refused")
+    assert mailbox.ending == (3, "another run", "refused")
 
 
 def test_waiting_ends_with_news_and_with_the_deadline():

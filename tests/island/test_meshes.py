@@ -48,7 +48,7 @@ def test_bits_do_not_depend_on_the_mesh(found, mesh, bits):
 
 
 @pytest.mark.parametrize("mesh", ["1x1x1", *MESHES])
-def test_nothing_compiles_after_the_warm_up(found, mesh):
+def test_nothing_compiles_after_what_is_compiled_ahead(found, mesh):
     assert found[mesh]["compiled_late"] == 0
     assert found[mesh]["steps_compiled"] == 1
 

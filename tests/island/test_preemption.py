@@ -79,7 +79,8 @@ def test_the_metadata_servers_notice_ends_the_loop(server, mailbox):
     watch = Preemption(mailbox, notice_s=5).watch(server.address)
     assert mailbox.ending is None
     server.preempted.set()
-    assert wait_for_end(mailbox) == Ending(1, "preempted (the metadata server)")
+    text = "preempted (the metadata server)"
+    assert wait_for_end(mailbox) == Ending(1, text, "preempted")
     watch.join(WAIT_S)
     assert not watch.is_alive()
     first, *others = server.paths
@@ -161,7 +162,7 @@ def test_the_loop_ends_once_the_island_is_let_go(training):
     training.wait(0.2)
     assert training.ending is None
     training.let_go()
-    assert wait_for_end(training) == Ending(1, "preempted (SIGTERM)")
+    assert wait_for_end(training) == Ending(1, "preempted (SIGTERM)", "preempted")
 
 
 def test_it_does_not_wait_longer_than_the_notice(training):
@@ -180,5 +181,5 @@ def test_two_sources_tell_of_one_notice(training):
 def test_an_island_that_is_joining_leaves_at_once(mailbox):
     mailbox.post(Status(phase="compiling"))
     Preemption(mailbox, notice_s=WAIT_S).notice("SIGTERM")
-    assert wait_for_end(mailbox) == Ending(1, "preempted (SIGTERM)")
+    assert wait_for_end(mailbox) == Ending(1, "preempted (SIGTERM)", "preempted")
     assert not mailbox.leaving

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding
 
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.core.inner import make_inner
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.mesh import make_mesh
-from diloco_jax.island.step import Trainer, TrainState
+from diloco_jax.island.mesh import MESH_AXES, make_mesh, param_shardings, replicated
+from diloco_jax.island.step import Trainer, TrainState, _like_params
 from diloco_jax.models import transformer
 from diloco_jax.models.model import Model
 from diloco_jax.models.presets import preset
@@ -140,6 +141,36 @@ def test_moments_lie_as_their_parameters():
         moments,
         state.params,
     )
+
+
+@pytest.mark.parametrize("name", ["lamb", "adafactor", "adopt"])
+def test_the_state_of_any_optimizer_is_cut_as_its_parameters(name):
+    model = transformer.build(preset("2m"))
+    shapes, inner = model.shapes(), make_inner(name, axes=model.axes)
+    mesh = AbstractMesh((2, 2, 2), MESH_AXES)
+    shardings = param_shardings(mesh, model.axes, shapes)
+    whole = replicated(mesh)
+    state = jax.eval_shape(inner.init, shapes)
+    lies = _like_params(state, shapes, shardings, whole)
+    expected = jax.tree.map(lambda s, lie: (s.shape, lie), shapes, shardings)
+    cut = [of for of in jax.tree.leaves(expected, is_leaf=is_pair) if of[1] != whole]
+    found = jax.tree.map(lambda s, lie: (s.shape, lie), state, lies)
+    found = jax.tree.leaves(found, is_leaf=is_pair)
+    # Adafactor has one second moment of what is too small to be factored.
+    copies = {"lamb": 2, "adafactor": 1, "adopt": 2}[name]
+    large = [of for of in cut if name != "adafactor" or not factored(of[0])]
+    assert len(large) >= 1
+    for of in large:
+        assert found.count(of) == copies * cut.count(of)
+    assert all(lie == whole for shape, lie in found if not shape)
+
+
+def is_pair(value):
+    return isinstance(value, tuple) and any(isinstance(v, NamedSharding) for v in value)
+
+
+def factored(shape):
+    return len(shape) > 1 and sorted(shape)[-2] >= 128
 
 
 def assert_alike(moment, leaf, dtype):

@@ -20,6 +20,8 @@ STATUS = {
     "progress": 0.25,
     "merges": 34,
     "goodput": 0.93,
+    "bytes_up_per_second": 34_000,
+    "bytes_down_per_second": 1_200_000,
     "alerts": ["one", "two", "three", "four"],
     "islands": {
         "v6e": {
@@ -52,6 +54,7 @@ def test_table_has_a_row_per_island_with_what_is_known():
         assert shown in v6e
     assert "restarting #2" in rows["v5p-b"]
     assert "nan" not in rows["v5p-b"]
+    assert "34.0 kB/s up, 1.2 MB/s down" in text_of(render(STATUS, 90))
 
 
 def test_the_table_fits_into_eighty_columns():
@@ -162,3 +165,10 @@ def test_comparison_is_relative_to_the_baseline():
     text = comparison({"eval_loss": 2.0}, baseline)
     assert "loss 1.6000; this run 2.0000, +25.0%" in text
     assert "missing" in comparison({}, baseline)
+
+
+def test_the_report_says_what_a_person_should_look_at():
+    told = "island v5p never made a step: see its log"
+    report = closing_report({**SUMMARY, "alerts": [told]}, {})
+    assert f"alert: {told}" in report.splitlines()
+    assert "alert" not in closing_report(SUMMARY, {})

@@ -30,6 +30,7 @@ from diloco_jax.policy.events import (
     Timer,
     Version,
 )
+from diloco_jax.policy.reasons import EndReason, Refusal
 from diloco_jax.policy.recovery import recover
 from diloco_jax.policy.state import Account, Fragment, PolicyConfig, State, initial
 
@@ -145,16 +146,17 @@ class Driver:
             )
         )
 
-    def goodbye(self, name: str, reason: str = "asked to") -> list[Effect]:
+    def goodbye(self, name: str, reason: EndReason = "stopped") -> list[Effect]:
         session = self.state.islands[name].session
-        return self.feed(Goodbye(island=name, session=session, reason=reason))
+        goodbye = Goodbye(island=name, session=session, reason=reason, said="bye")
+        return self.feed(goodbye)
 
     def disconnect(self, name: str) -> list[Effect]:
         session = self.state.islands[name].session
         return self.feed(Disconnected(island=name, session=session))
 
     def arrive(
-        self, name: str, fragment: int, tick: int | None = None, refusal: str = ""
+        self, name: str, fragment: int, tick: int | None = None, refusal: Refusal = ""
     ) -> list[Effect]:
         """The bytes of the outstanding take (or that of `tick`)."""
         incarnation = self.state.islands[name].incarnation

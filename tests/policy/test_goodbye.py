@@ -145,11 +145,11 @@ def test_an_island_leaves_one_delta_of_a_fragment_at_most() -> None:
         for name in "ab":
             d.report(name, steps)
     d.take("a", 0, 4)
-    effects = d.goodbye("a", "again")
+    effects = d.goodbye("a", "failed")
     assert persisted(effects, "left")[0]["left_behind"] == []
     assert only(effects, DropDelta).incarnation == 2
     assert [kept.incarnation for kept in d.fragment(0).left_behind] == [1]
-    assert d.totals("a").lost == {"again": 40}
+    assert d.totals("a").lost == {"failed": 40}
 
 
 def test_its_data_is_not_granted_again() -> None:
@@ -250,6 +250,6 @@ def test_nothing_is_left_behind_for_a_fragment_whose_flush_is_over() -> None:
     d.wait(d.config.flush_s)
     assert [d.fragment(i).phase for i in (0, 1)] == ["merging", "done"]
     d.arrive("b", 1)
-    assert persisted(d.goodbye("b", "late"), "left")[0]["left_behind"] == []
+    assert persisted(d.goodbye("b", "failed"), "left")[0]["left_behind"] == []
     assert of(d.computed(0), Finish)
-    assert (d.totals("b").lost, d.totals("b").in_flight) == ({"late": 40}, 0)
+    assert (d.totals("b").lost, d.totals("b").in_flight) == ({"failed": 40}, 0)

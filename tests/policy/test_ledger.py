@@ -46,6 +46,7 @@ def test_totals_balance_exactly() -> None:
     assert run.computed == 90 + 30
     assert run.merged == 14 + 7 * 30 // 10
     assert ledger.merged_by_fragment(d.state) == [20 + 30, 0]
+    assert ledger.merged_by_fragment(d.state, "b") == [30, 0]
 
 
 def test_progress_counts_what_is_computed_and_not_lost() -> None:

@@ -80,13 +80,14 @@ def test_goodbye_loses_what_is_open() -> None:
     d.report("a", 2)
     d.merge(0, a=2)
     d.report("a", 5)
-    effects = d.goodbye("a", "told to stop")
+    effects = d.goodbye("a", "stopped")
     (record,) = persisted(effects, "left")
-    assert (record["steps"], record["reason"]) == (5, "told to stop")
+    assert (record["steps"], record["reason"]) == (5, "stopped")
+    assert record["said"] == "bye"
     totals = d.totals("a")
     # Of 50 tokens, fragment 0 (30 of 40 parameters) merged 20, fragment 1 none.
     assert (totals.computed, totals.merged) == (50, 15)
-    assert totals.lost == {"told to stop": (30 * 30 + 10 * 50) // 40}
+    assert totals.lost == {"stopped": (30 * 30 + 10 * 50) // 40}
     assert d.goodbye("a") == []
     refuse = only(d.report("a", 6), Refuse)
     assert refuse.code == "fenced"
@@ -112,7 +113,8 @@ def test_a_higher_incarnation_fences_the_older_one() -> None:
         island="a", session="a1", phase="training", steps=9, step_seconds=1.0
     )
     assert only(d.feed(report), Refuse).code == "fenced"
-    assert d.feed(Goodbye(island="a", session="a1", reason="late")) == []
+    late = Goodbye(island="a", session="a1", reason="failed", said="late")
+    assert d.feed(late) == []
     assert d.state == before
 
 
@@ -150,11 +152,11 @@ def test_an_island_gone_while_its_merge_is_under_way() -> None:
     d.report("a", 2)
     d.take("a", 0, 2)
     d.report("a", 5)
-    d.goodbye("a", "left")
+    d.goodbye("a", "failed")
     d.computed(0)
     totals = d.totals("a")
     assert (totals.computed, totals.merged) == (50, 15)
-    assert totals.lost == {"left": (30 * 30 + 10 * 50) // 40}
+    assert totals.lost == {"failed": (30 * 30 + 10 * 50) // 40}
     d.hello("a", 2)
     assert d.totals("a") == totals
 

@@ -1,12 +1,14 @@
-"""One host of an island, watched: notes its parameters after every adoption.
+"""One host of an island, watched: notes its parameters after every adoption, and at
+the end its traffic.
 
 CONFIG NAME COORDINATOR WORKDIR WORLD INDEX scripted|SEED. With a seed, everything that
-this host does is late by random milliseconds.
+this host does is late by random milliseconds, and host 1 compiles longest.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import sys
 import time
@@ -34,10 +36,12 @@ def main(
 
     setup_logging()
     note_adoptions(Path(workdir) / f"{name}.{index}.adopted")
+    note_traffic(Path(workdir) / f"{name}.{index}.traffic")
     if how == "scripted":
         script(config)
     else:
         be_late(random.Random(f"{how}/{index}"))
+        compile_last(Path(workdir) / name, int(index))
     return island_main.run(
         config,
         name,
@@ -71,6 +75,19 @@ def note_adoptions(path: Path) -> None:
     Replica.adopt = noted
 
 
+def note_traffic(path: Path) -> None:
+    """Writes what this host sent and received, as JSON."""
+    from diloco_jax.island.host import Host
+
+    close = Host.close
+
+    def noted(self):
+        path.write_text(json.dumps(self.mailbox.traffic()))
+        close(self)
+
+    Host.close = noted
+
+
 def be_late(rng: random.Random) -> None:
     """Delays decisions, fetches and uploads of this host."""
     from diloco_jax.island import fetcher, following, sender
@@ -88,6 +105,38 @@ def be_late(rng: random.Random) -> None:
     late(sender.Sender, "_send")
     late(following.FollowDecisions, "at")
     late(following.LeadDecisions, "at")
+
+
+def compile_last(mark: Path, index: int) -> None:
+    """Host 1 has not compiled before host 0 waits for it; host 0 fails if it executes
+    anything before that."""
+    from diloco_jax.island import host
+    from diloco_jax.island.exchange import Exchange
+    from diloco_jax.island.hosts import Hosts
+
+    waits, compiled = mark.with_suffix(".0.waits"), mark.with_suffix(".1.compiled")
+    compile_ahead, meet, warm = host.compile_ahead, Hosts.meet, Exchange.warm
+
+    def compiles(*args):
+        compile_ahead(*args)
+        deadline = time.monotonic() + 60.0
+        while not waits.exists():
+            assert time.monotonic() < deadline, "host 0 does not wait for host 1"
+            time.sleep(0.01)
+        compiled.touch()
+
+    def meets(self, what, *args):
+        waits.touch()
+        meet(self, what, *args)
+
+    def warms(self, params):
+        assert compiled.exists(), "host 0 does not wait until host 1 has compiled"
+        return warm(self, params)
+
+    if index == 0:
+        Hosts.meet, Exchange.warm = meets, warms
+    else:
+        host.compile_ahead = compiles
 
 
 def script(config) -> None:

@@ -123,8 +123,8 @@ def run_scripted(config: Config, workdir: Path) -> list[dict]:
                 ready.wait(PATIENCE_S)
                 ending = island.run()
                 if ending.exit_code:
-                    failures.append(ending.reason)
-                island.stop(ending.reason)
+                    failures.append(ending.text)
+                island.stop(ending)
                 island.close()
             except Exception as error:
                 failures.append(repr(error))

@@ -97,7 +97,8 @@ def test_what_an_island_sent_is_merged_after_its_goodbye(
     kinds = [record["kind"] for record in tape]
     merged, left = kinds.index("merged"), kinds.index("left")
     assert left < merged
-    assert tape[left]["reason"] == "preempted (SIGTERM)"
+    assert tape[left]["reason"] == "preempted"
+    assert tape[left]["said"] == "preempted (SIGTERM)"
     kept = {delta["fragment"]: delta for delta in tape[left]["left_behind"]}
     asked = next(r for r in tape if r["kind"] == "tick")
     assert (asked["fragment"], asked["tick"]) == (0, kept[0]["tick"])

@@ -268,7 +268,7 @@ def test_a_corrupted_chunk_is_refused_and_may_be_sent_again(undisturbed, start):
     error = raw_upload(address, messages.encode(start), bytes(frame))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert re.search(
-        r"at byte 0 is damaged: checksum (\w{8}), expected (?!\1)\w{8}; send the "
+        r"at byte 0 is damaged: checksum (\w{16}), expected (?!\1)\w{16}; send the "
         r"transfer again",
         error.details(),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import socket
 from collections.abc import Iterator
@@ -14,7 +15,11 @@ from runtime_support import coordinator, make_config, placed, with_run
 from diloco_jax import cli
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.main import Coordinator
+from diloco_jax.core.codec import get_codec
+from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.loading import write_config_json
+from diloco_jax.models.build import build
+from diloco_jax.models.plan import build_plan
 from diloco_jax.wire.errors import SecurityError
 
 
@@ -53,7 +58,7 @@ def test_run_ends_with_code_2_when_the_port_is_in_use(config, used, tmp_path, ca
     assert cli.main(["run", str(tmp_path / "two.json"), *arguments]) == 2
     shown = capsys.readouterr().err
     assert f"cannot bind {used}: Address already in use" in shown
-    assert [p.name for p in workdir.iterdir()] == ["logs"]
+    assert not workdir.exists()
 
 
 def test_another_address_needs_certificates_that_are_there(config, tmp_path):
@@ -73,6 +78,18 @@ def test_more_fragments_than_the_model_has_are_refused(config, tmp_path):
     message = refused_start(many, tmp_path / "run", init=True)
     assert "sync.fragments = 99, sync.fragment_by = 'layer': " in message
     assert re.search(r"choose num_fragments between 1 and \d+, or deal them", message)
+
+
+def test_deltas_that_find_no_room_are_refused(config, tmp_path):
+    plan = build_plan(config.run, build(config.run))
+    codec = get_codec(config.run.sync.codec_up)
+    largest = max(PayloadLayout.of(codec, p).total_bytes for p in plan.fragments)
+    small = placed(config, merge_buffer_bytes=2 * largest - 1)
+    message = refused_start(small, tmp_path / "run", init=True)
+    assert f"placement.merge_buffer_bytes = {2 * largest - 1}, but" in message
+    assert f"{largest} bytes each (sync.codec_up = 'int8')" in message
+    assert f"2 islands; give at least {2 * largest}, or more" in message
+    Coordinator(placed(config, merge_buffer_bytes=2 * largest), tmp_path, init=True)
 
 
 def test_an_empty_disk_is_not_initialised(config, tmp_path):
@@ -110,9 +127,11 @@ def test_a_folder_of_checkpoints_that_cannot_be_made_is_refused(config, tmp_path
     assert "give another folder as --checkpoints" in message
 
 
-def test_init_does_not_begin_a_run_twice(config, tmp_path):
-    with coordinator(config, tmp_path, killed=True):
+def test_init_does_not_begin_twice_a_run_that_nobody_joined(config, tmp_path):
+    with coordinator(config, tmp_path):
         pass
+    alerts = json.loads((tmp_path / "summary.json").read_bytes())["alerts"]
+    assert alerts == [f"island {n} never made a step: see its log" for n in "ba"]
     message = refused_start(config, tmp_path, init=True)
     assert re.search(r"holds run \w{16} already; choose another --workdir", message)
 
@@ -142,6 +161,22 @@ def test_init_does_not_begin_a_run_twice(config, tmp_path):
         (
             ["--data.digest", "", "--data.paths", "FOLDER/photo"],
             ["FOLDER/photo is not text: a NUL byte at offset 2", "leave it out"],
+        ),
+        (
+            ["--sequence-length", "1000000"],
+            ["sequence_length = 1000000", "bytes, but one window", "or lower"],
+        ),
+        (
+            ["--outer.momentum", "1.5"],
+            ["outer.momentum = 1.5; it must be at least 0, below 1"],
+        ),
+        (
+            ["--islands.a.attention", "splash"],
+            ["islands.a.attention = 'splash'", "a multiple of 128"],
+        ),
+        (
+            ["--advertise", "nonsense"],
+            ["placement.advertise: address 'nonsense' is not HOST:PORT"],
         ),
         (
             ["--bind", "10.0.0.1:7077"],

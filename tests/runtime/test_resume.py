@@ -232,3 +232,4 @@ def test_a_graceful_stop_and_its_resumption_have_one_digest(text, tmp_path):
         assert service.store.digest() == stopped["parameters_digest"]
     recovered = newest_record(tmp_path / "tape.jsonl", "recovered")
     assert recovered["parameters_digest"] == stopped["parameters_digest"]
+    assert stopped["phase"] == "stopped"

@@ -59,8 +59,9 @@ FIELDS = {
     "tokens_merged": (3 * 6 * 8 + 7 * 8) // 4,
     "tokens_lost": {"died": (3 * 2 * 8 + 8) // 4},
     "tokens_in_flight": 0,
+    "tokens_merged_by_fragment": [48, 56],
 }
-SUMMARY = {**FIELDS, "tokens_merged_by_fragment": [48, 56], "islands": {"a": FIELDS}}
+SUMMARY = {**FIELDS, "islands": {"a": FIELDS}}
 
 
 def test_a_sound_run_passes():
@@ -80,6 +81,13 @@ def test_a_token_too_many_is_found(field, everywhere):
         for fields in (summary, summary["islands"]["a"]):
             fields["tokens_lost"]["died"] += 1 if field == "tokens_computed" else -1
     assert tape_checks.ledger_problems(summary, TAPE, SIZES)
+
+
+def test_a_token_booked_in_another_fragment_is_found():
+    summary = copy.deepcopy(SUMMARY)
+    summary["islands"]["a"]["tokens_merged_by_fragment"] = [47, 57]
+    (problem,) = tape_checks.ledger_problems(summary, TAPE, SIZES)
+    assert problem == ("a: tokens_merged_by_fragment [47, 57], by the tape [48, 56]")
 
 
 def test_open_tokens_of_a_finished_run_are_found():

@@ -218,6 +218,7 @@ def test_the_time_until_somebody_resumed_the_run_is_no_outage(copied):
         "kind": "left",
         "island": "b",
         "reason": "stopped",
+        "said": "",
         "time": lines[recovered]["time"],
     }
     before = read_timeline(copied)

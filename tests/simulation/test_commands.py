@@ -73,6 +73,7 @@ def test_mix_and_scavenge_show_published_figures_beside_ours(capsys):
     code, _, err = run(capsys, "mix", "--hours", "0.2")
     assert code == 0
     assert "84%" in err
+    assert "K = 8: 84 %, every step waiting for all, as in the row lockstep" in err
     arguments = ["--hours", "0.5", "--islands", "4", "--extra", "0.25", "--json"]
     code, out, _ = run(capsys, "scavenge", *arguments)
     (row,) = json.loads(out)["rows"]
@@ -93,6 +94,8 @@ def test_bandwidth_has_its_stated_keys(capsys):
     ("arguments", "message"),
     [
         (["goodput", "--chips", "-5"], "chips = -5"),
+        (["mix", "--grace", "1"], "grace = 1.0; it must be at least 0, below 1"),
+        (["scavenge", "--step-spread", "nan"], "step_spread = nan; it must be at"),
         (["goodput", "--quorum", "9"], "quorum = 9, but islands = 8"),
         (["gooput"], "did you mean 'goodput'"),
     ],

@@ -130,6 +130,15 @@ def test_a_merge_that_is_not_there_cannot_be_the_last(workdir, until):
         read_recording(workdir, until=until)
 
 
+@pytest.mark.parametrize("until", [None, 0, 1])
+def test_a_tape_without_a_merge_has_nothing_to_repeat(workdir, until):
+    write(workdir, TAPE[:1])
+    with pytest.raises(ConfigError) as caught:
+        read_recording(workdir, until=until)
+    assert "ends after line 1 without a merge" in str(caught.value)
+    assert "--until" not in str(caught.value)
+
+
 # ---- lines changed, with the chain as it was ---------------------------------------
 
 

@@ -45,11 +45,12 @@ def test_what_is_queued_is_sent_before_the_stream_closes(serve, connect, handler
     handlers.next("connect")
     for steps in range(50):
         stream.send(report(steps))
-    stream.send(messages.Goodbye(reason="preempted"))
+    goodbye = messages.Goodbye(reason="preempted", text="by SIGTERM")
+    stream.send(goodbye)
     stream.close(WAIT_S)
     for steps in range(50):
         assert handlers.next("receive")[1].steps == steps
-    assert handlers.next("receive")[1] == messages.Goodbye(reason="preempted")
+    assert handlers.next("receive")[1] == goodbye
     with pytest.raises(ConnectionLost):
         stream.send(report(0))
 
@@ -126,7 +127,8 @@ def test_oversized_control_message_is_refused_here_and_there(
 ):
     _, address = serve()
     stream = connect(address).open_control(hello())
-    too_large = messages.Goodbye(reason="x" * messages.MAX_CONTROL_BYTES)
+    text = "x" * messages.MAX_CONTROL_BYTES
+    too_large = messages.Goodbye(reason="failed", text=text)
     with pytest.raises(LocalProtocolError, match=r"Goodbye.*4194304"):
         stream.send(too_large)
     call = raw_channel(address).stream_stream("/diloco.Coordinator/Control")

@@ -55,6 +55,16 @@ def test_fetch_in_stripes(serve, connect, handlers, size):
     assert len(rest) == {2 * MIB + 1: 1, 20 * MIB + 17: 4}.get(size, 0)
 
 
+def test_what_lies_scattered_in_memory_is_fetched_row_by_row(serve, connect, handlers):
+    _, address = serve()
+    handlers.published = random_bytes(MIB)
+    matrix = np.random.default_rng(0).integers(0, 256, (3000, 2000), np.uint8)
+    handlers.scattered = [matrix[:, 500:].data, np.float32(1.5).reshape(()).data]
+    expected = handlers.published + matrix[:, 500:].tobytes() + b"\0\0\xc0?"
+    fetched = connect(address).fetch(fetch_request(), max_bytes=len(expected))
+    assert fetched.payload == expected
+
+
 def test_fetch_over_tls(serve, connect, handlers, tls):
     _, address = serve(tls=tls["coordinator"])
     handlers.published = random_bytes(9 * MIB)
@@ -75,12 +85,15 @@ def test_array_is_uploaded_without_a_copy_of_its_own(serve, connect, handlers):
 @pytest.mark.parametrize(
     ("damage", "cause"),
     [
-        (lambda f: f[:-1] + bytes([f[-1] ^ 1]), r"checksum \w{8}, expected \w{8}"),
-        (lambda f: b"HTTP" + f[4:], "begins with b'HTTP', expected b'DLC1'"),
+        (lambda f: f[:-1] + bytes([f[-1] ^ 1]), r"checksum \w{16}, expected \w{16}"),
+        (lambda f: b"HTTP" + f[4:], "begins with b'HTTP', expected b'DLC2'"),
         (lambda f: f[:-1], "announces 1000 bytes and holds 999"),
         (lambda f: f + f, "announces 1000 bytes and holds"),
         (lambda f: f[:10], "less than its header"),
-        (lambda f: next(frames.chunks(memoryview(f)[20:], 5)), "offset 5, expected 0"),
+        (
+            lambda f: next(frames.chunks(memoryview(f)[frames.HEADER_BYTES :], 5)),
+            "offset 5, expected 0",
+        ),
         (lambda f: next(frames.chunks(memoryview(bytes(MIB)))), "expected 1 to 1000"),
         (lambda f: b"", "0 bytes, less than its header"),
     ],

@@ -72,6 +72,8 @@ class Recorder:
         self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.stored = bytearray()
         self.published = b""
+        self.scattered: list[memoryview] = []
+        """Served after `published`."""
         self.version = Version(1, 5)
         self.refusal: WireError | None = None
         self.requests: list[messages.FetchRequest] = []
@@ -122,8 +124,8 @@ class Recorder:
             version=self.version,
             full=True,
             count=0,
-            buffers=[view[:middle], view[middle:]],
-            total=len(view),
+            buffers=[view[:middle], view[middle:], *self.scattered],
+            total=len(view) + sum(part.nbytes for part in self.scattered),
         )
 
     def status(self) -> dict[str, Any]:

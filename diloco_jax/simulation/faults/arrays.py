@@ -18,9 +18,9 @@ import numpy as np
 from diloco_jax.config import AdoptRule
 from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
-from diloco_jax.island.books import NON_FINITE
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.policy.events import FIRST_VERSION, Merge, Version
+from diloco_jax.policy.reasons import NON_FINITE, Refusal
 from diloco_jax.simulation.merging import Fetched
 
 FIRST_ANCHOR = b"first"
@@ -62,7 +62,7 @@ class Anchors:
         self._computed: dict[int, bytes] = {}
         self._deltas: dict[DeltaKey, Delta] = {}
 
-    def put(self, key: DeltaKey, encoded: Delta) -> str:
+    def put(self, key: DeltaKey, encoded: Delta) -> Refusal:
         """See Merging."""
         self._deltas[key] = encoded
         return "" if encoded.finite else NON_FINITE

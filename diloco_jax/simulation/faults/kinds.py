@@ -101,7 +101,7 @@ class Leave(Fault, frozen=True):
         if self.notice_s:
             island.notice(self.notice_s)
         else:
-            island.leave("left")
+            island.leave("stopped")
         again_s = self.notice_s + self.away_s
         world.start_island_after(again_s, self.island)
         return world.begun(self, again_s)

@@ -1,0 +1,219 @@
+"""Inner optimizers by their names in optax and optax.contrib.
+
+An island takes updates at learning rate 1, times a rate that follows the run. So one
+fits if its learning rate is no more than a factor of its updates, and if gradients,
+state and parameters are all that an update needs. `check` tries both on small arrays.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from diloco_jax.core.fragments import LAYERS
+
+Argument = bool | int | float | str
+Make = Callable[[Mapping[str, Any], float], optax.GradientTransformation]
+"""(axes, learning rate) -> the optimizer."""
+
+RATE = "learning_rate"
+OURS = {
+    RATE: "inner.learning_rate",
+    "b1": "inner.beta1",
+    "b2": "inner.beta2",
+    "mu_dtype": "inner.moment_dtype",
+    "weight_decay": "inner.weight_decay",
+    "weight_decay_rate": "inner.weight_decay",
+    "mask": "the parameter's axes",
+    "weight_decay_mask": "the parameter's axes",
+}
+"""What says it, by the parameter of an optax function."""
+MASKS = ("mask", "weight_decay_mask")
+
+AXES = {"matrix": (LAYERS, "embed", "mlp"), "vector": ("embed",)}
+SHAPES = {"matrix": (3, 4, 6), "vector": (4,)}
+STEPS, SMALLER_RATE = 3, 0.25
+RELATIVE, ABSOLUTE = 1e-2, 1e-4
+"""Between two ways that differ in rounding alone."""
+
+
+def find(name: str) -> Callable[..., optax.GradientTransformation]:
+    """The function that makes it; ValueError with the nearest name if optax has none
+    that takes a learning rate."""
+    for module in (optax, optax.contrib):
+        exported: Any = getattr(module, name, None)
+        if _is_optimizer(name, exported):
+            found: Callable[..., optax.GradientTransformation] = exported
+            return found
+    known = [
+        other
+        for module in (optax, optax.contrib)
+        for other, value in vars(module).items()
+        if _is_optimizer(other, value)
+    ]
+    raise ValueError(
+        f"inner.optimizer = {name!r} is no optimizer of optax or optax.contrib"
+        f"{_suggest(name, known)}; choose 'adamw', 'lion', 'sgd', 'muon' or "
+        f"a function there that takes a {RATE}"
+    )
+
+
+def from_optax(
+    name: str,
+    arguments: Mapping[str, Argument],
+    *,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    moment_dtype: str,
+    weight_decay: float,
+    decays: Any,
+) -> optax.GradientTransformation:
+    """The optimizer of this name, with all of our settings that it takes.
+
+    Args:
+      arguments: more of what it takes.
+      weight_decay: by its own rule if that takes a mask; else apart from it, as AdamW
+        has it.
+      decays: nested like the parameters; whether each decays.
+
+    Raises:
+      ValueError: unknown name or argument, one that is missing, or a dtype that the
+        optimizer gives no choice of.
+    """
+    function = find(name)
+    takes = inspect.signature(function).parameters
+    if moment_dtype != "float32" and "mu_dtype" not in takes:
+        others = [p for p in takes if "dtype" in p]
+        raise ValueError(
+            f"inner.moment_dtype = {moment_dtype!r}, but {_called(name)} takes no "
+            f"mu_dtype; leave it at 'float32'"
+            f"{f' (in inner.arguments it takes {others})' if others else ''}"
+        )
+    settings = {"b1": beta1, "b2": beta2, "mu_dtype": moment_dtype}
+    own: dict[str, Any] = {n: v for n, v in settings.items() if n in takes}
+    mask = next((p for p in MASKS if p in takes), "")
+    within = bool(mask) and "weight_decay" in takes
+    if within:
+        own |= {"weight_decay": weight_decay, mask: decays}
+    elif "weight_decay" in takes:
+        own["weight_decay"] = 0.0
+    optimizer = call(name, function, {RATE: rate, **own}, arguments)
+    if within:
+        return optimizer
+    decay = optax.add_decayed_weights(-rate * weight_decay, decays)
+    return optax.chain(optimizer, decay)
+
+
+def call(
+    name: str,
+    function: Callable[..., optax.GradientTransformation],
+    own: Mapping[str, Any],
+    arguments: Mapping[str, Argument],
+) -> optax.GradientTransformation:
+    """function(**own, **arguments); ValueError if they do not go together."""
+    takes = inspect.signature(function).parameters
+    for argument, value in arguments.items():
+        said = OURS.get(argument, "another field" if argument in own else "")
+        if said:
+            raise ValueError(
+                f"inner.arguments has {argument} = {value!r}, but {said} says that of "
+                f"{name!r}; leave it out of inner.arguments"
+            )
+        if argument not in takes:
+            raise ValueError(
+                f"inner.arguments has {argument} = {value!r}, which {_called(name)} "
+                f"does not take{_suggest(argument, takes)}; it takes "
+                f"{', '.join(p for p in takes if p not in OURS)}"
+            )
+    missing = [
+        p.name
+        for p in takes.values()
+        if p.default is p.empty and p.name not in own and p.name not in arguments
+    ]
+    if missing:
+        raise ValueError(
+            f"inner.optimizer = {name!r} needs {', '.join(missing)}; give it as "
+            f"inner.arguments, or choose another optimizer if no number, string or "
+            f"bool will do"
+        )
+    try:
+        return function(**own, **arguments)
+    except Exception as error:
+        raise _refused(name, arguments, error) from error
+
+
+def check(name: str, arguments: Mapping[str, Argument], make: Make) -> None:
+    """Raises ValueError if the optimizer does not fit, as the module says."""
+    try:
+        scaled = _train(make(AXES, 1.0), SMALLER_RATE)
+        itself = _train(make(AXES, SMALLER_RATE), 1.0)
+    except Exception as error:
+        raise _refused(name, arguments, error) from error
+    for leaf, expected in zip(scaled, itself, strict=True):
+        if not np.allclose(leaf, expected, rtol=RELATIVE, atol=ABSOLUTE):
+            raise ValueError(
+                f"inner.optimizer = {name!r}: for {_called(name)} the learning rate is "
+                f"more than a factor of the updates, so it cannot follow the progress "
+                f"of the run from outside; choose another optimizer"
+            )
+
+
+def _train(optimizer: optax.GradientTransformation, scale: float) -> list[Any]:
+    """Where some steps end."""
+    rng = np.random.default_rng(0)
+
+    def draw(*steps: int) -> dict[str, Any]:
+        return {
+            name: rng.standard_normal((*steps, *shape), np.float32)
+            for name, shape in SHAPES.items()
+        }
+
+    def step(carry: Any, gradients: Any) -> tuple[Any, None]:
+        params, state = carry
+        updates, state = optimizer.update(gradients, state, params)
+        updates = jax.tree.map(lambda u: scale * u, updates)
+        return (optax.apply_updates(params, updates), state), None
+
+    @jax.jit
+    def train(params: Any, gradients: Any) -> Any:
+        carry = params, optimizer.init(params)
+        return jax.lax.scan(step, carry, gradients)[0][0]
+
+    ended: list[Any] = jax.tree.leaves(train(draw(), draw(STEPS)))
+    return ended
+
+
+def _is_optimizer(name: str, function: Any) -> bool:
+    is_function = isinstance(function, (types.FunctionType, functools.partial))
+    if name.startswith(("_", "scale_by_")) or not is_function:
+        return False
+    return RATE in inspect.signature(function).parameters
+
+
+def _called(name: str) -> str:
+    return f"optax.{name}" if hasattr(optax, name) else f"optax.contrib.{name}"
+
+
+def _refused(
+    name: str, arguments: Mapping[str, Argument], error: Exception
+) -> ValueError:
+    return ValueError(
+        f"inner.optimizer = {name!r} with inner.arguments = {dict(arguments)}: "
+        f"{_called(name)} makes no updates from gradients, state and parameters "
+        f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''});"
+        f" correct inner.arguments, or choose another optimizer"
+    )
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,175 @@
+"""The model of a run: the bundled transformer, or what `model.factory` names."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco_jax.config import ConfigError, IslandConfig, RunConfig, suggest
+from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.models import transformer
+from diloco_jax.models.layout import Layout
+from diloco_jax.models.model import Model
+
+Factory = Callable[[RunConfig, IslandConfig, Layout], Model]
+"""What `model.factory` names."""
+
+
+def build(
+    run: RunConfig, island: IslandConfig | None = None, layout: Layout | None = None
+) -> Model:
+    """The run's model.
+
+    Args:
+      run: what all islands agree on.
+      island: how this one computes; None: as an island does by default.
+      layout: the mesh that it runs on; None: the default device.
+
+    Raises:
+      ConfigError: sizes that do not fit together; a factory that is not there, or that
+        makes no model.
+    """
+    island, layout = island or IslandConfig(), layout or Layout.of_one_device()
+    if run.model.factory:
+        return _own(run, island, layout)
+    return transformer.build(
+        run.model,
+        compute_dtype=island.compute_dtype,
+        remat=island.remat,
+        attention=island.attention,
+        loss_chunk=island.loss_chunk,
+        layout=layout,
+    )
+
+
+def _own(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
+    where = f"model.factory = {run.model.factory!r}"
+    try:
+        model = _find(run.model.factory)(run, island, layout)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where} failed: {_said(error)}") from error
+    if not isinstance(model, Model):
+        raise ConfigError(
+            f"{where} returned {type(model).__name__}; it must return a "
+            f"diloco_jax.models.model.Model"
+        )
+    try:
+        _check(model, run, island, layout)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{where}: its model fails: {_said(error)}") from error
+    return model
+
+
+def _find(factory: str) -> Factory:
+    """The function; ConfigError if module, file or function is not there."""
+    where = f"model.factory = {factory!r}"
+    place, _, name = factory.rpartition(":")
+    if not place or not name:
+        raise ConfigError(
+            f"{where} names no function; write 'package.module:function' or "
+            f"'path/to/file.py:function'"
+        )
+    if place.endswith(".py"):
+        path = Path(place).expanduser().absolute()
+        if not path.is_file():
+            raise ConfigError(
+                f"{where}: there is no file {path}; correct the path, which counts "
+                f"from where the command is given"
+            )
+        module = _execute(path)
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{where}: {error}; install it, put its folder on PYTHONPATH, or give "
+                f"'path/to/file.py:{name}'"
+            ) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [n for n, value in vars(module).items() if callable(value)]
+        raise ConfigError(
+            f"{where}: {place} has no function {name!r}{suggest(name, known)}"
+        )
+    function: Factory = found
+    return function
+
+
+@functools.cache
+def _execute(path: Path) -> ModuleType:
+    """A file as a module, once."""
+    name = f"diloco_model_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "what ends in .py is a module"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look up the module that they are in.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check(model: Model, run: RunConfig, island: IslandConfig, layout: Layout) -> None:
+    """Raises ConfigError if the model is not what `Model` says; computes nothing."""
+    shapes = model.shapes()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        keys = [getattr(key, "key", None) for key in path]
+        if not keys or not all(isinstance(key, str) for key in keys):
+            raise ConfigError(
+                f"init makes a leaf at {jax.tree_util.keystr(path) or 'the top'}; "
+                f"parameters are nested dicts with names as keys"
+            )
+        if leaf.dtype != jnp.float32:
+            raise ConfigError(
+                f"init makes {'/'.join(map(str, keys))} as {leaf.dtype}; parameters "
+                f"are float32, whatever loss computes with"
+            )
+    try:
+        plan_fragments(shapes, model.axes, 1)
+    except ValueError as error:
+        raise ConfigError(f"axes do not name those of init: {error}") from error
+    rows = island.batch_size // island.accumulation
+    tokens = jnp.zeros((rows, run.sequence_length + 1), jnp.int32)
+    weights = jnp.ones((rows, run.sequence_length), jnp.float32)
+    for batch in (tokens, {"tokens": tokens, "weights": weights}):
+        with jax.set_mesh(layout.mesh):
+            result: Any = jax.eval_shape(model.loss, shapes, batch)
+        _check_loss(result)
+
+
+def _check_loss(result: Any) -> None:
+    try:
+        loss, metrics = result
+        found = {"the loss": loss}
+        found |= {f"metrics[{n!r}]": metrics[n] for n in ("loss", "tokens")}
+        wrong = {n: v for n, v in found.items() if v.shape or v.dtype != np.float32}
+    except (TypeError, ValueError, KeyError, AttributeError):
+        raise ConfigError(
+            f"loss returned {result}; it must return the mean loss and a dict of "
+            f"'loss' and 'tokens', all of them scalars"
+        ) from None
+    if wrong:
+        name, value = next(iter(wrong.items()))
+        raise ConfigError(
+            f"loss returned {name} of shape {value.shape} and dtype {value.dtype}; it "
+            f"must be a float32 scalar, the mean over all weights of the batch"
+        )
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}{f': {lines[0]}' if lines else ''}"

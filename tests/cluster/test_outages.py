@@ -1,0 +1,23 @@
+"""How long an island was away, as the closing report tells it."""
+
+from diloco_jax.cluster.cluster import Outages
+
+
+def test_an_outage_lasts_until_the_next_incarnation_does_steps():
+    outages = Outages()
+
+    def seen(incarnation, steps, now):
+        outages.observe(
+            {"islands": {"a": {"incarnation": incarnation, "steps": steps}}}, now
+        )
+
+    seen(1, 40, 1.0)
+    outages.down("a", 2.0)
+    outages.down("a", 3.0)
+    seen(1, 40, 4.0)
+    seen(2, 0, 5.0)
+    assert outages.by_island() == {"a": [None]}
+    seen(2, 1, 6.5)
+    assert outages.by_island() == {"a": [4.5]}
+    outages.down("a", 9.0)
+    assert outages.by_island() == {"a": [4.5, None]}

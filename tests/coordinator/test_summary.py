@@ -1,0 +1,89 @@
+"""What status and summary say of a run, before and after its end."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from diloco_jax.config import Placement, RunConfig
+from diloco_jax.coordinator import summary
+from diloco_jax.coordinator.roster import Roster
+from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.policy import policy, state
+from diloco_jax.policy.events import Hello, Report
+from diloco_jax.wire.messages import Measures
+
+SIZES = (7, 3)
+AT = 1000.0
+
+
+@pytest.fixture
+def run():
+    """A run of one island, which has made three steps."""
+    config = policy_config(RunConfig(), Placement(), "r", SIZES)
+    hello = Hello(
+        island="a",
+        incarnation=1,
+        session="a1",
+        run_id="r",
+        fingerprint=config.fingerprint,
+        tokens_per_step=10,
+        sequences_per_step=1,
+    )
+    report = Report(
+        island="a", session="a1", phase="training", steps=3, step_seconds=1.0
+    )
+    now = state.initial(config)
+    for event in (hello, report):
+        now, _ = policy.step(config, now, event, AT)
+    roster = Roster()
+    roster.hello(hello, AT)
+    roster.report("a", Measures(steps=3, bytes_up=400, bytes_down=80), (), AT + 8)
+    return config, now, roster
+
+
+def told(run, phase="running"):
+    config, now, roster = run
+    now = dataclasses.replace(now, phase=phase)
+    return summary.summary(
+        config, now, roster, wall_seconds=8.0, alerts=["alone"], now=AT + 8
+    )
+
+
+@pytest.mark.parametrize(
+    ("phase", "shown"),
+    [("running", "stopped"), ("flushing", "stopped"), ("done", "done")],
+)
+def test_what_a_run_leaves_says_whether_it_was_over(run, phase, shown):
+    assert told(run, phase)["phase"] == shown
+
+
+def test_a_summary_has_what_a_status_has_of_the_run_as_a_whole(run):
+    config, now, roster = run
+    status = summary.status(
+        config, now, roster, seconds=8.0, alerts=["alone"], now=AT + 8
+    )
+    left = told(run)
+    for name in ("run_id", "tokens", "total_tokens", "progress", "versions", "alerts"):
+        assert left[name] == status[name], name
+    assert (left["tokens"], left["versions"]) == (30, [[1, 0], [1, 0]])
+    assert left["alerts"] == ["alone"]
+
+
+def test_every_account_of_tokens_is_by_fragment_too(run):
+    left = told(run)
+    assert left["tokens_merged_by_fragment"] == [0, 0]
+    assert left["islands"]["a"]["tokens_merged_by_fragment"] == [0, 0]
+
+
+def test_a_status_has_the_bandwidth_of_live_islands(run):
+    config, now, roster = run
+    shown = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
+    for part in (shown, shown["islands"]["a"]):
+        rates = part["bytes_up_per_second"], part["bytes_down_per_second"]
+        assert rates == (50.0, 10.0)
+    absent = dataclasses.replace(now.islands["a"], status="absent")
+    now = dataclasses.replace(now, islands={"a": absent})
+    shown = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
+    assert shown["bytes_up_per_second"] == 0.0

@@ -1,0 +1,75 @@
+"""Hosts of an island wait for each other where a collective would not wait long."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import pytest
+
+from diloco_jax.island import hosts as island_hosts
+from diloco_jax.island.hosts import Hosts, HostsError
+
+PATIENCE_S = 30.0
+
+
+class Store:
+    """The key-value store of a `jax.distributed` world."""
+
+    def __init__(self):
+        self._told, self._changed = {}, threading.Condition()
+
+    def key_value_set_bytes(self, key, value):
+        with self._changed:
+            self._told[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get_bytes(self, key, timeout_ms):
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._told, timeout_ms / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: not set")
+            return self._told[key]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(island_hosts, "MEETING_POLL_S", 0.01)
+
+
+def never():
+    return False
+
+
+def test_nobody_goes_on_before_all_are_here():
+    store, here = Store(), threading.Barrier(2)
+    came = []
+
+    def early(index):
+        here.wait(PATIENCE_S)
+        Hosts(store, index, 3).meet("compiled", PATIENCE_S, never)
+        return list(came)
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(early, index) for index in (0, 2)]
+        with pytest.raises(HostsError, match="host 1 of this island"):
+            # By then the early ones have come, too.
+            Hosts(store, 0, 3).meet("compiled", 0.1, never)
+        assert not any(one.done() for one in waiting)
+        came.append("host 1")
+        Hosts(store, 1, 3).meet("compiled", PATIENCE_S, never)
+        assert [one.result(PATIENCE_S) for one in waiting] == [["host 1"]] * 2
+
+
+def test_who_did_not_come_in_time_is_named_with_the_remedy():
+    with pytest.raises(
+        HostsError,
+        match=r"host 1 .* 'compiled' within 0\.05 s of host 0.*compile_budget_s",
+    ):
+        Hosts(Store(), 0, 2).meet("compiled", 0.05, never)
+
+
+def test_an_island_that_must_end_does_not_wait_on():
+    began = time.monotonic()
+    with pytest.raises(HostsError):
+        Hosts(Store(), 0, 2).meet("ready", PATIENCE_S, lambda: True)
+    assert time.monotonic() - began < PATIENCE_S / 2

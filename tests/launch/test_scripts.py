@@ -1,0 +1,114 @@
+"""launch/*.sh: they start what they say, at once where .venv is there already, and
+name what is missing. Nothing is installed here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 60
+SAYS = '#!/bin/bash\necho "$(basename "$0") $*"\n'
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """The scripts, and what their stamp is a hash of."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    for name in ("setup.cfg", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def bash(checkout, *arguments, python=sys.executable):
+    return subprocess.run(
+        ["bash", *arguments],
+        cwd=checkout,
+        # Nothing is fetched, should a script go on to install.
+        env={**os.environ, "PYTHON": str(python), "PIP_NO_INDEX": "1"},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+
+
+def executable(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def installed(checkout):
+    """As after `ensure_environment test`: a stamp, and tools that say their names."""
+    probe = 'source launch/environment.sh; "$PYTHON" -c "$PROBE"'
+    version, stamp = bash(checkout, "-c", probe).stdout.split()
+    assert version == ".".join(map(str, sys.version_info[:3]))
+    for tool in ("diloco", "ruff", "mypy", "pytest"):
+        executable(checkout / ".venv" / "bin" / tool, SAYS)
+    (checkout / ".venv" / "installed-test").write_text(f"{stamp}\n")
+    return checkout
+
+
+def test_local_starts_the_quickstart_with_its_arguments(installed):
+    started = bash(installed, "launch/local.sh", "--total-tokens", "100")
+    assert (started.returncode, started.stderr) == (0, "")
+    assert started.stdout == "diloco run configs/quickstart.py --total-tokens 100\n"
+
+
+def test_test_runs_every_check(installed):
+    started = bash(installed, "launch/test.sh")
+    assert (started.returncode, started.stderr) == (0, "")
+    checks = started.stdout.splitlines()
+    assert checks[:3] == ["ruff format --check .", "ruff check .", "mypy diloco_jax"]
+    assert "-m not slow and not timing" in checks[3]
+    assert checks[4:] == ["pytest -m not slow and timing"]
+
+
+def test_test_gives_its_arguments_to_pytest(installed):
+    started = bash(installed, "launch/test.sh", "tests/core", "-x")
+    assert started.stdout.splitlines()[3:] == ["pytest -m not slow tests/core -x"]
+
+
+@pytest.mark.parametrize("script", ["local.sh", "test.sh"])
+def test_a_python_that_is_too_old_is_named_with_the_remedy(checkout, script):
+    """It prints its version, and 3 is the exit code of the probe."""
+    old = executable(checkout / "python3.9", "#!/bin/bash\necho 3.9.2\nexit 3\n")
+    refused = bash(checkout, f"launch/{script}", python=old)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert f"error: '{old}' is Python 3.9.2; 3.11 or newer is needed" in refused.stderr
+    assert f"PYTHON=/path/to/python3.12 bash launch/{script}" in refused.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_the_probe_knows_an_old_python(checkout):
+    """As it would run there."""
+    probe = (
+        "source launch/environment.sh; "
+        'echo "import sys; sys.version_info = (3, 10, 9); $PROBE" | "$PYTHON" -'
+    )
+    probed = bash(checkout, "-c", probe)
+    assert (probed.returncode, probed.stdout) == (3, "3.10.9")
+
+
+def test_no_python_at_all_is_named_with_the_remedy(checkout):
+    refused = bash(checkout, "launch/local.sh", python="no-such-python")
+    assert refused.returncode == 2
+    assert "no 'no-such-python' found; Python 3.11 or newer" in refused.stderr
+
+
+def test_other_requirements_are_installed_again(installed):
+    """With a Python that cannot make a .venv, so that it ends there."""
+    with (installed / "setup.cfg").open("a") as file:
+        file.write("# changed\n")
+    script = f'[[ $2 == *ensurepip* ]] && exit 1; exec "{sys.executable}" "$@"'
+    without = executable(installed / "python3", f"#!/bin/bash\n{script}\n")
+    refused = bash(installed, "launch/local.sh", python=without)
+    assert refused.returncode == 2
+    assert "has no venv module: install it" in refused.stderr

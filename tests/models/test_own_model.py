@@ -1,0 +1,168 @@
+"""docs/models.md: its model trains; and what is no model is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from diloco_jax import cli
+from diloco_jax.cluster.run import create_workdir
+from diloco_jax.config import Config, ConfigError, IslandConfig, ModelConfig, RunConfig
+from diloco_jax.island.build import build_trainer
+from diloco_jax.loading import load_config
+from diloco_jax.models.build import build
+from diloco_jax.planning.flops import count_flops
+from diloco_jax.planning.report import fragments_of
+
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+MODEL = """
+import jax, jax.numpy as jnp
+from diloco_jax.models.model import Model
+def init(key): return {"w": jnp.zeros((2, 3))}
+def loss(params, batch):
+    loss = jnp.sum(params["w"])
+    return loss, {"loss": loss, "tokens": jnp.ones(())}
+AXES = {"w": ("embed", "mlp")}
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The config of the page."""
+    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "mine.py"
+    path.write_text(block)
+    return path
+
+
+def made_by(factory: object, **run: object) -> RunConfig:
+    return RunConfig(model=ModelConfig(factory=str(factory)), **run)
+
+
+def test_the_model_of_the_page_learns(path: Path, tmp_path: Path, capsys) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for index in range(5):
+        (text / f"{index}.txt").write_text("abcdefgh, 01234567. " * 200)
+    options = ["--data.paths", str(text), "--data.validation-fraction", "0.3"]
+    options += ["--total-tokens", "40000", "--json"]
+    assert cli.main(["emulate", str(path), *options]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["eval_loss"] < np.log(256) - 1.5
+    assert all(i["tokens_merged"] for i in summary["islands"].values())
+
+
+def test_its_products_are_counted(path: Path) -> None:
+    config = load_config(path)
+    flops = count_flops(config.run, IslandConfig(batch_size=8))
+    # Forward: mix and out. Backward: both sides of each, the inputs' side included.
+    assert flops.model == flops.executed == 8 * 64 * 6 * (64 * 32 + 32 * 256)
+    assert flops.analytic is None
+    assert fragments_of(config).total == 256 * 32 * 2 + 64 * 32
+
+
+def test_products_in_a_loop_count_as_often_as_it_turns(tmp_path: Path) -> None:
+    factory = tmp_path / "bundled.py"
+    factory.write_text(
+        "import dataclasses\n"
+        "from diloco_jax.models.build import build\n"
+        "def make(run, island, layout):\n"
+        "    model = dataclasses.replace(run.model, factory='')\n"
+        "    return build(dataclasses.replace(run, model=model), island, layout)\n"
+    )
+    # So deep that the layers are a loop.
+    run = made_by(f"{factory}:make", sequence_length=64)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, num_layers=12))
+    plain = dataclasses.replace(run, model=dataclasses.replace(run.model, factory=""))
+    expected = count_flops(plain, IslandConfig(remat="full"))
+    flops = count_flops(run, IslandConfig(remat="full"))
+    assert flops.model == pytest.approx(expected.analytic, rel=0.02)
+    assert flops.executed == pytest.approx(expected.executed, rel=0.05)
+
+
+def test_the_island_reaches_the_factory(tmp_path: Path) -> None:
+    factory = tmp_path / "curious.py"
+    factory.write_text(
+        MODEL + "def make(run, island, layout):\n"
+        "    raise ValueError(f'{run.seed} {island.remat} {layout.platform}')\n"
+    )
+    run = made_by(f"{factory}:make", seed=7)
+    with pytest.raises(ConfigError, match="failed: ValueError: 7 full cpu"):
+        build_trainer(run, IslandConfig(remat="full"))
+
+
+@pytest.mark.parametrize(
+    ("made", "what"),
+    [
+        ("3", "returned int; it must return a diloco_jax.models.model.Model"),
+        ("1 / 0", "failed: ZeroDivisionError: division by zero"),
+        ("Model(init, loss, {'w': ('embed',)})", r"axes do not .* w: shape \(2, 3\)"),
+        ("Model(init, loss, {'v': ('embed', 'mlp')})", "axes do not name"),
+        ("Model(lambda key: {'w': jnp.zeros(2, int)}, loss, AXES)", "makes w as int32"),
+        ("Model(lambda key: [jnp.zeros(2)], loss, AXES)", r"a leaf at \[0\]"),
+        ("Model(lambda key: 1 / 0, loss, AXES)", "its model fails: ZeroDivisionError"),
+        (
+            "Model(init, lambda p, b: loss(p, b)[0], AXES)",
+            "must return the mean loss and a dict of 'loss' and 'tokens'",
+        ),
+        ("Model(init, lambda p, b: (loss(p, b)[0], {}), AXES)", "a dict of 'loss' and"),
+        (
+            "Model(init, lambda p, b: (p['w'], loss(p, b)[1]), AXES)",
+            r"the loss of shape \(2, 3\)",
+        ),
+        (
+            "Model(init, lambda p, b: (jnp.sum(b[0]), loss(p, b)[1]), AXES)",
+            "the loss of shape .* dtype int32",
+        ),
+        ("Model(init, lambda p, b: loss(b, p), AXES)", "its model fails"),
+    ],
+)
+def test_what_is_no_model_is_refused(tmp_path: Path, made: str, what: str) -> None:
+    (tmp_path / "m.py").write_text(
+        f"{MODEL}def make(run, island, layout): return {made}\n"
+    )
+    factory = f"{tmp_path / 'm.py'}:make"
+    with pytest.raises(ConfigError, match=what) as caught:
+        build(made_by(factory))
+    assert f"model.factory = {factory!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("factory", "what"),
+    [
+        ("nowhere_xyz:make", "No module named 'nowhere_xyz'; install it"),
+        ("nowhere.py:make", "there is no file .*nowhere.py; correct the path"),
+        ("json:dump_s", "json has no function 'dump_s'; did you mean 'dumps'"),
+        ("json", "names no function; write 'package.module:function' or"),
+    ],
+)
+def test_a_factory_that_is_not_there_is_named(factory: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        build(made_by(factory))
+
+
+def test_of_a_file_the_folder_is_this_machines(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = Config(run=made_by("models/m.py:make"))
+    made = create_workdir(config, "c.py")
+    assert made.run.model.factory == f"{tmp_path}/models/m.py:make"
+    assert made.run.fingerprint() == config.run.fingerprint()
+    other = Config(run=made_by("models/n.py:make"))
+    assert other.run.fingerprint() != config.run.fingerprint()
+
+
+def test_a_module_is_found_by_its_name() -> None:
+    shapes = build(made_by(f"{__name__}:of_this_module")).shapes()
+    assert jax.tree.leaves(shapes)[0].dtype == np.float32
+
+
+def of_this_module(run, island, layout):
+    """A factory."""
+    plain = dataclasses.replace(run, model=ModelConfig())
+    return build(plain, island, layout)

@@ -1,0 +1,152 @@
+"""Every `diloco ...` line of README, docs, configs and notebooks is one that exists:
+the real parsers take it. None is run. (docs/tpu.md has a test of its own.)"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tyro
+
+from diloco_jax import cli, loading
+from diloco_jax.loading import read_config, write_config_json
+from diloco_jax.simulation import calibrate_command
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "configs").glob("*.py")),
+    *sorted((ROOT / "notebooks").glob("*.ipynb")),
+]
+CONFIG = "configs/quickstart.py"
+STANDS_FOR = {"CONFIG": CONFIG, "WORKDIR": "runs/a"}
+
+
+def text_of(page: Path) -> str:
+    text = page.read_text(encoding="utf-8")
+    if page.suffix != ".ipynb":
+        return text
+    return "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+
+
+def lines_of(text: str) -> list[str]:
+    """Of blocks, and of what is quoted in a sentence with something behind the
+    command's name."""
+    found = re.findall(r"^diloco .*$", text, re.MULTILINE)
+    quoted = [" ".join(q.split()) for q in re.findall(r"`(diloco [^`]+)`", text)]
+    return found + [
+        q
+        for q in quoted
+        if len(q.split()) > (3 if "simulate" in q else 2) and "..." not in q
+    ]
+
+
+LINES = sorted(
+    {
+        (page.relative_to(ROOT).as_posix(), line)
+        for page in PAGES
+        if page.name != "tpu.md"
+        for line in lines_of(text_of(page))
+    }
+)
+
+
+class ParsedError(Exception):
+    """The command line is a good one."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the configs, and a workdir wherever a line has one."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    shutil.copy(ROOT / CONFIG, tmp_path / "configs" / "b.py")
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def wrong(folder, monkeypatch, capsys):
+    """What a line's parser says against it; empty if nothing."""
+
+    def found(line: str) -> str:
+        try:
+            code = parse(line, monkeypatch)
+        except ParsedError:
+            return ""
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return said.err if code else ""  # Help ends with 0.
+
+    return found
+
+
+def parse(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Raises ParsedError once it is; otherwise as `cli.main`."""
+    _, *arguments = shlex.split(line, comments=True)
+    arguments = [STANDS_FOR.get(a, a) for a in arguments]
+    for workdir in (a for a in arguments if a.startswith("runs/")):
+        Path(workdir).mkdir(parents=True, exist_ok=True)
+        write_config_json(read_config(CONFIG), Path(workdir) / "config.json")
+
+    def parsed(real):
+        def wrapped(*arguments, **options):
+            with monkeypatch.context() as inside:
+                for where, name, function in REAL:
+                    inside.setattr(where, name, function)
+                real(*arguments, **options)
+            raise ParsedError
+
+        return wrapped
+
+    for where, name, function in REAL:
+        monkeypatch.setattr(where, name, parsed(function))
+    # It reads a run before it parses what is to change in it.
+    monkeypatch.setattr(
+        calibrate_command,
+        "read_timeline",
+        lambda path: SimpleNamespace(workdir=path, config=None, summary=None),
+    )
+    monkeypatch.setattr(calibrate_command, "calibrate", parsed(lambda _: None))
+    return cli.main(arguments)
+
+
+REAL = [
+    (argparse.ArgumentParser, "parse_args", argparse.ArgumentParser.parse_args),
+    (tyro, "cli", tyro.cli),
+    (loading, "parse_options", loading.parse_options),
+]
+
+
+@pytest.mark.parametrize(("page", "line"), LINES)
+def test_the_line_is_one_that_exists(page, line, wrong):
+    assert wrong(line) == "", f"{page}: {line}"
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (f"diloco run {CONFIG} --total-token 7", "--total-token"),
+        ("diloco eval runs/a --jason", "--jason"),
+        ("diloco simulate goodput --sweep DIR", "DIR"),
+        ("diloco simulate calibrate runs/a --islands.v5.step-seconds 2", "v5"),
+        ("diloco island CONFIG --nam v6e", "--nam"),
+        ("diloco certify DIR", "certify"),
+    ],
+)
+def test_a_line_that_is_none_is_found(line, shown, wrong):
+    assert shown in wrong(line)
+
+
+def test_lines_are_found():
+    pages = {page for page, _ in LINES}
+    assert {"README.md", "docs/calibrate.md", "docs/planning.md"} <= pages
+    assert len([line for page, line in LINES if page == "README.md"]) >= 14

@@ -1,0 +1,230 @@
+"""What a config may not say: every row of the table of bounds, and what must fit."""
+
+import dataclasses
+import math
+import typing
+
+import pytest
+
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    IslandConfig,
+    LaunchConfig,
+    Placement,
+    RunConfig,
+)
+from diloco_jax.validation import (
+    BELOW_1,
+    ISLAND,
+    LAUNCH,
+    LONGEST_S,
+    PLACEMENT,
+    RUN,
+    SHARE,
+    Bound,
+)
+
+SECTIONS = {
+    "": (RunConfig, RUN),
+    "islands.v6e.": (IslandConfig, ISLAND),
+    "placement.": (Placement, PLACEMENT),
+    "launch.": (LaunchConfig, LAUNCH),
+}
+ROWS = [
+    (section, field, bound)
+    for section, (_, bounds) in SECTIONS.items()
+    for field, bound in bounds.items()
+]
+
+
+def hint_of(section, field):
+    """The type of a field, given by its path."""
+    owner = SECTIONS[section][0]
+    for name in field.split("."):
+        owner = typing.get_type_hints(owner)[name]
+    return owner
+
+
+def with_value(section, field, value):
+    """A config that differs from a good one in one field."""
+
+    def replaced(owner, path):
+        inner = getattr(owner, path[0])
+        return dataclasses.replace(
+            owner, **{path[0]: replaced(inner, path[1:]) if path[1:] else value}
+        )
+
+    config = Config(islands={"v6e": IslandConfig()})
+    path = field.split(".")
+    if section == "islands.v6e.":
+        return Config(islands={"v6e": replaced(config.islands["v6e"], path)})
+    part = section.rstrip(".") or "run"
+    return dataclasses.replace(config, **{part: replaced(getattr(config, part), path)})
+
+
+def refusal(config):
+    """The message with which it is refused."""
+    with pytest.raises(ConfigError) as caught:
+        config.validate()
+    return str(caught.value)
+
+
+def numeric_fields(owner, prefix=""):
+    """Paths of all fields that hold numbers."""
+    for name, hint in typing.get_type_hints(owner).items():
+        if dataclasses.is_dataclass(hint):
+            yield from numeric_fields(hint, f"{prefix}{name}.")
+        elif {int, float} & {hint, *typing.get_args(hint)}:
+            yield f"{prefix}{name}"
+
+
+# ---- the table -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("section", list(SECTIONS))
+def test_every_number_of_a_config_has_a_row(section):
+    owner, bounds = SECTIONS[section]
+    assert set(bounds) == set(numeric_fields(owner))
+
+
+@pytest.mark.parametrize(("section", "field", "bound"), ROWS)
+def test_a_number_outside_its_row_is_refused(section, field, bound):
+    whole = int in {hint_of(section, field), *typing.get_args(hint_of(section, field))}
+    low = bound.low if bound.above else bound.low - 1
+    high = bound.high if bound.below else bound.high * 2
+    wrong = [int(low), int(high)] if whole else [low, high, math.nan, math.inf]
+    for value in wrong:
+        value = value if whole else float(value)
+        message = refusal(with_value(section, field, value))
+        assert message.startswith(f"{section}{field} = {value}; it must be ")
+        assert message.endswith(str(bound))
+        assert ("finite" in message) == (not math.isfinite(value))
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("", "sync.grace", 1.0),
+        ("", "sync.blend_alpha", 1.1),
+        ("", "inner.warmup_fraction", 2.0),
+        ("", "inner.final_fraction", 7.0),
+        ("", "inner.beta1", 1.0),
+        ("", "inner.beta2", 1.5),
+        ("", "outer.momentum", 1.0),
+        ("", "outer.learning_rate", 0.0),
+        ("", "model.rope_base", 0.0),
+        ("", "data.validation_fraction", 1.0),
+        ("islands.v6e.", "hosts", 0),
+        ("islands.v6e.", "step_seconds", math.nan),
+        ("placement.", "time_budget_s", 0.0),
+        ("placement.", "outage_budget_s", -5.0),
+        ("placement.", "compile_budget_s", 0.0),
+        ("placement.", "notice_s", math.nan),
+        ("placement.", "snapshot_every_s", math.nan),
+        ("placement.", "bulk_channels", 0),
+        ("placement.", "restarts", -1),
+    ],
+)
+def test_what_could_not_train_is_refused(section, field, value):
+    assert f"{section}{field} = {value}; " in refusal(with_value(section, field, value))
+
+
+def test_bounds_tell_which_ends_are_in():
+    assert str(BELOW_1) == "at least 0, below 1"
+    assert [BELOW_1.holds(x) for x in (-1e-9, 0, 0.999, 1)] == [0, 1, 1, 0]
+    assert str(SHARE) == "at least 0, at most 1"
+    assert [SHARE.holds(x) for x in (0, 1, 1.001, math.nan)] == [1, 1, 0, 0]
+    above = Bound(0, LONGEST_S, above=True)
+    assert str(above) == "above 0, at most 1,000,000,000"
+    assert [above.holds(x) for x in (0, 1e-9, LONGEST_S)] == [0, 1, 1]
+
+
+# ---- types and choices -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "shown"),
+    [
+        ("islands.v6e.", "attention", "splsh", "did you mean 'splash'?; choose from"),
+        ("", "sync.codec_up", "int2", "choose from f32, bf16, int8, int4"),
+        ("islands.v6e.", "batch_size", "8", "Expected `int`, got `str`"),
+        ("islands.v6e.", "hosts", 1.5, "Expected `int`, got `float`"),
+        ("", "sync.quorum", None, "Expected `int`, got `null`"),
+        ("placement.", "faults", "a@3:kill", "Expected `array`, got `str`"),
+        ("placement.", "time_budget_s", "10", "Expected `float`, got `str`"),
+    ],
+)
+def test_another_type_or_choice_is_refused(section, field, value, shown):
+    message = refusal(with_value(section, field, value))
+    assert message.startswith(f"{section}{field} = {value!r}")
+    assert shown in message
+
+
+# ---- what must fit together ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("island", "shown"),
+    [
+        (
+            {"hosts": 3},
+            ["islands.v6e.hosts = 3", "divide 1, the", "1 * 1 * 1", "a divisor of 1"],
+        ),
+        (
+            {"hosts": 4, "mesh_fsdp": 2, "mesh_tensor": 3},
+            ["hosts = 4", "divide 6, the", "1 * 2 * 3", "a divisor of 6"],
+        ),
+        (
+            {"attention": "splash"},
+            ["islands.v6e.attention = 'splash'", "= 96", "of 128", "'dot_product'"],
+        ),
+    ],
+)
+def test_an_island_that_cannot_train_is_refused(island, shown):
+    config = Config(
+        run=RunConfig(sequence_length=96), islands={"v6e": IslandConfig(**island)}
+    )
+    message = refusal(config)
+    for text in shown:
+        assert text in message
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("a b", "letters, digits"), ("..", "begins with"), ("coordinator", "rename it")],
+)
+def test_an_islands_name_must_do_for_files_and_faults(name, shown):
+    message = refusal(Config(islands={name: IslandConfig()}))
+    assert repr(name) in message
+    assert shown in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "shown"),
+    [
+        ("bind", "nonsense", ["placement.bind: address 'nonsense'", "HOST:PORT"]),
+        ("bind", "", ["placement.bind: address ''", "write 10.0.0.1:7077"]),
+        ("advertise", "host", ["placement.advertise: address 'host'", "HOST:PORT"]),
+        ("advertise", "host:0", ["placement.advertise = 'host:0'", "give the port"]),
+        ("faults", ("v6e/1@3:kill",), ["v6e/1@3", "1 host,", "a host below 1"]),
+        (
+            "faults",
+            ("coordinator/2@3:kill",),
+            ["coordinator/2@3", "1 host,", "never strike"],
+        ),
+        ("faults", ("v6e@0:kill",), ["v6e@0", "from 1", "above 0"]),
+        ("faults", ("v6@3:kill",), ["no 'v6'", "did you mean 'v6e'"]),
+    ],
+)
+def test_a_placement_that_cannot_work_is_refused(field, value, shown):
+    message = refusal(with_value("placement.", field, value))
+    for text in shown:
+        assert text in message
+
+
+def test_the_last_host_of_an_island_may_be_struck():
+    islands = {"v6e": IslandConfig(mesh_data=2, hosts=2)}
+    faults = Placement(faults=("v6e/1@1:kill", "coordinator@1:kill"))
+    config = Config(islands=islands, placement=faults)
+    assert config.validate() is config
