@@ -115,8 +115,9 @@ def _report(config: PolicyConfig, state: State, event: Report, now: float) -> St
             f"stop this process",
         )
         return state, [refuse]
-    if event.phase == "training" and island.phase != "training":
-        # It joins the pacing with the steps that this report brings.
+    if event.phase == "training" and island.phase in ("joining", "compiling"):
+        # It joins the pacing with the steps that this report brings. One that had
+        # stopped by its own count, and goes on since steps were lost, is in it.
         island = schedule.restart(island)
     through, new = island.records_through, []
     for record in event.records:
