@@ -74,6 +74,11 @@ def find_run(config: Config, workdir: Path) -> RunFacts:
     return facts
 
 
+def holds_run(workdir: Path) -> bool:
+    """Whether there is one, whatever it is."""
+    return (workdir / "run.json").is_file()
+
+
 def read_facts(workdir: Path) -> RunFacts:
     """`run.json`; ConfigError if there is none, or it is of another format."""
     path = workdir / "run.json"

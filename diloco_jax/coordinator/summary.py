@@ -24,6 +24,7 @@ def status(
     phase = "flushing" if state.phase in ("stopping", "flushing") else state.phase
     return {
         "run_id": config.run_id,
+        "term": state.fragments[0].version.term,
         "phase": phase,
         "tokens": state.progress_tokens,
         "total_tokens": config.total_tokens,
@@ -56,6 +57,7 @@ def summary(
     sums = [roster.measures(name) for name in known]
     return {
         "run_id": config.run_id,
+        "term": state.fragments[0].version.term,
         "phase": state.phase,
         **_token_fields(totals),
         "tokens_merged_by_fragment": ledger.merged_by_fragment(state),
@@ -81,7 +83,9 @@ def _measures(
     for name in sorted(state.islands):
         if name in roster.members:
             totals = ledger.island_totals(config, state, name)
-            found.append(roster.measure(name, totals.computed, totals.merged, now))
+            merged, carried = totals.merged, totals.carried
+            computed = totals.computed - carried
+            found.append(roster.measure(name, computed, merged, now, carried))
     return found
 
 
@@ -148,6 +152,7 @@ def _token_fields(totals: ledger.Totals) -> dict[str, Any]:
         "tokens_merged": totals.merged,
         "tokens_lost": totals.lost,
         "tokens_in_flight": totals.in_flight,
+        "tokens_carried": totals.carried,
     }
 
 

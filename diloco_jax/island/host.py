@@ -32,6 +32,7 @@ from diloco_jax.island.sender import Sender
 from diloco_jax.island.step import TrainState
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.plan import build_plan
+from diloco_jax.policy.events import Version
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles
 
@@ -78,6 +79,7 @@ class Host:
             self.client,
             identity,
             self._exchange.layouts_up,
+            self._exchange.layouts_whole,
             self.mailbox,
             self.deadlines,
         )
@@ -128,10 +130,14 @@ class Host:
             decisions=decisions,
             timing=Timing(self.compile_seconds),
             evaluator=self._evaluator,
+            send_anchor=self._send_anchor,
             checkpoints=self.checkpoints,
             warm=restored is not None,
             faults=faults,
         )
+
+    def _send_anchor(self, fragment: int, version: Version) -> None:
+        self.sender.put_anchor(fragment, version, self._exchange.anchor(fragment))
 
     def close(self) -> None:
         """Frees sockets and threads; waits a while for a checkpoint."""

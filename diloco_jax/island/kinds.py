@@ -45,6 +45,8 @@ class Kind:
     """(leaf, index, base, anchor, alpha) -> leaf, which is donated."""
     reset: Any
     """(leaf, index, value) -> leaf, which is donated."""
+    whole: Any
+    """(anchor) -> the same in f32 tiles."""
 
     def lower(
         self, sync: SyncConfig, piece: Piece, leaf: jax.ShapeDtypeStruct
@@ -135,6 +137,10 @@ def _compile(
     def reset(stacked: Any, index: Any, value: Any) -> jax.Array:
         return _write(stacked, index, *fetch(value))
 
+    def whole(anchor: Any) -> jax.Array:
+        (anchor,) = fetch(anchor)
+        return get_codec("f32").encode(_on(anchor, on_tiles))
+
     return Kind(
         piece=at_rest,
         encoded=on_tiles,
@@ -142,6 +148,7 @@ def _compile(
         advance=jax.jit(advance, out_shardings=at_rest),
         adopt=jax.jit(take_over, donate_argnums=0, out_shardings=leaf),
         reset=jax.jit(reset, donate_argnums=0, out_shardings=leaf),
+        whole=jax.jit(whole, out_shardings=on_tiles),
     )
 
 

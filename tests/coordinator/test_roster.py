@@ -175,3 +175,14 @@ def test_an_island_that_does_not_come_back_was_there_until_the_stop(roster):
     roster.report("a", measures(10, 1002.0, 1010.0), (), 1010.0)
     roster.resume(1000.0)
     assert roster.measure("a", 0, 0, 9000.0).provisioned_seconds == 10.0
+
+
+def test_time_before_the_coordinator_lost_its_state_does_not_count():
+    roster = Roster()
+    roster.hello(hello(), 100.0, steps_before=40)
+    told = measures(50, 20.0, 110.0, compile_seconds=30.0, median_step_seconds=0.5)
+    roster.report("a", told, (), 110.0)
+    measure = roster.measure("a", 0, 0, 110.0)
+    assert measure.provisioned_seconds == 10.0 + 40 * 0.5
+    assert roster.measure("a", 0, 0, 110.0, 3600).provisioned_seconds == 10.0 + 4 * 0.5
+    assert measure.active == ((100.0, 110.0),)
