@@ -13,7 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Record = Mapping[str, Any]
-TOKEN_FIELDS = ("tokens_computed", "tokens_merged", "tokens_in_flight")
+TOKEN_FIELDS = (
+    "tokens_computed",
+    "tokens_merged",
+    "tokens_in_flight",
+    "tokens_carried",
+)
 
 
 def ledger_problems(
@@ -25,14 +30,15 @@ def ledger_problems(
     wrong = []
     for name, fields in [*islands.items(), ("total", summary)]:
         settled = fields["tokens_merged"] + sum(fields["tokens_lost"].values())
+        settled += fields["tokens_carried"]
         if fields["tokens_computed"] != settled + fields["tokens_in_flight"]:
             wrong.append(
-                f"{name}: computed {fields['tokens_computed']}, merged and lost "
-                f"{settled}, in flight {fields['tokens_in_flight']}"
+                f"{name}: computed {fields['tokens_computed']}, merged, lost and "
+                f"carried {settled}, in flight {fields['tokens_in_flight']}"
             )
         # All that a finished run has in flight are the remainders of rounding down.
-        parts = sum(len(i["tokens_lost"]) for i in islands.values())
-        parts = len(fields["tokens_lost"]) if name in islands else parts
+        these = [fields] if name in islands else list(islands.values())
+        parts = sum(len(i["tokens_lost"]) + (i["tokens_carried"] > 0) for i in these)
         if not 0 <= fields["tokens_in_flight"] <= parts:
             wrong.append(f"{name}: {fields['tokens_in_flight']} tokens still in flight")
     for field in TOKEN_FIELDS:
@@ -69,7 +75,13 @@ def version_problems(tape: Sequence[Record]) -> list[str]:
     merged: dict[int, list[int]] = {}
     adopted: dict[tuple[str, int, int], list[int]] = {}
     for record in tape:
-        if record["kind"] == "merged":
+        if record["kind"] == "term":
+            for fragment, version in enumerate(record["versions"]):
+                before = merged.get(fragment, [1, 0])
+                if version <= before:
+                    wrong.append(f"fragment {fragment}: begun {version} after {before}")
+                merged[fragment] = version
+        elif record["kind"] == "merged":
             fragment, version = record["fragment"], record["version"]
             before = merged.get(fragment, [1, 0])
             if version <= before:
@@ -121,6 +133,7 @@ def _recount(
     merged: dict[str, list[int]] = collections.defaultdict(lambda: [0] * len(sizes))
     tokens_per_step: dict[tuple[str, int], int] = {}
     computed: dict[str, int] = collections.Counter()
+    carried: dict[str, int] = collections.Counter()
     for record in tape:
         if record["kind"] == "merged":
             for part in record["contributions"]:
@@ -128,6 +141,10 @@ def _recount(
         elif record["kind"] == "joined":
             who = (record["island"], record["incarnation"])
             tokens_per_step[who] = record["tokens_per_step"]
+        elif record["kind"] == "carried":
+            who = (record["island"], record["incarnation"])
+            tokens = record["steps"] * tokens_per_step[who]
+            carried[record["island"]] += tokens * sizes[record["fragment"]]
         elif record["kind"] == "left":
             who = (record["island"], record["incarnation"])
             computed[record["island"]] += record["steps"] * tokens_per_step.pop(who)
@@ -138,6 +155,7 @@ def _recount(
             ("tokens_merged", weighted // sum(sizes)),
             ("tokens_merged_by_fragment", merged[name]),
             ("tokens_computed", computed[name]),
+            ("tokens_carried", carried[name] // sum(sizes)),
         ):
             if found != island[field]:
                 wrong.append(f"{name}: {field} {island[field]}, by the tape {found}")

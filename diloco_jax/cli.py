@@ -102,7 +102,8 @@ class CoordinatorOptions:
     """Of `diloco coordinator`."""
 
     init: bool = False
-    """Begin a new run in WORKDIR; without it the run there goes on."""
+    """Begin a new run in WORKDIR; without it the run there goes on or, where there is
+    none, the one whose anchors islands offer."""
     resume: bool = False
     """The run was stopped as a whole: all its islands have ended."""
 

@@ -84,8 +84,13 @@ def read_config(workdir: Path) -> Config:
 def require_format(workdir: Path) -> None:
     """ConfigError if a run there is of another format. What is no run, as an emulation,
     has no `run.json`."""
-    if (workdir / "run.json").exists():
+    if holds_run(workdir):
         read_facts(workdir)
+
+
+def holds_run(workdir: Path) -> bool:
+    """Whether there is one, whatever it is."""
+    return (workdir / "run.json").is_file()
 
 
 def read_facts(workdir: Path) -> RunFacts:

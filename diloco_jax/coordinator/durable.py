@@ -40,11 +40,11 @@ class Entry(NamedTuple):
 class RecordLog:
     """Appends durable records to the newest segment of a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, after: int = -1) -> None:
+        """after: a snapshot's number, which no segment of this log may have."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        numbers = _segments(folder)
-        self.segment = numbers[-1] if numbers else 0
+        self.segment = max([0, after + 1, *_segments(folder)])
         self._file = _path(folder, self.segment).open("ab")
 
     def append(self, record: Mapping[str, Any], payload: bytes = b"") -> None:

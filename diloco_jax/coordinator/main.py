@@ -1,5 +1,8 @@
 """The coordinator's process: start, run, stop.
 
+Without `--init` the run in the workdir goes on. Where there is none, islands are waited
+for, whose anchors are the run as far as anybody has it: a new term begins with them.
+
 Files in the workdir: `config.json` (resolved), `run.json` (run id), `log/` (durable
 records), `checkpoints/` (snapshots, unless they go elsewhere), `tape.jsonl`,
 `metrics.jsonl`, `roster.msgpack`, `coordinator.address` and `coordinator.lock`, at the
@@ -25,8 +28,9 @@ import jax.numpy as jnp
 from diloco_jax import checkpoint, compilation, environment, loading
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.coordinator import durable, summary
+from diloco_jax.coordinator import durable, summary, term
 from diloco_jax.coordinator.engine import Engine
+from diloco_jax.coordinator.gatherer import Gathered
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
@@ -36,6 +40,7 @@ from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import COORDINATOR, parse_faults
+from diloco_jax.loading import write_config_json
 from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.plan import build_plan
@@ -45,8 +50,9 @@ from diloco_jax.policy import state as policy_state
 from diloco_jax.policy.events import Resumed, Version
 from diloco_jax.policy.recovery import recover
 from diloco_jax.wire import addresses
-from diloco_jax.wire.server import Server
+from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
+from diloco_jax.workdir import RunFacts
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +72,9 @@ def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> i
       resume: it was stopped as a whole; islands begin anew.
 
     Raises:
-      ConfigError: no run to go on with, another run in the workdir, an address that
-        cannot be bound, snapshots that cannot be written, a coordinator that is there
-        already.
+      ConfigError: no run to go on with, and no island that has one; another run in the
+        workdir, an address that cannot be bound, snapshots that cannot be written, a
+        coordinator that is there already.
     """
     # Whatever the machine has: its TPUs are an island's. In time although a config may
     # have imported jax, which reads JAX_PLATFORMS then.
@@ -111,8 +117,12 @@ class Coordinator:
         # Islands have it; a name that optax lacks is refused before they start.
         build_inner(config.run, self._model)
         require_room(config, self._plan)
-        found = workdirs.begin_run if init else workdirs.find_run
-        self._facts = found(config, workdir)
+        if init:
+            self._facts = workdirs.begin_run(config, workdir)
+        elif resume or workdirs.holds_run(workdir):
+            self._facts = workdirs.find_run(config, workdir)
+        else:
+            self._facts = RunFacts(run_id="", begun_unix=time.time())
         self._deadlines = Deadlines(config.placement.time_budget_s)
         self._refreshed = 0.0
         self._end_by: float | None = None
@@ -120,11 +130,18 @@ class Coordinator:
         self._interrupted = False
 
     def start(self) -> None:
-        """Loads or makes the state, and serves."""
+        """Loads or makes the state, and serves. Without any, and without --init, it
+        waits for islands that have it."""
         config, workdir = self._config, self._workdir
         run, placement = config.run, config.placement
+        gathered = None if self._facts.run_id else self._gather()
         lock = workdirs.held(workdir / "coordinator.lock", "a coordinator")
         self._open.enter_context(lock)
+        if gathered is not None and workdirs.holds_run(workdir):
+            raise ConfigError(
+                f"{workdir} holds a run again, which it did not when this coordinator "
+                f"came up; start it once more, to go on with that"
+            )
         compilation.use_cache(workdir)
         self.policy_config = policy_config(
             run, placement, self._facts.run_id, self._plan.sizes
@@ -132,7 +149,7 @@ class Coordinator:
         self._snapshots = Snapshots(self._folder, placement, run, self._facts.run_id)
         self._open.callback(self._snapshots.close)
         found = self._snapshots.newest()
-        if found is None and not self._init:
+        if found is None and not self._init and gathered is None:
             raise ConfigError(
                 f"{workdir} holds run {self._facts.run_id} but no snapshot of it in "
                 f"{self._folder}, and without --init nothing is initialised; bring "
@@ -140,7 +157,10 @@ class Coordinator:
             )
         self._tape = Tape(workdir / "tape.jsonl")
         self._open.callback(self._tape.close)
-        state = self._initialise() if found is None else self._recover(found)
+        if gathered is not None:
+            state = self._begin_term(gathered, found)
+        else:
+            state = self._initialise() if found is None else self._recover(found)
         self._metrics = Metrics(workdir)
         self._open.callback(self._metrics.close)
         self._roster = Roster(workdir / "roster.msgpack")
@@ -172,18 +192,11 @@ class Coordinator:
             metrics=self._metrics,
             status=lambda: self._status,
         )
-        self._server = Server(
-            placement.bind,
-            service,
-            tls=self._tls,
-            deadlines=self._deadlines,
-            max_islands=len(config.islands) + SPARE_ISLANDS,
-            bulk_channels=placement.bulk_channels,
-            insecure=placement.insecure,
-        )
-        self._open.callback(self._server.stop, 0.0)
-        bound = self._server.start()
-        self.address = placement.advertise or bound
+        if gathered is not None:
+            self._server.hand_over(service)
+            self._open.callback(self._server.stop, 0.0)  # Before what it writes to.
+        else:
+            self._serve(service)
         _write_text(workdir / "coordinator.address", self.address)
         self._open.callback((workdir / "coordinator.address").unlink, missing_ok=True)
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
@@ -218,6 +231,44 @@ class Coordinator:
     def close(self) -> None:
         """Ends service and closes the files; also after a start that failed."""
         self._open.close()
+
+    def _serve(self, handlers: Handlers) -> None:
+        placement = self._config.placement
+        self._server = Server(
+            placement.bind,
+            handlers,
+            tls=self._tls,
+            deadlines=self._deadlines,
+            max_islands=len(self._config.islands) + SPARE_ISLANDS,
+            bulk_channels=placement.bulk_channels,
+            insecure=placement.insecure,
+        )
+        self._open.callback(self._server.stop, 0.0)
+        bound = self._server.start()
+        self.address = placement.advertise or bound
+        addresses.parse_address(self.address)
+
+    def _gather(self) -> Gathered:
+        config, workdir = self._config, self._workdir
+        gathered = term.gather(config, workdir, self._plan, self._serve)
+        run_id = gathered.opened.run_id
+        self._facts = RunFacts(run_id=run_id, begun_unix=time.time())
+        workdir.mkdir(parents=True, exist_ok=True)
+        return gathered
+
+    def _begin_term(self, gathered: Gathered, found: int | None) -> policy_state.State:
+        """A new term, with what islands had. run.json comes last: before it, the
+        workdir holds no run. found: an older snapshot, as where those go elsewhere."""
+        if found is not None:
+            self._snapshots.require_own(found)
+        self.store, state = term.begin(
+            gathered, self._config, self.policy_config, self._plan, self._tape
+        )
+        self._log = self._open_log(-1 if found is None else found)
+        self._save(self._log.rotate(), state, self.store.arrays())
+        write_config_json(self._config, self._workdir / "config.json")
+        self._facts.write(self._workdir)
+        return state
 
     def _initialise(self) -> policy_state.State:
         """A new run: draws the parameters, and makes them durable before anyone
@@ -281,8 +332,8 @@ class Coordinator:
         )
         return state
 
-    def _open_log(self) -> durable.RecordLog:
-        log = durable.RecordLog(self._workdir / "log")
+    def _open_log(self, after: int = -1) -> durable.RecordLog:
+        log = durable.RecordLog(self._workdir / "log", after)
         self._open.callback(log.close)
         return log
 

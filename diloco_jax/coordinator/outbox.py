@@ -39,6 +39,7 @@ def message(effect: Tell) -> messages.FromCoordinator:
                 tokens=effect.tokens,
                 own_tokens=effect.own_tokens,
                 records_through=effect.records_through,
+                next_position=effect.next_position,
             )
         case StopStepping():
             return messages.Stop()

@@ -39,6 +39,9 @@ class Member(msgspec.Struct, kw_only=True):
     last_sign: float = 0.0
     waiting_since: float = 0.0
     first_compile_seconds: float = 0.0
+    steps_before: int | None = None
+    """Made before its first hello here by an incarnation that was in the run when the
+    coordinator lost its state; None: it began here."""
     incarnations: int = 0
     adopted: dict[int, int] = {}
     """Version number by fragment."""
@@ -76,12 +79,18 @@ class Roster:
                 path.read_bytes(), type=dict[str, Member]
             )
 
-    def hello(self, hello: Incarnation, now: float) -> None:
-        """An incarnation was let in."""
+    def hello(
+        self, hello: Incarnation, now: float, *, steps_before: int | None = None
+    ) -> None:
+        """An incarnation was let in. steps_before: that it had made, if it was in the
+        run when the coordinator lost its state."""
         member = self.members.get(hello.island)
         if member is None:
             member = self.members[hello.island] = Member(
-                tokens_per_step=hello.tokens_per_step, first_seen=now, last_seen=now
+                tokens_per_step=hello.tokens_per_step,
+                first_seen=now,
+                last_seen=now,
+                steps_before=steps_before,
             )
         if member.incarnation != hello.incarnation:
             member.incarnations += 1
@@ -106,7 +115,7 @@ class Roster:
                 0.0, measures.first_step_unix - member.waiting_since
             )
             member.waiting_since = 0.0
-        if member.incarnations == 1:
+        if member.incarnations == 1 and member.steps_before is None:
             member.first_compile_seconds = measures.compile_seconds
         member.current = measures
         member.last_seen = member.last_sign = now
@@ -161,18 +170,28 @@ class Roster:
         return _sum(member.past, member.current)
 
     def measure(
-        self, island: str, computed: int, merged: int, now: float
+        self, island: str, computed: int, merged: int, now: float, carried: int = 0
     ) -> IslandMeasure:
-        """What goodput is computed from."""
+        """What goodput is computed from. carried: tokens of earlier terms, which are
+        not in the others."""
         member = self.members[island]
         until = member.last_seen if member.ended else now
-        active = [*member.active, *_activity(member.current)]
+        active = [
+            (max(start, member.first_seen), end)
+            for start, end in (*member.active, *_activity(member.current))
+            if end > member.first_seen
+        ]
         sums = self.measures(island)
         # Compiling for the first time and validating are no outages; compiling again
         # after one is part of it.
         apart = member.first_compile_seconds + sums.eval_seconds
+        provisioned_seconds = max(until - member.first_seen - apart, 0.0)
+        if member.steps_before is not None:
+            # Of those, what is not carried counts here, and so does its time.
+            counted = member.steps_before - carried / member.tokens_per_step
+            provisioned_seconds += max(counted, 0.0) * sums.median_step_seconds
         return IslandMeasure(
-            provisioned_seconds=max(until - member.first_seen - apart, 0.0),
+            provisioned_seconds=provisioned_seconds,
             tokens_per_step=member.tokens_per_step,
             median_step_seconds=sums.median_step_seconds,
             computed_tokens=computed,

@@ -18,6 +18,7 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
 from diloco_jax.observability.metrics import Metrics
+from diloco_jax.policy import gathering
 from diloco_jax.policy.events import (
     DeltaArrived,
     Disconnected,
@@ -26,7 +27,7 @@ from diloco_jax.policy.events import (
     Report,
 )
 from diloco_jax.wire import messages
-from diloco_jax.wire.errors import Refused, RemoteProtocolError
+from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
 from diloco_jax.wire.server import FetchSource
 from diloco_jax.wire.session import Session
 
@@ -69,6 +70,13 @@ class Service:
                 f"{'; '.join(lines) or 'nothing that was sent'} (here: the "
                 f"coordinator). Start the island with the run's config.json",
             )
+        if gathering.is_superseded(self._engine.state, hello.term):
+            # Not refused, since the fault is here: the island goes on, and comes again.
+            raise Busy(
+                f"island {hello.island!r} is in term {hello.term}, this coordinator's "
+                f"state is of one before it; stop this coordinator, and start the one "
+                f"that has the newest state"
+            )
         self._sessions.arrived(session)
         event = Hello(
             island=hello.island,
@@ -84,6 +92,7 @@ class Service:
             outstanding=hello.outstanding,
             sequences_granted=hello.sequences_granted,
             records_through=hello.records_through,
+            term=hello.term,
         )
 
         def introduce() -> None:
@@ -140,6 +149,12 @@ class Service:
     def upload_begin(self, start: messages.UploadStart) -> memoryview:
         """The place of a delta's stripe, once the sender proved to be current."""
         self._check(start)
+        if start.version is not None:
+            raise Refused(
+                "anchor",
+                f"this coordinator has its state, and did not ask for the anchor of "
+                f"fragment {start.fragment}",
+            )
         return self._inbox.begin(start)
 
     def upload_end(self, start: messages.UploadStart) -> bool:
@@ -202,7 +217,13 @@ class Service:
                 f"{config.fragments}; island and coordinator disagree on "
                 f"sync.fragments",
             )
-        island = state.islands.get(call.island)
+        island, term = state.islands.get(call.island), state.fragments[0].version.term
+        if term > 1 and (island is None or island.incarnation < call.incarnation):
+            # It was in the run before this term, and its hello is on its way.
+            raise Busy(
+                f"incarnation {call.incarnation} of island {call.island!r} has not "
+                f"said hello in term {term}; come again"
+            )
         if island is None or island.incarnation != call.incarnation:
             current = "unknown" if island is None else f"{island.incarnation}"
             raise Refused(
@@ -225,7 +246,8 @@ class Service:
 
     def _let_in(self, hello: messages.Hello, session: Session) -> None:
         if self._sessions.serves(session):
-            self._roster.hello(hello, time.time())
+            before = hello.steps if hello.term > 0 else None
+            self._roster.hello(hello, time.time(), steps_before=before)
 
     def _measured(self, island: str, message: messages.Report) -> None:
         now = time.time()

@@ -38,6 +38,11 @@ class Snapshots:
         """The number of the newest one, if there is any."""
         return checkpoint.newest(self._manager)
 
+    def require_own(self, number: int) -> None:
+        """ConfigError if that snapshot is of another run."""
+        facts = checkpoint.read_facts(self._manager, number)
+        checkpoint.refuse_other(self._folder, number, facts, self._whose)
+
     def load(self, number: int, like: dict[str, Any]) -> tuple[dict[str, Any], State]:
         """Arrays and state of a snapshot; ConfigError if it is of another run."""
         facts = checkpoint.read_facts(self._manager, number)

@@ -31,6 +31,7 @@ def status(
     up, down = "bytes_up_per_second", "bytes_down_per_second"
     return {
         "run_id": config.run_id,
+        "term": state.fragments[0].version.term,
         "phase": phase,
         **_progress(config, state, alerts),
         "seconds": seconds,
@@ -58,6 +59,7 @@ def summary(
     sums = [roster.measures(name) for name in known]
     return {
         "run_id": config.run_id,
+        "term": state.fragments[0].version.term,
         "phase": "done" if state.phase == "done" else "stopped",
         **_progress(config, state, alerts),
         **_token_fields(totals),
@@ -104,7 +106,9 @@ def _measures(
     for name in sorted(state.islands):
         if name in roster.members:
             totals = ledger.island_totals(config, state, name)
-            found.append(roster.measure(name, totals.computed, totals.merged, now))
+            merged, carried = totals.merged, totals.carried
+            computed = totals.computed - carried
+            found.append(roster.measure(name, computed, merged, now, carried))
     return found
 
 
@@ -176,6 +180,7 @@ def _token_fields(totals: ledger.Totals) -> dict[str, Any]:
         "tokens_merged": totals.merged,
         "tokens_lost": totals.lost,
         "tokens_in_flight": totals.in_flight,
+        "tokens_carried": totals.carried,
     }
 
 

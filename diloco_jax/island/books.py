@@ -151,6 +151,19 @@ class Books:
         self._record("dropped", step, fragment=fragment, tick=tick)
         return "dropped"
 
+    def new_term(self, step: int) -> list[Outstanding]:
+        """Drops all outstanding takes and returns them: a coordinator that lost its
+        state cannot know whether they are in the anchors with which it began anew.
+        Notes from which step on this incarnation's steps are for its new books."""
+        dropped = []
+        for fragment, account in enumerate(self._accounts):
+            if account.take is not None:
+                dropped.append(account.take)
+                self._record("dropped", step, fragment=fragment, tick=account.take.tick)
+                account.take = None
+            self._record("carried", step, fragment=fragment, start=account.start)
+        return dropped
+
     def granted(self, span: Span, step: int) -> None:
         """Notes positions of data that came in."""
         self._record("granted", step, start=span.start, stop=span.stop)

@@ -84,6 +84,8 @@ class Boundary:
         if inbox.others_tokens != self.others_tokens:
             self.others_tokens = inbox.others_tokens
             self.books.progress(self.others_tokens, step)
+        if inbox.term:
+            self._begin_term(step)
         # A refusal known before an adoption resets the base that it goes by.
         for verdict in inbox.verdicts:
             self._settle(verdict, step)
@@ -95,6 +97,12 @@ class Boundary:
         else:
             self._take(takes, step)
             self._adopt(inbox.arrivals, step)
+
+    def _begin_term(self, step: int) -> None:
+        self._late_takes = {}
+        for take in self.books.new_term(step):
+            self._outgoing.forget(take.fragment, take.tick)
+            self._arrays.drop(take.fragment)
 
     def _take(self, takes: dict[int, int], step: int) -> None:
         for fragment, tick in takes.items():

@@ -42,6 +42,7 @@ class Exchange:
         self._sync = sync
         self.layouts_up = _layouts(plan, sync.codec_up)
         self.layouts_down = _layouts(plan, sync.codec_down)
+        self.layouts_whole = _layouts(plan, "f32")
         self._kinds = {
             p: kind_of(sync, p, _leaf(params, p.path), memory) for p in plan.pieces
         }
@@ -163,6 +164,17 @@ class Exchange:
             params = _with_leaf(params, piece.path, leaf)
         return params
 
+    # ---- for a coordinator that lost its state ----------------------------------
+
+    def anchor(self, fragment: int) -> tuple[jax.Array, ...]:
+        """The fragment's anchor by piece, in f32 tiles, on its way to the host."""
+        encoded = []
+        for piece in self._plan.fragments[fragment]:
+            sent = self._kinds[piece].whole(self._anchors[piece])
+            sent.copy_to_host_async()
+            encoded.append(sent)
+        return tuple(encoded)
+
     # ---- joining ----------------------------------------------------------------
 
     def start(
@@ -214,6 +226,7 @@ class Exchange:
             published = zeros(shape, np.uint8, kind.encoded)
             _, _, local = kind.take(leaf, index, anchor, self._residuals.get(piece))
             kind.advance(anchor, published)
+            kind.whole(anchor)
             leaf = kind.adopt(leaf, index, anchor, anchor, self._alpha)
             params = _with_leaf(params, piece.path, kind.reset(leaf, index, local))
         jax.block_until_ready(params)  # type: ignore[no-untyped-call]
@@ -226,7 +239,9 @@ class Exchange:
             leaf = _leaf(params, piece.path)
             assert isinstance(leaf.sharding, NamedSharding)
             like = abstract(leaf.shape, leaf.dtype, leaf.sharding)
-            lowered += self._kinds[piece].lower(self._sync, piece, like).values()
+            kind = self._kinds[piece]
+            lowered += kind.lower(self._sync, piece, like).values()
+            lowered.append(kind.lower_whole(piece))
         return lowered
 
     def _one_of_each(self, params: Params) -> list[Piece]:

@@ -80,6 +80,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     adopts: tuple[tuple[int, Version], ...]
     verdicts: tuple[TakeVerdict, ...]
     grants: tuple[Span, ...]
+    anchors: tuple[int, ...]
+    term: int
     others_tokens: int
     again: bool
     save: bool
@@ -96,6 +98,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             adopts=tuple((a.fragment, a.version) for a in inbox.arrivals),
             verdicts=inbox.verdicts,
             grants=inbox.grants,
+            anchors=inbox.anchors,
+            term=inbox.term,
             others_tokens=inbox.others_tokens,
             again=inbox.again,
             save=inbox.save,
@@ -112,6 +116,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             arrivals=arrivals,
             verdicts=self.verdicts,
             grants=self.grants,
+            anchors=self.anchors,
+            term=self.term,
             others_tokens=self.others_tokens,
             again=self.again,
             save=self.save,
@@ -360,6 +366,8 @@ def _is_news(inbox: Inbox, now: Inbox) -> bool:
         or inbox.arrivals
         or inbox.verdicts
         or inbox.grants
+        or inbox.anchors
+        or inbox.term
         or (inbox.stop, inbox.leaving, inbox.finished, inbox.ending)
         != (now.stop, now.leaving, now.finished, now.ending)
     )

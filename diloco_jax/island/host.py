@@ -37,6 +37,7 @@ from diloco_jax.island.sender import Sender
 from diloco_jax.island.step import TrainState
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.plan import build_plan
+from diloco_jax.policy.events import Version
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles
 
@@ -83,6 +84,7 @@ class Host:
             self.client,
             identity,
             self._exchange.layouts_up,
+            self._exchange.layouts_whole,
             self.mailbox,
             self.deadlines,
         )
@@ -140,6 +142,7 @@ class Host:
             decisions=decisions,
             timing=Timing(self.compile_seconds),
             evaluator=self._evaluator,
+            send_anchor=self._send_anchor,
             checkpoints=self.checkpoints,
             warm=restored is not None,
             faults=faults,
@@ -152,6 +155,9 @@ class Host:
                 self.config.placement.compile_budget_s,
                 lambda: self.mailbox.ending is not None,
             )
+
+    def _send_anchor(self, fragment: int, version: Version) -> None:
+        self.sender.put_anchor(fragment, version, self._exchange.anchor(fragment))
 
     def close(self) -> None:
         """Frees sockets and threads; waits a while for a checkpoint."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.policy.events import Span, Version
 from diloco_jax.wire.messages import (
+    AnchorRequest,
     Finished,
     FromCoordinator,
     Granted,
@@ -36,7 +37,6 @@ class Inbound:
         self.granted = 0
         """Sequences granted so far."""
         self._mailbox, self._targets = mailbox, targets
-        self._own_tokens_before: int | None = None
 
     def dispatch(self, message: FromCoordinator) -> None:
         """One message, in the order received."""
@@ -65,12 +65,11 @@ class Inbound:
             case Granted():
                 self._grant(message.offset, message.span)
             case Progress():
-                # The first one answers a report without steps: it counts the tokens
-                # of this island's earlier incarnations, which are others' from here.
-                if self._own_tokens_before is None:
-                    self._own_tokens_before = message.own_tokens
-                own = message.own_tokens - self._own_tokens_before
-                mailbox.progress(message.tokens - own, message.records_through)
+                others = message.tokens - message.own_tokens
+                mailbox.progress(others, message.records_through)
+                mailbox.heard(message.tokens, message.next_position)
+            case AnchorRequest():
+                mailbox.request_anchor(message.fragment)
             case Stop():
                 mailbox.stop()
             case MayLeave():

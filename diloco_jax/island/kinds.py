@@ -45,11 +45,13 @@ class Kind:
     """(leaf, index, base, anchor, alpha) -> leaf, which is donated."""
     reset: Any
     """(leaf, index, value) -> leaf, which is donated."""
+    whole: Any
+    """(anchor) -> the same in f32 tiles."""
 
     def lower(
         self, sync: SyncConfig, piece: Piece, leaf: jax.ShapeDtypeStruct
     ) -> dict[str, jax.stages.Lowered]:
-        """The four functions by name, without arrays, as `Trainer.lower` has it."""
+        """What a cycle executes, by name, without arrays, as `Trainer.lower` has it."""
         index = index_of(piece)
         value = abstract(piece.shape, np.float32, self.piece)
         shape = get_codec(sync.codec_down).encoded_shape(piece.shape)
@@ -62,6 +64,12 @@ class Kind:
             "adopt": self.adopt.lower(leaf, index, value, value, alpha),
             "reset": self.reset.lower(leaf, index, value),
         }
+
+    def lower_whole(self, piece: Piece) -> jax.stages.Lowered:
+        """`whole`, likewise."""
+        anchor = abstract(piece.shape, np.float32, self.piece)
+        lowered: jax.stages.Lowered = self.whole.lower(anchor)
+        return lowered
 
 
 def kind_of(
@@ -135,6 +143,10 @@ def _compile(
     def reset(stacked: Any, index: Any, value: Any) -> jax.Array:
         return _write(stacked, index, *fetch(value))
 
+    def whole(anchor: Any) -> jax.Array:
+        (anchor,) = fetch(anchor)
+        return get_codec("f32").encode(_on(anchor, on_tiles))
+
     return Kind(
         piece=at_rest,
         encoded=on_tiles,
@@ -142,6 +154,7 @@ def _compile(
         advance=jax.jit(advance, out_shardings=at_rest),
         adopt=jax.jit(take_over, donate_argnums=0, out_shardings=leaf),
         reset=jax.jit(reset, donate_argnums=0, out_shardings=leaf),
+        whole=jax.jit(whole, out_shardings=on_tiles),
     )
 
 

@@ -2,7 +2,8 @@
 
 Two threads: one receives, dispatches and reconnects, one reports. A lost coordinator
 stops nobody: the link tries again for as long as the island lives, and what was not
-acknowledged is reported again.
+acknowledged is reported again. One that lost its state, too, is given the anchors that
+it asks for, and welcomes the island in a new term.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class Link:
         self._deadlines = deadlines
         self.run_id = ""
         """Of the run that this island is in; known from the first Welcome on."""
+        self.term = 0
+        """The newest one in which this process was welcomed; 0: in none."""
         self._targets: Targets | None = None
         self._stream: ControlStream | None = None
         self._generation = 0
@@ -158,7 +161,11 @@ class Link:
             return error
         self._stream = stream
         self._generation += 1
-        self.run_id = stream.welcome.run_id
+        self.run_id, term = stream.welcome.run_id, stream.welcome.term
+        if 0 < self.term < term:
+            logger.warning("the coordinator lost its state: term %d begins", term)
+            self._mailbox.new_term(term)
+        self.term = max(self.term, term)
         return stream.welcome
 
     def _refused(self, refused: Refused) -> None:

@@ -27,7 +27,7 @@ from diloco_jax.island.pace import Pace
 from diloco_jax.island.replica import Replica
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.model import Metrics
-from diloco_jax.policy.events import Phase
+from diloco_jax.policy.events import Phase, Version
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ class Loop:
     decisions: Decisions
     timing: Timing
     evaluator: Evaluator
+    send_anchor: Callable[[int, Version], None]
+    """Of a fragment, at that version, to a coordinator that lost its state."""
     checkpoints: Checkpoints | None = None
     warm: bool = False
     """It begins with the moments of a checkpoint."""
@@ -133,6 +135,8 @@ class Loop:
             self._post("training" if stepping else "stopped")
             self._seen = self.decisions.at(self._step, stepping=stepping)
             self.boundary.act(self._seen, self._step)
+            for fragment in self._seen.anchors:
+                self.send_anchor(fragment, self.boundary.books.version(fragment))
             if self._seen.save or self._seen.leaving:
                 self._save(final=self._seen.leaving)
             again = self._seen.again
@@ -164,6 +168,7 @@ class Loop:
             phase=phase,
             steps=self._step,
             outstanding=self.boundary.books.outstanding(),
+            versions=tuple(self.boundary.books.versions()),
             measures=self.timing.measures(),
         )
         self.mailbox.post(status, self.boundary.books.drain())

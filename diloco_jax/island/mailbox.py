@@ -64,6 +64,10 @@ class Inbox:
     arrivals: tuple[Arrival, ...] = ()
     verdicts: tuple[TakeVerdict, ...] = ()
     grants: tuple[Span, ...] = ()
+    anchors: tuple[int, ...] = ()
+    """Fragments whose anchors are to be sent."""
+    term: int = 0
+    """A new term began, and with it new books; 0: none did."""
     others_tokens: int = 0
     """Of the other islands, and of this one's earlier incarnations."""
     again: bool = False
@@ -86,6 +90,8 @@ class Inbox:
             arrivals=self.arrivals + later.arrivals,
             verdicts=self.verdicts + later.verdicts,
             grants=self.grants + later.grants,
+            anchors=self.anchors + later.anchors,
+            term=max(self.term, later.term),
             others_tokens=later.others_tokens,
             again=self.again or later.again,
             save=self.save or later.save,
@@ -103,8 +109,14 @@ class Status:
     phase: Phase = "joining"
     steps: int = 0
     outstanding: tuple[Outstanding, ...] = ()
+    versions: tuple[Version, ...] = ()
+    """Of the anchors, as they are or are about to be."""
     records_through: int = 0
     """Records up to this number are acknowledged."""
+    tokens: int = 0
+    """Progress of the run, as last heard."""
+    next_position: int = 0
+    """Up to which data was granted to anybody, as far as was heard."""
     measures: Measures = dataclasses.field(default_factory=Measures)
 
 
@@ -120,7 +132,10 @@ class Mailbox:
         self._arrivals: dict[int, Arrival] = {}
         self._verdicts: list[TakeVerdict] = []
         self._grants: list[Span] = []
-        self._others_tokens = 0
+        self._anchors: list[int] = []
+        self._term = 0
+        self._delivered: dict[int, Version] = {}
+        self._others_tokens = self._tokens = self._next_position = 0
         self._stop = self._leaving = self._finished = False
         self._may_leave = False
         self._ending: Ending | None = None
@@ -140,6 +155,8 @@ class Mailbox:
                 arrivals=tuple(self._arrivals.values()),
                 verdicts=tuple(self._verdicts),
                 grants=tuple(self._grants),
+                anchors=tuple(self._anchors),
+                term=self._term,
                 others_tokens=self._others_tokens,
                 stop=self._stop or self._leaving,
                 leaving=self._leaving,
@@ -147,7 +164,8 @@ class Mailbox:
                 ending=self._ending,
             )
             self._takes, self._arrivals = {}, {}
-            self._verdicts, self._grants = [], []
+            self._verdicts, self._grants, self._anchors = [], [], []
+            self._term = 0
             self._news_collected = self._news
             self._changed.notify_all()
             return inbox
@@ -231,6 +249,7 @@ class Mailbox:
             if waiting is not None:
                 arrival = waiting.followed_by(arrival)
             self._arrivals[arrival.fragment] = arrival
+            self._delivered[arrival.fragment] = arrival.version
             self._tell_loop()
             return True
 
@@ -245,7 +264,31 @@ class Mailbox:
         """Positions of data, after those granted before."""
         with self._lock:
             self._grants.append(span)
+            self._next_position = max(self._next_position, span.stop)
             self._tell_loop()
+
+    def request_anchor(self, fragment: int) -> None:
+        """The coordinator has lost its state, and asks for what is here of it."""
+        with self._lock:
+            if fragment not in self._anchors:
+                self._anchors.append(fragment)
+            self._tell_loop()
+
+    def new_term(self, term: int) -> None:
+        """The coordinator lost its state, and began anew from anchors: what was asked
+        for and judged before, and not looked at yet, is of no account."""
+        with self._lock:
+            self._term = term
+            self._takes, self._verdicts = {}, []
+            self._stop = False
+            self._tell_loop()
+
+    def heard(self, tokens: int, next_position: int) -> None:
+        """How far the run is, and its data: to be told to a coordinator that lost its
+        state."""
+        with self._lock:
+            self._tokens = tokens
+            self._next_position = max(self._next_position, next_position)
 
     def progress(self, others_tokens: int, records_through: int) -> None:
         """The other islands' tokens; records up to that number are forgotten."""
@@ -334,8 +377,17 @@ class Mailbox:
         hosts = [self._traffic, *self._traffic_of.values()]
         traffic = {name: sum(host[name] for host in hosts) for name in self._traffic}
         measures = msgspec.structs.replace(self._status.measures, **traffic)
+        versions = [
+            max(version, self._delivered.get(fragment, version))
+            for fragment, version in enumerate(self._status.versions)
+        ]
         return replace(
-            self._status, measures=measures, records_through=self._records_through
+            self._status,
+            measures=measures,
+            versions=tuple(versions),
+            records_through=self._records_through,
+            tokens=self._tokens,
+            next_position=self._next_position,
         )
 
     def _tell_loop(self) -> None:

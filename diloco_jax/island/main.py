@@ -256,6 +256,10 @@ class Island:
             outstanding=status.outstanding,
             sequences_granted=sequences_granted,
             records_through=status.records_through,
+            term=self._link.term,
+            versions=status.versions,
+            tokens=status.tokens,
+            next_position=status.next_position,
         )
 
     # ---- the other hosts ----------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Device -> host -> wire: the thread that sends deltas.
+"""Device -> host -> wire: the thread that sends deltas, and anchors if it must.
 
 A delta is kept until its verdict is final, so that it can be sent again when the
 coordinator lost it. One per fragment at most, so a model's worth of encoded bytes is
@@ -21,6 +21,7 @@ from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.island.identity import Identity
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.placing import held
+from diloco_jax.policy.events import Version
 from diloco_jax.wire.errors import Refused, WireError
 from diloco_jax.wire.messages import UploadStart
 
@@ -39,11 +40,18 @@ class Uploads(Protocol):
 class _Parcel:
     fragment: int
     tick: int
+    version: Version | None
+    """None: a delta; else an anchor of that version."""
     arrays: tuple[Any, ...]
     """Encoded pieces on the device, until they are packed."""
     part: Part = ()
     payload: Buffer | None = None
     due: bool = True
+
+    def __str__(self) -> str:
+        if self.version is None:
+            return f"delta of fragment {self.fragment}, tick {self.tick}"
+        return f"anchor of fragment {self.fragment}, version {tuple(self.version)}"
 
 
 class Sender:
@@ -54,15 +62,18 @@ class Sender:
         client: Uploads,
         identity: Identity,
         layouts: Sequence[PayloadLayout],
+        layouts_whole: Sequence[PayloadLayout],
         mailbox: Mailbox,
         deadlines: Deadlines,
     ) -> None:
         self._client = client
         self._identity = identity
-        self._layouts = layouts
+        self._layouts = {False: layouts, True: layouts_whole}
+        """Of deltas, and of anchors."""
         self._mailbox = mailbox
         self._deadlines = deadlines
-        self._parcels: dict[int, _Parcel] = {}
+        self._parcels: dict[tuple[int, bool], _Parcel] = {}
+        """By fragment, and whether it is an anchor."""
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
@@ -73,14 +84,18 @@ class Sender:
 
     def put(self, fragment: int, tick: int, encoded: tuple[Any, ...]) -> None:
         """Sends a delta: its encoded pieces, uint8[*grid, tile_bytes] each."""
-        with self._changed:
-            self._parcels[fragment] = _Parcel(fragment, tick, encoded)
-            self._changed.notify_all()
+        self._put(_Parcel(fragment, tick, None, encoded))
+
+    def put_anchor(
+        self, fragment: int, version: Version, encoded: tuple[Any, ...]
+    ) -> None:
+        """Sends an anchor, ahead of deltas and once: encoded as these are, in f32."""
+        self._put(_Parcel(fragment, -1, version, encoded))
 
     def resend(self, fragment: int, tick: int) -> None:
         """Sends the delta of this take once more, if it is still here."""
         with self._changed:
-            parcel = self._parcels.get(fragment)
+            parcel = self._parcels.get((fragment, False))
             if parcel is not None and parcel.tick == tick:
                 parcel.due = True
                 self._changed.notify_all()
@@ -88,9 +103,9 @@ class Sender:
     def forget(self, fragment: int, tick: int) -> None:
         """The verdict on this take is final."""
         with self._changed:
-            parcel = self._parcels.get(fragment)
+            parcel = self._parcels.get((fragment, False))
             if parcel is not None and parcel.tick == tick:
-                del self._parcels[fragment]
+                del self._parcels[fragment, False]
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread; what is being sent may go on until the process ends."""
@@ -99,10 +114,19 @@ class Sender:
             self._changed.notify_all()
         self._thread.join(timeout_s)
 
+    def _put(self, parcel: _Parcel) -> None:
+        with self._changed:
+            self._parcels[_key(parcel)] = parcel
+            self._changed.notify_all()
+
     def _run(self) -> None:
         try:
             while (parcel := self._next()) is not None:
                 self._send(parcel)
+                if parcel.version is not None:
+                    with self._changed:
+                        if self._parcels.get(_key(parcel)) is parcel:
+                            del self._parcels[_key(parcel)]
         except Exception as error:
             logger.exception("the sender failed")
             self._mailbox.end(EXIT_FAILED, f"the sender failed: {error!r}")
@@ -137,6 +161,7 @@ class Sender:
             length=len(parcel.payload),
             total=len(parcel.payload),
             part=parcel.part,
+            version=parcel.version,
         )
         pause_s = self._deadlines.retry_min_s
         while True:
@@ -145,15 +170,14 @@ class Sender:
             except Refused as refused:
                 # The verdict, or a request to send again, comes as a message.
                 logger.warning(
-                    "delta of fragment %d, tick %d refused (%s): %s",
-                    parcel.fragment,
-                    parcel.tick,
+                    "%s refused (%s): %s",
+                    parcel,
                     refused.code,
                     refused.message,
                 )
                 return
             except WireError as error:
-                logger.debug("delta of tick %d not sent: %s", parcel.tick, error)
+                logger.debug("%s not sent: %s", parcel, error)
                 if not self._pause(parcel, pause_s):
                     return
                 pause_s = min(2 * pause_s, self._deadlines.retry_max_s)
@@ -164,7 +188,8 @@ class Sender:
     def _pack(self, parcel: _Parcel) -> None:
         if all(array.is_fully_addressable for array in parcel.arrays):
             arrays = [np.asarray(array) for array in parcel.arrays]
-            parcel.payload = self._layouts[parcel.fragment].pack(arrays)
+            layouts = self._layouts[parcel.version is not None]
+            parcel.payload = layouts[parcel.fragment].pack(arrays)
         else:
             shards = held(parcel.arrays)
             parcel.part = tuple(box for box, _ in shards)
@@ -175,7 +200,11 @@ class Sender:
         """Whether the parcel is still wanted after a pause."""
 
         def unwanted() -> bool:
-            return self._closing or self._parcels.get(parcel.fragment) is not parcel
+            return self._closing or self._parcels.get(_key(parcel)) is not parcel
 
         with self._changed:
             return not self._changed.wait_for(unwanted, pause_s)
+
+
+def _key(parcel: _Parcel) -> tuple[int, bool]:
+    return parcel.fragment, parcel.version is not None

@@ -38,16 +38,8 @@ class Span(NamedTuple):
     stop: int
 
 
-RecordKind = Literal[
-    "took",
-    "adopted",
-    "reopened",
-    "dropped",
-    "reset",
-    "granted",
-    "progress",
-    "restored",
-]
+OfFragment = Literal["took", "adopted", "reopened", "dropped", "reset", "carried"]
+RecordKind = Literal[OfFragment, "granted", "progress", "restored"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +51,11 @@ class Record:
     ones, at step 0, are what it begins with), `reopened` (fragment, tick: a refused
     delta's steps are in the local parameters still), `dropped` (fragment, tick: they
     are not), `reset` (as dropped, and the local parameters are the anchor's),
-    `granted` (start, stop: data positions), `progress` (value: others' tokens on which
-    the learning rate is based), `restored` (it begins with the moments that incarnation
-    `start` had after `value` steps; with a fragment: and with the residual of it).
+    `carried` (fragment, start: what became of the steps before `start` is in the books
+    of an earlier term), `granted` (start, stop: data positions), `progress` (value:
+    others' tokens on which the learning rate is based), `restored` (it begins with the
+    moments that incarnation `start` had after `value` steps; with a fragment: and with
+    the residual of it).
     """
 
     seq: int
@@ -125,6 +119,8 @@ class Hello:
     """Sequences that this incarnation has been granted and knows of."""
     records_through: int = 0
     """Its records up to this number are acknowledged: they are on the tape."""
+    term: int = 0
+    """The newest one in which this process was welcomed; 0: in none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,12 +339,14 @@ class Grant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Tokens of the whole run that are not lost; acknowledges records."""
+    """Tokens of the whole run that are not lost, and those of this incarnation's steps;
+    acknowledges records. next_position: nothing from there on is granted yet."""
 
     island: str
     tokens: int
     own_tokens: int
     records_through: int
+    next_position: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

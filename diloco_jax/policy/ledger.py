@@ -3,6 +3,7 @@ the rest.
 
 Per fragment, an incarnation's steps are settled in order: `[0, start)` is merged or
 lost, `[start, steps)` is open. So merged + lost + open = computed, always and exactly.
+Steps that an incarnation made in an earlier term, whose books are gone, are *carried*.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from diloco_jax.policy.values import replace
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
     """Tokens, weighted by the fragments' parameters and floored; they balance:
-    computed = merged + sum(lost) + in_flight."""
+    computed = merged + sum(lost) + carried + in_flight."""
 
     computed: int
     merged: int
     lost: dict[str, int]
+    carried: int
     in_flight: int
 
 
@@ -71,6 +73,9 @@ def close_account(
     fragment: Fragment, island: Island, reason: EndReason, settled_steps: int
 ) -> Fragment:
     """An incarnation ended: its steps from `settled_steps` on are lost."""
+    if fragment.accounts[island.name].carrying:
+        fragment = carry(fragment, island.name, island.steps)
+        settled_steps = island.steps
     account = fragment.accounts[island.name]
     account = account.lose(max(island.steps - settled_steps, 0), reason)
     account = replace(
@@ -83,16 +88,33 @@ def close_account(
     return with_account(fragment, island.name, account)
 
 
-def open_account(fragment: Fragment, island: Island) -> Fragment:
-    """A new incarnation begins: totals stay, the step count restarts."""
+def carry(fragment: Fragment, name: str, steps: int) -> Fragment:
+    """The incarnation began in an earlier term, which has its first `steps` steps in
+    its books."""
+    account = fragment.accounts[name]
+    account = replace(
+        account,
+        carrying=False,
+        start=steps,
+        carried_tokens=account.carried_tokens + steps * account.tokens_per_step,
+    )
+    return with_account(fragment, name, account)
+
+
+def open_account(fragment: Fragment, island: Island, *, carrying: bool) -> Fragment:
+    """A new incarnation begins: totals stay, the step count restarts. carrying: it has
+    begun, in an earlier term."""
     account = fragment.accounts.get(island.name)
     fresh = Account(
-        incarnation=island.incarnation, tokens_per_step=island.tokens_per_step
+        incarnation=island.incarnation,
+        tokens_per_step=island.tokens_per_step,
+        carrying=carrying,
     )
     if account is not None:
         fresh = replace(
             fresh,
             merged_tokens=account.merged_tokens,
+            carried_tokens=account.carried_tokens,
             lost_tokens=account.lost_tokens,
             merges_in=account.merges_in,
             merges_alive=account.merges_alive,
@@ -103,38 +125,48 @@ def open_account(fragment: Fragment, island: Island) -> Fragment:
 def island_totals(config: PolicyConfig, state: State, name: str) -> Totals:
     """One island's tokens over all its incarnations."""
     computed = state.islands[name].computed_tokens
-    merged = 0
+    merged = carried = 0
     lost: dict[str, int] = {}
     for fragment, size in zip(state.fragments, config.fragment_sizes, strict=True):
         account = fragment.accounts.get(name)
         if account is None:
             continue
         merged += size * account.merged_tokens
+        carried += size * account.carried_tokens
         for reason, tokens in account.lost_tokens.items():
             lost[reason] = lost.get(reason, 0) + size * tokens
     merged //= config.parameters
+    carried //= config.parameters
     lost = {reason: value // config.parameters for reason, value in lost.items()}
     lost = {reason: value for reason, value in lost.items() if value}
     return Totals(
         computed=computed,
         merged=merged,
         lost=lost,
-        in_flight=computed - merged - sum(lost.values()),
+        carried=carried,
+        in_flight=computed - merged - carried - sum(lost.values()),
     )
 
 
 def run_totals(config: PolicyConfig, state: State) -> Totals:
     """The sum over all islands."""
-    computed = merged = in_flight = 0
+    computed = merged = carried = in_flight = 0
     lost: dict[str, int] = {}
     for name in state.islands:
         totals = island_totals(config, state, name)
         computed += totals.computed
         merged += totals.merged
+        carried += totals.carried
         in_flight += totals.in_flight
         for reason, tokens in totals.lost.items():
             lost[reason] = lost.get(reason, 0) + tokens
-    return Totals(computed=computed, merged=merged, lost=lost, in_flight=in_flight)
+    return Totals(
+        computed=computed,
+        merged=merged,
+        lost=lost,
+        carried=carried,
+        in_flight=in_flight,
+    )
 
 
 def merged_by_fragment(state: State, name: str = "") -> list[int]:
@@ -150,8 +182,9 @@ def merged_by_fragment(state: State, name: str = "") -> list[int]:
 
 
 def progress_tokens(config: PolicyConfig, state: State) -> int:
-    """Computed tokens that are not lost, over all islands (see DESIGN, Inner)."""
-    computed = lost = 0
+    """Computed tokens that are not lost, over all islands (see DESIGN, Inner) and
+    terms."""
+    computed, lost = state.carried_progress, 0
     for island in state.islands.values():
         computed += island.tokens_before + island.steps * island.tokens_per_step
     for fragment, size in zip(state.fragments, config.fragment_sizes, strict=True):
@@ -181,10 +214,11 @@ def check(config: PolicyConfig, state: State) -> list[str]:
             merging += sum(c.tokens for c in fragment.left_behind if c.island == name)
             settled = island.tokens_before + account.start * account.tokens_per_step
             booked = account.merged_tokens + sum(account.lost_tokens.values())
+            booked += account.carried_tokens
             if booked + merging != settled:
                 wrong.append(
-                    f"fragment {fragment.index}, island {name}: merged and lost "
-                    f"{booked} + merging or left behind {merging} != settled "
+                    f"fragment {fragment.index}, island {name}: merged, lost and "
+                    f"carried {booked} + merging or left behind {merging} != settled "
                     f"{settled} tokens"
                 )
             if account.start > island.steps:

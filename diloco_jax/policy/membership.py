@@ -2,14 +2,16 @@
 
 An island is live while its reports come, absent while they do not, and gone when its
 incarnation ended: by goodbye, or because a higher one said hello. Only the end of an
-incarnation loses steps; an absent island that comes back has lost nothing.
+incarnation loses steps; an absent island that comes back has lost nothing. One that was
+there before the coordinator lost its state is new to it, and goes on where it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from diloco_jax.policy import ledger, shares, takes
+from diloco_jax.policy import ledger, schedule, shares, takes
 from diloco_jax.policy.events import (
     AskResend,
     AskTake,
@@ -25,7 +27,6 @@ from diloco_jax.policy.events import (
     Welcome,
 )
 from diloco_jax.policy.reasons import EndReason
-from diloco_jax.policy.schedule import restart
 from diloco_jax.policy.state import (
     Fragment,
     Island,
@@ -66,7 +67,7 @@ def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
 def alive(config: PolicyConfig, island: Island, now: float) -> Island:
     """The island after a sign of life."""
     if island.status == "absent":
-        island = replace(restart(island), status="live")
+        island = replace(schedule.restart(island), status="live")
     return replace(island, lease_until=now + _lease_s(config, island))
 
 
@@ -163,8 +164,12 @@ def ended(
     return with_island(state, replace(island, status="gone"))
 
 
-def joined(state: State, island: Island) -> State:
-    """The state with a new incarnation in it: also what recovery applies."""
+def joined(state: State, island: Island, *, carrying: bool) -> State:
+    """The state with a new incarnation in it: also what recovery applies. carrying: it
+    began in an earlier term, whose progress its steps are part of already."""
+    if carrying:
+        own = island.steps * island.tokens_per_step
+        state = replace(state, carried_progress=state.carried_progress - own)
     before = state.islands.get(island.name)
     if before is not None:
         island = replace(
@@ -172,7 +177,8 @@ def joined(state: State, island: Island) -> State:
         )
     state = with_island(state, island)
     for fragment in state.fragments:
-        state = with_fragment(state, ledger.open_account(fragment, island))
+        opened = ledger.open_account(fragment, island, carrying=carrying)
+        state = with_fragment(state, opened)
     return state
 
 
@@ -200,7 +206,9 @@ def _refusal(
             f"island {event.island!r} is incarnation {known.incarnation} now, this "
             f"is {event.incarnation}; stop this process"
         )
-    elif state.phase == "done" or (state.phase != "running" and not resumes):
+    elif state.phase == "done" or (
+        state.phase != "running" and not resumes and not _is_carrying(state, event)
+    ):
         code = "finished"
         message = (
             f"the run is {state.phase}: it has its {config.total_tokens} tokens; for "
@@ -227,7 +235,13 @@ def _refusal(
     )
 
 
+def _is_carrying(state: State, event: Hello) -> bool:
+    """Whether it was in the run before the coordinator lost its state."""
+    return 0 < event.term < state.fragments[0].version.term
+
+
 def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
+    carrying = _is_carrying(state, event)
     island = Island(
         name=event.island,
         incarnation=event.incarnation,
@@ -237,9 +251,17 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         step_seconds=event.step_seconds,
         phase=event.phase,
     )
+    if carrying:
+        island = replace(
+            island,
+            steps=event.steps,
+            steps_at_tick=event.steps,
+            sequences_granted=event.sequences_granted,
+            records_through=event.records_through,
+        )
     island = alive(config, island, now)
-    state = joined(state, island)
-    record = {
+    state = joined(state, island, carrying=carrying)
+    record: dict[str, Any] = {
         "kind": "joined",
         "island": event.island,
         "incarnation": event.incarnation,
@@ -247,6 +269,11 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         "tokens_per_step": event.tokens_per_step,
         "sequences_per_step": event.sequences_per_step,
     }
+    if carrying:
+        record["carried"] = {
+            "steps": event.steps,
+            "sequences_granted": event.sequences_granted,
+        }
     effects: list[Effect] = [
         Persist(record=record),
         _welcome(state, event, resumed=False),
@@ -279,7 +306,9 @@ def _resume(
         )
     )
     effects += shares.regrant(state, name, event.sequences_granted)
-    held = {take.fragment: take for take in event.outstanding}
+    # A hello that comes late tells of takes in an earlier term, too.
+    earlier = schedule.ticks_before(config, state.fragments[0].version.term)
+    held = {take.fragment: take for take in event.outstanding if take.tick > earlier}
     for fragment in state.fragments:
         outstanding = held.get(fragment.index)
         if outstanding is None:

@@ -115,8 +115,9 @@ def _report(config: PolicyConfig, state: State, event: Report, now: float) -> St
             f"stop this process",
         )
         return state, [refuse]
-    if event.phase == "training" and island.phase != "training":
-        # It joins the pacing with the steps that this report brings.
+    if event.phase == "training" and island.phase in ("joining", "compiling"):
+        # It joins the pacing with the steps that this report brings. One that had
+        # stopped by its own count, and goes on since steps were lost, is in it.
         island = schedule.restart(island)
     through, new = island.records_through, []
     for record in event.records:
@@ -148,8 +149,9 @@ def _report(config: PolicyConfig, state: State, event: Report, now: float) -> St
         Progress(
             island=event.island,
             tokens=tokens,
-            own_tokens=island.computed_tokens,
+            own_tokens=island.steps * island.tokens_per_step,
             records_through=island.records_through,
+            next_position=state.next_position,
         )
     )
     return state, effects
@@ -166,10 +168,23 @@ def _record(
         "record": record.line(),
     }
     effects: list[Effect] = [Note(record=line)]
-    if record.kind not in ("took", "reopened", "dropped", "reset"):
+    if record.kind not in ("took", "reopened", "dropped", "reset", "carried"):
         return state, effects
     fragment = state.fragments[record.fragment]
-    if record.kind == "took":
+    carrying = fragment.accounts[name].carrying
+    if carrying != (record.kind == "carried"):
+        return state, effects  # About a take in an earlier term.
+    if carrying:
+        fragment = ledger.carry(fragment, name, record.start)
+        carried = {
+            "kind": "carried",
+            "island": name,
+            "incarnation": island.incarnation,
+            "fragment": fragment.index,
+            "steps": record.start,
+        }
+        effects.append(Persist(record=carried))
+    elif record.kind == "took":
         fragment, found = takes.took(config, fragment, name, record, now)
         effects += found
     else:

@@ -64,7 +64,7 @@ def recover(
         for fragment in state.fragments:
             account = fragment.accounts[island.name]
             settled = island.tokens_before + account.start * account.tokens_per_step
-            missing = settled - account.merged_tokens
+            missing = settled - account.merged_tokens - account.carried_tokens
             missing -= sum(account.lost_tokens.values())
             account = account.lose_tokens(missing, "coordinator")
             fragment = with_account(fragment, island.name, account)
@@ -84,8 +84,13 @@ def _replayed(state: State, record: Mapping[str, Any]) -> State:
                 session=record["session"],
                 tokens_per_step=record["tokens_per_step"],
                 sequences_per_step=record["sequences_per_step"],
+                **record.get("carried", {}),
             )
-            return membership.joined(state, island)
+            return membership.joined(state, island, carrying="carried" in record)
+        case "carried":
+            fragment = state.fragments[record["fragment"]]
+            fragment = ledger.carry(fragment, record["island"], record["steps"])
+            return with_fragment(state, fragment)
         case "granted":
             span = Span(record["start"], record["stop"])
             if span.stop > state.next_position:

@@ -14,6 +14,9 @@ from diloco_jax.policy.values import replace
 
 CYCLES_RESERVED = 16
 """Cycles whose ticks one durable record reserves."""
+TICKS_PER_TERM = 1_000_000_000
+"""More than a term has: a new one, which does not know what numbers there were, begins
+beyond."""
 
 
 def tick_is_due(config: PolicyConfig, state: State) -> bool:
@@ -68,6 +71,18 @@ def after_crash(config: PolicyConfig, state: State) -> State:
     """The state at the first tick of the same fragment that nobody was asked for."""
     cycles = -(-max(state.ticks_reserved - state.tick, 0) // config.fragments)
     return replace(state, tick=state.tick + cycles * config.fragments)
+
+
+def begin_term(config: PolicyConfig, state: State, term: int) -> State:
+    """The state before the first tick of a term."""
+    tick = ticks_before(config, term)
+    return replace(state, tick=tick, ticks_reserved=tick)
+
+
+def ticks_before(config: PolicyConfig, term: int) -> int:
+    """The highest number that a tick of earlier terms can have: of whole cycles."""
+    cycles = -(-(term - 1) * TICKS_PER_TERM // config.fragments)
+    return cycles * config.fragments
 
 
 def restart(island: Island) -> Island:

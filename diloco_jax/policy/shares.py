@@ -23,22 +23,31 @@ from diloco_jax.policy.values import replace
 def top_up(config: PolicyConfig, state: State, name: str) -> tuple[State, list[Effect]]:
     """Grants until the island holds at least `outage_budget_s` of its speed."""
     island = state.islands[name]
-    steps = FIRST_LEASE_STEPS
-    if island.step_seconds > 0:
-        steps = math.ceil(config.outage_budget_s / island.step_seconds) + 1
-    wanted = steps * island.sequences_per_step
+    # One durable record serves an outage budget's worth of steps.
+    most = largest_grant(config, island.step_seconds, island.sequences_per_step)
+    wanted = most // 2
     held = island.sequences_granted - island.steps * island.sequences_per_step
     effects: list[Effect] = []
     if held >= wanted:
         return state, effects
-    # Twice what is wanted: one durable record serves an outage budget's worth of steps.
-    missing = 2 * wanted - held
+    missing = most - held
     while missing > 0:
         span, state = _draw(state, missing)
         missing -= span.stop - span.start
         state, granted = _grant(state, name, span)
         effects += granted
     return state, effects
+
+
+def largest_grant(
+    config: PolicyConfig, step_seconds: float, sequences_per_step: int
+) -> int:
+    """What an island of that speed is granted at once if it holds nothing: twice what
+    it is to hold."""
+    steps = FIRST_LEASE_STEPS
+    if step_seconds > 0:
+        steps = math.ceil(config.outage_budget_s / step_seconds) + 1
+    return 2 * steps * sequences_per_step
 
 
 def _draw(state: State, sequences: int) -> tuple[Span, State]:

@@ -98,9 +98,13 @@ class Account:
     tokens_per_step: int
     start: int = 0
     merged_end: int = 0
+    carrying: bool = False
+    """It began in an earlier term, and has not said yet what that has in its books."""
     take: Take | None = None
     told: Told | None = None
     merged_tokens: int = 0
+    carried_tokens: int = 0
+    """Of steps that are in the books of earlier terms."""
     lost_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     merges_in: int = 0
     merges_alive: int = 0
@@ -205,6 +209,9 @@ class State:
     ticks_reserved: int = 0
     """Ticks up to this one may have been asked for before a crash."""
     progress_tokens: int = 0
+    carried_progress: int = 0
+    """Progress of earlier terms, without that of incarnations which are in these books;
+    below 0 where those had lost more than others had done."""
     islands: dict[str, Island] = dataclasses.field(default_factory=dict)
     fragments: tuple[Fragment, ...] = ()
     next_position: int = 0

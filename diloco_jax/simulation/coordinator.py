@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from diloco_jax.coordinator import outbox
 from diloco_jax.coordinator.inbox import DeltaKey
@@ -74,6 +74,8 @@ class VirtualCoordinator:
     merge_seconds: from the order of a merge to its result.
     clock_offset: what its own clock is ahead of virtual time.
     """
+
+    serves: ClassVar[bool] = True
 
     config: PolicyConfig
     clock: Clock

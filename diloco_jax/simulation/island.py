@@ -23,14 +23,13 @@ from diloco_jax.policy.events import (
     Goodbye,
     Hello,
     Phase,
-    Refuse,
     Report,
     Version,
 )
 from diloco_jax.policy.reasons import EndReason
 from diloco_jax.simulation.body import Body
 from diloco_jax.simulation.clock import Clock, Due
-from diloco_jax.simulation.coordinator import VirtualCoordinator
+from diloco_jax.simulation.connection import Connection, Service
 from diloco_jax.simulation.line import Line
 from diloco_jax.simulation.merging import Fetched
 from diloco_jax.wire.messages import FromCoordinator, Progress, Welcome
@@ -48,33 +47,6 @@ class IslandSpec:
     """From its welcome to its first step: compiling, fetching apart."""
     bytes_up: tuple[int, ...] = ()
     """Of an encoded delta, by fragment."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Connection:
-    """`coordinator.Peer`: how an incarnation is reached on one line."""
-
-    island: VirtualIsland
-    line: Line
-
-    @property
-    def name(self) -> str:
-        """See Peer."""
-        return self.island.name
-
-    @property
-    def session(self) -> str:
-        """See Peer."""
-        return self.island.session
-
-    def receive(self, message: FromCoordinator) -> None:
-        """See Peer."""
-        self.line.send_down(lambda: self.island.received(message))
-
-    def refused(self, refusal: Refuse) -> None:
-        """See Peer."""
-        reason = f"refused: {refusal.message}"
-        self.line.send_down(lambda: self.island.turned_away(reason))
 
 
 class VirtualIsland:
@@ -105,6 +77,7 @@ class VirtualIsland:
         self.boundary: Boundary | None = None
         """Once it is in."""
         self._phase: Phase = "joining"
+        self._term = 0
         self._run, self._clock, self._body = run, clock, body
         self._report_s = report_s
         self._tokens_per_step = spec.batch_size * run.sequence_length
@@ -113,7 +86,7 @@ class VirtualIsland:
             self.mailbox,
             Targets(want=self._want, resend=self._resend),
         )
-        self._coordinator: VirtualCoordinator | None = None
+        self._coordinator: Service | None = None
         self._wanted: dict[int, Version] = {}
         self._have: dict[int, Version] = {}
         self._fetching: set[int] = set()
@@ -132,7 +105,7 @@ class VirtualIsland:
 
     # ---- its life ---------------------------------------------------------------
 
-    def connect(self, coordinator: VirtualCoordinator, line: Line) -> None:
+    def connect(self, coordinator: Service, line: Line) -> None:
         """Says hello on a new connection, for the first time or again."""
         self._coordinator, self.line = coordinator, line
         self._sent_through = 0
@@ -152,8 +125,9 @@ class VirtualIsland:
             outstanding=status.outstanding,
             sequences_granted=self._inbound.granted,
             records_through=status.records_through,
+            term=self._term,
         )
-        self.peer = peer = Connection(self, line)
+        self.peer = peer = Connection(self, line, status)
         line.send_up(lambda: coordinator.hello(hello, peer))
 
     def disconnect(self) -> None:
@@ -205,6 +179,9 @@ class VirtualIsland:
         if self.ended is not None:
             return
         if isinstance(message, Welcome):
+            if 0 < self._term < message.term:
+                self.mailbox.new_term(message.term)
+            self._term = max(self._term, message.term)
             if self._phase == "joining":
                 self._phase = "compiling"
                 self._clock.after(self.spec.join_seconds, self._compiled)
@@ -235,6 +212,8 @@ class VirtualIsland:
         if not behind or fragment in self._fetching or line is None:
             return
         assert coordinator is not None
+        if not coordinator.serves:
+            return
         self._fetching.add(fragment)
         fetched = coordinator.fetch(fragment, have)
         line.download(fetched.nbytes, lambda: self._fetched(fragment, fetched))
@@ -273,6 +252,10 @@ class VirtualIsland:
     def forget(self, fragment: int, tick: int) -> None:
         """See boundary.Outgoing."""
         self._outgoing.pop((fragment, tick), None)
+
+    def send_anchor(self, fragment: int) -> None:
+        """To a coordinator that lost its state, where there can be one."""
+        raise NotImplementedError
 
     def _resend(self, fragment: int, tick: int) -> None:
         if (fragment, tick) not in self._outgoing or self.line is None:
@@ -316,7 +299,10 @@ class VirtualIsland:
         done = self._pace.share_done(self.steps, self.boundary.others_tokens)
         stepping = not self.mailbox.stop_asked and done < 1
         self._phase = "training" if stepping else "stopped"
-        self.boundary.act(self.mailbox.collect(), self.steps)
+        inbox = self.mailbox.collect()
+        self.boundary.act(inbox, self.steps)
+        for fragment in inbox.anchors:
+            self.send_anchor(fragment)
         self._deliver()
         self._post()
         self._report()
@@ -354,7 +340,10 @@ class VirtualIsland:
             return
         books = self.boundary.books
         status = Status(
-            phase=self._phase, steps=self.steps, outstanding=books.outstanding()
+            phase=self._phase,
+            steps=self.steps,
+            outstanding=books.outstanding(),
+            versions=tuple(books.versions()),
         )
         self.mailbox.post(status, books.drain())
 

@@ -16,7 +16,7 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.observability.tape import TapeError, read_tape
 from diloco_jax.policy.events import Version
-from diloco_jax.simulation.recording import check_origin
+from diloco_jax.simulation.recording import check_origin, refuse_term
 from diloco_jax.workdir import read_config, read_summary
 
 STOPPED = "stopped"
@@ -193,6 +193,7 @@ class _Reader:
 
     def _read(self, record: Mapping[str, Any], at: float) -> None:
         kind = record["kind"]
+        refuse_term(self._path, record)
         if (self.line == 1) != (kind == "begun"):
             raise TapeError(
                 f"{self._path}, line {self.line}: {kind!r}; 'begun' is the first "

@@ -169,6 +169,18 @@ def environment_like(recorded: Environment) -> dict[str, str]:
     }
 
 
+def refuse_term(path: Path, record: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the record begins a new term: what its anchors came from is
+    on a tape that is gone."""
+    if record["kind"] == "term":
+        raise ConfigError(
+            f"{path} is of term {record['term']} of run {record['run_id']}, which "
+            f"began with anchors that islands had when the coordinator had lost its "
+            f"state: what made them is not on it, so it cannot be repeated; give the "
+            f"workdir of a run that kept its state"
+        )
+
+
 def check_origin(path: Path, begun: Mapping[str, Any], config: Config) -> None:
     """Raises ConfigError unless the tape's first record, `begun`, is of this version
     and of a run with this config."""

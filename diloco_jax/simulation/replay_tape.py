@@ -25,6 +25,7 @@ from diloco_jax.simulation.recording import (
     Who,
     Written,
     check_origin,
+    refuse_term,
 )
 from diloco_jax.workdir import read_config
 
@@ -111,6 +112,7 @@ class _Reader:
 
     def _read(self, record: Mapping[str, Any]) -> None:
         kind = record["kind"]
+        refuse_term(self._path, record)
         if (self._line == 1) != (kind == "begun"):
             raise self._wrong(f"{kind!r}; 'begun' is the first record and no other")
         match kind:

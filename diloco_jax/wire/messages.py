@@ -49,6 +49,15 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     sequences_granted: int = 0
     records_through: int = 0
     """Its records up to this number are acknowledged."""
+    term: int = 0
+    """The newest one in which it was welcomed; 0: in none."""
+    versions: tuple[Version, ...] = ()
+    """Of its anchors, by fragment; empty until it has all of them. With what follows,
+    it is what a coordinator without its state goes by."""
+    tokens: int = 0
+    """Progress of the run, as it last heard."""
+    next_position: int = 0
+    """Up to which data was granted to anybody, as far as it heard."""
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +105,7 @@ class Goodbye(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag=True):
-    """The island is in."""
+    """The island is in. Term 0: of a coordinator that gathers anchors."""
 
     run_id: str
     term: int
@@ -154,12 +163,20 @@ class Granted(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Progress(Message, frozen=True, kw_only=True, tag=True):
-    """How far the run is: tokens of all islands that are not lost, and how many of
-    them are this island's; records up to `records_through` need no resending."""
+    """How far the run is: tokens of all islands that are not lost, and those of this
+    incarnation's steps; records up to `records_through` need no resending; nothing from
+    `next_position` on is granted to anybody."""
 
     tokens: int
     own_tokens: int
     records_through: int
+    next_position: int
+
+
+class AnchorRequest(Message, frozen=True, kw_only=True, tag=True):
+    """Send the anchor of this fragment: the coordinator has lost its state."""
+
+    fragment: int
 
 
 class Stop(Message, frozen=True, kw_only=True, tag=True):
@@ -184,6 +201,7 @@ FromCoordinator = (
     | TakeVerdict
     | Granted
     | Progress
+    | AnchorRequest
     | Stop
     | MayLeave
     | Finished
@@ -214,6 +232,8 @@ class UploadStart(Message, frozen=True, kw_only=True, tag=True):
     """Bytes of the whole part."""
     part: Part = ()
     """Which tiles of the fragment's payload are sent; empty: all of it."""
+    version: Version | None = None
+    """None: a delta. Else it is the island's anchor, of this version, in f32."""
 
 
 class FetchRequest(Message, frozen=True, kw_only=True, tag=True):

@@ -139,6 +139,15 @@ class Server:
         self._grpc.start()
         return addresses.format_address(host, port)
 
+    def hand_over(self, handlers: Handlers) -> None:
+        """Others answer from here on; open sessions end, for their peers to come to
+        these."""
+        with self._lock:
+            self._handlers = handlers
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            session.close()
+
     def stop(self, grace_s: float) -> None:
         """No new calls; sessions get what is queued for them; what still runs after
         `grace_s` is cut off."""

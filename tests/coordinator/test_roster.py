@@ -203,3 +203,14 @@ def test_islands_that_never_made_a_step_are_named(roster):
     assert told == [
         f"island {name} never made a step: see its log" for name in ("b", "c")
     ]
+
+
+def test_time_before_the_coordinator_lost_its_state_does_not_count():
+    roster = Roster()
+    roster.hello(hello(), 100.0, steps_before=40)
+    told = measures(50, 20.0, 110.0, compile_seconds=30.0, median_step_seconds=0.5)
+    roster.report("a", told, (), 110.0)
+    measure = roster.measure("a", 0, 0, 110.0)
+    assert measure.provisioned_seconds == 10.0 + 40 * 0.5
+    assert roster.measure("a", 0, 0, 110.0, 3600).provisioned_seconds == 10.0 + 4 * 0.5
+    assert measure.active == ((100.0, 110.0),)

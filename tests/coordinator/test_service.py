@@ -6,20 +6,27 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
+import pytest
+
 from diloco_jax.config import RunConfig, shared_fields
 from diloco_jax.coordinator.service import Service
 from diloco_jax.policy.events import Hello, Outstanding, Version
+from diloco_jax.policy.state import Fragment, State
 from diloco_jax.wire import messages
+from diloco_jax.wire.errors import Busy
 
 
 def test_a_hello_reaches_the_policy_with_every_field() -> None:
     posted: list[Any] = []
     nothing: Any = None
+    engine = SimpleNamespace(
+        post=lambda event, then: posted.append(event),
+        state=State(fragments=(Fragment(index=0, version=Version(2, 0)),)),
+    )
     service = Service(
         RunConfig(),
-        engine=cast(
-            Any, SimpleNamespace(post=lambda event, then: posted.append(event))
-        ),
+        engine=cast(Any, engine),
         store=nothing,
         inbox=nothing,
         sessions=cast(Any, SimpleNamespace(arrived=lambda session: None)),
@@ -45,7 +52,12 @@ def test_a_hello_reaches_the_policy_with_every_field() -> None:
         outstanding=(take,),
         sequences_granted=40,
         records_through=12,
+        term=1,
     )
     service.connect(hello, nothing)
     for field in dataclasses.fields(Hello):
         assert getattr(posted[0], field.name) == getattr(hello, field.name), field.name
+    later = msgspec.structs.replace(hello, term=3)
+    with pytest.raises(Busy, match=r"'a' is in term 3.* the newest state"):
+        service.connect(later, nothing)
+    assert len(posted) == 2, "the hello, and what follows it"

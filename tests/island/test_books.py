@@ -173,3 +173,29 @@ def test_intervals_tile_the_steps(rule, script):
         assert {t.tick for t in books.outstanding()} == {
             r.tick for r in outstanding if r is not None
         }
+
+
+def test_a_new_term_drops_takes_for_good_and_says_what_is_for_its_books():
+    books = Books([V[3], V[4], V[5]], "rebase")
+    books.take(0, 1, 4)
+    books.take(1, 2, 6)
+    books.adopt(1, V[5], 7)
+    books.drain()
+    dropped = books.new_term(9)
+    assert [(t.fragment, t.tick, t.start, t.end) for t in dropped] == [
+        (0, 1, 0, 4),
+        (1, 2, 0, 6),
+    ]
+    assert books.outstanding() == ()
+    assert [(r.kind, r.fragment, r.start, r.tick) for r in books.drain()] == [
+        ("dropped", 0, 0, 1),
+        ("carried", 0, 4, -1),
+        ("dropped", 1, 0, 2),
+        ("carried", 1, 6, -1),
+        ("carried", 2, 0, -1),
+    ]
+    assert books.settle(0, 1, "refused", "stale", 9) == "none", "an old verdict"
+    assert books.must_wait(0), "its local values hold the dropped steps"
+    assert books.take(1, 8, 10).start == 6
+    assert books.adopt(0, Version(2, 3), 11)
+    assert books.take(0, 7, 12).start == 4

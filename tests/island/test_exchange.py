@@ -209,3 +209,16 @@ def test_nothing_compiles_after_the_warm_up(caplog):
             params = exchange.adopt(arrival, params)
             params = exchange.reset(fragment, params)
     assert [r.message for r in caplog.records if "Compiling" in r.message] == []
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_an_anchor_comes_out_as_it_went_in(memory):
+    anchor = random_params(5)
+    exchange = Exchange(PLAN, SyncConfig(), place(anchor), memory)
+    payloads = {f: full_payload(anchor, f) for f in range(3)}
+    exchange.start({f: exchange.put_anchor(f, p) for f, p in payloads.items()})
+    for fragment, layout in enumerate(exchange.layouts_whole):
+        sent = layout.pack([np.asarray(x) for x in exchange.anchor(fragment)])
+        for placed, encoded in zip(layout.placed, layout.unpack(sent), strict=True):
+            decoded = get_codec("f32").decode(encoded, placed.piece.shape)
+            same(decoded, get_piece(anchor, placed.piece))

@@ -1,94 +1,31 @@
 """Link, sender and receiver over real gRPC on loopback."""
 
-import contextlib
 import queue
 import threading
 
 import numpy as np
 import pytest
+from link_support import (
+    DEADLINES,
+    IDENTITY,
+    PIECES,
+    WAIT_S,
+    encoded,
+    hello,
+    serve,
+    wait_for_news,
+)
 
 from diloco_jax.core.codec import get_codec
-from diloco_jax.core.fragments import Piece
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.fetcher import Fetcher
-from diloco_jax.island.identity import Identity
-from diloco_jax.island.inbound import Targets
 from diloco_jax.island.link import Link
-from diloco_jax.island.mailbox import Ending, Mailbox, Status
+from diloco_jax.island.mailbox import Ending, Status
 from diloco_jax.island.receiver import Receiver
-from diloco_jax.island.sender import Sender
 from diloco_jax.policy.events import Outstanding, Record, Span, Version
 from diloco_jax.wire import messages
-from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import Busy, Refused, VersionGone
-from diloco_jax.wire.server import FetchSource, Server
-
-WAIT_S = 20.0
-DEADLINES = Deadlines(2.0)
-PIECES = (Piece(("w",), -1, (8, 4), False), Piece(("v",), -1, (6,), False))
-IDENTITY = Identity(run_id="r", island="a", incarnation=1, session="s")
-
-
-class Coordinator:
-    """Welcomes, keeps what comes, and serves what it is told to."""
-
-    def __init__(self):
-        self.hellos, self.reports = queue.Queue(), queue.Queue()
-        self.uploads, self.requests = queue.Queue(), queue.Queue()
-        self.failed = queue.Queue()
-        self.welcome_versions = (Version(1, 0),)
-        self.refusal = None
-        self.upload_errors, self.fetch_errors = [], []
-        self.source = None
-        self.session = None
-
-    def connect(self, hello, session):
-        if self.refusal:
-            raise self.refusal
-        self.session = session
-        session.send(
-            messages.Welcome(
-                run_id="r", term=1, resumed=False, versions=self.welcome_versions
-            )
-        )
-        self.hellos.put(hello)
-
-    def receive(self, session, message):
-        self.reports.put(message)
-
-    def disconnect(self, session):
-        pass
-
-    def upload_begin(self, start):
-        if self.upload_errors:
-            self.failed.put(start)
-            raise self.upload_errors.pop(0)
-        self.place = bytearray(start.total)
-        return memoryview(self.place)[start.offset : start.offset + start.length]
-
-    def upload_end(self, start):
-        self.uploads.put((start, bytes(self.place)))
-        return True
-
-    def upload_abort(self, start):
-        pass
-
-    def fetch(self, request):
-        if request.offset == 0:
-            self.requests.put(request)
-            if self.fetch_errors:
-                raise self.fetch_errors.pop(0)
-        return self.source
-
-    def status(self):
-        return {}
-
-    def until_report(self, wanted):
-        """The first message for which `wanted` holds."""
-        while not wanted(message := self.reports.get(timeout=WAIT_S)):
-            pass
-        return message
+from diloco_jax.wire.server import FetchSource
 
 
 class FakeExchange:
@@ -107,87 +44,6 @@ class FakeExchange:
 
     def put_anchor(self, fragment, payload):
         return (bytes(payload),)
-
-
-@pytest.fixture
-def coordinator():
-    return Coordinator()
-
-
-@pytest.fixture
-def stack():
-    with contextlib.ExitStack() as stack:
-        yield stack
-
-
-def serve(stack, coordinator, bind="127.0.0.1:0"):
-    server = Server(
-        bind,
-        coordinator,
-        tls=None,
-        deadlines=DEADLINES,
-        max_islands=2,
-        bulk_channels=1,
-    )
-    address = server.start()
-    stack.callback(server.stop, 0.1)
-    return server, address
-
-
-@pytest.fixture
-def client(stack, coordinator):
-    coordinator.server, coordinator.address = serve(stack, coordinator)
-    client = Client(coordinator.address, tls=None, deadlines=DEADLINES, bulk_channels=1)
-    stack.callback(client.close)
-    return client
-
-
-def hello(status, sequences_granted):
-    return messages.Hello(
-        run_id="r",
-        fingerprint="f",
-        run={},
-        island="a",
-        island_config={},
-        incarnation=1,
-        session="s",
-        environment={},
-        tokens_per_step=1,
-        sequences_per_step=1,
-        phase=status.phase,
-        steps=status.steps,
-        step_seconds=0.0,
-        outstanding=status.outstanding,
-        sequences_granted=sequences_granted,
-        records_through=status.records_through,
-    )
-
-
-@pytest.fixture
-def mailbox():
-    return Mailbox()
-
-
-@pytest.fixture
-def wanted():
-    return queue.Queue()
-
-
-@pytest.fixture
-def link(stack, client, mailbox, wanted):
-    link = Link(client, hello, mailbox, DEADLINES)
-    link.resent = queue.Queue()
-    link.connect(WAIT_S)
-    link.start(
-        Targets(want=lambda *a: wanted.put(a), resend=lambda *a: link.resent.put(a))
-    )
-    stack.callback(link.close, Ending(0, "end of test", "stopped"), 5.0)
-    return link
-
-
-def wait_for_news(mailbox):
-    mailbox.wait(WAIT_S)
-    return mailbox.collect()
 
 
 def test_messages_reach_the_mailbox(coordinator, link, mailbox, wanted):
@@ -214,13 +70,18 @@ def test_messages_reach_the_mailbox(coordinator, link, mailbox, wanted):
     assert mailbox.finished
 
 
+def progress(**fields):
+    defaults = {"tokens": 0, "own_tokens": 0, "records_through": 0, "next_position": 0}
+    return messages.Progress(**(defaults | fields))
+
+
 def test_progress_leaves_out_this_incarnations_tokens(coordinator, link, mailbox):
     send = coordinator.session.send
-    for tokens, own in ((1000, 300), (1500, 700)):
-        send(messages.Progress(tokens=tokens, own_tokens=own, records_through=0))
+    send(progress(tokens=1500, own_tokens=400, next_position=64))
     send(messages.TakeRequest(fragment=0, tick=1))
-    # 300 were of earlier incarnations: they count as others'.
     assert wait_for_news(mailbox).others_tokens == 1100
+    status = mailbox.status()
+    assert (status.tokens, status.next_position) == (1500, 64)
 
 
 def test_reports_carry_records_until_they_are_acknowledged(coordinator, link, mailbox):
@@ -234,9 +95,7 @@ def test_a_lost_coordinator_is_found_again(stack, coordinator, link, mailbox, wa
     records = tuple(Record(seq=n, kind="progress", step=0) for n in (1, 2))
     mailbox.post(Status(phase="training", steps=3), records)
     coordinator.until_report(lambda m: m.records == records)
-    coordinator.session.send(
-        messages.Progress(tokens=0, own_tokens=0, records_through=1)
-    )
+    coordinator.session.send(progress(records_through=1))
     coordinator.session.send(messages.Granted(span=Span(0, 8), offset=0))
     assert wait_for_news(mailbox).grants
     assert coordinator.hellos.get(timeout=WAIT_S).steps == 0
@@ -269,20 +128,6 @@ def test_goodbye_is_the_last_word(coordinator, link):
     link.close(Ending(0, "the run is over", "finished"), 5.0)
     goodbye = coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
     assert (goodbye.reason, goodbye.text) == ("finished", "the run is over")
-
-
-@pytest.fixture
-def sender(stack, client, mailbox):
-    layouts = (PayloadLayout.of(get_codec("f32"), PIECES),)
-    sender = Sender(client, IDENTITY, layouts, mailbox, DEADLINES)
-    sender.start()
-    stack.callback(sender.close, 5.0)
-    return sender
-
-
-def encoded(value):
-    codec = get_codec("f32")
-    return tuple(codec.encode(np.full(p.shape, value, np.float32)) for p in PIECES)
 
 
 def test_deltas_are_sent_and_sent_again(coordinator, sender, mailbox):

@@ -42,7 +42,7 @@ class Network:
 
     def __init__(self, mailbox):
         self.mailbox, self.now = mailbox, 0.0
-        self.sent, self.forgotten, self.at = [], [], {}
+        self.sent, self.forgotten, self.at, self.anchors = [], [], {}, []
         self.steps = 0
 
     def put(self, fragment, tick, encoded):
@@ -50,6 +50,9 @@ class Network:
 
     def forget(self, fragment, tick):
         self.forgotten.append((fragment, tick))
+
+    def send_anchor(self, fragment, version):
+        self.anchors.append((fragment, version, self.steps))
 
     def clock(self):
         return self.now
@@ -113,6 +116,7 @@ def loop(built):
         decisions=LiveDecisions(mailbox, lambda: False),
         timing=Timing(0.0, network.clock),
         evaluator=Evaluator(trainer, validation, 4, 2),
+        send_anchor=network.send_anchor,
         clock=network.clock,
         sleep=network.sleep,
     )
@@ -256,6 +260,43 @@ def test_take_after_a_merge_waits_for_its_adoption(loop):
     loop.run()
     kinds = [(r.kind, r.step, r.start) for r in records(mailbox)]
     assert kinds == [("took", 2, 0), ("adopted", 7, 0), ("took", 7, 2)]
+
+
+def test_a_new_term_drops_the_outstanding_take_and_goes_on(loop):
+    loop, network = loop
+    mailbox, exchange = network.mailbox, network.exchange
+    dropped = []
+    loop.replica.drop = dropped.append
+
+    def begin():
+        mailbox.judge(verdict(1, "refused", "stale"))
+        mailbox.new_term(2)
+
+    def publish():
+        zeros = bytes(exchange.anchor_bytes(0))
+        anchor = exchange.put_anchor(0, zeros)
+        mailbox.request_take(0, 9)
+        mailbox.deliver(Arrival(fragment=0, version=Version(2, 0), anchor=anchor), 0)
+
+    network.at = {
+        2: lambda: mailbox.request_take(0, 1),
+        4: lambda: mailbox.request_anchor(0),
+        6: begin,
+        8: publish,
+        STEPS: mailbox.finish,
+    }
+    loop.run()
+    assert network.anchors == [(0, Version(), 4)]
+    assert network.forgotten == [(0, 1)]
+    assert dropped == [0]
+    told = [(r.kind, r.step, r.start) for r in records(mailbox) if r.fragment == 0]
+    assert told == [
+        ("took", 2, 0),
+        ("dropped", 6, 0),
+        ("carried", 6, 2),
+        ("adopted", 8, 0),
+        ("took", 8, 2),
+    ]
 
 
 def test_others_tokens_end_it_early_and_are_recorded(loop):

@@ -116,3 +116,44 @@ def test_waiting_ends_with_news_and_with_the_deadline():
     assert not waiter.is_alive()
     mailbox.collect()
     mailbox.wait(0.01)
+
+
+def test_a_new_term_makes_what_was_asked_and_judged_before_it_void():
+    mailbox = Mailbox()
+    mailbox.request_take(0, 4)
+    mailbox.judge(verdict(4))
+    mailbox.grant(Span(0, 8))
+    mailbox.stop()
+    mailbox.new_term(2)
+    mailbox.request_take(1, 9)
+    inbox = mailbox.collect()
+    assert (inbox.term, inbox.takes, inbox.verdicts) == (2, {1: 9}, ())
+    assert inbox.grants == (Span(0, 8),), "leases go on"
+    assert not inbox.stop, "the new one says whether the run has its tokens"
+    assert mailbox.collect().term == 0
+
+
+def test_anchors_are_asked_for_once():
+    mailbox = Mailbox()
+    for fragment in (1, 0, 1):
+        mailbox.request_anchor(fragment)
+    assert mailbox.collect().anchors == (1, 0)
+    assert mailbox.collect().anchors == ()
+
+
+def test_the_status_says_what_a_coordinator_without_state_needs():
+    mailbox = Mailbox()
+    assert mailbox.status().versions == ()
+    mailbox.deliver(publish(9, fragment=1), 0)
+    assert mailbox.status().versions == (), "not before all are here"
+    mailbox.post(Status(versions=(Version(1, 8), Version(1, 8))))
+    assert mailbox.status().versions == (Version(1, 8), Version(1, 9))
+    mailbox.collect()
+    assert mailbox.status().versions == (Version(1, 8), Version(1, 9)), "under way"
+    mailbox.post(Status(versions=(Version(1, 8), Version(2, 3))))
+    assert mailbox.status().versions == (Version(1, 8), Version(2, 3))
+    mailbox.heard(700, 40)
+    mailbox.grant(Span(48, 56))
+    mailbox.heard(650, 50)
+    status = mailbox.status()
+    assert (status.tokens, status.next_position) == (650, 56)

@@ -122,6 +122,18 @@ def test_counters_restart_at_a_join_and_at_a_return() -> None:
     assert d.state.tick == 1
 
 
+def test_a_stop_by_its_own_count_that_was_too_early_costs_no_steps() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b", "c")
+    d.report("a", 1)
+    d.report("a", 1, phase="stopped")
+    tick = d.state.tick
+    d.report("a", 2, phase="training")
+    assert d.state.islands["a"].steps_at_tick == 0
+    d.report("b", 2)
+    assert d.state.tick == tick + 1
+
+
 def test_a_fragment_still_open_skips_its_tick() -> None:
     d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
     d.join("a")

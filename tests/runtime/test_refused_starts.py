@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -93,9 +94,20 @@ def test_deltas_that_find_no_room_are_refused(config, tmp_path):
 
 
 def test_an_empty_disk_is_not_initialised(config, tmp_path):
-    message = refused_start(config, tmp_path / "run", init=False)
+    hasty = placed(config, time_budget_s=0.5)
+    survivor = Coordinator(hasty, tmp_path / "run", init=False)
+    with contextlib.closing(survivor), pytest.raises(ConfigError) as refused:
+        survivor.start()
+    assert not (tmp_path / "run").exists()
+    message = str(refused.value)
     assert f"{tmp_path / 'run'} holds no run" in message
-    assert "without --init nothing is initialised; give the workdir" in message
+    assert "without --init nothing is initialised; no island offered" in message
+    assert "within 1 s. Give the workdir of the run, start its islands" in message
+
+
+def test_a_run_that_was_stopped_as_a_whole_has_no_islands_to_wait_for(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no run .* nothing is initialised; g"):
+        Coordinator(config, tmp_path / "run", init=False, resume=True)
 
 
 def test_a_workdir_without_its_snapshots_is_not_initialised(config, tmp_path):

@@ -60,6 +60,7 @@ FIELDS = {
     "tokens_lost": {"died": (3 * 2 * 8 + 8) // 4},
     "tokens_in_flight": 0,
     "tokens_merged_by_fragment": [48, 56],
+    "tokens_carried": 0,
 }
 SUMMARY = {**FIELDS, "islands": {"a": FIELDS}}
 
@@ -117,3 +118,35 @@ def test_steps_merged_twice_are_found():
 def test_a_version_that_goes_back_is_found(at, record):
     tape = [*TAPE[:at], record, *TAPE[at + 1 :]]
     assert len(tape_checks.version_problems(tape)) == 1
+
+
+def in_a_new_term(carried):
+    """The same, of which a made its first two steps in an earlier term."""
+    term = {"kind": "term", "versions": [[2, 0], [2, 0]]}
+    told = [life("carried", 1, fragment=f, steps=2) for f in (0, 1)]
+    tape = [term, TAPE[0], *told, merged(0, 1, part(2, 4)), life("left", 1, steps=6)]
+    tape[4]["version"] = [2, 1]
+    fields = {
+        "tokens_computed": 48,
+        "tokens_merged": 3 * 2 * 8 // 4,
+        "tokens_lost": {"died": (3 * 2 * 8 + 4 * 8) // 4},
+        "tokens_carried": carried,
+        "tokens_in_flight": 48 - 12 - 20 - carried,
+    }
+    return {
+        **fields,
+        "tokens_merged_by_fragment": [16, 0],
+        "islands": {"a": fields},
+    }, tape
+
+
+def test_what_is_carried_is_counted():
+    summary, tape = in_a_new_term(16)
+    assert tape_checks.ledger_problems(summary, tape, SIZES) == []
+    assert tape_checks.version_problems(tape) == []
+    summary, tape = in_a_new_term(15)
+    (wrong,) = tape_checks.ledger_problems(summary, tape, SIZES)
+    assert "tokens_carried 15, by the tape 16" in wrong
+    tape[0]["versions"] = [[2, 1], [2, 0]]
+    (wrong,) = tape_checks.version_problems(tape)
+    assert "merged [2, 1] after [2, 1]" in wrong

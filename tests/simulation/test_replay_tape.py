@@ -251,6 +251,13 @@ def test_a_config_with_unknown_fields_is_refused(workdir):
         read_recording(workdir)
 
 
+def test_a_tape_of_a_later_term_is_refused(workdir):
+    term = {"kind": "term", "term": 2, "run_id": "r"}
+    write(workdir, [term, *TAPE[1:]])
+    with pytest.raises(ConfigError, match=r"is of term 2 of run r, .* lost its state"):
+        read_recording(workdir)
+
+
 def test_a_folder_without_a_run_is_refused(workdir):
     with pytest.raises(ConfigError, match=r"no tape\.jsonl"):
         read_recording(workdir)

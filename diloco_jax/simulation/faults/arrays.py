@@ -104,7 +104,8 @@ class Anchors:
         """See Merging."""
         anchor = self.anchors[fragment]
         chain = [p for v, p in self._publishes[fragment] if have and v > have]
-        if have and chain and len(chain) == anchor.version.number - have.number:
+        missed = anchor.version.number - have.number if have else 0
+        if have and chain and (have.term, len(chain)) == (anchor.version.term, missed):
             return Fetched(anchor.version, 0, chain)
         return Fetched(anchor.version, 0, anchor)
 
@@ -153,6 +154,10 @@ class DigestBody:
             version=fetched.version,
             publishes=tuple((publish,) for publish in fetched.data),
         )
+
+    def anchor(self, fragment: int) -> Anchor:
+        """What it goes by."""
+        return self._locals[fragment].anchor
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
         """See Body."""

@@ -65,6 +65,13 @@ class Disk:
             self.fails_in -= 1
         newest.write(data)
 
+    def begin(self, state: State, anchors: Any) -> None:
+        """As a new term does on an empty disk: what was there before, and could have
+        come back, never will."""
+        self.empty = False
+        self._segments, self._snapshots = {0: io.BytesIO()}, {}
+        self.save(self.rotate(), state, anchors)
+
     def rotate(self) -> int:
         """As `RecordLog.rotate`: returns the number of the segment that ended."""
         ended = max(self._segments)

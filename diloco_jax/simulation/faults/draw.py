@@ -173,6 +173,10 @@ def _disk_gone(rng: random.Random, at_s: float, island: str) -> AnyFault:
     return kinds.DiskGone(at_s=at_s, gone_s=gone_s, restart=restart)
 
 
+def _disk_lost(rng: random.Random, at_s: float, island: str) -> AnyFault:
+    return kinds.DiskLost(at_s=at_s, restart=_restart(rng))
+
+
 def _clock_jump(rng: random.Random, at_s: float, island: str) -> AnyFault:
     return kinds.ClockJump(at_s=at_s, forward_s=round(rng.uniform(1, 40), 1))
 
@@ -229,6 +233,7 @@ DRAWS: tuple[Callable[[random.Random, float, str], AnyFault], ...] = (
     _torn_write,
     _snapshot_failure,
     _disk_gone,
+    _disk_lost,
     _clock_jump,
     _break,
     _partition,

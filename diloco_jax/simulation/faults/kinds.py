@@ -235,7 +235,8 @@ class SnapshotFailure(Fault, frozen=True):
 
 
 class DiskGone(Fault, frozen=True):
-    """The coordinator dies, and finds an empty disk for the next `gone_s`."""
+    """The coordinator dies, and finds an empty disk for the next `gone_s`: if that is
+    long, a new term is begun on it, and what comes back is of no use."""
 
     restart: Restart
     gone_s: float
@@ -247,10 +248,25 @@ class DiskGone(Fault, frozen=True):
         world.disk.empty = True
         world.clock.after(self.gone_s, lambda: self._back(world))
         world.crash_coordinator(self.restart)
-        return world.begun(self, max(self.gone_s, self.restart.down_s))
+        gathers_s = self.restart.down_s + world.new_term_within_s
+        return world.begun(self, max(self.gone_s, gathers_s))
 
     def _back(self, world: World) -> None:
         world.disk.empty = False
+
+
+class DiskLost(Fault, frozen=True):
+    """The coordinator dies, and its disk is gone for good."""
+
+    restart: Restart
+
+    def strike(self, world: World) -> bool:
+        """See Fault."""
+        if world.coordinator is None:
+            return False
+        world.disk.empty = True
+        world.crash_coordinator(self.restart)
+        return world.begun(self, self.restart.down_s + world.new_term_within_s)
 
 
 class ClockJump(Fault, frozen=True):
@@ -369,6 +385,7 @@ AnyFault = (
     | TornWrite
     | SnapshotFailure
     | DiskGone
+    | DiskLost
     | ClockJump
     | Break
     | Partition

@@ -10,6 +10,7 @@ import numpy as np
 from diloco_jax.policy.events import Effect, Outstanding
 from diloco_jax.policy.state import PolicyConfig, State
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
+from diloco_jax.simulation.faults.gatherer import Opened
 
 Incarnation = tuple[str, int]
 """Island and incarnation."""
@@ -49,6 +50,10 @@ class Invariant:
 
     def recovered(self, state: State) -> None:
         """A coordinator goes on from this."""
+
+    def opened(self, opened: Opened) -> None:
+        """A coordinator that had lost its state begins a new term; what the log said
+        before is gone."""
 
     def published(self, fragment: int, anchor: Anchor) -> None:
         """The coordinator holds a version, and sends it to whoever asks."""

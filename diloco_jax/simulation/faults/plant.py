@@ -16,6 +16,7 @@ from diloco_jax.config import ConfigError, suggest
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.policy import (
     fragment,
+    gathering,
     ledger,
     membership,
     policy,
@@ -24,7 +25,7 @@ from diloco_jax.policy import (
     shares,
     takes,
 )
-from diloco_jax.policy.events import Note, Persist
+from diloco_jax.policy.events import Note, Persist, Version
 from diloco_jax.policy.state import with_fragment
 
 
@@ -144,6 +145,17 @@ def _leaves_a_gap(regrant: Callable[..., Any]) -> Callable[..., Any]:
     return lambda state, name, known: regrant(state, name, known)[1:]
 
 
+def _takes_any_anchor(version: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda state, name, index: Version()
+
+
+def _begins_with_all_data(first_state: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(*arguments: Any) -> Any:
+        return dataclasses.replace(first_state(*arguments), next_position=0)
+
+    return broken
+
+
 PLANTS = {
     "recovery_forgets_a_merge": Plant(
         "versions", recovery, "recover", _forgets_the_last_merge
@@ -153,6 +165,12 @@ PLANTS = {
         "anchors", Arrival, "followed_by", _loses_the_first_publish
     ),
     "ticks_are_used_again": Plant("ticks", schedule, "after_crash", _uses_ticks_again),
+    "a_new_term_takes_any_anchor": Plant(
+        "versions", gathering, "_version", _takes_any_anchor
+    ),
+    "a_new_term_grants_data_again": Plant(
+        "data", gathering, "first_state", _begins_with_all_data
+    ),
     "takes_stay_after_a_merge": Plant("merged_once", ledger, "book", _keeps_the_take),
     "a_step_is_left_out": Plant("deltas", takes, "known", _loses_a_step),
     "one_less_than_quorum": Plant("quorum", fragment, "settle", _needs_one_less),

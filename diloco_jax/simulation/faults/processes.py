@@ -14,6 +14,7 @@ from diloco_jax.simulation.clock import Clock
 from diloco_jax.simulation.coordinator import VirtualCoordinator
 from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
 from diloco_jax.simulation.faults.disk import DiskError
+from diloco_jax.simulation.faults.gatherer import Gatherer
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.island import IslandSpec, VirtualIsland
 
@@ -83,6 +84,14 @@ class FaultyIsland(VirtualIsland):
             if take.fragment == fragment:
                 self._monitor.took(self.who, take, encoded)
         super().put(fragment, tick, encoded)
+
+    def send_anchor(self, fragment: int) -> None:
+        """See VirtualIsland."""
+        line, gatherer = self.line, self._coordinator
+        if line is None or not isinstance(gatherer, Gatherer):
+            return
+        anchor = self.body.anchor(fragment)
+        line.upload(0, lambda: gatherer.anchor(self.who, fragment, anchor))
 
     def turned_away(self, reason: str) -> None:
         """See VirtualIsland."""

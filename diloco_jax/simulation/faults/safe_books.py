@@ -22,13 +22,14 @@ from diloco_jax.policy.events import (
     Welcome,
 )
 from diloco_jax.policy.state import PolicyConfig, State
+from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
 
 
 class LedgerExact(Invariant):
     """Merged, lost and open steps balance at every event, and progress never goes back;
     what is merged is what the log says; at the end everything that was computed is
-    merged or lost."""
+    merged or lost, or carried from an earlier term, whose log is gone."""
 
     name = "ledger"
 
@@ -75,6 +76,10 @@ class LedgerExact(Invariant):
                     f"merged tokens, the recovered books {account.merged_tokens}",
                 )
 
+    def opened(self, opened: Opened) -> None:
+        """See Invariant."""
+        self._merged.clear()
+
     def finished(self, state: State) -> None:
         """See Invariant."""
         self.recovered(state)
@@ -88,10 +93,11 @@ class LedgerExact(Invariant):
             for fragment in state.fragments:
                 account = fragment.accounts[name]
                 settled = account.merged_tokens + sum(account.lost_tokens.values())
+                settled += account.carried_tokens
                 self.hold(
                     settled == computed,
                     f"fragment {fragment.index}, island {name}: {settled} tokens are "
-                    f"merged or lost at the end, of {computed} computed",
+                    f"merged, lost or carried at the end, of {computed} computed",
                 )
 
 
@@ -115,7 +121,10 @@ class DataOnce(Invariant):
             case "joined":
                 who = (record["island"], record["incarnation"])
                 self._current[record["island"]] = record["incarnation"]
-                self._granted[who], self._held[who] = [], set()
+                # Of what it was granted in an earlier term, as far as it heard.
+                carried = record.get("carried", {}).get("sequences_granted", 0)
+                self._granted[who] = self._granted.get(who, [])[:carried]
+                self._held[who] = set(self._granted[who])
                 self._per_step[who] = record["sequences_per_step"]
             case "left":
                 del self._held[record["island"], record["incarnation"]]
@@ -174,6 +183,12 @@ class DurableFirst(Invariant):
         self._merged: set[Key] = set()
         self._ticks = 0
         self._kinds: set[str] = set()
+
+    def opened(self, opened: Opened) -> None:
+        """See Invariant."""
+        self._sessions, self._incarnations, self._kinds = {}, {}, set()
+        self._versions = [f.version for f in opened.state.fragments]
+        self._ticks = 0
 
     def persisted(self, record: dict[str, Any]) -> None:
         """See Invariant."""

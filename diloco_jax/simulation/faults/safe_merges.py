@@ -18,6 +18,7 @@ from diloco_jax.policy.events import (
 )
 from diloco_jax.policy.state import PolicyConfig, State
 from diloco_jax.simulation.faults.arrays import Delta
+from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
 
 
@@ -134,6 +135,10 @@ class QuorumHeld(Invariant):
         """See Invariant."""
         self._asked, self._asked_first = {}, {}
 
+    def opened(self, opened: Opened) -> None:
+        """See Invariant."""
+        self._stopping = False
+
     def persisted(self, record: dict[str, Any]) -> None:
         """See Invariant."""
         self._stopping |= record["kind"] == "stopping"
@@ -190,7 +195,8 @@ class RecordedFirst(Invariant):
 class FencedOut(Invariant):
     """Nothing is merged from an incarnation that a higher one replaced or that has
     ended, and none comes in after it. But for what it left behind when it said goodbye:
-    that is on the record of its end, and no coordinator after this one merges it."""
+    that is on the record of its end, and no coordinator after this one merges it. A
+    coordinator that lost its state knows of those only that say hello."""
 
     name = "fenced"
 
@@ -211,6 +217,10 @@ class FencedOut(Invariant):
     def recovered(self, state: State) -> None:
         """See Invariant."""
         self._left_behind = set()
+
+    def opened(self, opened: Opened) -> None:
+        """See Invariant."""
+        self._current = {}
 
     def persisted(self, record: dict[str, Any]) -> None:
         """See Invariant."""

@@ -7,12 +7,15 @@ from typing import Any
 from diloco_jax.policy.events import AskTake, Effect, Outstanding, Version
 from diloco_jax.policy.state import PolicyConfig, State
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
+from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
 
 
 class VersionsGrow(Invariant):
     """Every durable merge makes the version after the last one; a coordinator goes on
-    at the version of the last durable merge."""
+    at the version of the last durable merge. A new term is above all that those who
+    offer know of, and goes on at the highest version of whoever offered it and
+    stayed."""
 
     name = "versions"
 
@@ -30,6 +33,21 @@ class VersionsGrow(Invariant):
             )
             self._versions[fragment] = version
 
+    def opened(self, opened: Opened) -> None:
+        """See Invariant."""
+        found = zip(opened.state.fragments, opened.replaced, strict=True)
+        for fragment, anchor in found:
+            index, version = fragment.index, fragment.version
+            offered = [o.versions[index] for o in opened.offers.values()]
+            self.hold(
+                all(version.term > offer.term for offer in opened.offers.values())
+                and version.number == anchor.version.number
+                and anchor.version >= max(offered, default=Version()),
+                f"fragment {index} begins at {version} from {anchor.version}; offered:",
+                opened.offers,
+            )
+            self._versions[index] = version
+
     def recovered(self, state: State) -> None:
         """See Invariant."""
         for fragment, last in zip(state.fragments, self._versions, strict=True):
@@ -42,7 +60,8 @@ class VersionsGrow(Invariant):
 
 class AdoptedStays(Invariant):
     """No version that an island adopted ever goes back: not on the island, not in a
-    coordinator that comes up."""
+    coordinator that comes up. One without state goes by those who offer: what others
+    had adopted is in no new term."""
 
     name = "adopted"
 
@@ -73,13 +92,26 @@ class AdoptedStays(Invariant):
 
 class AnchorsEqual(Invariant):
     """A version of a fragment has one value, at the coordinator before and after a
-    crash and on every island that adopted it."""
+    crash and on every island that adopted it; a new term has one that was adopted."""
 
     name = "anchors"
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
         self._values: dict[tuple[int, Version], bytes] = {}
+        self._adopted: set[tuple[int, Version]] = set()
+
+    def opened(self, opened: Opened) -> None:
+        """See Invariant."""
+        term = opened.anchors[0].version.term
+        for key in [k for k in self._values if k[1].term == term]:
+            if key not in self._adopted:
+                del self._values[key]  # A term before this one that nobody heard of.
+        for fragment, replaced in enumerate(opened.replaced):
+            self.published(fragment, replaced)
+            self.published(fragment, opened.anchors[fragment])
+            same = opened.anchors[fragment].value == replaced.value
+            self.hold(same, f"fragment {fragment} came as", replaced)
 
     def published(self, fragment: int, anchor: Anchor) -> None:
         """See Invariant."""
@@ -92,6 +124,7 @@ class AnchorsEqual(Invariant):
 
     def adopted(self, who: Incarnation, fragment: int, anchor: Anchor) -> None:
         """See Invariant."""
+        self._adopted.add((fragment, anchor.version))
         self.published(fragment, anchor)
 
 

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 from diloco_jax.coordinator.inbox import left_behind
 from diloco_jax.policy import recovery
+from diloco_jax.policy.gathering import LEASES_AWAITED
 from diloco_jax.policy.state import initial
 from diloco_jax.simulation.clock import Clock
+from diloco_jax.simulation.connection import Connection
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import Anchors, first_anchors, loaded
 from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
+from diloco_jax.simulation.faults.gatherer import Gatherer, Opened
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.faults.kinds import AnyFault, Fault, Restart
-from diloco_jax.simulation.faults.network import FaultyLine, Network, Way
+from diloco_jax.simulation.faults.links import Links
+from diloco_jax.simulation.faults.network import FaultyLine, Network
 from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.processes import FaultyCoordinator, FaultyIsland
 from diloco_jax.simulation.faults.schedule import (
@@ -42,29 +45,24 @@ SNAPSHOT_S = 0.7
 """What writing one takes, beside the run."""
 
 
-class World:
+class World(Links):
     """Plays one schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.run, self.config = schedule.configs()
-        self.clock = Clock()
-        self.monitor = Monitor(self.config)
-        self.disk = Disk()
-        self.coordinator: FaultyCoordinator | None = None
-        self.islands: dict[str, FaultyIsland] = {}
-        """The newest incarnation by name."""
-        self.networks = {
+        networks = {
             name: Network(schedule.latency_s, schedule.transfer_s)
             for name in schedule.islands
         }
+        super().__init__(Clock(), networks)
+        self.monitor = Monitor(self.config)
+        self.disk = Disk()
         self.slowness = dict.fromkeys(schedule.islands, 1.0)
         self.struck: Counter[str] = Counter()
         """Faults that happened, by kind."""
         self.crashes = 0
         self.merges = [0] * self.config.fragments
-        self._processes: list[FaultyIsland] = []
-        """All that run, stale ones too."""
         self._not_over = len(schedule.faults)
         self._has_healed = False
         self._calls = 0
@@ -153,8 +151,7 @@ class World:
         try:
             found = self.disk.load()
         except EmptyDiskError:
-            again = functools.partial(self._start_coordinator, clock_s)
-            self.clock.after(RETRY_S, again)
+            self._gather()
             return
         state = recovery.recover(
             self.config, found.state, [e.record for e in found.entries], clock_s
@@ -175,6 +172,49 @@ class World:
             survives=self._survives,
             disk_failed=self._disk_failed,
         )
+
+    @property
+    def new_term_within_s(self) -> float:
+        """From a coordinator's start without state to its first welcome, in a network
+        that works: islands come, all are awaited, and each anchor takes a boundary and
+        a transfer."""
+        schedule = self.schedule
+        awaited_s = 2 * LEASES_AWAITED * LEASE_S + RETRY_S
+        anchor_s = schedule.slowest_s + schedule.transfer_s
+        return awaited_s + self.config.fragments * anchor_s
+
+    def _gather(self) -> None:
+        """It has lost its state: islands' anchors are all there is."""
+        self.gatherer = Gatherer(
+            self.config,
+            frozenset(self.schedule.islands),
+            self.clock,
+            self._postponed,
+            self._gathered,
+        )
+
+    def _postponed(self, peer: Connection) -> None:
+        island = self.islands[peer.name]
+        if island.line is peer.line:
+            self.lose_connection(island, RETRY_S)
+
+    def _gathered(self, opened: Opened | None) -> None:
+        """It opens a new term, or, with None, has given up: its process ends."""
+        self.gatherer = None
+        restart_s = RETRY_S
+        if opened is None:
+            if all(p.boundary is None for p in self.processes if p.ended is None):
+                # Nobody has anything: the run is lost, unless its disk comes back.
+                self.disk.empty = False
+        elif self.disk.empty:
+            self.disk.begin(opened.state, opened.anchors)
+            self.monitor.opened(opened)
+            restart_s = 0.0
+        # Otherwise the disk is back, and nothing is begun beside it.
+        for island in self.processes:
+            self.lose_connection(island, 0.0)
+        start = functools.partial(self._start_coordinator, self.clock.now)
+        self.clock.after(restart_s, start)
 
     def _record(self, merging: Anchors, record: dict[str, Any], durable: bool) -> None:
         if not durable:
@@ -204,8 +244,8 @@ class World:
         self.coordinator.die()
         self.coordinator = None
         self.crashes += 1
-        for island in self._processes:
-            self._lose_connection(island, restart.noticed_s)
+        for island in self.processes:
+            self.lose_connection(island, restart.noticed_s)
         start = functools.partial(self._start_coordinator, restart.clock_s)
         self.clock.after(restart.down_s, start)
 
@@ -284,8 +324,8 @@ class World:
             self.monitor,
             self._refused,
         )
-        self._processes = [p for p in self._processes if p.ended is None]
-        self._processes.append(island)
+        self.processes = [p for p in self.processes if p.ended is None]
+        self.processes.append(island)
         return island
 
     def start_island(self, name: str) -> None:
@@ -325,72 +365,3 @@ class World:
         """Whoever runs it starts it anew, unless that has happened."""
         if self.islands[island.name] is island:
             self.start_island_after(RESTART_S, island.name)
-
-    # ---- connections --------------------------------------------------------------
-
-    def connect(self, island: FaultyIsland) -> None:
-        """Tries until it is connected, or has ended."""
-        if island.ended is not None or island.line is not None:
-            return
-        network = self.networks[island.name]
-        if self.coordinator is None or network.held:
-            self.clock.after(RETRY_S, lambda: self.connect(island))
-        else:
-            island.connect(self.coordinator, FaultyLine(self.clock, network))
-
-    def break_connection(
-        self, name: str, away_s: float, *, noticed: bool, lingers: bool
-    ) -> bool:
-        """That of its newest incarnation; False if there is none."""
-        island = self.islands[name]
-        line = island.line
-        if island.ended is not None or not isinstance(line, FaultyLine):
-            return False
-        if lingers:
-            line.linger()
-        self._lose_connection(island, away_s)
-        if noticed:
-            self._notice(island)
-        return True
-
-    def hold(self, name: str, ways: Iterable[Way], for_s: float) -> None:
-        """Nothing comes through in these directions. After a lease of silence both ends
-        give the connection up."""
-        network = self.networks[name]
-        network.held |= set(ways)
-        island = self.islands[name]
-        line = island.line
-
-        def release() -> None:
-            network.held -= set(ways)
-            for process in self._processes:
-                if isinstance(process.line, FaultyLine) and process.name == name:
-                    process.line.release()
-
-        def give_up() -> None:
-            if island.line is line and line is not None:
-                self._lose_connection(island, 0.0)
-                self._notice(island)
-
-        self.clock.after(for_s, release)
-        if for_s > LEASE_S:
-            self.clock.after(LEASE_S, give_up)
-
-    def _lose_connection(self, island: FaultyIsland, noticed_s: float) -> None:
-        """Its line is cut; it sees that after a while, and tries again."""
-        line = island.line
-        if line is None:
-            return
-        line.cut()
-
-        def notice() -> None:
-            if island.line is line:
-                island.disconnect()
-                self.connect(island)
-
-        self.clock.after(noticed_s, notice)
-
-    def _notice(self, island: FaultyIsland) -> None:
-        """The coordinator sees that the connection is gone."""
-        if self.coordinator is not None and island.peer is not None:
-            self.coordinator.disconnected(island.peer)

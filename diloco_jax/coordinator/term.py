@@ -1,0 +1,88 @@
+"""How a coordinator without its state comes to one: anchors of islands, a new term."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from diloco_jax import environment
+from diloco_jax.config import Config, ConfigError
+from diloco_jax.coordinator.gatherer import Gathered, Gatherer
+from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.coordinator.store import Store
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.observability.tape import Tape
+from diloco_jax.policy import gathering
+from diloco_jax.policy.state import PolicyConfig, State
+from diloco_jax.wire.server import Handlers
+
+logger = logging.getLogger(__name__)
+
+
+def gather(
+    config: Config,
+    workdir: Path,
+    plan: FragmentPlan,
+    serve: Callable[[Handlers], None],
+) -> Gathered:
+    """Waits for islands' anchors; writes nothing.
+
+    Args:
+      serve: has islands' calls answered.
+
+    Raises:
+      ConfigError: nobody has them; why, and what can be done.
+    """
+    numbers = policy_config(config.run, config.placement, "", plan.sizes)
+    gatherer = Gatherer(config.run, numbers, plan, frozenset(config.islands))
+    serve(gatherer)
+    try:
+        return gatherer.gather()
+    except ConfigError as error:
+        raise ConfigError(
+            f"{workdir} holds no run (there is no run.json), and without --init "
+            f"nothing is initialised; {error}. Give the workdir of the run, start its "
+            f"islands, or give --init for a new one"
+        ) from error
+
+
+def begin(
+    gathered: Gathered,
+    config: Config,
+    policy: PolicyConfig,
+    plan: FragmentPlan,
+    tape: Tape,
+) -> tuple[Store, State]:
+    """What the new term begins with: Theta = A, without momentum; the tape says so."""
+    opened = gathered.opened
+    pin_s = Deadlines(config.placement.time_budget_s).pin_s
+    store = Store(config.run, plan, gathered.params, pin_s)
+    store.load(store.arrays(), opened.versions)
+    tape.append(
+        {
+            "kind": "term",
+            "term": opened.term,
+            "run_id": opened.run_id,
+            "versions": [list(version) for version in opened.versions],
+            "from": list(opened.sources),
+            "replaced": [list(version) for version in opened.replaced],
+            "tokens": opened.tokens,
+            "next_position": opened.next_position,
+            "fingerprint": policy.fingerprint,
+            "plan": plan.digest(),
+            "parameters_digest": store.digest(),
+            "environment": environment.describe(),
+            "time": time.time(),
+        }
+    )
+    logger.warning(
+        "term %d of run %s begins with versions %s of islands %s",
+        opened.term,
+        opened.run_id,
+        [tuple(version) for version in opened.replaced],
+        sorted(set(opened.sources)),
+    )
+    return store, gathering.first_state(policy, opened)

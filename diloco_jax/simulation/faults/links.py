@@ -1,0 +1,93 @@
+"""Islands' connections: made, tried again, broken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from diloco_jax.simulation.clock import Clock
+from diloco_jax.simulation.faults.gatherer import Gatherer
+from diloco_jax.simulation.faults.network import FaultyLine, Network, Way
+from diloco_jax.simulation.faults.processes import FaultyCoordinator, FaultyIsland
+from diloco_jax.simulation.faults.schedule import LEASE_S, RETRY_S
+
+
+class Links:
+    """Between the processes of a world."""
+
+    def __init__(self, clock: Clock, networks: dict[str, Network]) -> None:
+        self.clock, self.networks = clock, networks
+        self.coordinator: FaultyCoordinator | None = None
+        self.gatherer: Gatherer | None = None
+        """A coordinator that has lost its state, instead."""
+        self.islands: dict[str, FaultyIsland] = {}
+        """The newest incarnation by name."""
+        self.processes: list[FaultyIsland] = []
+        """All that run, stale ones too."""
+
+    def connect(self, island: FaultyIsland) -> None:
+        """Tries until it is connected, or has ended."""
+        if island.ended is not None or island.line is not None:
+            return
+        network, peer = self.networks[island.name], self.coordinator or self.gatherer
+        if peer is None or network.held:
+            self.clock.after(RETRY_S, lambda: self.connect(island))
+        else:
+            island.connect(peer, FaultyLine(self.clock, network))
+
+    def break_connection(
+        self, name: str, away_s: float, *, noticed: bool, lingers: bool
+    ) -> bool:
+        """That of its newest incarnation; False if there is none."""
+        island = self.islands[name]
+        line = island.line
+        if island.ended is not None or not isinstance(line, FaultyLine):
+            return False
+        if lingers:
+            line.linger()
+        self.lose_connection(island, away_s)
+        if noticed:
+            self._notice(island)
+        return True
+
+    def hold(self, name: str, ways: Iterable[Way], for_s: float) -> None:
+        """Nothing comes through in these directions. After a lease of silence both ends
+        give the connection up."""
+        network = self.networks[name]
+        network.held |= set(ways)
+        island = self.islands[name]
+        line = island.line
+
+        def release() -> None:
+            network.held -= set(ways)
+            for process in self.processes:
+                if isinstance(process.line, FaultyLine) and process.name == name:
+                    process.line.release()
+
+        def give_up() -> None:
+            if island.line is line and line is not None:
+                self.lose_connection(island, 0.0)
+                self._notice(island)
+
+        self.clock.after(for_s, release)
+        if for_s > LEASE_S:
+            self.clock.after(LEASE_S, give_up)
+
+    def lose_connection(self, island: FaultyIsland, noticed_s: float) -> None:
+        """Its line is cut; it sees that after a while, and tries again."""
+        line = island.line
+        if line is None:
+            return
+        line.cut()
+
+        def notice() -> None:
+            if island.line is line:
+                island.disconnect()
+                self.connect(island)
+
+        self.clock.after(noticed_s, notice)
+
+    def _notice(self, island: FaultyIsland) -> None:
+        """The coordinator sees that the connection is gone."""
+        peer = self.coordinator or self.gatherer
+        if peer is not None and island.peer is not None:
+            peer.disconnected(island.peer)

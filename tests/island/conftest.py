@@ -1,0 +1,66 @@
+"""Links and senders to a coordinator of `link_support`."""
+
+import contextlib
+import queue
+
+import pytest
+from link_support import DEADLINES, IDENTITY, PIECES, WAIT_S, Coordinator, hello, serve
+
+from diloco_jax.core.codec import get_codec
+from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.island.inbound import Targets
+from diloco_jax.island.link import Link
+from diloco_jax.island.mailbox import Ending, Mailbox
+from diloco_jax.island.sender import Sender
+from diloco_jax.wire.client import Client
+
+
+@pytest.fixture
+def coordinator():
+    return Coordinator()
+
+
+@pytest.fixture
+def stack():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def client(stack, coordinator):
+    coordinator.server, coordinator.address = serve(stack, coordinator)
+    client = Client(coordinator.address, tls=None, deadlines=DEADLINES, bulk_channels=1)
+    stack.callback(client.close)
+    return client
+
+
+@pytest.fixture
+def mailbox():
+    return Mailbox()
+
+
+@pytest.fixture
+def wanted():
+    return queue.Queue()
+
+
+@pytest.fixture
+def link(stack, client, mailbox, wanted):
+    link = Link(client, hello, mailbox, DEADLINES)
+    link.resent = queue.Queue()
+    link.connect(WAIT_S)
+    link.start(
+        Targets(want=lambda *a: wanted.put(a), resend=lambda *a: link.resent.put(a))
+    )
+    stack.callback(link.close, Ending(0, "end of test", "stopped"), 5.0)
+    return link
+
+
+@pytest.fixture
+def sender(stack, client, mailbox):
+    layouts = (PayloadLayout.of(get_codec("f32"), PIECES),)
+    whole = (PayloadLayout.of(get_codec("f32"), PIECES[:1]),)
+    sender = Sender(client, IDENTITY, layouts, whole, mailbox, DEADLINES)
+    sender.start()
+    stack.callback(sender.close, 5.0)
+    return sender

@@ -1,0 +1,127 @@
+"""A coordinator for links, senders and receivers to talk to, over real gRPC."""
+
+import queue
+
+import numpy as np
+
+from diloco_jax.core.codec import get_codec
+from diloco_jax.core.fragments import Piece
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.island.identity import Identity
+from diloco_jax.policy.events import Version
+from diloco_jax.wire import messages
+from diloco_jax.wire.server import Server
+
+WAIT_S = 20.0
+DEADLINES = Deadlines(2.0)
+PIECES = (Piece(("w",), -1, (8, 4), False), Piece(("v",), -1, (6,), False))
+IDENTITY = Identity(run_id="r", island="a", incarnation=1, session="s")
+
+
+class Coordinator:
+    """Welcomes, keeps what comes, and serves what it is told to."""
+
+    def __init__(self):
+        self.hellos, self.reports = queue.Queue(), queue.Queue()
+        self.uploads, self.requests = queue.Queue(), queue.Queue()
+        self.failed = queue.Queue()
+        self.welcome_versions, self.term = (Version(1, 0),), 1
+        self.refusal = None
+        self.upload_errors, self.fetch_errors = [], []
+        self.source = None
+        self.session = None
+
+    def connect(self, hello, session):
+        if self.refusal:
+            raise self.refusal
+        self.session = session
+        session.send(
+            messages.Welcome(
+                run_id="r",
+                term=self.term,
+                resumed=False,
+                versions=self.welcome_versions,
+            )
+        )
+        self.hellos.put(hello)
+
+    def receive(self, session, message):
+        self.reports.put(message)
+
+    def disconnect(self, session):
+        pass
+
+    def upload_begin(self, start):
+        if self.upload_errors:
+            self.failed.put(start)
+            raise self.upload_errors.pop(0)
+        self.place = bytearray(start.total)
+        return memoryview(self.place)[start.offset : start.offset + start.length]
+
+    def upload_end(self, start):
+        self.uploads.put((start, bytes(self.place)))
+        return True
+
+    def upload_abort(self, start):
+        pass
+
+    def fetch(self, request):
+        if request.offset == 0:
+            self.requests.put(request)
+            if self.fetch_errors:
+                raise self.fetch_errors.pop(0)
+        return self.source
+
+    def status(self):
+        return {}
+
+    def until_report(self, wanted):
+        """The first message for which `wanted` holds."""
+        while not wanted(message := self.reports.get(timeout=WAIT_S)):
+            pass
+        return message
+
+
+def serve(stack, coordinator, bind="127.0.0.1:0"):
+    server = Server(
+        bind,
+        coordinator,
+        tls=None,
+        deadlines=DEADLINES,
+        max_islands=2,
+        bulk_channels=1,
+    )
+    address = server.start()
+    stack.callback(server.stop, 0.1)
+    return server, address
+
+
+def hello(status, sequences_granted):
+    return messages.Hello(
+        run_id="r",
+        fingerprint="f",
+        run={},
+        island="a",
+        island_config={},
+        incarnation=1,
+        session="s",
+        environment={},
+        tokens_per_step=1,
+        sequences_per_step=1,
+        phase=status.phase,
+        steps=status.steps,
+        step_seconds=0.0,
+        outstanding=status.outstanding,
+        sequences_granted=sequences_granted,
+        records_through=status.records_through,
+    )
+
+
+def wait_for_news(mailbox):
+    mailbox.wait(WAIT_S)
+    return mailbox.collect()
+
+
+def encoded(value):
+    codec = get_codec("f32")
+    return tuple(codec.encode(np.full(p.shape, value, np.float32)) for p in PIECES)

@@ -1,0 +1,54 @@
+"""An island and a coordinator that lost its state."""
+
+import numpy as np
+from link_support import WAIT_S, Coordinator, encoded, serve, wait_for_news
+
+from diloco_jax.island.mailbox import Inbox
+from diloco_jax.policy.events import Version
+from diloco_jax.wire import messages
+from diloco_jax.wire.errors import Busy, Refused
+
+
+def test_a_coordinator_that_lost_its_state_begins_a_new_term(
+    stack, coordinator, link, mailbox, wanted
+):
+    assert link.term == 1
+    assert mailbox.collect().term == 0
+    mailbox.request_take(0, 3)
+    coordinator.welcome_versions, coordinator.term = (), 0
+    coordinator.server.stop(0.1)
+    server, _ = serve(stack, coordinator, bind=coordinator.address)
+    coordinator.hellos.get(timeout=WAIT_S)
+    coordinator.hellos.get(timeout=WAIT_S)
+    coordinator.session.send(messages.AnchorRequest(fragment=1))
+    inbox = Inbox()
+    for _ in range(3):  # The take that was asked for is news, too.
+        inbox = inbox.followed_by(wait_for_news(mailbox))
+        if inbox.anchors:
+            break
+    assert (inbox.anchors, inbox.term, link.term) == ((1,), 0, 1)
+    successor = Coordinator()
+    successor.welcome_versions, successor.term = (Version(2, 4),), 2
+    server.hand_over(successor)
+    successor.hellos.get(timeout=WAIT_S)
+    assert wanted.get(timeout=WAIT_S) == (0, Version(2, 4))
+    assert mailbox.collect().term == 2
+    assert (link.term, link.run_id) == (2, "r")
+
+
+def test_an_anchor_is_sent_ahead_and_once(coordinator, sender):
+    coordinator.upload_errors = [Busy("later")]
+    sender.put(0, 4, encoded(1.0))
+    assert coordinator.failed.get(timeout=WAIT_S).tick == 4
+    sender.put_anchor(0, Version(1, 7), encoded(2.0)[:1])
+    uploads = [coordinator.uploads.get(timeout=WAIT_S) for _ in range(2)]
+    by_version = {start.version: payload for start, payload in uploads}
+    assert by_version == {
+        None: np.ones(38, np.float32).tobytes(),
+        Version(1, 7): np.full(32, 2.0, np.float32).tobytes(),
+    }
+    coordinator.upload_errors = [Refused("gathering", "not asked for")]
+    sender.put_anchor(0, Version(1, 8), encoded(3.0)[:1])
+    assert coordinator.failed.get(timeout=WAIT_S).version == Version(1, 8)
+    sender.resend(0, 4)
+    assert coordinator.uploads.get(timeout=WAIT_S)[0].tick == 4

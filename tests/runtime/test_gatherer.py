@@ -1,0 +1,258 @@
+"""A coordinator without its state, and islands that are nothing but their messages."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runtime_support import (
+    PATIENCE_S,
+    await_message,
+    await_state,
+    client,
+    hello,
+    make_config,
+    placed,
+    report,
+)
+
+from diloco_jax.config import Config, ConfigError
+from diloco_jax.coordinator.main import Coordinator
+from diloco_jax.core.codec import get_codec
+from diloco_jax.core.fragments import get_piece
+from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.models.plan import build_plan
+from diloco_jax.models.transformer import build
+from diloco_jax.observability.tape import read_tape
+from diloco_jax.policy.events import Record, Version
+from diloco_jax.wire import addresses, messages
+from diloco_jax.wire.client import Client
+from diloco_jax.wire.control import ControlStream
+from diloco_jax.wire.errors import Busy, ConnectionLost, Refused, WireError
+from diloco_jax.workdir import read_facts
+
+RUN_ID = "feedfacefeedface"
+TOKENS = 500
+
+
+class Starting:
+    """A coordinator that comes up on a thread, since that takes islands."""
+
+    def __init__(self, config: Config, workdir: Path) -> None:
+        self.service = Coordinator(config, workdir, init=False)
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._start, daemon=True)
+        self._thread.start()
+
+    def _start(self) -> None:
+        try:
+            self.service.start()
+        except Exception as error:
+            self.error = error
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def started(self) -> Coordinator:
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.service
+
+
+@pytest.fixture
+def address() -> str:
+    return addresses.format_address("127.0.0.1", free_port())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def config(text, address) -> Config:
+    return placed(make_config(text), bind=address, time_budget_s=20.0)
+
+
+@contextlib.contextmanager
+def starting(config: Config, workdir: Path) -> Iterator[Starting]:
+    made = Starting(config, workdir)
+    try:
+        yield made
+    finally:
+        made.service.close()
+
+
+def offer(config: Config, island: str, *numbers: int, **fields: Any) -> messages.Hello:
+    versions = tuple(Version(1, n) for n in numbers)
+    defaults: dict[str, Any] = {
+        "run_id": RUN_ID,
+        "phase": "training",
+        "steps": 9,
+        "step_seconds": 0.1,
+        "sequences_granted": 30,
+        "term": 1,
+        "versions": versions,
+        "tokens": TOKENS,
+        "next_position": 128,
+    }
+    return hello(config, island, **{**defaults, **fields})
+
+
+def anchor(config: Config, fragment: int, value: float) -> bytes:
+    """One value everywhere."""
+    pieces = plan_of(config).fragments[fragment]
+    codec = get_codec("f32")
+    arrays = [codec.encode(jnp.full(p.shape, value)) for p in pieces]
+    return bytes(PayloadLayout.of(codec, pieces).pack(arrays))
+
+
+def plan_of(config: Config) -> Any:
+    return build_plan(config.run, build(config.run.model))
+
+
+def announced(
+    who: messages.Hello, fragment: int, version: Version | None, total: int
+) -> messages.UploadStart:
+    return messages.UploadStart(
+        run_id=RUN_ID,
+        island=who.island,
+        incarnation=who.incarnation,
+        session=who.session,
+        fragment=fragment,
+        tick=-1,
+        offset=0,
+        length=total,
+        total=total,
+        version=version,
+    )
+
+
+def open_when_up(island: Client, who: messages.Hello) -> ControlStream:
+    """Says hello until somebody listens."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return island.open_control(who)
+        except WireError:
+            if time.monotonic() >= deadline:
+                raise
+
+
+def test_the_anchors_of_islands_begin_a_new_term(config, address, tmp_path):
+    workdir = tmp_path / "run"
+    with (
+        starting(config, workdir) as made,
+        client(address) as at_a,
+        client(address) as at_b,
+    ):
+        a, b = offer(config, "a", 3, 5), offer(config, "b", 4, 5)
+        to_a = open_when_up(at_a, a)
+        assert (to_a.welcome.term, to_a.welcome.run_id) == (0, RUN_ID)
+        assert to_a.welcome.versions == ()
+        assert at_a.status(5.0)["phase"] == "gathering"
+        assert at_a.status(5.0)["islands"]["a"]["state"] == "offering"
+        with client(address) as other, pytest.raises(Busy, match="no anchors to offer"):
+            other.open_control(hello(config, "b", session="of a join"))
+        payload = anchor(config, 0, 0.5)
+        with pytest.raises(Refused, match="not asked for"):
+            at_a.upload(announced(a, 0, Version(1, 3), len(payload)), payload)
+        assert not workdir.exists(), "nothing is written before"
+        to_b = at_b.open_control(b)
+        for stream, at, who, version in (
+            (to_b, at_b, b, Version(1, 4)),
+            (to_a, at_a, a, Version(1, 5)),
+        ):
+            asked = await_message(stream, messages.AnchorRequest)
+            payload = anchor(config, asked.fragment, 0.5 + asked.fragment)
+            with pytest.raises(Refused, match="not asked for"):
+                at.upload(announced(who, asked.fragment, None, 8), bytes(8))
+            start = announced(who, asked.fragment, version, len(payload))
+            at.upload(start, payload)
+        service = made.started()
+        assert read_facts(workdir).run_id == RUN_ID
+        (term,) = read_tape(workdir / "tape.jsonl")
+        assert (term["kind"], term["term"], term["tokens"]) == ("term", 2, TOKENS)
+        assert term["from"] == ["b", "a"]
+        params = service.store.params()
+        for fragment, pieces in enumerate(plan_of(config).fragments):
+            for piece in pieces:
+                np.testing.assert_array_equal(
+                    get_piece(params, piece), np.float32(0.5 + fragment)
+                )
+        thread = threading.Thread(target=service.run, daemon=True)
+        thread.start()
+        try:
+            early = messages.FetchRequest(
+                run_id=RUN_ID,
+                island="a",
+                incarnation=1,
+                session=a.session,
+                fragment=0,
+                want=Version(1, 4),
+                have=Version(1, 3),
+            )
+            with (
+                client(address, deadlines=Deadlines(0.1)) as other,
+                pytest.raises(ConnectionLost, match="not said hello in term 2"),
+            ):
+                other.fetch(early, max_bytes=1 << 20)
+            back = open_when_up(at_a, a)
+            assert (back.welcome.term, back.welcome.resumed) == (2, False)
+            assert back.welcome.versions == (Version(2, 4), Version(2, 5))
+            granted = await_message(back, messages.Granted)
+            assert granted.offset == 30
+            assert granted.span.start > 128
+            carried = [
+                Record(seq=1 + f, kind="carried", step=9, fragment=f, start=8)
+                for f in (0, 1)
+            ]
+            back.send(report(10, *carried))
+            progress = await_message(back, messages.Progress)
+            assert progress.tokens == TOKENS + a.tokens_per_step
+            await_state(
+                service,
+                lambda s: all(f.accounts["a"].start == 8 for f in s.fragments),
+            )
+            payload = anchor(config, 0, 0.5)
+            late = announced(a, 0, Version(1, 3), len(payload))
+            with pytest.raises(Refused, match="has its state, and did not ask for"):
+                at_a.upload(late, payload)
+            later = offer(config, "b", term=3)
+            with client(address) as other, pytest.raises(Busy, match="is in term 3"):
+                other.open_control(later)
+        finally:
+            service.engine.stop()
+            thread.join(PATIENCE_S)
+    survivor = Coordinator(config, workdir, init=False)
+    with contextlib.closing(survivor):
+        survivor.start()
+        state = survivor.engine.state
+        assert [f.version for f in state.fragments] == [Version(2, 4), Version(2, 5)]
+        assert {f.accounts["a"].carried_tokens for f in state.fragments} == {
+            8 * a.tokens_per_step
+        }
+
+
+def test_another_config_is_not_the_islands_fault(config, address, tmp_path):
+    config = placed(config, time_budget_s=5.0)
+    with starting(config, tmp_path / "run") as made, client(address) as island:
+        other = offer(config, "a", 1, 1, fingerprint="another")
+        while made.alive:
+            with contextlib.suppress(WireError):
+                island.open_control(other)
+        with pytest.raises(ConfigError, match=f"is in run {RUN_ID} with"):
+            made.started()
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,113 @@
+"""A coordinator whose disk is gone: a new term, from what islands have."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+from diloco_jax.island.boundary import Boundary
+from diloco_jax.policy import ledger
+from diloco_jax.policy.events import Version
+from diloco_jax.simulation.faults.kinds import (
+    AnyFault,
+    DiskGone,
+    DiskLost,
+    IslandCrash,
+    Partition,
+    Restart,
+)
+from diloco_jax.simulation.faults.play import play
+from diloco_jax.simulation.faults.schedule import IslandPlan, Schedule
+from diloco_jax.simulation.faults.world import World
+
+RESTART = Restart(down_s=0.5)
+
+
+def played(*faults: AnyFault, **fields: Any) -> World:
+    """With nothing wrong. Merges are at about 5, 10, ... seconds."""
+    world, wrong = play(schedule(*faults, **fields))
+    assert wrong is None
+    assert world.struck.total() == len(faults)
+    return world
+
+
+def schedule(*faults: AnyFault, **fields: Any) -> Schedule:
+    islands = {"a": IslandPlan(), "b": IslandPlan()}
+    defaults: dict[str, Any] = {"total_tokens": 600, "fragment_sizes": (1,)}
+    return Schedule(islands=islands, faults=faults, **{**defaults, **fields})
+
+
+def versions(world: World) -> list[Version]:
+    assert world.coordinator is not None
+    return [f.version for f in world.coordinator.state.fragments]
+
+
+def test_a_disk_that_is_lost_costs_a_term_and_no_version() -> None:
+    world = played(DiskLost(at_s=21.0, restart=RESTART), fragment_sizes=(2, 1))
+    unharmed = played(fragment_sizes=(2, 1))
+    assert {version.term for version in versions(world)} == {2}
+    for found, expected in zip(versions(world), versions(unharmed), strict=True):
+        assert expected.term == 1
+        assert found.number >= expected.number - 2
+    assert world.coordinator is not None
+    totals = ledger.run_totals(world.config, world.coordinator.state)
+    assert totals.carried > 0
+    assert totals.in_flight <= 1, "what is left of rounding down"
+    assert totals.lost == {}
+    assert {i.incarnation for i in world.islands.values()} == {1}
+
+
+def test_every_loss_costs_a_term() -> None:
+    lost = [DiskLost(at_s=at_s, restart=RESTART) for at_s in (15.0, 30.0)]
+    assert versions(played(*lost)) == [Version(3, versions(played(*lost))[0].number)]
+
+
+def test_a_disk_that_is_back_in_time_is_gone_on_with() -> None:
+    soon = DiskGone(at_s=21.0, restart=RESTART, gone_s=0.3)
+    assert {version.term for version in versions(played(soon))} == {1}
+    late = DiskGone(at_s=21.0, restart=RESTART, gone_s=20.0)
+    assert {version.term for version in versions(played(late))} == {2}
+
+
+def test_one_island_is_enough() -> None:
+    crash = IslandCrash(at_s=20.5, island="b", down_s=15.0)
+    world = played(crash, DiskLost(at_s=21.0, restart=RESTART))
+    assert versions(world)[0].term == 2
+    assert versions(world)[0].number > 3
+
+
+DEAF = Partition(at_s=5.6, island="b", for_s=3.0, ways=("down",))
+"""b does not hear that its first delta is merged, and a has adopted that merge."""
+THEN_LOST = DiskLost(at_s=7.2, restart=RESTART)
+
+
+def test_a_take_without_a_verdict_is_not_merged_again() -> None:
+    world = played(DEAF, THEN_LOST, quorum=2)
+    assert {version.term for version in versions(world)} == {2}
+
+
+def test_it_would_be_if_an_island_opened_it_again() -> None:
+    begin_term = Boundary._begin_term
+
+    def reopens(boundary: Any, step: int) -> None:
+        books = boundary.books
+        takes = [
+            t for t in books.outstanding() if books._accounts[t.fragment].unsettled
+        ]
+        begin_term(boundary, step)
+        for take in takes:
+            boundary._arrays.reopen(take.fragment)
+            account = books._accounts[take.fragment]
+            account.start, account.unsettled = take.start, False
+            books._new = [
+                dataclasses.replace(record, start=take.start)
+                if (record.kind, record.fragment) == ("carried", take.fragment)
+                else record
+                for record in books._new
+            ]
+
+    with mock.patch.object(Boundary, "_begin_term", reopens):
+        _, wrong = play(schedule(DEAF, THEN_LOST, quorum=2))
+    assert wrong is not None
+    assert wrong.invariant == "merged_once"
