@@ -45,6 +45,7 @@ MODULES = (
     "alerts",
     "ending",
     "fragment",
+    "gathering",
     "leaving",
     "ledger",
     "membership",

@@ -3,7 +3,7 @@
 Purpose: islands that are cut in different ways train one model: 2 hosts x 2 devices
 (fsdp), one host x 4 devices (fsdp 2 x tensor 2), one device. On a machine without
 accelerators every device is a virtual CPU device.
-Cost: about two minutes on two CPU cores.
+Cost: about two to three minutes on two CPU cores.
 Expected: the three islands' shares of the merged tokens are those of their batches.
 Command: `diloco run configs/mixed_meshes.py`
 """
@@ -29,7 +29,7 @@ def config() -> Config:
             outer=OuterConfig(optimizer="sgd", learning_rate=1.0),
             sync=SyncConfig(steps_per_cycle=8, fragments=4),
             sequence_length=64,
-            total_tokens=120_000,
+            total_tokens=200_000,
         ),
         islands={
             "two-hosts": IslandConfig(

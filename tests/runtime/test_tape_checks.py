@@ -132,12 +132,9 @@ def in_a_new_term(carried):
         "tokens_lost": {"died": (3 * 2 * 8 + 4 * 8) // 4},
         "tokens_carried": carried,
         "tokens_in_flight": 48 - 12 - 20 - carried,
-    }
-    return {
-        **fields,
         "tokens_merged_by_fragment": [16, 0],
-        "islands": {"a": fields},
-    }, tape
+    }
+    return {**fields, "islands": {"a": fields}}, tape
 
 
 def test_what_is_carried_is_counted():
