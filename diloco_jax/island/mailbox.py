@@ -346,9 +346,15 @@ class Mailbox:
             }
 
     def status(self) -> Status:
-        """The last one posted, with the traffic of all hosts so far."""
+        """The last one posted, with the traffic of all hosts so far, and with versions
+        that wait for the next boundary."""
         with self._lock:
-            return self._current()
+            current = self._current()
+            versions = [
+                max(version, self._delivered.get(fragment, version))
+                for fragment, version in enumerate(current.versions)
+            ]
+            return replace(current, versions=tuple(versions))
 
     def report(self, sent_through: int) -> tuple[Status, tuple[Record, ...]]:
         """The status, and the next records after number `sent_through`."""
@@ -374,17 +380,14 @@ class Mailbox:
             return self._current()
 
     def _current(self) -> Status:
-        hosts = [self._traffic, *self._traffic_of.values()]
-        traffic = {name: sum(host[name] for host in hosts) for name in self._traffic}
-        measures = msgspec.structs.replace(self._status.measures, **traffic)
-        versions = [
-            max(version, self._delivered.get(fragment, version))
-            for fragment, version in enumerate(self._status.versions)
-        ]
+        """As `status`, but for versions: this is asked for at every boundary."""
+        traffic = self._traffic
+        if self._traffic_of:
+            hosts = [traffic, *self._traffic_of.values()]
+            traffic = {name: sum(host[name] for host in hosts) for name in traffic}
         return replace(
             self._status,
-            measures=measures,
-            versions=tuple(versions),
+            measures=msgspec.structs.replace(self._status.measures, **traffic),
             records_through=self._records_through,
             tokens=self._tokens,
             next_position=self._next_position,

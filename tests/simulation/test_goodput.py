@@ -7,6 +7,7 @@ import time
 import pytest
 
 from diloco_jax.config import ConfigError
+from diloco_jax.policy.state import Island
 from diloco_jax.simulation.goodput import GoodputConfig, simulate_goodput
 
 SHORT = GoodputConfig(hours=0.25, seeds=1)
@@ -25,17 +26,37 @@ def test_eight_islands_reach_the_published_goodput_and_never_all_stop():
 
 
 @pytest.mark.timing
-def test_a_day_of_sixteen_islands_takes_half_a_minute_of_one_core():
-    """A tenth of it. The best of three: whatever else runs only adds to it."""
+def test_a_tenth_of_a_day_of_sixteen_islands_takes_as_long_as_it_did():
+    """In units of a loop of plain Python, since machines' speed varies by half within
+    an hour: 4.1 to 5.3 where 24 hours take half a minute. The best of three."""
     config = GoodputConfig(chips=2_400_000, islands=16, hours=2.4, seeds=1)
-    core_seconds = []
+    ratios = []
     for _ in range(3):
-        began = time.process_time()
-        simulate_goodput(config)
-        core_seconds.append(time.process_time() - began)
-        if core_seconds[-1] <= 3.0:
+        unit = core_seconds(plain_python)
+        ratios.append(core_seconds(lambda: simulate_goodput(config)) / unit)
+        if ratios[-1] <= 6.0:
             break
-    assert min(core_seconds) <= 3.0, core_seconds
+    assert min(ratios) <= 6.0, ratios
+
+
+def plain_python():
+    """About a second of what the policy's code consists of."""
+    island = Island(
+        name="a", incarnation=1, session="", tokens_per_step=1, sequences_per_step=1
+    )
+    islands = {str(number): island for number in range(16)}
+    for step in range(800_000):
+        name = str(step % 16)
+        islands = {**islands, name: islands[name]}
+        for value in islands.values():
+            if value.steps > 0:
+                raise AssertionError
+
+
+def core_seconds(work):
+    began = time.process_time()
+    work()
+    return time.process_time() - began
 
 
 @pytest.mark.parametrize(("method", "published"), [("rigid", 0.27), ("elastic", 0.58)])
