@@ -25,8 +25,8 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.outer import make_outer
 from diloco_jax.core.payload import PayloadLayout
 
-WIRE_CORE_SECONDS_PER_GB = 0.585
-"""gRPC with mutual TLS, 1 MiB chunks: half of what both ends together take."""
+WIRE_CORE_SECONDS_PER_GB = 1.67
+"""With mutual TLS, the mean of both ways (docs/results/wire.md)."""
 MERGE_CORE_SECONDS_PER_GB = 2 / 4.6
 """Of f32 deltas: two cores decode, merge and step 4.6 GB/s, one arrival at a time."""
 
