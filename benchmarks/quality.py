@@ -16,14 +16,14 @@ Seen so far, at 0.1 M parameters (what has one seed is a lead):
 
 - Paired differences to synchronous DiLoCo scatter by 1 to 2 % from seed to seed with
   2 M tokens, whether in batches of 32 sequences or of 8, so five pairs cannot settle
-  half a percent. With 8 M tokens the first rows lie within 1 % of each other: the
-  headline bounds are to be judged there, by about ten pairs.
+  half a percent. With 8 M tokens the first three rows lie within 1.5 % of each other:
+  the headline bounds are to be judged there, by about ten pairs.
 - Failures as dense as at 1.2 M chips stay within their bound.
 - Islands that are out of phase need time for the grace window (docs/design/grace.md):
   without it they lose 18 %, and an alert says so.
 - The gap to data-parallel falls with tokens (8 islands: 18 % at 2 M, 8 % at 8 M) and
-  with smaller batches, which make more steps of as many tokens (12 % at 8 sequences;
-  data-parallel gains 10 % by them, 8 islands 16 %).
+  with smaller batches, which make more steps of as many tokens (13 % at 8 sequences;
+  data-parallel gains 11 % by them, 8 islands 16 %).
 - Muon inside lowers the loss of data-parallel, synchronous and decoupled alike by 11 to
   14 %, and decoupled is as good as synchronous with it; the gap to data-parallel stays
   with 8 islands.

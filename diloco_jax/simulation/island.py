@@ -254,8 +254,8 @@ class VirtualIsland:
         self._outgoing.pop((fragment, tick), None)
 
     def send_anchor(self, fragment: int) -> None:
-        """To a coordinator that lost its state, where there can be one."""
-        raise NotImplementedError
+        """To a coordinator that lost its state; here none does."""
+        raise AssertionError(f"{self.name} is asked for the anchor of {fragment}")
 
     def _resend(self, fragment: int, tick: int) -> None:
         if (fragment, tick) not in self._outgoing or self.line is None:

@@ -27,8 +27,8 @@ def test_eight_islands_reach_the_published_goodput_and_never_all_stop():
 
 @pytest.mark.timing
 def test_a_tenth_of_a_day_of_sixteen_islands_takes_as_long_as_it_did():
-    """In units of a loop of plain Python, since machines' speed varies by half within
-    an hour: 4.1 to 5.3 where 24 hours take half a minute. The best of three."""
+    """In units of a loop of plain Python, since a machine's speed varies by half within
+    an hour: 4.1 to 5.3 when this was written. The best of three."""
     config = GoodputConfig(chips=2_400_000, islands=16, hours=2.4, seeds=1)
     ratios = []
     for _ in range(3):
