@@ -42,6 +42,7 @@ from diloco_jax.simulation.faults.play import check
 ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = Path(__file__).with_name("mutation_survivors.json")
 MODULES = (
+    "admission",
     "alerts",
     "ending",
     "fragment",

@@ -65,6 +65,15 @@ class Member:
     connected: bool = True
 
 
+class Known(NamedTuple):
+    """The highest that any island heard of, those included that have no anchors yet: a
+    join may be the only one that a term was said to, and data granted in it."""
+
+    term: int = 0
+    tokens: int = 0
+    next_position: int = 0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Gathering:
     """What the policy remembers of it. names: of the config's islands."""
@@ -72,6 +81,7 @@ class Gathering:
     names: frozenset[str]
     deadline: float
     phase: Literal["waiting", "fetching", "over"] = "waiting"
+    known: Known = dataclasses.field(default_factory=Known)
     members: Mapping[str, Member] = dataclasses.field(default_factory=dict)
     asked: Mapping[int, Asked] = dataclasses.field(default_factory=dict)
     failed: frozenset[tuple[str, int]] = frozenset()
@@ -150,14 +160,16 @@ def _offered(config: PolicyConfig, state: Gathering, offer: Offer, now: float) -
             f"{'; '.join(offer.differences)} (here: this coordinator's). Start the "
             f"coordinator with that run's config.json, or that island elsewhere",
         )
-    known = state.members.get(offer.island)
+    if not offer.differences:
+        state = replace(state, known=_higher(state.known, offer))
+    member = state.members.get(offer.island)
     why = ""
     if len(offer.versions) != config.fragments:
         why = "this coordinator has no state yet, and the island no anchors to offer"
-    elif known is not None and known.offer.incarnation > offer.incarnation:
-        why = f"incarnation {known.offer.incarnation} of this island is here"
+    elif member is not None and member.offer.incarnation > offer.incarnation:
+        why = f"incarnation {member.offer.incarnation} of this island is here"
     elif state.phase != "waiting" and (
-        known is None or known.offer.session != offer.session
+        member is None or member.offer.session != offer.session
     ):
         why = "a new term is about to begin"
     if why:
@@ -263,8 +275,8 @@ def _fetch(config: PolicyConfig, state: Gathering, now: float) -> Step:
 def _open(config: PolicyConfig, state: Gathering) -> Open:
     offers = [member.offer for member in state.members.values()]
     got = [state.got[fragment] for fragment in range(config.fragments)]
-    terms = [version.term for offer in offers for version in offer.versions]
-    term = 1 + max([*terms, *(offer.term for offer in offers)])
+    known = state.known
+    term = 1 + known.term
     largest = max(
         shares.largest_grant(config, o.step_seconds, o.sequences_per_step)
         for o in offers
@@ -277,8 +289,17 @@ def _open(config: PolicyConfig, state: Gathering) -> Open:
         versions=tuple(Version(term, version.number) for _, version in got),
         sources=tuple(island for island, _ in got),
         replaced=tuple(version for _, version in got),
-        tokens=max(offer.tokens for offer in offers),
-        next_position=max(offer.next_position for offer in offers) + unheard,
+        tokens=known.tokens,
+        next_position=known.next_position + unheard,
+    )
+
+
+def _higher(known: Known, offer: Offer) -> Known:
+    terms = (offer.term, *(version.term for version in offer.versions))
+    return Known(
+        term=max(known.term, *terms),
+        tokens=max(known.tokens, offer.tokens),
+        next_position=max(known.next_position, offer.next_position),
     )
 
 

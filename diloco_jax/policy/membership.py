@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from diloco_jax.policy import ledger, schedule, shares, takes
+from diloco_jax.policy import admission, ledger, schedule, shares, takes
 from diloco_jax.policy.events import (
     AskResend,
     AskTake,
@@ -42,10 +42,10 @@ Step = tuple[State, list[Effect]]
 
 def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
     """Lets an island in, back in, or not."""
-    known = state.islands.get(event.island)
-    refusal = _refusal(config, state, known, event)
+    refusal = admission.refusal(config, state, event)
     if refusal is not None:
         return state, [refusal]
+    known = state.islands.get(event.island)
     if known is not None and known.incarnation == event.incarnation:
         return _resume(config, state, known, event, now)
     effects: list[Effect] = []
@@ -182,66 +182,8 @@ def joined(state: State, island: Island, *, carrying: bool) -> State:
     return state
 
 
-def _refusal(
-    config: PolicyConfig, state: State, known: Island | None, event: Hello
-) -> Refuse | None:
-    code = message = ""
-    resumes = known is not None and known.incarnation == event.incarnation
-    if event.run_id not in ("", config.run_id):
-        code = "run_id"
-        message = (
-            f"this coordinator serves run {config.run_id}, the island belongs to run "
-            f"{event.run_id}; check the coordinator's address, or start the island "
-            f"again"
-        )
-    elif event.fingerprint != config.fingerprint:
-        code = "config"
-        message = (
-            f"the run's config has fingerprint {config.fingerprint}, the island's "
-            f"{event.fingerprint}; start it with the run's config.json"
-        )
-    elif known is not None and event.incarnation < known.incarnation:
-        code = "fenced"
-        message = (
-            f"island {event.island!r} is incarnation {known.incarnation} now, this "
-            f"is {event.incarnation}; stop this process"
-        )
-    elif state.phase == "done" or (
-        state.phase != "running" and not resumes and not _is_carrying(state, event)
-    ):
-        code = "finished"
-        message = (
-            f"the run is {state.phase}: it has its {config.total_tokens} tokens; for "
-            f"more, begin a new run with higher total_tokens"
-        )
-    elif known is not None and resumes:
-        if known.status == "gone":
-            code = "fenced"
-            message = (
-                f"incarnation {event.incarnation} of island {event.island!r} has "
-                f"ended; start it again with incarnation {event.incarnation + 1}"
-            )
-        elif known.session != event.session:
-            code = "name_in_use"
-            message = (
-                f"the name {event.island!r} is in use by another process with the "
-                f"same incarnation {event.incarnation}; choose another name, or "
-                f"replace that process by starting incarnation {event.incarnation + 1}"
-            )
-    if not code:
-        return None
-    return Refuse(
-        island=event.island, session=event.session, code=code, message=message
-    )
-
-
-def _is_carrying(state: State, event: Hello) -> bool:
-    """Whether it was in the run before the coordinator lost its state."""
-    return 0 < event.term < state.fragments[0].version.term
-
-
 def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
-    carrying = _is_carrying(state, event)
+    carrying = admission.is_carrying(state, event)
     island = Island(
         name=event.island,
         incarnation=event.incarnation,

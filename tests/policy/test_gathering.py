@@ -268,6 +268,22 @@ def test_a_term_is_above_all_that_anybody_was_in() -> None:
     assert opened.versions == (Version(5, 2), Version(5, 9))
 
 
+def test_what_a_join_heard_counts_though_it_has_no_anchors() -> None:
+    """Another new term may have ended before anybody but the join was in it."""
+    g = Gatherer("a")
+    heard = {"versions": (), "term": 2, "tokens": 350, "next_position": 900}
+    (postponed,) = g.offer("b", **heard)
+    assert isinstance(postponed, Postpone)
+    g.offer("c", versions=(), term=7, differences=("seed: 0 here, 1 there",))
+    assert asked(g.offer("a", 9, 9, tokens=300, next_position=70)) == [("a", 0)]
+    g.offer("b", versions=(), term=3, incarnation=2)
+    g.arrive("a", 0, 9)
+    (opened,) = of(g.arrive("a", 1, 9), Open)
+    assert (opened.versions[0].term, opened.tokens) == (4, 350)
+    unheard = LARGEST_GRANTS_UNHEARD * largest_grant(CONFIG, 1.0, 2)
+    assert opened.next_position == 900 + unheard
+
+
 def test_the_state_of_the_new_term() -> None:
     opened = Open(
         run_id="run-1",

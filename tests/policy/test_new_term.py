@@ -219,6 +219,20 @@ def test_a_fresh_process_carries_nothing() -> None:
     assert not d.account("a", 0).carrying
 
 
+def test_who_was_let_in_by_another_coordinator_of_this_term_is_not_known() -> None:
+    """Two coordinators without state may open the same term, if nobody who heard of the
+    first is there for the second: its versions are not those of this one."""
+    d = second_term()
+    before = d.state
+    refuse = only(come_back(d, "a", 4, term=2), Refuse)
+    assert refuse.code == "other_term"
+    assert "in its term 2" in refuse.message
+    assert "incarnation 2" in refuse.message
+    assert d.state == before
+    assert of(d.hello("a", 2), Welcome), "the next one begins afresh"
+    assert of(d.hello("a", 2, term=2), Welcome), "and is known from then on"
+
+
 def test_a_copy_of_an_earlier_term_knows_that_it_is_one() -> None:
     d = second_term()
     assert not gathering.is_superseded(d.state, 0)

@@ -12,7 +12,8 @@ from typing import Any
 
 from diloco_jax.policy.state import PolicyConfig
 from diloco_jax.simulation.faults import safe_books, safe_merges, safe_versions
-from diloco_jax.simulation.faults.observing import Invariant
+from diloco_jax.simulation.faults.gatherer import Opened
+from diloco_jax.simulation.faults.observing import Incarnation, Invariant
 
 INVARIANTS: tuple[type[Invariant], ...] = (
     safe_versions.AdoptedStays,
@@ -37,12 +38,37 @@ OBSERVATIONS = tuple(
 )
 
 
+class Names(Invariant):
+    """Which process has a name: one that came second is turned away, and what it does
+    until it hears so is no part of the run. After a disk was lost it may be the one
+    that was there first."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._sessions: dict[Incarnation, str] = {}
+
+    def persisted(self, record: dict[str, Any]) -> None:
+        """See Invariant."""
+        if record["kind"] == "joined":
+            who = (record["island"], record["incarnation"])
+            self._sessions[who] = record["session"]
+
+    def opened(self, opened: Opened) -> None:
+        """See Invariant."""
+        self._sessions.clear()
+
+    def belong_to(self, who: Incarnation, session: str) -> bool:
+        """Whether the name and incarnation are this process's, or nobody's."""
+        return self._sessions.get(who, session) == session
+
+
 class Monitor(Invariant):
     """All of them as one."""
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
-        invariants = [kind(config) for kind in INVARIANTS]
+        self.names = Names(config)
+        invariants = [self.names, *(kind(config) for kind in INVARIANTS)]
         for name in OBSERVATIONS:
             watching = [
                 getattr(invariant, name)

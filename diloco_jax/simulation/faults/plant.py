@@ -15,6 +15,7 @@ from unittest import mock
 from diloco_jax.config import ConfigError, suggest
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.policy import (
+    admission,
     fragment,
     gathering,
     ledger,
@@ -175,7 +176,7 @@ PLANTS = {
     "a_step_is_left_out": Plant("deltas", takes, "known", _loses_a_step),
     "one_less_than_quorum": Plant("quorum", fragment, "settle", _needs_one_less),
     "takes_are_not_on_the_tape": Plant("recorded", policy, "_record", _tapes_no_takes),
-    "fenced_ones_come_in": Plant("fenced", membership, "_refusal", _lets_everyone_in),
+    "fenced_ones_come_in": Plant("fenced", admission, "refusal", _lets_everyone_in),
     "the_dead_leave_deltas": Plant(
         "fenced", membership, "end", _keeps_what_the_dead_sent
     ),

@@ -68,8 +68,8 @@ class FaultyIsland(VirtualIsland):
         self.who = (spec.name, incarnation)
         self.body = DigestBody(
             run.sync.adopt,
-            functools.partial(monitor.adopted, self.who),
-            functools.partial(monitor.trained, self.who),
+            functools.partial(self._seen, monitor.adopted),
+            functools.partial(self._seen, monitor.trained),
         )
         self.takes: Counter[int] = Counter()
         """By fragment."""
@@ -82,7 +82,7 @@ class FaultyIsland(VirtualIsland):
         self.takes[fragment] += 1
         for take in self.boundary.books.outstanding():
             if take.fragment == fragment:
-                self._monitor.took(self.who, take, encoded)
+                self._seen(self._monitor.took, take, encoded)
         super().put(fragment, tick, encoded)
 
     def send_anchor(self, fragment: int) -> None:
@@ -97,3 +97,8 @@ class FaultyIsland(VirtualIsland):
         """See VirtualIsland."""
         super().turned_away(reason)
         self._refused(self)
+
+    def _seen(self, observe: Callable[..., None], *observation: Any) -> None:
+        """Of a process that is in the run."""
+        if self._monitor.names.belong_to(self.who, self.session):
+            observe(self.who, *observation)

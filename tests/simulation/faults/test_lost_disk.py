@@ -13,9 +13,11 @@ from diloco_jax.simulation.faults.kinds import (
     AnyFault,
     DiskGone,
     DiskLost,
+    Impostor,
     IslandCrash,
     Partition,
     Restart,
+    TornWrite,
 )
 from diloco_jax.simulation.faults.play import play
 from diloco_jax.simulation.faults.schedule import IslandPlan, Schedule
@@ -33,9 +35,12 @@ def played(*faults: AnyFault, **fields: Any) -> World:
 
 
 def schedule(*faults: AnyFault, **fields: Any) -> Schedule:
-    islands = {"a": IslandPlan(), "b": IslandPlan()}
-    defaults: dict[str, Any] = {"total_tokens": 600, "fragment_sizes": (1,)}
-    return Schedule(islands=islands, faults=faults, **{**defaults, **fields})
+    defaults: dict[str, Any] = {
+        "islands": {"a": IslandPlan(), "b": IslandPlan()},
+        "total_tokens": 600,
+        "fragment_sizes": (1,),
+    }
+    return Schedule(faults=faults, **{**defaults, **fields})
 
 
 def versions(world: World) -> list[Version]:
@@ -77,6 +82,33 @@ def test_one_island_is_enough() -> None:
     assert versions(world)[0].number > 3
 
 
+def test_a_process_of_the_same_name_that_is_first_in_the_new_term_has_it() -> None:
+    """What was there before is turned away, and comes back as the next incarnation.
+    Until it hears so it trains on what the term before had granted it."""
+    crash = Restart(down_s=0.2, clock_s=6.4, noticed_s=4.0)
+    world = played(
+        DiskLost(at_s=2.39, restart=Restart(down_s=7.62, clock_s=0.9, noticed_s=0.0)),
+        TornWrite(at_s=9.46, restart=crash, appends=1, written_share=0.17),
+        Impostor(at_s=13.83, island="b"),
+        **UNALIKE,
+    )
+    assert {version.term for version in versions(world)} == {2}
+    assert world.islands["b"].incarnation == 2
+
+
+UNALIKE: dict[str, Any] = {
+    "islands": {
+        "a": IslandPlan(step_s=1.5, batch_size=2, join_s=1.2),
+        "b": IslandPlan(step_s=2.5, batch_size=3, join_s=1.4),
+    },
+    "total_tokens": 129,
+    "fragment_sizes": (3,),
+    "overlap_steps": 1,
+    "grace": 0.0,
+    "outage_s": 110.0,
+    "transfer_s": 0.2,
+    "merge_s": 0.1,
+}
 DEAF = Partition(at_s=5.6, island="b", for_s=3.0, ways=("down",))
 """b does not hear that its first delta is merged, and a has adopted that merge."""
 THEN_LOST = DiskLost(at_s=7.2, restart=RESTART)
