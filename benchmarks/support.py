@@ -41,6 +41,7 @@ class Run:
     """What one finished `diloco run` left."""
 
     config: Config
+    workdir: Path
     summary: dict[str, Any]
     tape: list[dict[str, Any]]
     metrics: list[dict[str, Any]]
@@ -99,6 +100,7 @@ def run_in(config: Config, folder: Path, timeout_s: float) -> Run:
         _end(process)
     return Run(
         config=config,
+        workdir=workdir,
         summary=json.loads((workdir / "summary.json").read_bytes()),
         tape=list(read_tape(workdir / "tape.jsonl")),
         metrics=[

@@ -30,11 +30,11 @@ def island_commands(
     command += ["--incarnation", str(incarnation)]
     if hosts == 1:
         return [command]
-    world = ["--world", f"127.0.0.1:{_free_port()}"]
+    world = ["--world", f"127.0.0.1:{free_port()}"]
     return [[*command, *world, "--host-index", str(n)] for n in range(hosts)]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Of this machine, a moment ago: if it is taken since, the attempt fails and the
     next one asks again."""
     with socket.socket() as probe:

@@ -208,6 +208,7 @@ class Replay(contextlib.ExitStack):
                     f"{len(life.begins())} of {len(self._versions)} fragments; a "
                     f"record was altered or is missing"
                 )
+            _refuse_absent_hosts(who, life.environment)
             worker = self._worker(life.environment)
             _refuse_other_bits(str(who), life.environment, worker.environment)
             devices = worker.environment["devices"]
@@ -232,7 +233,7 @@ class Replay(contextlib.ExitStack):
             self._islands.pop(who).end()
 
     def _worker(self, recorded: Environment) -> Worker:
-        alike = str(environment_like(recorded))
+        alike = str((environment_like(recorded), recorded["processes"]))
         if alike not in self._workers:
             worker = Worker(self._run, recorded)
             self._workers[alike] = self.enter_context(worker)
@@ -290,6 +291,16 @@ def _refuse_other_bits(whose: str, there: Environment, here: Environment) -> Non
                 f"{whose} had {fact} = {there[fact]!r}, here it is {here[fact]!r}: a "
                 f"comparison of bits would say nothing; replay where it is the same"
             )
+
+
+def _refuse_absent_hosts(who: Who, recorded: Environment) -> None:
+    hosts, platform = recorded["processes"], recorded["platform"]
+    if hosts != 1 and platform != "cpu":
+        raise ConfigError(
+            f"{who} computed on {hosts} hosts with {platform} devices each, and replay "
+            f"is one host here; it repeats islands of one host, and of several where "
+            f"these have CPU devices"
+        )
 
 
 def _mismatch(merge: RecordedMerge, digest: str) -> dict[str, Any]:

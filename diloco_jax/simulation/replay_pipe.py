@@ -1,11 +1,13 @@
-"""Both ends' messages of a `replay_worker`, and the end that commands it.
+"""Both ends' messages of `replay_worker`, and the end that commands it.
 
 Commands are carried out in order; `Setup`, `Take`, `Moments` and `Residual` are
-answered.
+answered. Islands of several hosts are repeated by as many processes: each is given
+every command, and the first one answers for all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from multiprocessing import Pipe
@@ -16,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.cluster.commands import island_environment
+from diloco_jax.cluster.commands import free_port, island_environment
 from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.island.mailbox import Arrival
@@ -24,6 +26,8 @@ from diloco_jax.policy.events import Version
 from diloco_jax.simulation.recording import Environment, Who, environment_like
 
 STDERR = 2
+ENDS_WITHIN_S = 10.0
+"""A process whose pipe is broken has ended, or is about to."""
 
 
 class WorkerError(RuntimeError):
@@ -31,9 +35,15 @@ class WorkerError(RuntimeError):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first command; answered with what `environment.describe` says, as JSON."""
+    """The first command; answered with what `environment.describe` says, as JSON.
+
+    hosts, index, address: of the world of processes, if there are several.
+    """
 
     run: RunConfig
+    hosts: int = 1
+    index: int = 0
+    address: str = ""
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,20 +112,18 @@ decode = msgspec.msgpack.Decoder(AnyCommand).decode
 
 
 class Worker:
-    """A process like the recorded one; ends with the `with` block, or with us."""
+    """Processes like the recorded ones, which end with the `with` block, or with us."""
 
     def __init__(self, run: RunConfig, recorded: Environment) -> None:
-        self._connection, theirs = Pipe()
-        number = theirs.fileno()
-        self._process = start_child(
-            [sys.executable, "-m", "diloco_jax.simulation.replay_worker", str(number)],
-            {**island_environment(), **environment_like(recorded)},
-            subprocess.DEVNULL,
-            STDERR,
-            pass_fds=(number,),
-        )
-        theirs.close()
-        self.environment: Environment = msgspec.json.decode(self.ask(Setup(run=run)))
+        hosts = int(recorded["processes"])
+        environment = {**island_environment(), **environment_like(recorded)}
+        self._processes = [_Process(environment) for _ in range(hosts)]
+        address = f"127.0.0.1:{free_port()}" if hosts > 1 else ""
+        for index, process in enumerate(self._processes):
+            self._send_to(
+                process, Setup(run=run, hosts=hosts, index=index, address=address)
+            )
+        self.environment: Environment = msgspec.json.decode(self._answer())
 
     def __enter__(self) -> Worker:
         return self
@@ -126,31 +134,61 @@ class Worker:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._connection.close()
-        if kind is not None:
-            self._process.kill()
-        self._process.wait()
+        for process in self._processes:
+            process.connection.close()
+        for process in self._processes:
+            if kind is not None:
+                process.child.kill()
+            process.child.wait()
 
     def send(self, command: AnyCommand) -> None:
         """Returns before it is carried out. Raises WorkerError."""
-        try:
-            self._connection.send_bytes(msgspec.msgpack.encode(command))
-        except OSError as error:
-            raise self._ended() from error
+        for process in self._processes:
+            self._send_to(process, command)
 
     def ask(self, command: AnyCommand) -> bytes:
         """Waits for the answer. Raises WorkerError."""
         self.send(command)
+        return self._answer()
+
+    def _send_to(self, process: _Process, command: AnyCommand) -> None:
         try:
-            return self._connection.recv_bytes()
+            process.connection.send_bytes(msgspec.msgpack.encode(command))
+        except OSError as error:
+            raise self._ended() from error
+
+    def _answer(self) -> bytes:
+        try:
+            return self._processes[0].connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise self._ended() from error
 
     def _ended(self) -> WorkerError:
-        code = self._process.wait()
+        codes = []
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                codes.append(process.child.wait(ENDS_WITHIN_S))
         return WorkerError(
-            f"the process that repeats islands ended with code {code}; see above"
+            f"a process that repeats islands ended with code {codes[0]}; see above"
+            if codes
+            else "a process that repeats islands answers no more; see above"
         )
+
+
+class _Process:
+    """One of them, and our end of its pipe."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.connection, theirs = Pipe()
+        number = theirs.fileno()
+        self.child = start_child(
+            [sys.executable, "-m", "diloco_jax.simulation.replay_worker", str(number)],
+            environment,
+            subprocess.DEVNULL,
+            STDERR,
+            pass_fds=(number,),
+        )
+        theirs.close()
 
 
 class RemoteReplica:

@@ -1,7 +1,8 @@
 """A process that computes what islands computed, as their processes did.
 
 How many threads and devices a process has decides how sums are cut, and with it their
-bits; so islands whose processes differed in that are repeated in different ones.
+bits; so islands whose processes differed in that are repeated in different ones, and
+islands of several hosts by as many processes in one `jax.distributed` world.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,18 @@ from typing import Any
 import jax
 import msgspec
 import numpy as np
+import numpy.typing as npt
+from jax.experimental.multihost_utils import process_allgather
 
 from diloco_jax import compilation, environment
-from diloco_jax.config import RunConfig
-from diloco_jax.island.build import build_exchange, build_trainer, join
+from diloco_jax.config import IslandConfig, RunConfig
+from diloco_jax.island.build import (
+    build_exchange,
+    build_trainer,
+    compile_ahead,
+    join,
+)
+from diloco_jax.island.hosts import Hosts, WorldAddress, join_world, leave_world
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.placing import place
 from diloco_jax.island.replica import Restored
@@ -41,6 +51,10 @@ from diloco_jax.simulation.replay_pipe import (
     decode,
 )
 
+LOST_AFTER_S = 60.0
+"""A process of a world that is silent for so long is lost, and the others end."""
+COMPILED_WITHIN_S = 3600.0
+
 
 def serve(connection: Connection) -> None:
     """Carries out commands until the other end is closed."""
@@ -48,24 +62,33 @@ def serve(connection: Connection) -> None:
     assert isinstance(setup, Setup)
     # In the folder that the environment names.
     compilation.use_cache(Path())
-    connection.send_bytes(msgspec.json.encode(environment.describe()))
-    copies = Copies(setup.run)
+    hosts = None
+    if setup.hosts > 1:
+        where = WorldAddress(address=setup.address, index=setup.index)
+        hosts = join_world(where, setup.hosts, LOST_AFTER_S)
+    described = msgspec.json.encode(environment.describe())
+    if setup.index == 0:
+        connection.send_bytes(described)
+    copies = Copies(setup.run, hosts)
     while True:
         try:
             command = decode(connection.recv_bytes())
         except EOFError:
-            return
+            break
         answer = copies.carry_out(command)
-        if answer is not None:
+        if answer is not None and setup.index == 0:
             connection.send_bytes(answer)
+    if hosts is not None:
+        leave_world()
 
 
 class Copies:
     """The model copies of all incarnations that this process repeats."""
 
-    def __init__(self, run: RunConfig) -> None:
-        self._run = run
-        self._trainer_of = functools.cache(functools.partial(build_trainer, run))
+    def __init__(self, run: RunConfig, hosts: Hosts | None) -> None:
+        """hosts: this process among several, which are all given the same commands."""
+        self._run, self._hosts = run, hosts
+        self._trainer_of = functools.cache(self._make_trainer)
         self._copies: dict[Who, _Copy] = {}
 
     def carry_out(self, command: AnyCommand) -> bytes | bytearray | None:
@@ -94,6 +117,16 @@ class Copies:
                 del self._copies[who]
         return None
 
+    def _make_trainer(self, island: IslandConfig) -> tuple[Model, Trainer]:
+        """Compiled on all hosts before one of them runs it, as in `island/host.py`."""
+        model, trainer = build_trainer(self._run, island)
+        if self._hosts is not None:
+            exchange, params = build_exchange(self._run, model, trainer)
+            compile_ahead(trainer, exchange, params, self._run.sequence_length)
+            what = f"compiled {island}"
+            self._hosts.meet(what, COMPILED_WITHIN_S, lambda: False)
+        return model, trainer
+
 
 class _Copy:
     """The model copy of one incarnation."""
@@ -103,15 +136,14 @@ class _Copy:
     ) -> None:
         self._sequences = trainer.batch_size
         self._exchange, _ = build_exchange(run, model, trainer)
-        put = self._exchange.put_anchor
-        placed = {f: put(f, anchor) for f, anchor in enumerate(begin.anchors)}
+        placed = {f: self._put(f, anchor) for f, anchor in enumerate(begin.anchors)}
         restored = None
         if begin.moments:
             restored = Restored(
                 incarnation=0,
                 steps=0,
                 moments=_placed_moments(trainer, begin.moments),
-                residuals={f: put(f, octets) for f, octets in begin.residuals.items()},
+                residuals={f: self._put(f, r) for f, r in begin.residuals.items()},
             )
         plan = build_plan(run, model)
         self._replica = join(plan, trainer, self._exchange, placed, restored)
@@ -125,25 +157,34 @@ class _Copy:
         self._last_metrics = metrics
 
     def take(self, fragment: int) -> bytearray:
-        arrays = [np.asarray(array) for array in self._replica.take(fragment)]
+        arrays = [_whole(array) for array in self._replica.take(fragment)]
         return self._exchange.layouts_up[fragment].pack(arrays)
 
     def moments(self) -> bytes:
         leaves = self._replica.trees()["moments"]
-        return msgspec.msgpack.encode([np.asarray(leaf).tobytes() for leaf in leaves])
+        return msgspec.msgpack.encode([_whole(leaf).tobytes() for leaf in leaves])
 
     def residual(self, fragment: int) -> bytes:
         residuals = self._replica.trees()["residuals"]
-        return b"".join(np.asarray(array).tobytes() for array in residuals[fragment])
+        return b"".join(_whole(array).tobytes() for array in residuals[fragment])
 
     def adopt(self, adopt: Adopt) -> None:
-        put = self._exchange.put_publish
+        fragment, exchange = adopt.fragment, self._exchange
+        layout, part = exchange.layouts_down[fragment], exchange.part_down(fragment)
+        parts = [_joined(layout.cut(p, part)) for p in adopt.publishes]
         arrival = Arrival(
-            fragment=adopt.fragment,
+            fragment=fragment,
             version=adopt.version,
-            publishes=tuple(put(adopt.fragment, p) for p in adopt.publishes),
+            publishes=tuple(exchange.put_publish(fragment, p) for p in parts),
         )
         self._replica.adopt(arrival)
+
+    def _put(self, fragment: int, octets: bytes) -> tuple[jax.Array, ...]:
+        """Of the values of all pieces, what belongs to this process."""
+        layout = self._exchange.layouts_down[fragment]
+        values = [piece for _, piece in layout.split_values(octets, ())]
+        part = layout.cut_values(values, self._exchange.part_down(fragment))
+        return self._exchange.put_anchor(fragment, _joined(part))
 
     def judge(self, judge: Judge) -> None:
         match judge.outcome:
@@ -155,6 +196,18 @@ class _Copy:
                 self._replica.drop(judge.fragment)
             case "reset":
                 self._replica.reset(judge.fragment)
+
+
+def _whole(array: jax.Array) -> npt.NDArray[Any]:
+    """Its values; where several processes have it, all of them must ask."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    whole: npt.NDArray[Any] = process_allgather(array, tiled=True)
+    return whole
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> bytes:
+    return b"".join(array.tobytes() for array in arrays)
 
 
 def _placed_moments(trainer: Trainer, octets: list[bytes]) -> Any:

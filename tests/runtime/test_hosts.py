@@ -197,7 +197,8 @@ def killed(tmp_path_factory) -> support.Run:
         "pair": IslandConfig(batch_size=4, hosts=2, mesh_fsdp=4, step_seconds=0.4),
         "solo": IslandConfig(batch_size=4, step_seconds=0.4),
     }
-    placement = Placement(faults=("pair/1@15:kill", "pair/0#2@15:kill"))
+    faults = ("pair/1@15:kill", "pair/0#2@15:kill")
+    placement = Placement(faults=faults, checkpoint_every_s=3.0)
     config = Config(run=run, islands=islands, placement=placement).validate()
     return support.run_in(config, folder, TIMEOUT_S)
 
@@ -221,6 +222,20 @@ def test_the_island_is_merged_again_and_the_ledger_balances(killed):
         steps = tape_checks.steps_to_first_merge(killed.tape, "pair", incarnation)
         assert steps <= 6
     assert set(killed.summary["islands"]["pair"]["tokens_lost"]) == {"died"}
+
+
+@pytest.mark.timing
+def test_replay_repeats_an_island_of_two_hosts_bit_for_bit(killed):
+    """Its three attempts too, two of which ended with a host's death, and the moments
+    that the later ones had from checkpoints."""
+    told = [r["record"] for r in killed.tape if r["kind"] == "island"]
+    assert "restored" in {record["kind"] for record in told}
+    command = [*support.DILOCO, "replay", str(killed.workdir), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)
+    assert outcome["identical"]
+    assert outcome["merges"] == outcome["merges_on_tape"] > 20
 
 
 def test_hosts_with_different_configs_are_told_apart(text, tmp_path):
