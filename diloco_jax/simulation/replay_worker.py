@@ -85,7 +85,7 @@ def serve(connection: Connection) -> None:
 class Copies:
     """The model copies of all incarnations that this process repeats."""
 
-    def __init__(self, run: RunConfig, hosts: Hosts | None) -> None:
+    def __init__(self, run: RunConfig, hosts: Hosts | None = None) -> None:
         """hosts: this process among several, which are all given the same commands."""
         self._run, self._hosts = run, hosts
         self._trainer_of = functools.cache(self._make_trainer)
