@@ -112,6 +112,16 @@ def test_another_islands_machine_is_refused(recording, fact):
         next(repeated.merges())
 
 
+def test_the_hosts_of_a_tpu_slice_are_not_here(recording):
+    life = recording.lives[WHO]
+    life.environment = {**life.environment, "platform": "tpu", "processes": 4}
+    with (
+        replay.Replay(recording) as repeated,
+        pytest.raises(ConfigError, match="incarnation 1 computed on 4 hosts with tpu"),
+    ):
+        next(repeated.merges())
+
+
 def test_fewer_devices_are_refused(recording):
     life = recording.lives[WHO]
     life.config = IslandConfig(batch_size=99, mesh_data=99)
