@@ -43,7 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from diloco_jax.wire.errors import Refused, SecurityError, WireError
 
     try:
-        return COMMANDS[name][0](arguments[1:])
+        code = COMMANDS[name][0](arguments[1:])
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # As by `head`. Python flushes once more at its end, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail("standard output was closed", EXIT_FAILED)
     except (ConfigError, SecurityError) as error:
         return _fail(str(error), EXIT_CONFIG)
     except Refused as error:

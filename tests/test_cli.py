@@ -223,6 +223,18 @@ def test_exit_codes_follow_the_cause(path, fake, tmp_path, capsys):
         assert text in shown
 
 
+def test_output_that_nobody_reads_ends_without_a_traceback():
+    command = [sys.executable, "-m", "diloco_jax.cli", "simulate", "bandwidth"]
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [*command, "--json"], stdout=writes, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writes)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["error: standard output was closed"]
+
+
 @pytest.fixture
 def finished(tmp_path):
     """A workdir whose coordinator is gone."""
