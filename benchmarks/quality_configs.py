@@ -54,6 +54,14 @@ SIZES = {
         learning_rate_alone=4e-3,
         sequences=8,
     ),
+    # As many merges per fragment as the published outer optimizer is for.
+    "0.1m, long, batch 8": Size(
+        preset="tiny",
+        tokens=8_000_000,
+        learning_rate=4e-3,
+        learning_rate_alone=4e-3,
+        sequences=8,
+    ),
     "0.3m": Size(
         preset="0.3m", tokens=7_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
     ),

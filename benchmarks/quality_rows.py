@@ -29,7 +29,7 @@ from diloco_jax.simulation.options import EmulationOptions
 
 RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 """Learning rates swept for the headline rows, each method alike."""
-CYCLES = (2, 4, 12, 48)
+CYCLES = (2, 4, 12, 24, 48)
 TOKEN_FACTORS = (0.25, 0.5, 2.0)
 BATCHES = (8, 16)
 """Sequences in all islands' batches together, beside 32: more steps."""
@@ -236,6 +236,8 @@ def _schedule(size: Size) -> Iterator[Row]:
         for optimizer, rate, momentum in (
             ("sgd", 1.0, 0.0),
             ("nesterov", 0.7, 0.9),
+            ("nesterov", 0.8, 0.9),
+            ("nesterov", 0.4, 0.9),
             ("nesterov", 0.4, 0.6),
             ("sgd", 1.4, 0.0),
             ("nesterov", 0.6, 0.6),

@@ -12,7 +12,6 @@ from diloco_jax.config import (
     Config,
     InnerConfig,
     IslandConfig,
-    OuterConfig,
     Placement,
     RunConfig,
     SyncConfig,
@@ -26,7 +25,6 @@ def config() -> Config:
         run=RunConfig(
             model=preset("0.3m"),
             inner=InnerConfig(learning_rate=3e-3),
-            outer=OuterConfig(optimizer="sgd", learning_rate=1.0),
             sync=SyncConfig(steps_per_cycle=8, fragments=4),
             sequence_length=64,
             total_tokens=200_000,

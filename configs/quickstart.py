@@ -14,7 +14,6 @@ from diloco_jax.config import (
     Config,
     InnerConfig,
     IslandConfig,
-    OuterConfig,
     Placement,
     RunConfig,
     SyncConfig,
@@ -29,8 +28,6 @@ def config() -> Config:
             model=preset("0.3m"),
             # Muon costs less when it is merged than Adam does, and learns faster here.
             inner=InnerConfig(optimizer="muon", learning_rate=6e-3),
-            # Short runs want a plain outer step: momentum needs many merges.
-            outer=OuterConfig(optimizer="sgd", learning_rate=1.0),
             sync=SyncConfig(steps_per_cycle=4, fragments=4, quorum=2),
             sequence_length=128,
             total_tokens=1_600_000,

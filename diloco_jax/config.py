@@ -97,7 +97,8 @@ class InnerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OuterConfig:
-    """The outer optimizer. None = from the preset table, by merges per fragment."""
+    """The outer optimizer. None = by `core.outer.preset`: no momentum, but in runs as
+    long, and with cycles as long, as those in which it was found to help."""
 
     optimizer: Literal["sgd", "nesterov"] | None = None
     learning_rate: float | None = None

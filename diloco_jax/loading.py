@@ -183,13 +183,19 @@ def resolve(config: Config, *, text_is_here: bool = False) -> Config:
 
 
 def resolve_outer(config: Config) -> Config:
-    """Fills in the outer optimizer, from the table of `core.outer`."""
+    """Fills in the outer optimizer, from the presets of `core.outer`."""
     outer = config.run.outer
     if None not in (outer.optimizer, outer.learning_rate, outer.momentum):
         return config
     from diloco_jax.core.outer import preset
 
-    chosen = preset(config.merges_per_fragment(), len(config.islands))
+    chosen = preset(
+        total_tokens=config.run.total_tokens,
+        merges_per_fragment=config.merges_per_fragment(),
+        steps_per_cycle=config.run.sync.steps_per_cycle,
+        islands=len(config.islands),
+        merge=config.run.sync.merge,
+    )
     run = dataclasses.replace(config.run, outer=filled(outer, chosen))
     return dataclasses.replace(config, run=run)
 

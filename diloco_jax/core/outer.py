@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from diloco_jax.core.merge import MergeRule
+
 OuterName = Literal["sgd", "nesterov"]
 Arrays = tuple[jax.Array, ...]
 """One f32 array per piece of a fragment."""
@@ -54,35 +56,50 @@ class OuterSettings:
 
 
 class OuterPreset(NamedTuple):
-    """A row of the preset table; the first row that fits is used."""
+    """What an `OuterConfig` that leaves them open gets."""
 
-    merges_below: float
-    """Merges per fragment in the whole run."""
-    islands_up_to: float
     optimizer: OuterName
     learning_rate: float
     momentum: float
 
 
-PRESETS = (
-    # Momentum hurts short runs: 8 islands, 0.1 M parameters, 2 M tokens, loss without
-    # it / with Nesterov 0.7, 0.9: 2.03 / 2.21 at 10 merges per fragment, 1.97 / 2.42 at
-    # 41, 1.94 / 2.71 at 122 (docs/results/quality.md).
-    OuterPreset(200, math.inf, "sgd", 1.0, 0.0),
-    # In long runs the best learning rate depends on the number of islands alone
-    # (arXiv 2503.09799, momentum 0.9, plain mean, up to 2.4 B parameters).
-    OuterPreset(math.inf, 1, "nesterov", 0.4, 0.9),
-    OuterPreset(math.inf, 4, "nesterov", 0.6, 0.9),
-    OuterPreset(math.inf, math.inf, "nesterov", 0.8, 0.9),
-)
+WITHOUT_MOMENTUM = OuterPreset("sgd", 1.0, 0.0)
+"""Momentum hurt wherever it was measured here: 8 islands, 0.1 M parameters, RDA, loss
+with Nesterov 0.7 or 0.8, 0.9 over that without (docs/results/quality.md): H = 4: 40 %
+at 122 merges per fragment, 72 % at 490; H = 12: 23 % at 41, 9 % at 163; H = 24: 6 % at
+325; H = 48: 9 % at 10, 5 % at 41."""
+
+PUBLISHED_MOMENTUM = 0.9
+PUBLISHED_RATES = ((1, 0.4), (4, 0.6), (math.inf, 0.8))
+"""Up to so many islands, of the plain mean (arXiv 2503.09799, from 35 M parameters with
+20 tokens each and H = 30 on). A mean of M deltas, which are nearly orthogonal, is
+shorter than one of them; RDA is as long, so its learning rate is that of one island."""
+PUBLISHED_FROM_TOKENS = 700_000_000
+PUBLISHED_FROM_MERGES = 200.0
+PUBLISHED_FROM_STEPS = 24
+"""Below one of these a run is unlike the published ones: tokens, merges of a fragment,
+and steps between two of these. The fewer steps, the more alike successive deltas are,
+which momentum adds up to several times the way that the islands went."""
 
 
-def preset(merges_per_fragment: float, islands: int) -> OuterPreset:
-    """The outer optimizer for a run that long, with that many islands."""
-    for row in PRESETS:
-        if merges_per_fragment < row.merges_below and islands <= row.islands_up_to:
-            return row
-    return PRESETS[-1]
+def preset(
+    *,
+    total_tokens: int,
+    merges_per_fragment: float,
+    steps_per_cycle: int,
+    islands: int,
+    merge: MergeRule,
+) -> OuterPreset:
+    """The outer optimizer for a run like that."""
+    if (
+        total_tokens < PUBLISHED_FROM_TOKENS
+        or merges_per_fragment < PUBLISHED_FROM_MERGES
+        or steps_per_cycle < PUBLISHED_FROM_STEPS
+    ):
+        return WITHOUT_MOMENTUM
+    alike = islands if merge == "mean" else 1
+    rate = next(rate for up_to, rate in PUBLISHED_RATES if alike <= up_to)
+    return OuterPreset("nesterov", rate, PUBLISHED_MOMENTUM)
 
 
 @functools.cache

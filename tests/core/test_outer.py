@@ -1,5 +1,7 @@
 """Outer steps against their formulas, presets, guard, and momentum after a crash."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,25 +138,45 @@ def test_equal_settings_compile_once() -> None:
     assert make_outer(same) is make_outer(NESTEROV)
 
 
+LONG = {
+    "total_tokens": 700_000_000,
+    "merges_per_fragment": 200.0,
+    "steps_per_cycle": 24,
+    "islands": 8,
+    "merge": "mean",
+}
+"""As the shortest of the published runs."""
+
+
 @pytest.mark.parametrize(
-    ("merges", "islands", "expected"),
+    "short",
     [
-        (12, 8, ("sgd", 1.0, 0.0)),
-        (29.9, 1, ("sgd", 1.0, 0.0)),
-        (30, 3, ("sgd", 1.0, 0.0)),
-        (199, 8, ("sgd", 1.0, 0.0)),
-        (200, 1, ("nesterov", 0.4, 0.9)),
-        (1e4, 2, ("nesterov", 0.6, 0.9)),
-        (1e4, 4, ("nesterov", 0.6, 0.9)),
-        (1e4, 8, ("nesterov", 0.8, 0.9)),
-        (float("inf"), 99, ("nesterov", 0.8, 0.9)),
+        {"total_tokens": 699_999_999},
+        {"merges_per_fragment": 199.9},
+        {"steps_per_cycle": 23},
     ],
 )
-def test_presets(
-    merges: float, islands: int, expected: tuple[str, float, float]
+def test_runs_unlike_the_published_ones_have_no_momentum(short: dict[str, Any]) -> None:
+    assert preset(**{**LONG, **short}) == ("sgd", 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("merge", "islands", "rate"),
+    [
+        ("mean", 1, 0.4),
+        ("mean", 2, 0.6),
+        ("mean", 4, 0.6),
+        ("mean", 5, 0.8),
+        ("mean", 99, 0.8),
+        ("rda", 1, 0.4),
+        ("rda", 99, 0.4),
+    ],
+)
+def test_the_published_rate_follows_the_length_of_the_merged_delta(
+    merge: str, islands: int, rate: float
 ) -> None:
-    row = preset(merges, islands)
-    assert (row.optimizer, row.learning_rate, row.momentum) == expected
+    found = preset(**{**LONG, "merge": merge, "islands": islands})
+    assert found == ("nesterov", rate, 0.9)
 
 
 @pytest.mark.parametrize(
