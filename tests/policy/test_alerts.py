@@ -50,7 +50,9 @@ def test_an_absent_island_is_not_called_alive():
     assert after_merge(dataclasses.replace(lagging), ALONE, ("a",)) == []
 
 
-def merged_in_turns(*, merges=WATCHED_MERGES[0], were=5, slow=1.0, index=0, grace=0.8):
+def merged_in_turns(
+    *, merges=WATCHED_MERGES[0], were=5.0, pace=1.0, slow=1.0, index=0, grace=0.8
+):
     """What is said of "a", in all 10 merges, and "b", in `were` of them."""
     config = make_config(overlap_steps=2, grace=grace)
     islands = {
@@ -63,7 +65,7 @@ def merged_in_turns(*, merges=WATCHED_MERGES[0], were=5, slow=1.0, index=0, grac
             phase="training",
             step_seconds=seconds,
         )
-        for name, seconds in (("a", 1.0), ("b", slow))
+        for name, seconds in (("a", pace), ("b", pace * slow))
     }
     accounts = {
         name: Account(
@@ -89,13 +91,25 @@ def test_islands_merged_in_turns_are_told_of_with_what_would_help():
     assert "50%" in text
     assert "1.9 s of an overlap of 2 steps of 1 s" in text
     assert "sync.overlap_steps from 2 to 4" in text
+    [text] = merged_in_turns(pace=2.0)
+    assert "1.9 s of an overlap of 2 steps of 2 s" in text
+    assert "sync.overlap_steps from 2 to 3" in text
+    [text] = merged_in_turns(pace=0.5)
+    assert "sync.overlap_steps from 2 to 8" in text
     [text] = merged_in_turns(grace=0.0)
     assert "raise sync.grace from 0" in text
 
 
 @pytest.mark.parametrize(
     "fine",
-    [{"were": 8}, {"merges": 9}, {"merges": 11}, {"slow": 5.0}, {"index": 1}],
+    [
+        {"were": 8},
+        {"were": 7.5},
+        {"merges": 9},
+        {"merges": 11},
+        {"slow": 5.0},
+        {"index": 1},
+    ],
     ids=str,
 )
 def test_islands_that_are_in_most_merges_or_much_slower_are_not(fine):

@@ -98,6 +98,11 @@ def test_the_flush_merges_everything_and_finishes() -> None:
         assert persisted(effects, "merged")[0]["final"]
     assert isinstance(effects[-1], Finish)
     assert persisted(effects, "finished")
+    left = persisted(effects, "left")
+    assert [(r["island"], r["reason"]) for r in left] == [
+        ("a", "finished"),
+        ("b", "finished"),
+    ]
     assert d.state.phase == "done"
     for name in "ab":
         totals = d.totals(name)

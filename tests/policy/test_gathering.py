@@ -302,3 +302,15 @@ def test_the_state_of_the_new_term() -> None:
     assert state.tick % 3 == 0, "the first tick is fragment 0's"
     assert (state.progress_tokens, state.next_position) == (500, 77)
     assert (state.islands, state.phase) == ({}, "running")
+
+
+def test_who_lost_its_connection_is_not_asked_before_it_is_back() -> None:
+    g = Gatherer("abc")
+    g.offer("a", 2, 1)
+    g.offer("b", 1, 1)
+    g.lose("a")
+    assert asked(g.offer("c", 1, 1)) == [], "not all are here"
+    g.now += 0.9 * CONFIG.lease_s
+    g.hear("b"), g.hear("c")
+    g.offer("a", 2, 1)
+    assert ("a", 0) in asked(g.effects)

@@ -2,10 +2,17 @@
 
 import dataclasses
 
+import pytest
 from kit import Driver
 
 from diloco_jax.policy import ledger
-from diloco_jax.policy.state import with_account, with_fragment
+from diloco_jax.policy.state import (
+    AVERAGE_KEPT,
+    Account,
+    averaged,
+    with_account,
+    with_fragment,
+)
 
 
 def worked() -> Driver:
@@ -80,6 +87,20 @@ def test_check_finds_books_that_do_not_balance() -> None:
         lines = ledger.check(d.config, state)
         assert lines
         assert all("fragment 0, island b" in line for line in lines)
+    unsaid = dataclasses.replace(fragment, lost_in_all=fragment.lost_in_all + 1)
+    (line,) = ledger.check(d.config, with_fragment(d.state, unsaid))
+    assert "fragment 0: its accounts have lost" in line
     ahead = dataclasses.replace(account, start=9, merged_tokens=90)
     state = with_fragment(d.state, with_account(fragment, "b", ahead))
     assert "settled to step 9 of 3" in ledger.check(d.config, state)[0]
+
+
+def test_a_single_token_can_be_lost() -> None:
+    account = Account(incarnation=1, tokens_per_step=1)
+    assert account.lose_tokens(1, "died").lost_tokens == {"died": 1}
+    assert account.lose_tokens(0, "died") is account
+
+
+def test_a_running_average_keeps_most_of_what_it_was() -> None:
+    assert averaged(0.0, 3.0) == 3.0
+    assert averaged(2.0, 3.0) == pytest.approx(2.0 + (1 - AVERAGE_KEPT))

@@ -1,5 +1,7 @@
 """A coordinator that died: what comes back, and what happened meanwhile."""
 
+import dataclasses
+
 import pytest
 from kit import Driver, asked, of, only, took
 
@@ -12,6 +14,7 @@ from diloco_jax.policy.events import (
     Merge,
     Outstanding,
     Refuse,
+    Span,
     StopStepping,
     Version,
     Welcome,
@@ -283,3 +286,40 @@ def test_an_unknown_record_is_an_error() -> None:
     d = Driver()
     with pytest.raises(ValueError, match="unknown kind 'other'"):
         recover(d.config, initial(d.config), [{"kind": "other"}], d.now)
+
+
+def test_of_a_lost_merge_only_what_an_earlier_one_does_not_have_is_lost() -> None:
+    d = Driver(fragment_sizes=(5,))
+    d.join("a")
+    d.report("a", 4)
+    d.merge(0, a=4)
+    d.report("a", 8)
+    d.take("a", 0, 8)
+    d.hello("a", 2)
+    d.crash()
+    totals = d.totals("a")
+    assert (totals.merged, totals.lost) == (40, {"coordinator": 40})
+    assert d.fragment(0).merges == 1
+
+
+def test_the_flush_begins_anew_after_a_crash() -> None:
+    d = ending("flushing")
+    d.now += 7.0
+    d.crash()
+    assert d.state.deadline == d.now + d.config.flush_s
+
+
+def test_a_grant_takes_its_own_positions_of_what_is_free_and_no_others() -> None:
+    d = Driver()
+    d.hello("a")
+    free = (Span(900, 910), Span(910, 950), Span(950, 960), Span(990, 999))
+    snapshot = dataclasses.replace(d.state, free_spans=free, next_position=999)
+    line = {"kind": "granted", "island": "a", "incarnation": 1, "offset": 0}
+    for start, stop, left in (
+        (910, 950, [(900, 910), (950, 960)]),
+        (910, 930, [(900, 910), (930, 950), (950, 960)]),
+        (920, 950, [(900, 910), (910, 920), (950, 960)]),
+    ):
+        record = {**line, "start": start, "stop": stop}
+        state = recover(d.config, snapshot, [record], d.now)
+        assert [tuple(span) for span in state.free_spans] == [*left, (990, 999)]

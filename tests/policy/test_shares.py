@@ -1,7 +1,10 @@
 """Leases of data: enough for an outage, never twice, back only if without effect."""
 
+import dataclasses
+
 from kit import Driver, of, persisted
 
+from diloco_jax.policy import shares
 from diloco_jax.policy.events import Effect, Grant, Persist, Span
 from diloco_jax.policy.state import FIRST_LEASE_STEPS
 
@@ -90,3 +93,60 @@ def test_free_spans_that_touch_become_one() -> None:
     d.goodbye("a")
     d.goodbye("b")
     assert d.state.free_spans == (Span(0, d.state.next_position),)
+
+
+def test_what_an_island_holds_at_most_is_twice_an_outage_budget() -> None:
+    d = Driver(outage_budget_s=30.0)
+    d.hello("a", sequences_per_step=2, step_seconds=1.0)
+    (first,) = spans(d.effects)
+    assert first == Span(0, 2 * 31 * 2), "30 steps and one, twice, of 2 sequences"
+    assert spans(d.report("a", 30)) == [], "a half is left"
+    assert spans(d.report("a", 32)) == [Span(124, 124 + 64)], "and is filled up"
+
+
+def test_only_steps_of_no_merge_are_free_whichever_lease_they_are_of() -> None:
+    d = Driver()
+    d.hello("a", sequences_per_step=2)
+    (first,) = d.state.islands["a"].leases
+    for start in (1000, 2000):
+        d.state = shares.granted(d.state, "a", Span(start, start + 8))
+    inside = first.span.stop - first.span.start + 6
+    state = shares.release(d.state, "a", merged_steps=inside // 2)
+    assert state.free_spans == (Span(1006, 1008), Span(2000, 2008))
+    state = shares.release(d.state, "a", merged_steps=0)
+    assert state.free_spans == (first.span, Span(1000, 1008), Span(2000, 2008))
+
+
+def test_what_is_left_of_a_free_span_stays_free() -> None:
+    d = Driver(outage_budget_s=30.0)
+    d.join("a", "b")
+    d.goodbye("a")
+    (free,) = d.state.free_spans
+    (granted,) = spans(d.hello("c", step_seconds=100.0))
+    assert granted == Span(free.start, free.start + 4)
+    assert d.state.free_spans == (Span(granted.stop, free.stop),)
+
+
+def test_a_grant_is_made_of_as_many_free_spans_as_it_takes() -> None:
+    d = Driver(outage_budget_s=30.0)
+    free = (Span(0, 10), Span(100, 140), Span(500, 600))
+    d.state = dataclasses.replace(d.state, free_spans=free, next_position=600)
+    d.hello("a", step_seconds=1.0)
+    assert spans(d.effects) == [Span(0, 10), Span(100, 140), Span(500, 512)]
+    assert d.state.free_spans == (Span(512, 600),)
+
+
+def test_leases_whose_steps_are_all_merged_are_forgotten() -> None:
+    d = Driver()
+    d.hello("a", sequences_per_step=2)
+    d.report("a", 0)
+    (lease,) = d.state.islands["a"].leases
+    steps = (lease.span.stop - lease.span.start) // 2
+    d.report("a", steps - 1)
+    assert len(d.state.islands["a"].leases) == 2
+    d.report("a", steps)
+    d.merge(0, a=steps)
+    d.state = shares.granted(d.state, "a", Span(9000, 9002))
+    kept = d.state.islands["a"].leases
+    assert lease not in kept
+    assert len(kept) == 2

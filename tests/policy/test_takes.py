@@ -46,6 +46,7 @@ def test_records_and_bytes_that_come_twice_change_nothing(open_for_a: Driver) ->
     record = took(1, 0, 1, 0, 2)
     d.report("a", 2, record)
     before = d.account("a", 0)
+    assert of(d.effects, AskResend) == [], "its bytes are on their way"
     d.report("a", 2, record)
     d.arrive("a", 0)
     assert d.arrive("a", 0, 1) == []
@@ -250,3 +251,21 @@ def test_transfer_times_shorten_the_grace_window() -> None:
     assert d.fragment(0).transfer_seconds == pytest.approx(4)
     # 10 s of overlap, 4 until quorum, 4 for a transfer.
     assert d.fragment(0).closes_at == pytest.approx(d.now + 2)
+
+
+def test_a_refusal_is_told_once() -> None:
+    """Until the island answers, every merge finds the refused take again."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.report("b", 2)
+    d.take("a", 0, 2, arrive=False)
+    d.take("b", 0, 2)
+    d.computed(0)
+    for steps in (4, 6):
+        d.report("b", steps)
+        d.take("b", 0, steps)
+        d.computed(0)
+    told = [v for v in of(d.effects, TellVerdict) if v.island == "a"]
+    refused = [r for r in d.log if r["kind"] == "refused"]
+    assert len(told) + len(refused) <= 2
