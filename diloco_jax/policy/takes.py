@@ -192,12 +192,12 @@ def refuse(fragment: Fragment, name: str, reason: RefusalReason) -> Step:
 
 
 def refuse_if_stale(config: PolicyConfig, fragment: Fragment, name: str) -> Step:
-    """Refuses a taken delta whose base lags the next version too far."""
+    """Refuses a delta that is taken, and in no merge yet, if its base lags the next
+    version too far."""
     take = fragment.accounts[name].take
+    assert take is not None
     # A merge under way ends before this delta could enter one.
     merged_into = fragment.version.number + (fragment.phase == "merging")
-    if take is None or take.end is None or _is_merging(fragment, name, take.tick):
-        return fragment, []
     if _is_in_time(config, take.base, fragment.version, merged_into):
         return fragment, []
     return refuse(fragment, name, STALE)

@@ -227,6 +227,21 @@ def test_the_flush_merges_a_fragment_once() -> None:
     assert of(d.computed(0), Finish)
 
 
+def test_of_what_is_pending_a_quorum_is_enough() -> None:
+    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=100)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 4)
+    d.take("b", 0, 1, arrive=False)
+    d.merge(0, a=4)
+    d.report("b", 3)
+    d.report("a", 7)
+    stop(d, "a", "b")
+    first = only(d.arrive("b", 0), Merge)
+    assert (first.final, whose(first)) == (False, [("b", 0, 1)])
+    assert asked(d.computed(0)) == {0: ["a", "b"]}
+
+
 def test_what_is_pending_and_the_last_of_its_island_enters_the_flush() -> None:
     d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=80)
     d.join("a", "b")

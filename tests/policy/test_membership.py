@@ -324,3 +324,16 @@ def test_grants_that_got_lost_are_sent_again() -> None:
     d.crash()
     grant = only(d.hello("a"), Grant)
     assert (grant.span, grant.offset) == (Span(*spans[0]), 0)
+
+
+def test_an_island_that_gave_a_refused_take_up_is_not_asked_for_it_again() -> None:
+    """The record that says so is on its way."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 2)
+    d.take("a", 0, 2, arrive=False)
+    d.arrive("a", 0, refusal="non_finite")
+    effects = d.hello("a")
+    assert of(effects, Welcome)
+    assert of(effects, AskTake) == []

@@ -288,14 +288,20 @@ def test_an_unknown_record_is_an_error() -> None:
         recover(d.config, initial(d.config), [{"kind": "other"}], d.now)
 
 
-def test_of_a_lost_merge_only_what_an_earlier_one_does_not_have_is_lost() -> None:
+@pytest.mark.parametrize("replaced", [True, False])
+def test_of_a_lost_merge_only_what_an_earlier_one_does_not_have_is_lost(
+    replaced: bool,
+) -> None:
     d = Driver(fragment_sizes=(5,))
     d.join("a")
     d.report("a", 4)
     d.merge(0, a=4)
     d.report("a", 8)
     d.take("a", 0, 8)
-    d.hello("a", 2)
+    if replaced:
+        d.hello("a", 2)
+    else:
+        d.goodbye("a")
     d.crash()
     totals = d.totals("a")
     assert (totals.merged, totals.lost) == (40, {"coordinator": 40})

@@ -186,11 +186,11 @@ def test_no_tick_number_is_used_twice_in_spite_of_a_crash() -> None:
 
 
 def test_a_tick_waits_for_its_own_steps_and_no_other_ticks() -> None:
-    """H = 5 on two fragments: ticks of 2 and 3 steps in turn."""
-    d = Driver(steps_per_cycle=5)
+    """H = 5 on three fragments: ticks of 1, 2 and 2 steps in turn."""
+    d = Driver(steps_per_cycle=5, fragment_sizes=(1, 1, 1))
     d.join("a")
     ticks = []
     for steps in range(1, 11):
         d.report("a", steps)
         ticks.append(d.state.tick)
-    assert ticks == [0, 1, 1, 1, 2, 2, 3, 3, 3, 4]
+    assert ticks == [1, 1, 2, 2, 3, 4, 4, 5, 5, 6]
