@@ -97,8 +97,8 @@ class InnerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OuterConfig:
-    """The outer optimizer. None = by `core.outer.preset`: no momentum, but in runs as
-    long, and with cycles as long, as those in which it was found to help."""
+    """The outer optimizer. None = by `core.outer.preset`: the more merges a fragment
+    will see, and the longer the cycle, the more momentum."""
 
     optimizer: Literal["sgd", "nesterov"] | None = None
     learning_rate: float | None = None

@@ -190,7 +190,6 @@ def resolve_outer(config: Config) -> Config:
     from diloco_jax.core.outer import preset
 
     chosen = preset(
-        total_tokens=config.run.total_tokens,
         merges_per_fragment=config.merges_per_fragment(),
         steps_per_cycle=config.run.sync.steps_per_cycle,
         islands=len(config.islands),

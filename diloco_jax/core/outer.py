@@ -63,40 +63,40 @@ class OuterPreset(NamedTuple):
     momentum: float
 
 
-WITHOUT_MOMENTUM = OuterPreset("sgd", 1.0, 0.0)
-"""Momentum hurt wherever it was measured here: 8 islands, 0.1 M parameters, RDA, loss
-with Nesterov 0.7 or 0.8, 0.9 over that without (docs/results/quality.md): H = 4: 40 %
-at 122 merges per fragment, 72 % at 490; H = 12: 23 % at 41, 9 % at 163; H = 24: 6 % at
-325; H = 48: 9 % at 10, 5 % at 41."""
+SHORT = OuterPreset("sgd", 1.0, 0.0)
+"""Runs of few merges: momentum, which needs some to build up, is no better."""
+
+GENTLE = OuterPreset("nesterov", 0.4, 0.6)
+GENTLE_FROM_MERGES = 150.0
+"""Momentum that goes as far as the islands went, 0.4 / (1 - 0.6), and no further. Over
+none, 8 islands, 0.1 M parameters, RDA (docs/results/quality.md): H = 12, 163 merges per
+fragment: -3.2, -1.0 and -2.6 % of the loss; H = 4, 490 merges: -1.9 %; below 150 merges
+-1.9 to +1.4 %."""
 
 PUBLISHED_MOMENTUM = 0.9
 PUBLISHED_RATES = ((1, 0.4), (4, 0.6), (math.inf, 0.8))
-"""Up to so many islands, of the plain mean (arXiv 2503.09799, from 35 M parameters with
-20 tokens each and H = 30 on). A mean of M deltas, which are nearly orthogonal, is
-shorter than one of them; RDA is as long, so its learning rate is that of one island."""
-PUBLISHED_FROM_TOKENS = 700_000_000
+"""Up to so many islands, of the plain mean (arXiv 2503.09799, H = 30). A mean of M
+deltas, which are nearly orthogonal, is shorter than one of them; RDA is as long, so its
+rate is that of one island: at H = 24 and 325 merges 0.4 / 0.9 is -1.2 and +0.2 % over no
+momentum, 0.8 / 0.9 is +5.7 %."""
 PUBLISHED_FROM_MERGES = 200.0
 PUBLISHED_FROM_STEPS = 24
-"""Below one of these a run is unlike the published ones: tokens, merges of a fragment,
-and steps between two of these. The fewer steps, the more alike successive deltas are,
-which momentum adds up to several times the way that the islands went."""
+"""Of a cycle. The shorter it is, the more alike successive deltas are, and momentum
+adds them up to several times the way that the islands went: 0.7 / 0.9 is 9 % worse than
+none at H = 12 and 163 merges, 72 % at H = 4 and 490."""
 
 
 def preset(
-    *,
-    total_tokens: int,
-    merges_per_fragment: float,
-    steps_per_cycle: int,
-    islands: int,
-    merge: MergeRule,
+    *, merges_per_fragment: float, steps_per_cycle: int, islands: int, merge: MergeRule
 ) -> OuterPreset:
     """The outer optimizer for a run like that."""
+    if merges_per_fragment < GENTLE_FROM_MERGES:
+        return SHORT
     if (
-        total_tokens < PUBLISHED_FROM_TOKENS
-        or merges_per_fragment < PUBLISHED_FROM_MERGES
+        merges_per_fragment < PUBLISHED_FROM_MERGES
         or steps_per_cycle < PUBLISHED_FROM_STEPS
     ):
-        return WITHOUT_MOMENTUM
+        return GENTLE
     alike = islands if merge == "mean" else 1
     rate = next(rate for up_to, rate in PUBLISHED_RATES if alike <= up_to)
     return OuterPreset("nesterov", rate, PUBLISHED_MOMENTUM)

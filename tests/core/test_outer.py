@@ -138,26 +138,30 @@ def test_equal_settings_compile_once() -> None:
     assert make_outer(same) is make_outer(NESTEROV)
 
 
-LONG = {
-    "total_tokens": 700_000_000,
+LONG: dict[str, Any] = {
     "merges_per_fragment": 200.0,
     "steps_per_cycle": 24,
     "islands": 8,
     "merge": "mean",
 }
-"""As the shortest of the published runs."""
 
 
 @pytest.mark.parametrize(
-    "short",
+    ("merges", "cycle", "expected"),
     [
-        {"total_tokens": 699_999_999},
-        {"merges_per_fragment": 199.9},
-        {"steps_per_cycle": 23},
+        (149.9, 24, ("sgd", 1.0, 0.0)),
+        (149.9, 500, ("sgd", 1.0, 0.0)),
+        (150.0, 24, ("nesterov", 0.4, 0.6)),
+        (199.9, 24, ("nesterov", 0.4, 0.6)),
+        (1e6, 23, ("nesterov", 0.4, 0.6)),
+        (200.0, 24, ("nesterov", 0.8, 0.9)),
     ],
 )
-def test_runs_unlike_the_published_ones_have_no_momentum(short: dict[str, Any]) -> None:
-    assert preset(**{**LONG, **short}) == ("sgd", 1.0, 0.0)
+def test_more_merges_and_longer_cycles_have_more_momentum(
+    merges: float, cycle: int, expected: tuple[str, float, float]
+) -> None:
+    run = {**LONG, "merges_per_fragment": merges, "steps_per_cycle": cycle}
+    assert preset(**run) == expected
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,7 @@ def test_runs_unlike_the_published_ones_have_no_momentum(short: dict[str, Any]) 
         ("rda", 99, 0.4),
     ],
 )
-def test_the_published_rate_follows_the_length_of_the_merged_delta(
+def test_the_rate_follows_the_length_of_the_merged_delta(
     merge: str, islands: int, rate: float
 ) -> None:
     found = preset(**{**LONG, "merge": merge, "islands": islands})
