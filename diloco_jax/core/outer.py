@@ -77,8 +77,8 @@ PUBLISHED_MOMENTUM = 0.9
 PUBLISHED_RATES = ((1, 0.4), (4, 0.6), (math.inf, 0.8))
 """Up to so many islands, of the plain mean (arXiv 2503.09799, H = 30). A mean of M
 deltas, which are nearly orthogonal, is shorter than one of them; RDA is as long, so its
-rate is that of one island: at H = 24 and 325 merges 0.4 / 0.9 is -1.2 and +0.2 % over no
-momentum, 0.8 / 0.9 is +5.7 %."""
+rate is that of one island: at H = 24 and 325 merges 0.4 / 0.9 is -1.2 and +0.2 % over
+no momentum, 0.8 / 0.9 is +5.7 %."""
 PUBLISHED_FROM_MERGES = 200.0
 PUBLISHED_FROM_STEPS = 24
 """Of a cycle. The shorter it is, the more alike successive deltas are, and momentum
