@@ -15,9 +15,9 @@ tokens; RDA ahead of the mean; overlaps of 1 to 4 steps alike.
 Seen so far, at 0.1 M parameters (what has one seed is a lead):
 
 - Paired differences to synchronous DiLoCo scatter by 1 to 2 % from seed to seed with
-  2 M tokens, whether in batches of 32 sequences or of 8, so five pairs cannot settle
-  half a percent. With 8 M tokens the first three rows lie within 1.5 % of each other:
-  the headline bounds are to be judged there, by about ten pairs.
+  2 M tokens, whether in batches of 32 sequences or of 8, and by half a percent to 1 %
+  with 8 M. There, three pairs: decoupled +0.6 %, 4 fast + 4 slow islands +0.4 %. It
+  takes about ten pairs of that size to settle half a percent.
 - Failures as dense as at 1.2 M chips stay within their bound.
 - Islands that are out of phase need time for the grace window (docs/design/grace.md):
   without it they lose 18 %, and an alert says so.
@@ -27,7 +27,13 @@ Seen so far, at 0.1 M parameters (what has one seed is a lead):
 - Muon inside lowers the loss of data-parallel, synchronous and decoupled alike by 11 to
   14 %, and decoupled is as good as synchronous with it; the gap to data-parallel stays
   with 8 islands.
-- Outer momentum hurts runs of so few merges and so does a larger step (1.4).
+- Outer momentum: what matters is how far it goes in all, lr / (1 - mu), and the cycle.
+  As far as the islands went (0.4 / 0.6), it is 2 % better than none with 8 M tokens
+  (four pairs of four, H = 4 and 12) and as good as none with 2 M. Seven times as far
+  (0.7 / 0.9) it is worse everywhere, the more so the shorter the cycle: 5 % at H = 48,
+  9 % at H = 12, 72 % at H = 4 with 8 M tokens. Four times as far (0.4 / 0.9) is as good
+  as none at H = 24 and 325 merges, eight times (0.8 / 0.9) 6 % worse. A larger step
+  without momentum (1.4) is worse, too.
 - RDA is ahead of the mean by 2 %; a smaller H is better, 1.4 % from 12 to 4.
 - int8 and int4 both ways end within noise of bf16; fragments by layer, by tensor and by
   size are alike.
@@ -43,9 +49,11 @@ The defaults, and what each follows from:
   waiting at all is 12 % worse.
 - H = P = 24: the paper's, for its traffic. Where the link carries more, take less: the
   quickstart has 4.
-- outer step 1 without momentum below 200 merges per fragment: Nesterov 0.7 / 0.9 is 12
-  to 38 % worse there. From 200 on the published recipe (arXiv 2503.09799); whether it
-  holds at 200 is not measured here.
+- outer step: by merges per fragment and H, see `core/outer.py`. None of momentum below
+  150 merges, Nesterov 0.4 / 0.6 from there on, 0.4 / 0.9 from 200 merges and H = 24 on,
+  which is the published recipe (arXiv 2503.09799) for one island, because RDA keeps the
+  length of one island's delta. The 0.8 that is published for a mean of 8 was the
+  default until these rows.
 - AdamW inside: Muon is better in every row, and the quickstart takes it. It is not the
   default because each chip orthogonalises whole matrices: about 20 x d_model FLOP per
   parameter and step, which for the 12 B reference (d_model 3840) is 2 s of a v5p beside

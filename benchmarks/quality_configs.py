@@ -22,6 +22,8 @@ from diloco_jax.simulation.options import EmulationOptions
 SEQUENCES = 32
 SEQUENCE = 128
 STEP_SECONDS = 1.0
+PLAIN = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
+"""In every row that does not say another, so that rows differ in one thing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ def config(
         run=RunConfig(
             model=preset(size.preset),
             inner=InnerConfig(learning_rate=rate),
-            outer=outer or OuterConfig(),
+            outer=outer or PLAIN,
             sync=SyncConfig(**settings),
             sequence_length=SEQUENCE,
             total_tokens=size.tokens,

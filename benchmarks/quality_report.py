@@ -179,6 +179,9 @@ def _plot(path: Path, runs: Runs) -> None:
     pyplot.close(figure)
 
 
+MIN_PAIRS_DRAWN = 3
+
+
 def _plot_sizes(axes: Any, runs: Runs) -> None:
     """Ours as points with their tokens per parameter, beside the published lines."""
     for count, color in COLORS.items():
@@ -191,9 +194,10 @@ def _plot_sizes(axes: Any, runs: Runs) -> None:
             found = difference(losses, _of(count), "data-parallel")
             if found is None:
                 continue
-            gap, half, _ = found
-            bar = 0.0 if half == float("inf") else half
-            axes.errorbar([parameters], [gap], [bar], marker="o", color=color)
+            gap, half, pairs = found
+            axes.errorbar(
+                [parameters], [gap], [_bar(half, pairs)], marker="o", color=color
+            )
             note = f" {about.tokens / parameters:.0f} tokens each"
             axes.annotate(note, (parameters, gap), fontsize="x-small", va="center")
 
@@ -225,11 +229,16 @@ def _line_of_gaps(
 ) -> None:
     """A line with the intervals of those points that were run."""
     points = [
-        (x, *found[:2])
+        (x, *found)
         for x, pair in sorted(rows_by_x.items())
         if (found := difference(losses, *pair))
     ]
     if len(points) >= at_least:
-        xs, gaps, halves = zip(*points, strict=True)
-        bars = [0.0 if half == float("inf") else half for half in halves]
+        xs, gaps, halves, pairs = zip(*points, strict=True)
+        bars = list(map(_bar, halves, pairs))
         axes.errorbar(xs, gaps, bars, marker="o", label=label)
+
+
+def _bar(half: float, pairs: int) -> float:
+    """Half of an interval as it is drawn: that of two pairs would hide all others."""
+    return half if pairs >= MIN_PAIRS_DRAWN else 0.0

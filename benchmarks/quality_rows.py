@@ -3,7 +3,8 @@
 All rows of one size train the same model on as many tokens of the same text, with as
 many sequences in all islands' batches together; seeds give init and order of the data.
 What a row leaves unsaid is as in `decoupled`: 8 equal islands, H = P = 12, overlap of 2
-steps, K = 1 with grace, RDA, rebase, weights by tokens, int8 both ways.
+steps, K = 1 with grace, RDA, rebase, weights by tokens, int8 both ways, an outer step
+of 1 without momentum.
 """
 
 from __future__ import annotations
@@ -242,10 +243,12 @@ def _schedule(size: Size) -> Iterator[Row]:
             ("sgd", 1.4, 0.0),
             ("nesterov", 0.6, 0.6),
         ):
+            name = f"H = {cycle}, {optimizer} {rate:g} / {momentum:g}"
+            plain = f"H = {cycle}, sgd 1 / 0"
             yield Row(
-                name=f"H = {cycle}, {optimizer} {rate:g} / {momentum:g}",
+                name=name,
                 group="schedule",
-                against="decoupled, 8 islands",
+                against="decoupled, 8 islands" if name == plain else plain,
                 config=config(
                     size,
                     steps_per_cycle=cycle,
