@@ -64,7 +64,7 @@ class OuterPreset(NamedTuple):
 
 
 SHORT = OuterPreset("sgd", 1.0, 0.0)
-"""Runs of few merges: momentum, which needs some to build up, is no better."""
+"""Runs of few merges, in which momentum was no better, or worse."""
 
 GENTLE = OuterPreset("nesterov", 0.4, 0.6)
 GENTLE_FROM_MERGES = 150.0
@@ -81,9 +81,9 @@ rate is that of one island: at H = 24 and 325 merges 0.4 / 0.9 is -1.2 and +0.2 
 no momentum, 0.8 / 0.9 is +5.7 %."""
 PUBLISHED_FROM_MERGES = 200.0
 PUBLISHED_FROM_STEPS = 24
-"""Of a cycle. The shorter it is, the more alike successive deltas are, and momentum
-adds them up to several times the way that the islands went: 0.7 / 0.9 is 9 % worse than
-none at H = 12 and 163 merges, 72 % at H = 4 and 490."""
+"""Of a cycle. The shorter it is, the more alike successive deltas should be, which
+momentum adds up to several times the way that the islands went: 0.7 / 0.9 is 9 % worse
+than none at H = 12 and 163 merges, 72 % at H = 4 and 490."""
 
 
 def preset(

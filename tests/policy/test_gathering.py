@@ -311,6 +311,7 @@ def test_who_lost_its_connection_is_not_asked_before_it_is_back() -> None:
     g.lose("a")
     assert asked(g.offer("c", 1, 1)) == [], "not all are here"
     g.now += 0.9 * CONFIG.lease_s
-    g.hear("b"), g.hear("c")
+    for name in "bc":
+        g.hear(name)
     g.offer("a", 2, 1)
     assert ("a", 0) in asked(g.effects)
