@@ -48,6 +48,12 @@ class Deadlines:
         return self.budget_s / 10
 
     @property
+    def reunion_s(self) -> float:
+        """Islands that were cut off together are back within this of each other: the
+        longest pause, and as long again to get through."""
+        return 2 * self.retry_max_s
+
+    @property
     def stop_s(self) -> float:
         """A process that was asked to end is killed after this long."""
         return self.budget_s

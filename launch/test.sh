@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv if need be and runs all checks: format, lint, types, tests. Those that hold
-# step times to bounds come last and one by one, the others share the cores. Arguments
+# times to bounds come last and one by one, the others share the cores. Arguments
 # go to one pytest instead, after the default choice of tests, which they may override:
 #
 #   bash launch/test.sh tests/core -x

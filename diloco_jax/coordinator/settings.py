@@ -29,6 +29,7 @@ def policy_config(
         max_staleness=run.sync.max_staleness,
         total_tokens=run.total_tokens,
         lease_s=deadlines.lease_s,
+        reunion_s=deadlines.reunion_s,
         compile_budget_s=placement.compile_budget_s,
         outage_budget_s=placement.outage_budget_s,
         flush_s=deadlines.flush_s,

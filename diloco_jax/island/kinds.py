@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco_jax.config import AnchorMemory, SyncConfig
-from diloco_jax.core.adopt import adopt
-from diloco_jax.core.codec import encode_with_feedback, get_codec
+from diloco_jax.core.adopt import AdoptRule, adopt
+from diloco_jax.core.codec import CodecName, encode_with_feedback, get_codec
 from diloco_jax.core.delta import delta
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.publish import apply_publish
@@ -78,13 +78,26 @@ def kind_of(
     leaf: jax.Array | jax.ShapeDtypeStruct,
     memory: AnchorMemory,
 ) -> Kind:
-    """Of a piece of this leaf, which need not have values."""
+    """Of a piece of this leaf, which need not have values.
+
+    Kinds that do the same share the compiled function, whatever else of `sync` differs:
+    runs of one process that are compared compile what they differ in.
+    """
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
     spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
     spec = spec[1:] if piece.layer >= 0 else spec
     tiles = tile_spec(spec, sharding.mesh.shape, TileGrid.of(piece.shape).grid)
-    return _compile(sync, sharding, PartitionSpec(*spec), tiles, memory)  # type: ignore[no-untyped-call]
+    lies = _Lies(sharding, PartitionSpec(*spec), tiles, memory)  # type: ignore[no-untyped-call]
+    return Kind(
+        piece=lies.at_rest,
+        encoded=lies.on_tiles,
+        take=_take(lies, sync.codec_up),
+        advance=_advance(lies, sync.codec_down),
+        adopt=_adopt(lies, sync.adopt),
+        reset=_reset(lies),
+        whole=_whole(lies),
+    )
 
 
 def index_of(piece: Piece) -> np.int32 | None:
@@ -92,28 +105,46 @@ def index_of(piece: Piece) -> np.int32 | None:
     return None if piece.layer < 0 else np.int32(piece.layer)
 
 
-@functools.lru_cache(maxsize=256)
-def _compile(
-    sync: SyncConfig,
-    leaf: NamedSharding,
-    spec: PartitionSpec,
-    tiles: PartitionSpec,
-    memory: AnchorMemory,
-) -> Kind:
-    """jit compiles each function once per shape; results lie like the arguments."""
-    up, down = get_codec(sync.codec_up), get_codec(sync.codec_down)
-    at_work = NamedSharding(leaf.mesh, spec)
-    at_rest = NamedSharding(leaf.mesh, spec, memory_kind=memory)
-    on_tiles = NamedSharding(leaf.mesh, tiles)
+@dataclasses.dataclass(frozen=True)
+class _Lies:
+    """Where a kind's arrays lie."""
 
-    def fetch(*arrays: Any) -> Any:
+    leaf: NamedSharding
+    spec: PartitionSpec
+    """Of a piece."""
+    tiles: PartitionSpec
+    memory: AnchorMemory
+
+    @property
+    def at_work(self) -> NamedSharding:
+        return NamedSharding(self.leaf.mesh, self.spec)
+
+    @property
+    def at_rest(self) -> NamedSharding:
+        return NamedSharding(self.leaf.mesh, self.spec, memory_kind=self.memory)
+
+    @property
+    def on_tiles(self) -> NamedSharding:
+        return NamedSharding(self.leaf.mesh, self.tiles)
+
+    def fetch(self, *arrays: Any) -> Any:
         """From where they rest to the device."""
-        if memory == "device":
+        if self.memory == "device":
             return arrays
+        at_work = self.at_work
         return tuple(x if x is None else jax.device_put(x, at_work) for x in arrays)
 
+
+# jit compiles each function once per shape; results lie like the arguments.
+_kept = functools.lru_cache(maxsize=256)
+
+
+@_kept
+def _take(lies: _Lies, codec: CodecName) -> Any:
+    up, at_rest, on_tiles = get_codec(codec), lies.at_rest, lies.on_tiles
+
     def take(stacked: Any, index: Any, anchor: Any, residual: Any) -> Any:
-        anchor, residual = fetch(anchor, residual)
+        anchor, residual = lies.fetch(anchor, residual)
         local = _read(stacked, index)
         change = _on(delta(anchor, local), on_tiles)
         if residual is None:
@@ -126,36 +157,52 @@ def _compile(
         # the parameter's buffer.
         return encoded, residual, jnp.copy(local)
 
+    return jax.jit(take, out_shardings=(on_tiles, at_rest, at_rest))
+
+
+@_kept
+def _advance(lies: _Lies, codec: CodecName) -> Any:
+    down, on_tiles = get_codec(codec), lies.on_tiles
+
     def advance(anchor: Any, encoded: Any) -> jax.Array:
-        (anchor,) = fetch(anchor)
+        (anchor,) = lies.fetch(anchor)
         return _on(apply_publish(down, _on(anchor, on_tiles), encoded), on_tiles)
 
+    return jax.jit(advance, out_shardings=lies.at_rest)
+
+
+@_kept
+def _adopt(lies: _Lies, rule: AdoptRule) -> Any:
     def take_over(
         stacked: Any, index: Any, base: Any, anchor: Any, alpha: Any
     ) -> jax.Array:
-        base, anchor = fetch(base, anchor)
+        base, anchor = lies.fetch(base, anchor)
         # Without the barriers `blend` is fused with its surroundings, where its
         # products and sum are contracted, and rounded, differently than in core.
         local = _barrier(_read(stacked, index))
-        local = adopt(sync.adopt, local, base, anchor, alpha)
+        local = adopt(rule, local, base, anchor, alpha)
         return _write(stacked, index, _barrier(local))
 
+    return jax.jit(take_over, donate_argnums=0, out_shardings=lies.leaf)
+
+
+@_kept
+def _reset(lies: _Lies) -> Any:
     def reset(stacked: Any, index: Any, value: Any) -> jax.Array:
-        return _write(stacked, index, *fetch(value))
+        return _write(stacked, index, *lies.fetch(value))
+
+    return jax.jit(reset, donate_argnums=0, out_shardings=lies.leaf)
+
+
+@_kept
+def _whole(lies: _Lies) -> Any:
+    f32, on_tiles = get_codec("f32"), lies.on_tiles
 
     def whole(anchor: Any) -> jax.Array:
-        (anchor,) = fetch(anchor)
-        return get_codec("f32").encode(_on(anchor, on_tiles))
+        (anchor,) = lies.fetch(anchor)
+        return f32.encode(_on(anchor, on_tiles))
 
-    return Kind(
-        piece=at_rest,
-        encoded=on_tiles,
-        take=jax.jit(take, out_shardings=(on_tiles, at_rest, at_rest)),
-        advance=jax.jit(advance, out_shardings=at_rest),
-        adopt=jax.jit(take_over, donate_argnums=0, out_shardings=leaf),
-        reset=jax.jit(reset, donate_argnums=0, out_shardings=leaf),
-        whole=jax.jit(whole, out_shardings=on_tiles),
-    )
+    return jax.jit(whole, out_shardings=on_tiles)
 
 
 def _read(stacked: jax.Array, index: Any) -> jax.Array:

@@ -64,11 +64,13 @@ def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
     return state, effects + joined
 
 
-def alive(config: PolicyConfig, island: Island, now: float) -> Island:
-    """The island after a sign of life."""
+def alive(config: PolicyConfig, state: State, island: Island, now: float) -> State:
+    """The state with the island after a sign of life."""
     if island.status == "absent":
+        state = schedule.reunite(config, state, now)
         island = replace(schedule.restart(island), status="live")
-    return replace(island, lease_until=now + _lease_s(config, island))
+    island = replace(island, lease_until=now + _lease_s(config, island))
+    return with_island(state, island)
 
 
 def disconnected(state: State, event: Disconnected) -> Step:
@@ -201,8 +203,8 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
             sequences_granted=event.sequences_granted,
             records_through=event.records_through,
         )
-    island = alive(config, island, now)
     state = joined(state, island, carrying=carrying)
+    state = alive(config, state, state.islands[event.island], now)
     record: dict[str, Any] = {
         "kind": "joined",
         "island": event.island,
@@ -235,7 +237,7 @@ def _resume(
         # A coordinator that came back has forgotten what is on its tape.
         records_through=max(known.records_through, event.records_through),
     )
-    state = with_island(state, alive(config, island, now))
+    state = alive(config, state, island, now)
     effects: list[Effect] = [_welcome(state, event, resumed=True)]
     effects.append(
         Note(

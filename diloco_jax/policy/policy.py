@@ -50,7 +50,6 @@ from diloco_jax.policy.state import (
     PolicyConfig,
     State,
     with_fragment,
-    with_island,
 )
 from diloco_jax.policy.values import replace
 
@@ -131,7 +130,7 @@ def _report(config: PolicyConfig, state: State, event: Report, now: float) -> St
         step_seconds=event.step_seconds or island.step_seconds,
         records_through=through,
     )
-    state = with_island(state, membership.alive(config, island, now))
+    state = membership.alive(config, state, island, now)
     effects: list[Effect] = []
     for record in new:
         state, found = _record(config, state, island, record, now)
@@ -263,7 +262,7 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
     while (
         state.phase == "running"
         and state.islands is not before.islands
-        and schedule.tick_is_due(config, state)
+        and schedule.tick_is_due(config, state, now)
     ):
         state, reserved = schedule.advance(config, state)
         effects += reserved

@@ -69,7 +69,7 @@ def recover(
             account = account.lose_tokens(missing, "coordinator")
             fragment = with_account(fragment, island.name, account)
             state = with_fragment(state, fragment)
-    state = schedule.after_crash(config, state)
+    state = schedule.after_crash(config, replace(state, reunion_until=0.0))
     if state.phase in ("stopping", "flushing"):
         state = replace(state, phase="stopping", deadline=now + config.flush_s)
     return state

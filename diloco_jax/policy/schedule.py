@@ -19,8 +19,13 @@ TICKS_PER_TERM = 1_000_000_000
 beyond."""
 
 
-def tick_is_due(config: PolicyConfig, state: State) -> bool:
-    """Whether the pacing island has done the steps of the next tick."""
+def tick_is_due(config: PolicyConfig, state: State, now: float) -> bool:
+    """Whether the pacing island has done the steps of the next tick, and nobody is
+    waited for."""
+    if now < state.reunion_until and any(
+        island.status == "absent" for island in state.islands.values()
+    ):
+        return False
     steps = steps_to_tick(config, state.tick + 1)
     reached = 0
     for island in state.islands.values():
@@ -88,6 +93,15 @@ def ticks_before(config: PolicyConfig, term: int) -> int:
 def restart(island: Island) -> Island:
     """The island with its step counter at zero."""
     return replace(island, steps_at_tick=island.steps)
+
+
+def reunite(config: PolicyConfig, state: State, now: float) -> State:
+    """The state as an absent island comes back. If all were away, because the
+    coordinator or its network was, ticks wait a little for the others: whoever is back
+    first would otherwise merge without them, and their open deltas might go stale."""
+    if any(island.counted for island in state.islands.values()):
+        return state
+    return replace(state, reunion_until=now + config.reunion_s)
 
 
 def pacing_step_seconds(config: PolicyConfig, state: State) -> float:

@@ -44,6 +44,7 @@ class PolicyConfig:
     max_staleness: int
     total_tokens: int
     lease_s: float
+    reunion_s: float
     compile_budget_s: float
     outage_budget_s: float
     flush_s: float
@@ -212,6 +213,8 @@ class State:
     carried_progress: int = 0
     """Progress of earlier terms, without that of incarnations which are in these books;
     below 0 where those had lost more than others had done."""
+    reunion_until: float = 0.0
+    """Ticks wait until then for islands that are absent (see `schedule.reunite`)."""
     islands: dict[str, Island] = dataclasses.field(default_factory=dict)
     fragments: tuple[Fragment, ...] = ()
     next_position: int = 0

@@ -124,6 +124,7 @@ def make_engine(tmp_path, store, island):
             max_staleness=1,
             total_tokens=10**9,
             lease_s=2 * WAIT_S,
+            reunion_s=WAIT_S,
             compile_budget_s=2 * WAIT_S,
             outage_budget_s=1.0,
             flush_s=1.0,

@@ -12,6 +12,7 @@ WITHIN_S = 180
 
 
 @pytest.mark.notebook
+@pytest.mark.timing
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 @pytest.mark.timeout(2 * WITHIN_S)
 def test_a_notebook_runs(path, tmp_path):

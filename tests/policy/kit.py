@@ -41,7 +41,8 @@ E = TypeVar("E", bound=Effect)
 
 
 def make_config(**changes: Any) -> PolicyConfig:
-    """Two fragments, H = 4, quorum 1, no grace; silence is death after 100 s."""
+    """Two fragments, H = 4, quorum 1; silence is death after 100 s. No tick waits for
+    anybody: neither grace nor reunion."""
     defaults: dict[str, Any] = {
         "run_id": "run-1",
         "fingerprint": "f00d",
@@ -53,6 +54,7 @@ def make_config(**changes: Any) -> PolicyConfig:
         "max_staleness": 1,
         "total_tokens": NEVER,
         "lease_s": 100.0,
+        "reunion_s": 0.0,
         "compile_budget_s": 300.0,
         "outage_budget_s": 30.0,
         "flush_s": 50.0,

@@ -72,6 +72,61 @@ def test_islands_carry_on_where_they_are() -> None:
     assert d.state.progress_tokens == 350
 
 
+def test_the_first_ticks_after_a_crash_wait_for_who_is_not_back_yet() -> None:
+    """Else b is merged without a until a's delta, of before the crash, is stale."""
+    d = Driver(reunion_s=20.0)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.take("a", 0, 2, arrive=False)
+    held = d.held("a", 0, 0, 2)
+    d.crash()
+    d.hello("b", steps=0, phase="training")
+    d.now += 19.0
+    assert asked(d.report("b", 8)) == {}
+    effects = d.hello("a", steps=2, phase="training", outstanding=(held,))
+    assert asked(effects) == {0: ["b"]}
+    d.arrive("a", 0, held.tick)
+    d.take("b", 0, 8)
+    assert [c.island for c in d.fragment(0).merging] == ["a", "b"]
+
+
+def test_the_first_ticks_after_a_crash_wait_no_longer_than_a_reunion() -> None:
+    d = Driver(reunion_s=20.0)
+    d.join("a", "b")
+    d.crash()
+    d.hello("b", steps=0, phase="training")
+    d.now += 20.0
+    assert asked(d.report("b", 2)) == {0: ["b"]}
+
+
+def test_a_reunion_is_not_measured_by_the_clock_of_another_process() -> None:
+    d = Driver(reunion_s=20.0)
+    d.join("a")
+    d.crash(dataclasses.replace(d.state, reunion_until=d.now + 1e6))
+    d.join("b")
+    assert asked(d.report("b", 2)) == {0: ["b"]}
+
+
+def test_no_tick_waits_for_one_island_that_was_cut_off() -> None:
+    d = Driver(reunion_s=20.0)
+    d.join("a", "b", "c")
+    d.disconnect("a")
+    d.disconnect("c")
+    assert asked(d.report("b", 2)) == {0: ["b"]}
+    d.hello("a", steps=0, phase="training")
+    assert asked(d.report("b", 4)) == {1: ["a", "b"]}
+
+
+def test_when_all_were_cut_off_the_others_are_waited_for_again() -> None:
+    d = Driver(reunion_s=20.0)
+    d.join("a", "b")
+    d.disconnect("a")
+    d.disconnect("b")
+    d.hello("b", steps=0, phase="training")
+    assert asked(d.report("b", 4)) == {}
+    assert asked(d.hello("a", steps=0, phase="training")) == {0: ["a", "b"]}
+
+
 def test_a_take_is_merged_once_its_record_is_on_the_tape() -> None:
     d = trained()
     held = d.held("a", 1, 0, 4)

@@ -23,12 +23,14 @@ def merges_within_s(schedule: Schedule) -> float:
     """Once faults have stopped, every fragment merges within this, again and again, as
     long as the run has not got its tokens.
 
-    The sum of: a lease, after which who is silent is not waited for; a restart, for who
-    was refused, with a retry and its join; two cycles, since ticks go on from where
-    they were, and counters restart; and a step of the slowest, a transfer and a merge.
+    The sum of: a lease, after which who is silent is not waited for; a reunion
+    (`Deadlines.reunion_s`), for which ticks wait; a restart, for who was refused, with
+    a retry and its join; two cycles, since ticks go on from where they were, and
+    counters restart; and a step of the slowest, a transfer and a merge.
     """
     joins_s = max(plan.join_s for plan in schedule.islands.values())
-    back_s = LEASE_S + RESTART_S + RETRY_S + joins_s + schedule.transfer_s
+    awaited_s = LEASE_S + Deadlines(LEASE_S).reunion_s
+    back_s = awaited_s + RESTART_S + RETRY_S + joins_s + schedule.transfer_s
     cycles_s = 2 * schedule.steps_per_cycle * schedule.pacing_s
     return (
         back_s + cycles_s + schedule.slowest_s + schedule.transfer_s + schedule.merge_s
