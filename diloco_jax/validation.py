@@ -210,14 +210,20 @@ def _check_name(name: str) -> None:
         )
 
 
-def _check_island(where: str, island: IslandConfig) -> None:
+def check_batch(island: IslandConfig, prefix: str = "") -> None:
+    """Raises ConfigError if mesh and accumulation rounds do not divide the batch.
+    prefix: of the fields' names in the message."""
     if island.batch_size % island.batch_multiple:
         raise ConfigError(
-            f"{where}.batch_size = {island.batch_size} is not divided by "
-            f"mesh_data * mesh_fsdp * accumulation = {island.mesh_data} * "
-            f"{island.mesh_fsdp} * {island.accumulation} = {island.batch_multiple}; "
-            f"choose a multiple of {island.batch_multiple}"
+            f"{prefix}batch_size = {island.batch_size} is not divided by mesh_data * "
+            f"mesh_fsdp * accumulation = {island.mesh_data} * {island.mesh_fsdp} * "
+            f"{island.accumulation} = {island.batch_multiple}; choose a multiple of "
+            f"{island.batch_multiple}"
         )
+
+
+def _check_island(where: str, island: IslandConfig) -> None:
+    check_batch(island, f"{where}.")
     if island.devices % island.hosts:
         raise ConfigError(
             f"{where}.hosts = {island.hosts} does not divide {island.devices}, the "

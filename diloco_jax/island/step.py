@@ -13,10 +13,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from diloco_jax.config import ConfigError, IslandConfig
+from diloco_jax.config import IslandConfig
 from diloco_jax.island.mesh import batch_sharding, param_shardings, replicated
 from diloco_jax.island.placing import abstract, place, zeros
 from diloco_jax.models.model import Metrics, Model, Params
+from diloco_jax.validation import check_batch
 
 
 class TrainState(NamedTuple):
@@ -38,13 +39,7 @@ class Trainer:
     ):
         """inner: its updates at learning rate 1; ConfigError if the batch does not
         divide over the mesh and accumulation rounds."""
-        if island.batch_size % island.batch_multiple:
-            raise ConfigError(
-                f"batch_size = {island.batch_size} is not divided by mesh_data * "
-                f"mesh_fsdp * accumulation = {island.mesh_data} * {island.mesh_fsdp} "
-                f"* {island.accumulation} = {island.batch_multiple}; choose a "
-                f"multiple of {island.batch_multiple}"
-            )
+        check_batch(island)
         self.mesh = mesh
         self.anchor_memory = island.anchor_memory
         self.batch_size = island.batch_size
