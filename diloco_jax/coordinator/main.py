@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from diloco_jax import checkpoint, compilation, environment, loading
+from diloco_jax import checkpoint, compilation, loading
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.coordinator import durable, summary, term
+from diloco_jax.coordinator import durable, origin, summary, term
 from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.gatherer import Gathered
 from diloco_jax.coordinator.inbox import Inbox
@@ -37,7 +36,6 @@ from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import policy_config, require_room
 from diloco_jax.coordinator.snapshots import Snapshots
-from diloco_jax.coordinator.store import Store
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.loading import write_config_json
@@ -45,10 +43,9 @@ from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.metrics import Metrics
-from diloco_jax.observability.tape import Tape, not_on_tape
-from diloco_jax.policy import state as policy_state
-from diloco_jax.policy.events import Resumed, Version
-from diloco_jax.policy.recovery import recover
+from diloco_jax.observability.tape import Tape
+from diloco_jax.policy.events import Resumed
+from diloco_jax.policy.state import State
 from diloco_jax.wire import addresses
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
@@ -157,10 +154,7 @@ class Coordinator:
             )
         self._tape = Tape(workdir / "tape.jsonl")
         self._open.callback(self._tape.close)
-        if gathered is not None:
-            state = self._begin_term(gathered, found)
-        else:
-            state = self._initialise() if found is None else self._recover(found)
+        state = self._make_state(gathered, found)
         self._metrics = Metrics(workdir)
         self._open.callback(self._metrics.close)
         self._roster = Roster(workdir / "roster.msgpack")
@@ -256,80 +250,38 @@ class Coordinator:
         workdir.mkdir(parents=True, exist_ok=True)
         return gathered
 
-    def _begin_term(self, gathered: Gathered, found: int | None) -> policy_state.State:
-        """A new term, with what islands had. run.json comes last: before it, the
-        workdir holds no run. found: an older snapshot, as where those go elsewhere."""
-        if found is not None:
-            self._snapshots.require_own(found)
-        self.store, state = term.begin(
-            gathered, self._config, self.policy_config, self._plan, self._tape
-        )
+    def _make_state(self, gathered: Gathered | None, found: int | None) -> State:
+        """The store and the state that goes with it: of a new term with what islands
+        had, of a new run, or of this one as far as it was durable. What is new is
+        durable before anyone can ask for it."""
+        config, policy, plan = self._config, self.policy_config, self._plan
+        if gathered is None and found is not None:
+            self.store, state = origin.recover(
+                config,
+                policy,
+                self._model,
+                plan,
+                self._snapshots,
+                found,
+                self._workdir / "log",
+                self._tape,
+            )
+            self._log = self._open_log()
+            return state
+        if gathered is not None:
+            if found is not None:  # An older one, as where snapshots go elsewhere.
+                self._snapshots.require_own(found)
+            self.store, state = term.begin(gathered, config, policy, plan, self._tape)
+        else:
+            self.store, state = origin.initialise(
+                config, policy, self._model, plan, self._tape
+            )
         self._log = self._open_log(-1 if found is None else found)
         self._save(self._log.rotate(), state, self.store.arrays())
-        write_config_json(self._config, self._workdir / "config.json")
-        self._facts.write(self._workdir)
-        return state
-
-    def _initialise(self) -> policy_state.State:
-        """A new run: draws the parameters, and makes them durable before anyone
-        can ask for them."""
-        run, plan = self._config.run, self._plan
-        params = jax.jit(self._model.init)(jax.random.key(run.seed))
-        self.store = Store(run, plan, params, self._deadlines.pin_s)
-        state = policy_state.initial(self.policy_config)
-        # First, since a run with a snapshot goes on after a crash.
-        self._tape.append(
-            {
-                "kind": "begun",
-                "run_id": self._facts.run_id,
-                "fingerprint": self.policy_config.fingerprint,
-                "plan": plan.digest(),
-                "environment": environment.describe(),
-                "time": time.time(),
-            }
-        )
-        self._log = self._open_log()
-        self._save(self._log.rotate(), state, self.store.arrays())
-        return state
-
-    def _recover(self, found: int) -> policy_state.State:
-        """The run goes on: the newest snapshot, and the log after it."""
-        shapes, plan = self._model.shapes(), self._plan
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        self.store = Store(self._config.run, plan, zeros, self._deadlines.pin_s)
-        arrays, snapshot = self._snapshots.load(found, self.store.arrays())
-        self.store.load(arrays, [f.version for f in snapshot.fragments])
-        records = []
-        for record, payload in durable.read(self._workdir / "log", after=found):
-            records.append(record)
-            if record["kind"] == "merged":
-                version = Version(*record["version"])
-                self.store.replay(
-                    record["fragment"], version, payload, final=record["final"]
-                )
-        self._log = self._open_log()
-        state = recover(self.policy_config, snapshot, records, time.monotonic())
-        digest = self.store.digest()
-        logger.info(
-            "recovered from snapshot %d and %d records after it: global parameters %s",
-            found,
-            len(records),
-            digest,
-        )
-        for record in not_on_tape(self._tape.path, records):
-            self._tape.append({**record, "time": time.time()})
-        self._tape.append(
-            {
-                "kind": "recovered",
-                "snapshot": found,
-                "snapshot_merges": sum(f.merges for f in snapshot.fragments),
-                "records": len(records),
-                "versions": [list(f.version) for f in state.fragments],
-                "parameters_digest": digest,
-                "environment": environment.describe(),
-                "time": time.time(),
-            }
-        )
+        if gathered is not None:
+            # run.json comes last: before it, the workdir holds no run.
+            write_config_json(config, self._workdir / "config.json")
+            self._facts.write(self._workdir)
         return state
 
     def _open_log(self, after: int = -1) -> durable.RecordLog:
@@ -376,9 +328,7 @@ class Coordinator:
             now=now,
         )
 
-    def _save(
-        self, number: int, state: policy_state.State, arrays: dict[str, Any]
-    ) -> None:
+    def _save(self, number: int, state: State, arrays: dict[str, Any]) -> None:
         """Writes snapshot `number`, then deletes the log it makes superfluous. State
         and arrays are those of the moment at which the log was rotated."""
         self._snapshots.save(number, state, arrays)

@@ -1,0 +1,101 @@
+"""Where a coordinator's state comes from: a new run, or what was durable of one.
+
+The third way, from what islands have, is `term.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from diloco_jax import environment
+from diloco_jax.config import Config
+from diloco_jax.coordinator import durable
+from diloco_jax.coordinator.snapshots import Snapshots
+from diloco_jax.coordinator.store import Store
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.models.model import Model
+from diloco_jax.observability.tape import Tape, not_on_tape
+from diloco_jax.policy import recovery
+from diloco_jax.policy.events import Version
+from diloco_jax.policy.state import PolicyConfig, State, initial
+
+logger = logging.getLogger(__name__)
+
+
+def initialise(
+    config: Config,
+    policy: PolicyConfig,
+    model: Model,
+    plan: FragmentPlan,
+    tape: Tape,
+) -> tuple[Store, State]:
+    """A new run: draws the parameters; the tape says so."""
+    run = config.run
+    params = jax.jit(model.init)(jax.random.key(run.seed))
+    pin_s = Deadlines(config.placement.time_budget_s).pin_s
+    store = Store(run, plan, params, pin_s)
+    tape.append(
+        {
+            "kind": "begun",
+            "run_id": policy.run_id,
+            "fingerprint": policy.fingerprint,
+            "plan": plan.digest(),
+            "environment": environment.describe(),
+            "time": time.time(),
+        }
+    )
+    return store, initial(policy)
+
+
+def recover(
+    config: Config,
+    policy: PolicyConfig,
+    model: Model,
+    plan: FragmentPlan,
+    snapshots: Snapshots,
+    found: int,
+    log: Path,
+    tape: Tape,
+) -> tuple[Store, State]:
+    """The run goes on: snapshot `found`, and the records in `log` after it. The tape
+    gets those of them that it lacks, and says where the cut was."""
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), model.shapes())
+    pin_s = Deadlines(config.placement.time_budget_s).pin_s
+    store = Store(config.run, plan, zeros, pin_s)
+    arrays, snapshot = snapshots.load(found, store.arrays())
+    store.load(arrays, [f.version for f in snapshot.fragments])
+    records = []
+    for record, payload in durable.read(log, after=found):
+        records.append(record)
+        if record["kind"] == "merged":
+            version = Version(*record["version"])
+            store.replay(record["fragment"], version, payload, final=record["final"])
+    state = recovery.recover(policy, snapshot, records, time.monotonic())
+    digest = store.digest()
+    logger.info(
+        "recovered from snapshot %d and %d records after it: global parameters %s",
+        found,
+        len(records),
+        digest,
+    )
+    for record in not_on_tape(tape.path, records):
+        tape.append({**record, "time": time.time()})
+    tape.append(
+        {
+            "kind": "recovered",
+            "snapshot": found,
+            "snapshot_merges": sum(f.merges for f in snapshot.fragments),
+            "records": len(records),
+            "versions": [list(f.version) for f in state.fragments],
+            "parameters_digest": digest,
+            "environment": environment.describe(),
+            "time": time.time(),
+        }
+    )
+    return store, state
