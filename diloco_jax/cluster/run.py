@@ -70,6 +70,8 @@ def run(
             if workdir.is_dir():
                 whole.enter_context(workdirs.held(workdir, "another `diloco run`"))
             config = _with_absolute_paths(resumed_config(config, workdir), workdir)
+            if not finished(workdir):
+                config = resolve(config, text_is_here=True)
             begun = None
         else:
             config = resolve(config, text_is_here=True)

@@ -208,6 +208,21 @@ def test_a_run_that_is_served_is_refused(resumed, text, tmp_path, capsys):
         assert address == service.address
 
 
+def test_another_text_is_refused_before_anything_is_written(text, tmp_path, capsys):
+    with coordinator(make_config(text), tmp_path / "run"):
+        pass
+    before = {p: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()}
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.txt").write_text("another text " * 1000)
+    options = ["--resume", tmp_path / "run", "--data.paths", other]
+    shown = refused(capsys, *options)
+    assert f"the corpus here ({other}) has" in " ".join(shown.split())
+    assert "give the run's text (--data.paths)" in " ".join(shown.split())
+    after = {p: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()}
+    assert after == before
+
+
 def test_snapshots_of_another_model_are_refused_with_both(
     resumed, text, tmp_path, capsys
 ):
