@@ -80,8 +80,8 @@ from typing import Any
 import quality_report
 import support
 from machine import machine_facts
-from quality_configs import SIZES
-from quality_rows import Row, rates, rows
+from quality_configs import SIZES, Row
+from quality_rows import rates, rows
 
 from diloco_jax.cluster.commands import HUGE_PAGES
 from diloco_jax.loading import write_json

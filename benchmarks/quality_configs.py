@@ -70,6 +70,25 @@ SIZES = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One configuration; `against` names the row that it is compared with."""
+
+    name: str
+    group: str
+    config: Config
+    options: EmulationOptions = EmulationOptions()  # noqa: RUF009
+    plain: bool = False
+    """Data-parallel: `diloco_jax.baseline` on this config."""
+    against: str = ""
+    headline: bool = False
+
+    def same_run(self, other: Row) -> bool:
+        """Whether both stand for one and the same run, under two names."""
+        mine = (self.config, self.options, self.plain)
+        return mine == (other.config, other.options, other.plain)
+
+
 def parameters_of(size: Size) -> int:
     """Of the model."""
     return sum(support.fragment_sizes(config(size)))

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import support
-from quality_configs import SIZES, parameters_of
-from quality_rows import CYCLES, TOKEN_FACTORS, Row, rates, rows
+from quality_configs import SIZES, Row, parameters_of
+from quality_rows import CYCLES, TOKEN_FACTORS, rates, rows
 
 PUBLISHED_GAPS = {
     35e6: {1: -0.1, 2: 0.7, 4: 2.0, 8: 3.9},

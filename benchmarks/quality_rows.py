@@ -16,6 +16,7 @@ from typing import Any
 from quality_configs import (
     SEQUENCES,
     STEP_SECONDS,
+    Row,
     Size,
     config,
     equal,
@@ -25,8 +26,7 @@ from quality_configs import (
     unequal,
 )
 
-from diloco_jax.config import Config, IslandConfig, OuterConfig
-from diloco_jax.simulation.options import EmulationOptions
+from diloco_jax.config import IslandConfig, OuterConfig
 
 RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 """Learning rates swept for the headline rows, each method alike."""
@@ -55,28 +55,10 @@ SYNCHRONOUS = {
 GENTLE = OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """One configuration; `against` names the row that it is compared with."""
-
-    name: str
-    group: str
-    config: Config
-    options: EmulationOptions = EmulationOptions()  # noqa: RUF009
-    plain: bool = False
-    """Data-parallel: `diloco_jax.baseline` on this config."""
-    against: str = ""
-    headline: bool = False
-
-    def same_run(self, other: Row) -> bool:
-        """Whether both stand for one and the same run, under two names."""
-        mine = (self.config, self.options, self.plain)
-        return mine == (other.config, other.options, other.plain)
-
-
 def rows(size: Size) -> Iterator[Row]:
     """All rows, the ones that decide most first."""
     yield from _headlines(size)
+    yield from _presets(size)
     yield from _islands(size)
     yield from _merging(size)
     yield from _codecs(size)
@@ -155,6 +137,26 @@ def _headlines(size: Size) -> Iterator[Row]:
         config=config(size, islands=equal(1, size.sequences)),
         options=network(2),
     )
+
+
+def _presets(size: Size) -> Iterator[Row]:
+    """Headlines with the outer step that the product chooses from 150 merges on."""
+    suffix, synchronous = ", nesterov 0.4 / 0.6", "synchronous DiLoCo, 8 islands"
+    against = {
+        synchronous: synchronous,
+        "decoupled, 4 fast + 4 slow islands": synchronous + suffix,
+    }
+    for row in _headlines(size):
+        if row.name in against:
+            run = dataclasses.replace(row.config.run, outer=GENTLE)
+            yield dataclasses.replace(
+                row,
+                name=row.name + suffix,
+                group="preset",
+                config=dataclasses.replace(row.config, run=run),
+                against=against[row.name],
+                headline=False,
+            )
 
 
 def _islands(size: Size) -> Iterator[Row]:
