@@ -364,6 +364,13 @@ def _batches(size: Size) -> Iterator[Row]:
 
 
 def _trouble(size: Size) -> Iterator[Row]:
+    yield Row(
+        name="decoupled, 4 fast + 4 slow islands, tau 4",
+        group="trouble",
+        against="decoupled, 4 fast + 4 slow islands",
+        config=config(size, islands=fast_and_slow(size.sequences), overlap_steps=4),
+        options=network(2, out_of_phase=True),
+    )
     for name, tau in (("no time for grace", 2), ("no time for grace, tau 4", 4)):
         yield Row(
             name=f"4 fast + 4 slow islands, {name}",
