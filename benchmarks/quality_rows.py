@@ -364,22 +364,19 @@ def _batches(size: Size) -> Iterator[Row]:
 
 
 def _trouble(size: Size) -> Iterator[Row]:
-    yield Row(
-        name="decoupled, 4 fast + 4 slow islands, tau 4",
-        group="trouble",
-        against="decoupled, 4 fast + 4 slow islands",
-        config=config(size, islands=fast_and_slow(size.sequences), overlap_steps=4),
-        options=network(2, out_of_phase=True),
-    )
-    for name, tau in (("no time for grace", 2), ("no time for grace, tau 4", 4)):
+    for name, sync, merge_seconds in (
+        ("tau 4", {"overlap_steps": 4}, 0.5),
+        ("gamma 1", {"grace": 1.0}, 0.5),
+        ("no time for grace", {}, 1.5),
+        ("no time for grace, tau 4", {"overlap_steps": 4}, 1.5),
+    ):
+        settings: dict[str, Any] = dict(sync)
         yield Row(
             name=f"4 fast + 4 slow islands, {name}",
             group="trouble",
             against="decoupled, 4 fast + 4 slow islands",
-            config=config(
-                size, islands=fast_and_slow(size.sequences), overlap_steps=tau
-            ),
-            options=network(2, out_of_phase=True, merge_seconds=1.5),
+            config=config(size, islands=fast_and_slow(size.sequences), **settings),
+            options=network(2, out_of_phase=True, merge_seconds=merge_seconds),
         )
     slow = dict(equal(8, size.sequences))
     slow["i0"] = IslandConfig(
