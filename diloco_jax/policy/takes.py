@@ -153,7 +153,7 @@ def expire_left_behind(config: PolicyConfig, fragment: Fragment) -> Step:
     effects: list[Effect] = []
     kept = []
     for old in fragment.left_behind:
-        if _is_in_time(config, old.base, fragment.version, fragment.version.number):
+        if _is_in_time(config, old.base, fragment.version):
             kept.append(old)
             continue
         account = fragment.accounts[old.island].lose_tokens(old.tokens, STALE)
@@ -192,13 +192,15 @@ def refuse(fragment: Fragment, name: str, reason: RefusalReason) -> Step:
 
 
 def refuse_if_stale(config: PolicyConfig, fragment: Fragment, name: str) -> Step:
-    """Refuses a delta that is taken, and in no merge yet, if its base lags the next
-    version too far."""
+    """Refuses a delta that is taken, and in no merge yet, if its base lags the current
+    version too far.
+
+    A merge under way may make it so, but is not durable yet: a coordinator that died of
+    it would have told the island to reopen steps which the next one merges.
+    """
     take = fragment.accounts[name].take
     assert take is not None
-    # A merge under way ends before this delta could enter one.
-    merged_into = fragment.version.number + (fragment.phase == "merging")
-    if _is_in_time(config, take.base, fragment.version, merged_into):
+    if _is_in_time(config, take.base, fragment.version):
         return fragment, []
     return refuse(fragment, name, STALE)
 
@@ -239,12 +241,9 @@ def drop_unknown(
     return [] if left_behind else [_drop(fragment.index, name, incarnation, tick)]
 
 
-def _is_in_time(
-    config: PolicyConfig, base: Version, current: Version, merged_into: int
-) -> bool:
-    return (
-        base.term == current.term and merged_into - base.number <= config.max_staleness
-    )
+def _is_in_time(config: PolicyConfig, base: Version, current: Version) -> bool:
+    lag = current.number - base.number
+    return base.term == current.term and lag <= config.max_staleness
 
 
 def _refusal(

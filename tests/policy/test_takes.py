@@ -1,7 +1,7 @@
 """Outstanding takes: bytes and records in any order, refusals, and their end."""
 
 import pytest
-from kit import Driver, asked, make_config, notes, of, only, took
+from kit import Driver, asked, make_config, notes, of, only, persisted, took
 
 from diloco_jax.policy.events import (
     AskResend,
@@ -118,14 +118,35 @@ def test_a_take_of_another_term_is_stale(open_for_a: Driver) -> None:
     assert only(effects, TellVerdict).reason == "stale"
 
 
-def test_while_a_merge_is_under_way_the_next_one_counts() -> None:
+def test_a_take_is_stale_only_once_the_merge_that_makes_it_so_is_durable() -> None:
     d = Driver(fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
     d.join("a", "b")
     d.report("a", 2)
     d.take("a", 0, 2)
     assert d.fragment(0).phase == "merging"
-    effects = d.take("b", 0, 2, arrive=False)
-    assert only(effects, TellVerdict).reason == "stale"
+    assert of(d.take("b", 0, 2), TellVerdict) == []
+    effects = d.computed(0)
+    (record,) = persisted(effects, "merged")
+    assert record["verdicts"]["b"][1:] == ["refused", "stale"]
+    assert only(effects, Publish).verdicts["b"][1:] == ("refused", "stale")
+
+
+def test_a_coordinator_that_dies_of_a_merge_has_refused_nobody_for_it() -> None:
+    """Else b opens steps again that the next coordinator merges, and whatever it takes
+    after that overlaps with them, for ever."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    told = d.take("b", 0, 2)
+    held = {name: d.held(name, 0, 0, 2) for name in "ab"}
+    d.crash()
+    for name in "ab":
+        d.hello(name, steps=2, phase="training", outstanding=(held[name],))
+        d.arrive(name, 0, held[name].tick)
+    d.report("a", 4)
+    assert {c.island for c in d.fragment(0).merging} >= {"a", "b"}
+    assert of(told, TellVerdict) == []
 
 
 def refused_take() -> Driver:
