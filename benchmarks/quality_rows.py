@@ -225,10 +225,11 @@ def _codecs(size: Size) -> Iterator[Row]:
 def _adoption(size: Size) -> Iterator[Row]:
     for tau in (1, 2, 4):
         for adopt in ("rebase", "overwrite", "blend"):
+            name, first = f"{adopt}, tau {tau}", "rebase, tau 1"
             yield Row(
-                name=f"{adopt}, tau {tau}",
+                name=name,
                 group="adoption",
-                against="rebase, tau 1",
+                against="" if name == first else first,
                 config=config(size, adopt=adopt, overlap_steps=tau),
                 options=network(tau),
             )
