@@ -144,6 +144,7 @@ def _presets(size: Size) -> Iterator[Row]:
     suffix, synchronous = ", nesterov 0.4 / 0.6", "synchronous DiLoCo, 8 islands"
     against = {
         synchronous: synchronous,
+        "decoupled, 8 islands": synchronous + suffix,
         "decoupled, 4 fast + 4 slow islands": synchronous + suffix,
     }
     for row in _headlines(size):
@@ -192,10 +193,11 @@ def _merging(size: Size) -> Iterator[Row]:
         islands = (
             fast_and_slow(size.sequences) if unlike else unequal() if batches else None
         )
+        tokens = "weights by tokens, unequal batches"
         yield Row(
             name=name,
             group="merging",
-            against="decoupled, 8 islands",
+            against=tokens if batches and name != tokens else "decoupled, 8 islands",
             config=config(size, islands=islands, **sync),
             options=network(2, out_of_phase=unlike or batches),
         )

@@ -35,7 +35,8 @@ def initialise(
     plan: FragmentPlan,
     tape: Tape,
 ) -> tuple[Store, State]:
-    """A new run: draws the parameters; the tape says so."""
+    """A new run: draws the parameters. The tape says so first, since a run with a
+    snapshot goes on after a crash."""
     run = config.run
     params = jax.jit(model.init)(jax.random.key(run.seed))
     pin_s = Deadlines(config.placement.time_budget_s).pin_s
