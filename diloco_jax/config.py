@@ -18,6 +18,7 @@ from typing import Any, Literal
 from diloco_jax.launch.config import LaunchConfig as LaunchConfig
 
 CodecName = Literal["f32", "bf16", "int8", "int4"]
+PartialMerges = Literal["scaled", "full"]
 Weighting = Literal["tokens", "tokens_times_rate", "uniform"]
 MergeRule = Literal["rda", "mean"]
 AdoptRule = Literal["rebase", "overwrite", "blend"]
@@ -129,6 +130,9 @@ class SyncConfig:
     max_staleness: int = 1
     """Versions by which a delta's base may lag the version it is merged into."""
     weighting: Weighting = "tokens"
+    partial_merges: PartialMerges = "scaled"
+    """How far a merge goes that some live islands are not in: "scaled" by the share of
+    all tokens per second that is in it, or "full"."""
     merge: MergeRule = "rda"
     adopt: AdoptRule = "rebase"
     blend_alpha: float = 0.5
@@ -233,7 +237,8 @@ class Placement:
     open of it and to say goodbye. Above 0, the notice is SIGTERM or the cloud's
     metadata server, and ends the island with exit code 1, to be started again."""
     merge_buffer_bytes: int = 4 << 30
-    """Bound on the encoded deltas that the coordinator holds."""
+    """Bytes of memory for encoded deltas that wait for their merge. What is beyond
+    waits on the disk of the workdir: two deltas of everything per island, at most."""
     checkpoints: str = ""
     """Folder, or gs://BUCKET/FOLDER, of the coordinator's snapshots and the islands'
     checkpoints; empty = `checkpoints` in the workdir."""

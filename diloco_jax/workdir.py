@@ -9,7 +9,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import msgspec
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
 from diloco_jax.loading import read_config_json, write_config_json, write_json
 
-FORMAT = 2
+FORMAT = 3
 """Of config, log, snapshots and tape: one higher when a workdir of before cannot be
 read, or when `RunConfig` has other fields, whose fingerprint then differs."""
 RELEASE_S = 2.0
@@ -75,10 +75,15 @@ def find_run(config: Config, workdir: Path) -> RunFacts:
     return facts
 
 
-def read_config(workdir: Path) -> Config:
-    """Its `config.json`; ConfigError as `require_format`."""
+def read_config(workdir: Path, text: Sequence[str] | None = None) -> Config:
+    """Its `config.json`; ConfigError as `require_format`. text: paths of the run's
+    text; None = those that the run had."""
     require_format(workdir)
-    return read_config_json(workdir / "config.json")
+    config = read_config_json(workdir / "config.json")
+    if text is None:
+        return config
+    data = dataclasses.replace(config.run.data, paths=tuple(text))
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, data=data))
 
 
 def require_format(workdir: Path) -> None:
@@ -134,6 +139,12 @@ def read_summary(workdir: Path) -> dict[str, Any]:
             f"{path} holds {type(summary).__name__}, no object; restore it from a copy"
         )
     return summary
+
+
+def add_to_summary(workdir: Path, fields: Mapping[str, Any]) -> None:
+    """Adds fields to the summary of the run there, if it has ended."""
+    if summary := read_summary(workdir):
+        write_json({**summary, **fields}, workdir / "summary.json")
 
 
 def is_bucket(folder: str) -> bool:

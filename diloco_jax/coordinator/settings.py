@@ -27,6 +27,7 @@ def policy_config(
         quorum=run.sync.quorum,
         grace=run.sync.grace,
         max_staleness=run.sync.max_staleness,
+        scale_partial_merges=run.sync.partial_merges == "scaled",
         total_tokens=run.total_tokens,
         lease_s=deadlines.lease_s,
         reunion_s=deadlines.reunion_s,

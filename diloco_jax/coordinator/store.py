@@ -137,6 +137,7 @@ class Store:
         contributions: Sequence[Contribution],
         payloads: Sequence[npt.NDArray[np.uint8]],
         *,
+        share: float = 1.0,
         final: bool,
     ) -> Merged:
         """The outer step of one fragment from these deltas; changes nothing yet.
@@ -144,6 +145,7 @@ class Store:
         Args:
           contributions: in the order of the sum, by island name.
           payloads: uint8[payload_bytes] each, in the same order.
+          share: what the merged delta is multiplied by.
           final: the flush: weighted mean, learning rate 1, momentum untouched.
         """
         state, sync = self._fragments[fragment], self._run.sync
@@ -157,7 +159,7 @@ class Store:
                 self._up.decode(arrays[index], placed.piece.shape) for arrays in encoded
             ]
             rule = "mean" if final else merge.rule_for(placed.piece, sync.merge)
-            merged.append(merge.merge_deltas(deltas, weights, rule))
+            merged.append(merge.merge_deltas(deltas, weights, rule, share))
         norm = math.hypot(*(np.linalg.norm(np.asarray(m).ravel()) for m in merged))
         # The outer step donates its arguments; what is current stays readable.
         theta, outer_state = jax.tree.map(

@@ -34,7 +34,10 @@ CANCELLED = 1e-5
 
 
 def merge_deltas(
-    deltas: Sequence[ArrayLike], weights: Sequence[float], rule: MergeRule
+    deltas: Sequence[ArrayLike],
+    weights: Sequence[float],
+    rule: MergeRule,
+    share: float = 1.0,
 ) -> jax.Array:
     """The merged delta of one piece. Waits for the result under `rda`.
 
@@ -42,13 +45,14 @@ def merge_deltas(
       deltas: f32[shape] each, by island in the order of the sum.
       weights: one per delta, finite and >= 0; only their ratios matter.
       rule: see `rule_for`.
+      share: of the islands' work that these deltas hold, above 0 and at most 1.
 
     Returns:
-      f32[shape].
+      f32[shape]: `share` times the mean or RDA.
 
     Raises:
       ValueError: no deltas, not one weight per delta, weights that are negative or
-        not finite or all zero, an unknown rule.
+        not finite or all zero, an unknown rule, a share out of bounds.
     """
     total = math.fsum(weights)
     if len(deltas) != len(weights) or not deltas:
@@ -62,13 +66,15 @@ def merge_deltas(
         )
     if rule not in ("rda", "mean"):
         raise ValueError(f"no merge rule {rule!r}; choose 'rda' or 'mean'")
+    if not 0 < share <= 1:
+        raise ValueError(f"share = {share}; it must be above 0 and at most 1")
     state = init(deltas[0])
     for delta, w in zip(deltas, weights, strict=True):
         state = add(state, delta, w / total, rule)
     merged: jax.Array
-    merged, cancelled = finish(state, rule)
+    merged, cancelled = finish(state, rule, share)
     if rule == "rda" and bool(cancelled):
-        return merge_deltas(deltas, weights, "mean")
+        return merge_deltas(deltas, weights, "mean", share)
     return merged
 
 
@@ -142,16 +148,18 @@ def add(
 
 
 @functools.partial(jax.jit, static_argnames="rule")
-def finish(state: MergeState, rule: MergeRule) -> tuple[jax.Array, jax.Array]:
-    """(merged f32[shape], bool: there was no direction to give it).
+def finish(
+    state: MergeState, rule: MergeRule, share: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    """(`share` times merged f32[shape], bool: there was no direction to give it).
 
     Under `rda` the latter means that the deltas cancel or are zero, and that the
     merged value is of no use; under `mean` it is always False.
     """
     if rule == "mean":
-        return state.total / state.weight, jnp.asarray(False)
+        return state.total / state.weight * share, jnp.asarray(False)
     length = jnp.sqrt(jnp.sum(jnp.square(state.total)))
     cancelled = length <= CANCELLED * state.directed_weight
-    wanted = state.weighted_norm / state.weight
+    wanted = share * state.weighted_norm / state.weight
     factor = wanted / jnp.where(cancelled, 1.0, length)
     return state.total * factor, cancelled

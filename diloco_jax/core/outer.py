@@ -49,9 +49,15 @@ class OuterSettings:
             raise ValueError(
                 f"outer.momentum = {self.momentum}; choose 0 <= momentum < 1"
             )
-        if not self.learning_rate > 0:
+        if not 0 < self.learning_rate < math.inf:
             raise ValueError(
-                f"outer.learning_rate = {self.learning_rate}; it must be above 0"
+                f"outer.learning_rate = {self.learning_rate}; it must be above 0 and "
+                f"finite"
+            )
+        if self.warmup_merges < 0 or not 0 <= self.norm_guard < math.inf:
+            raise ValueError(
+                f"outer.warmup_merges = {self.warmup_merges}, outer.norm_guard = "
+                f"{self.norm_guard}; they must not be negative; 0 = none"
             )
 
 

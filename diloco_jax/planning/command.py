@@ -13,6 +13,7 @@ from rich.console import Console
 
 from diloco_jax.config import Config
 from diloco_jax.launch.order import slice_of
+from diloco_jax.observability.logs import setup_logging
 from diloco_jax.planning.chips import chip_of
 from diloco_jax.planning.options import PlanOptions
 from diloco_jax.planning.processes import (
@@ -29,6 +30,8 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     Raises ConfigError before anything is compiled.
     """
     options.validate()
+    # The simulated islands of `goodput` are not to speak.
+    setup_logging("ERROR")
     for name, island in config.islands.items():
         chip_of(slice_of(name, island))
     require_libtpu()

@@ -128,7 +128,7 @@ def _simulate(
     pace = pacing_seconds(sync, [m.step_seconds for m in machines.values()])
     # The fleet's time budget is so many steps: not less than some round trips.
     pace = max(pace, 20 * LATENCY_S / TIME_BUDGET_STEPS)
-    fleet = Fleet(exchange, sync.quorum, sync.grace, pace)
+    fleet = Fleet(exchange, sync, pace)
     # The same step times with and without outages.
     rngs = np.random.default_rng(0).spawn(len(machines))
     for (name, machine), rng in zip(machines.items(), rngs, strict=True):

@@ -41,7 +41,7 @@ def require_libtpu() -> None:
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
             "libtpu is not installed, and `diloco plan` compiles with it: "
-            "pip install 'diloco-jax[tpu]' (no TPU is needed)"
+            "pip install -e '.[tpu]' (no TPU is needed)"
         )
 
 

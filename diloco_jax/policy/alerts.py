@@ -6,12 +6,10 @@ import math
 
 from diloco_jax.policy import schedule
 from diloco_jax.policy.events import Alert, Contribution, Effect
-from diloco_jax.policy.state import Fragment, PolicyConfig, State
+from diloco_jax.policy.state import MISSED_MERGES, Fragment, PolicyConfig, State
 
 SOLO_MERGES = 3
 """Merges of one fragment in a row by one of several live islands."""
-MISSED_MERGES = 10
-"""Merges of one fragment in a row that a live island was not part of."""
 WATCHED_MERGES = (10, 100, 1000)
 """Merges of a fragment after which it is looked at how many islands were in them."""
 ALIKE = 1.5
@@ -49,30 +47,36 @@ def after_merge(
 
 
 def in_turns(config: PolicyConfig, state: State, fragment: Fragment) -> list[Effect]:
-    """Tells of islands of about one speed that are merged a few at a time.
+    """Tells of islands of about the pacing one's speed that are seldom merged.
 
     The first fragment speaks for all: they are about equally large.
     """
     if fragment.index != 0 or fragment.merges not in WATCHED_MERGES:
         return []
     pace = schedule.pacing_step_seconds(config, state)
-    alike = [
-        fragment.accounts[name]
-        for name, island in state.islands.items()
+    alike = {
+        name: fragment.accounts[name]
+        for name, island in sorted(state.islands.items())
         if island.counted and 0 < island.step_seconds <= ALIKE * pace
-    ]
-    could = sum(account.merges_alive for account in alike)
-    were = sum(account.merges_in for account in alike)
-    if len(alike) < 2 or were >= MOST_MERGES * could:
+    }
+    seldom = {
+        name: account
+        for name, account in alike.items()
+        if account.merges_in < MOST_MERGES * account.merges_alive
+    }
+    if len(alike) < 2 or not seldom:
         return []
+    could = sum(account.merges_alive for account in seldom.values())
+    were = sum(account.merges_in for account in seldom.values())
     spent = fragment.quorum_seconds + fragment.merge_seconds + fragment.transfer_seconds
     wanted = max(math.ceil(2 * spent / pace), config.overlap_steps + 1)
     remedy = f"raise sync.overlap_steps from {config.overlap_steps} to {wanted}"
     if not config.grace:
         remedy = "raise sync.grace from 0"
     text = (
-        f"{len(alike)} islands of about one speed were in {were / could:.0%} of the "
-        f"merges since they joined: they are merged in turns, and learn worse for it. "
+        f"of {len(alike)} islands of about one speed, {', '.join(seldom)} were in "
+        f"{were / could:.0%} of the merges since they joined: they are merged in turns "
+        f"with the others, and learn worse for it. "
         f"Quorum, merging and sending take {spent:.3g} s of an overlap of "
         f"{config.overlap_steps} steps of {pace:.3g} s, and what is left is too short "
         f"to wait for the others; {remedy}"

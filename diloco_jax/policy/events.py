@@ -308,12 +308,14 @@ class Contribution:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Merge:
-    """Merge these deltas, in this order, into `version` of the fragment. `final`:
-    as the flush does it (weighted mean, learning rate 1, momentum untouched)."""
+    """Merge these deltas, in this order, into `version` of the fragment. `share`: what
+    the merged delta is multiplied by; `final`: as the flush does it (weighted mean,
+    learning rate 1, momentum untouched)."""
 
     fragment: int
     version: Version
     contributions: tuple[Contribution, ...]
+    share: float
     final: bool
 
 

@@ -10,6 +10,7 @@ but for the flush at the end.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 from diloco_jax.policy import ledger, takes
@@ -23,6 +24,7 @@ from diloco_jax.policy.events import (
     Verdict,
 )
 from diloco_jax.policy.state import (
+    MISSED_MERGES,
     Fragment,
     PolicyConfig,
     Take,
@@ -84,22 +86,38 @@ def open_tick(
     return fragment, effects + asks
 
 
-def skip_tick(fragment: Fragment, tick: int) -> Effect:
-    """What the tape says when a tick finds its fragment still open."""
-    return _skipped(fragment, tick, fragment.phase)
+def busy_tick(fragment: Fragment, tick: int, live: tuple[str, ...]) -> Step:
+    """A tick finds its fragment busy. If it is open, and has been for a cycle, whoever
+    has no outstanding take is asked too, and what became ready meanwhile counts: it
+    must not hang on one island that lives and does not deliver."""
+    note = _skipped(fragment, tick, fragment.phase)
+    if fragment.phase != "open":
+        return fragment, [note]
+    takes_of = {name: fragment.accounts[name].take for name in live}
+    fresh = tuple(name for name, take in takes_of.items() if take is None)
+    more = tuple(
+        name
+        for name, take in takes_of.items()
+        if name not in fragment.asked and (take is None or take.ready)
+    )
+    fragment = replace(fragment, asked=(*fragment.asked, *more))
+    fragment, asks = ask(fragment, fresh, tick)
+    return fragment, [note, *asks]
 
 
 def settle(
     config: PolicyConfig,
     fragment: Fragment,
     is_live: Callable[[str], bool],
+    token_rate: Callable[[str], float],
     step_seconds: Callable[[], float],
     now: float,
     *,
     hurry: bool = False,
 ) -> Step:
-    """Closes an open fragment if it is time. `step_seconds`: of the pacing island,
-    asked when there is quorum; `hurry`: the flush's deadline has passed."""
+    """Closes an open fragment if it is time. `token_rate`: tokens per second of an
+    island; `step_seconds`: of the pacing one, asked when there is quorum; `hurry`: the
+    flush's deadline has passed."""
     if fragment.phase != "open":
         return fragment, []
     quorum = 1 if fragment.final else config.quorum
@@ -127,7 +145,7 @@ def settle(
             return fragment, []
         return _extend(config, fragment, is_live, in_sight, hurry=hurry)
     if fragment.quorum_at is None:
-        seconds = averaged(fragment.quorum_seconds, now - fragment.opened_at)
+        seconds = averaged(fragment.quorum_seconds, now - _first_take(fragment))
         closes_at = now + grace_seconds(config, fragment, seconds, step_seconds())
         fragment = replace(
             fragment, quorum_at=now, quorum_seconds=seconds, closes_at=closes_at
@@ -135,16 +153,28 @@ def settle(
         patient = not hurry and (fragment.final or now < closes_at)
         if patient and next(awaited, None) is not None:
             return fragment, []
-    return _close(fragment, now)
+    return _close(config, fragment, is_live, token_rate, now)
 
 
 def grace_seconds(
     config: PolicyConfig, fragment: Fragment, quorum_s: float, step_seconds: float
 ) -> float:
-    """gamma * slack; slack is what the overlap leaves after quorum, merge and both
-    ways of the transfer, never negative."""
+    """gamma * slack; slack is what quorum, merge and both ways of the transfer leave of
+    the overlap, which begins with the first take; never negative."""
     spent = quorum_s + fragment.merge_seconds + fragment.transfer_seconds
     return config.grace * max(0.0, config.overlap_steps * step_seconds - spent)
+
+
+def _first_take(fragment: Fragment) -> float:
+    """When the overlap began of those that were asked as it opened. Islands of several
+    hosts take some steps after they are asked."""
+    takes = (fragment.accounts[name].take for name in fragment.asked)
+    began = [
+        take.taken_at
+        for take in takes
+        if take is not None and take.tick >= fragment.tick and take.end is not None
+    ]
+    return min(began, default=fragment.opened_at)
 
 
 def computed(
@@ -217,23 +247,63 @@ def _extend(
     return ask(fragment, fresh, fragment.tick)
 
 
-def _close(fragment: Fragment, now: float) -> Step:
+def _close(
+    config: PolicyConfig,
+    fragment: Fragment,
+    is_live: Callable[[str], bool],
+    token_rate: Callable[[str], float],
+    now: float,
+) -> Step:
     contributions = list(fragment.left_behind)
     for name, account in fragment.accounts.items():
         take = account.take
         if take is not None and take.ready:
             contributions.append(takes.contribution(name, account, take))
     merging = tuple(sorted(contributions, key=_order))
+    share = 1.0
+    if config.scale_partial_merges and not fragment.final:
+        share = _share(fragment, merging, is_live, token_rate)
     fragment = replace(
-        fragment, phase="merging", merging=merging, left_behind=(), closed_at=now
+        fragment,
+        phase="merging",
+        merging=merging,
+        merging_share=share,
+        left_behind=(),
+        closed_at=now,
     )
     merge = Merge(
         fragment=fragment.index,
         version=fragment.version.next(),
         contributions=merging,
+        share=share,
         final=fragment.final,
     )
     return fragment, [merge]
+
+
+def _share(
+    fragment: Fragment,
+    merging: tuple[Contribution, ...],
+    is_live: Callable[[str], bool],
+    token_rate: Callable[[str], float],
+) -> float:
+    """Of the tokens per second of those that are in the merge, and of the live islands
+    whose deltas are for a later one.
+
+    A merge in which half of them are would else go as far as one of all: islands that
+    are merged in turns would move the parameters twice as fast as they learn.
+    """
+    present = {contribution.island for contribution in merging}
+    absent = (
+        name
+        for name, account in fragment.accounts.items()
+        if name not in present
+        and account.missed_merges < MISSED_MERGES
+        and is_live(name)
+    )
+    inside = math.fsum(map(token_rate, present))
+    outside = math.fsum(map(token_rate, absent))
+    return inside / (inside + outside) if inside else 1.0
 
 
 def _order(contribution: Contribution) -> tuple[str, int]:

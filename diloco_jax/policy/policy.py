@@ -226,6 +226,7 @@ def _computed(
     if fragment.phase != "merging" or event.version != fragment.version.next():
         return state, []
     contributions, tick = fragment.merging, fragment.tick
+    share = fragment.merging_share
     fragment, verdicts, effects = fragments.computed(
         config, fragment, _counted(state), now
     )
@@ -237,6 +238,7 @@ def _computed(
         "tick": tick,
         "final": fragment.final,
         "contributions": [c.line() for c in contributions],
+        "share": share,
         "verdicts": {name: list(v) for name, v in verdicts.items()},
         "digest": event.digest,
     }
@@ -267,12 +269,11 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
         state, reserved = schedule.advance(config, state)
         effects += reserved
         fragment = state.fragments[schedule.fragment_of(config, state.tick)]
-        if fragment.phase != "idle":
-            effects.append(fragments.skip_tick(fragment, state.tick))
-            continue
-        fragment, found = fragments.open_tick(
-            config, fragment, state.tick, _counted(state), now
-        )
+        tick, counted = state.tick, _counted(state)
+        if fragment.phase == "idle":
+            fragment, found = fragments.open_tick(config, fragment, tick, counted, now)
+        else:
+            fragment, found = fragments.busy_tick(fragment, tick, counted)
         state = with_fragment(state, fragment)
         effects += found
     late = now >= state.deadline
@@ -297,6 +298,9 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
     def is_live(name: str) -> bool:
         return islands[name].counted if running else islands[name].answers
 
+    def token_rate(name: str) -> float:
+        return islands[name].tokens_per_second
+
     hurry = state.phase == "flushing" and now >= state.deadline
     for fragment in moving:
         was_open = fragment.phase == "open"
@@ -305,7 +309,7 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
             effects += found
             fragment = state.fragments[fragment.index]
         fragment, found = fragments.settle(
-            config, fragment, is_live, pacing, now, hurry=hurry
+            config, fragment, is_live, token_rate, pacing, now, hurry=hurry
         )
         if fragment is not state.fragments[fragment.index]:
             state = with_fragment(state, fragment)

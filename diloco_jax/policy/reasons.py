@@ -29,3 +29,5 @@ LossReason = EndReason | RefusalReason | Literal["coordinator", "overwritten"]
 STALE: Final = "stale"
 # It leaves the local value unusable.
 NON_FINITE: Final = "non_finite"
+# Reopened, it would overlap again.
+OVERLAP: Final = "overlap"

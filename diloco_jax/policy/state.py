@@ -25,6 +25,9 @@ FIRST_LEASE_STEPS = 64
 """Steps' worth of data granted before an island's speed is known."""
 
 
+MISSED_MERGES = 10
+"""Merges of one fragment in a row without a live island, after which nobody counts on
+its next delta."""
 AVERAGE_KEPT = 0.8
 """Share of a running average that one new value leaves standing."""
 
@@ -42,6 +45,7 @@ class PolicyConfig:
     quorum: int
     grace: float
     max_staleness: int
+    scale_partial_merges: bool
     total_tokens: int
     lease_s: float
     reunion_s: float
@@ -140,6 +144,8 @@ class Fragment:
     closes_at: float | None = None
     closed_at: float = 0.0
     merging: tuple[Contribution, ...] = ()
+    merging_share: float = 1.0
+    """Of all tokens per second that is in the merge."""
     left_behind: tuple[Contribution, ...] = ()
     """Deltas of incarnations that said goodbye, for the next merge; one per island."""
     accounts: dict[str, Account] = dataclasses.field(default_factory=dict)
@@ -187,6 +193,11 @@ class Island:
     def computed_tokens(self) -> int:
         """Tokens of all incarnations' reported steps."""
         return self.tokens_before + self.steps * self.tokens_per_step
+
+    @property
+    def tokens_per_second(self) -> float:
+        """0 as long as its speed is not known."""
+        return self.tokens_per_step / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def answers(self) -> bool:

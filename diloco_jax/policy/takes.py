@@ -18,7 +18,7 @@ from diloco_jax.policy.events import (
     Verdict,
     Version,
 )
-from diloco_jax.policy.reasons import STALE, Refusal, RefusalReason
+from diloco_jax.policy.reasons import OVERLAP, STALE, Refusal, RefusalReason
 from diloco_jax.policy.state import (
     Account,
     Fragment,
@@ -78,7 +78,7 @@ def known(
     account = replace(account, start=start, take=take)
     fragment = with_account(fragment, name, account)
     if held.start < start:
-        return refuse(fragment, name, "overlap")
+        return refuse(fragment, name, OVERLAP)
     if take.end == take.start:
         return refuse(fragment, name, "empty")
     return refuse_if_stale(config, fragment, name)

@@ -202,6 +202,7 @@ class StoreMerging:
                 ]
                 for c in merge.contributions
             ],
+            share=merge.share,
             final=merge.final,
         )
         self._computed[merge.fragment] = merge, merged

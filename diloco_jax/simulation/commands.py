@@ -15,6 +15,7 @@ from rich.table import Table
 
 from diloco_jax.config import ConfigError, suggest
 from diloco_jax.loading import numbers
+from diloco_jax.observability.logs import setup_logging
 from diloco_jax.simulation.progress import Progress
 
 ConfigT = TypeVar("ConfigT")
@@ -32,6 +33,8 @@ def simulate_command(arguments: Sequence[str]) -> int:
             f"no simulation {kind!r}{suggest(kind, list(KINDS))}; there are "
             f"{', '.join(KINDS)}"
         )
+    # What simulated islands would say is no news: there are many, and it is counted.
+    setup_logging("ERROR")
     return KINDS[kind][0](arguments[1:])
 
 

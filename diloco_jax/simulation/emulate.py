@@ -239,6 +239,7 @@ class _Emulator:
                 merge.version.number,
                 merge.final,
                 [parts.get(name, 0) for name in self._attendance.diaries],
+                merge.share,
                 merged.norm,
                 merged.digest,
             )

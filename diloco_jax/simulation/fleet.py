@@ -102,6 +102,7 @@ class _Member:
 class Fleet:
     """Islands and their coordinator.
 
+    sync: of the run; cycle, fragments and overlap as in `exchange`.
     step_seconds: of a usual step; the time budget follows from it.
     total_tokens: at which the run ends by itself.
     """
@@ -109,13 +110,12 @@ class Fleet:
     def __init__(
         self,
         exchange: Exchange,
-        quorum: int,
-        grace: float,
+        sync: SyncConfig,
         step_seconds: float,
         total_tokens: int = ENDLESS_TOKENS,
     ) -> None:
         run = RunConfig(
-            sync=exchange.sync(quorum, grace),
+            sync=sync,
             sequence_length=TOKENS_PER_STEP,
             total_tokens=total_tokens,
         )
@@ -123,13 +123,15 @@ class Fleet:
         placement = Placement(time_budget_s=budget_s, outage_budget_s=budget_s)
         sizes = exchange.fragment_sizes()
         self._config = policy_config(run, placement, "simulation", sizes)
-        self._bytes_up = tuple(Codec(exchange.codec).tile_bytes(size) for size in sizes)
-        full = tuple(Codec("f32").tile_bytes(size) for size in sizes)
+        self._bytes_up, bytes_down, full = (
+            tuple(Codec(codec).tile_bytes(size) for size in sizes)
+            for codec in (sync.codec_up, sync.codec_down, "f32")
+        )
         bytes_per_s = exchange.link_gbit_per_s * 1e9 / 8
         self._world = World(
             run,
             self._config,
-            NoArrays(bytes_down=self._bytes_up, bytes_full=full),
+            NoArrays(bytes_down=bytes_down, bytes_full=full),
             report_s=budget_s / 2,
             line_speed=LineSpeed(
                 latency_s=exchange.latency_seconds,

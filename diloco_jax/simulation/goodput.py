@@ -156,7 +156,8 @@ def simulate_goodput(
 def _decoupled(
     config: GoodputConfig, rng: np.random.Generator, progress: Progress
 ) -> GoodputSample:
-    fleet = Fleet(config.exchange, config.quorum, config.grace, config.step_seconds)
+    sync = config.exchange.sync(config.quorum, config.grace)
+    fleet = Fleet(config.exchange, sync, config.step_seconds)
     chips = config.chips / config.islands
     for name, own in zip(range(config.islands), rng.spawn(config.islands), strict=True):
         failing, varying = own.spawn(2)

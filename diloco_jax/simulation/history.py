@@ -28,8 +28,9 @@ class History:
 
     islands: names, in the order of the columns of matrices.
     merges: time, tokens (of the run, not lost, as far as reported), fragment, version,
-      final (of the flush), contributions (tokens by island, 0 = not in it), norm (of
-      the merged delta), digest (of Theta's fragment).
+      final (of the flush), contributions (tokens by island, 0 = not in it), share (of
+      all tokens per second that is in it), norm (of the merged delta), digest (of
+      Theta's fragment).
     steps: island, incarnation, step, began, time (its end), loss (nats per token),
       learning_rate. Completed ones only.
     takes: island, incarnation, fragment, time, arrived (NaN = never).
@@ -145,7 +146,7 @@ class Diary:
 
 MERGE_COLUMNS = (
     *("time", "tokens", "fragment", "version", "final"),
-    *("contributions", "norm", "digest"),
+    *("contributions", "share", "norm", "digest"),
 )
 
 

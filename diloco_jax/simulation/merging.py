@@ -40,7 +40,7 @@ class Merging(Protocol):
 class NoArrays:
     """Merges without arrays; only versions and bytes.
 
-    bytes_up, bytes_down: of an encoded delta and publish, by fragment.
+    bytes_down: of an encoded publish, by fragment.
     bytes_full: of an anchor in full, by fragment.
     """
 

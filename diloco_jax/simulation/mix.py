@@ -118,7 +118,8 @@ def _decoupled(
     published: float | None,
     progress: Progress,
 ) -> MixRow:
-    fleet = Fleet(config.exchange, quorum, grace, config.step_seconds)
+    sync = config.exchange.sync(quorum, grace)
+    fleet = Fleet(config.exchange, sync, config.step_seconds)
     means = config.mean_step_seconds()
     rngs = np.random.default_rng(config.seed).spawn(len(means))
     for (island, mean), rng in zip(means.items(), rngs, strict=True):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.roster import Roster
+from diloco_jax.deadlines import Deadlines
 from diloco_jax.observability.tape import TapeError, read_tape
 from diloco_jax.policy.events import Version
 from diloco_jax.simulation.recording import check_origin, refuse_term
@@ -216,7 +217,7 @@ class _Reader:
                 )
                 self.lives.setdefault(name, []).append(life)
             case "absent":
-                lease_s = self._config.placement.time_budget_s
+                lease_s = Deadlines(self._config.placement.time_budget_s).lease_s
                 silent_s = lease_s if record["why"] == "silent" else 0.0
                 self._life(record).lost_at = at - silent_s
             case "left":

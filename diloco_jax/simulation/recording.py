@@ -54,6 +54,7 @@ class RecordedMerge:
     version: Version
     final: bool
     contributions: tuple[Contribution, ...]
+    share: float
     digest: str
 
 

@@ -181,6 +181,7 @@ class Replay(contextlib.ExitStack):
                 merge.version,
                 merge.contributions,
                 payloads,
+                share=merge.share,
                 final=merge.final,
             )
             yield merge, merged.digest

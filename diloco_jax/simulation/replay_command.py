@@ -11,6 +11,7 @@ from pathlib import Path
 
 from diloco_jax.config import ConfigError
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
+from diloco_jax.loading import add_text_option
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.simulation.replay_tape import read_recording
@@ -51,13 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--until", type=int, metavar="MERGE", help="the last merge to repeat, from 1"
     )
-    parser.add_argument(
-        "--data.paths",
-        nargs="+",
-        metavar="PATH",
-        dest="paths",
-        help="the run's text, if it is not where the run had it",
-    )
+    add_text_option(parser)
     parser.add_argument(
         "--save",
         type=Path,

@@ -28,6 +28,8 @@ from diloco_jax.simulation.recording import Environment, Who, environment_like
 STDERR = 2
 ENDS_WITHIN_S = 10.0
 """A process whose pipe is broken has ended, or is about to."""
+ANSWERS_WITHIN_S = 3600.0
+"""A delta may be many steps away, and the first one waits for the compiler."""
 
 
 class WorkerError(RuntimeError):
@@ -139,7 +141,11 @@ class Worker:
         for process in self._processes:
             if kind is not None:
                 process.child.kill()
-            process.child.wait()
+            try:
+                process.child.wait(ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                process.child.kill()
+                process.child.wait()
 
     def send(self, command: AnyCommand) -> None:
         """Returns before it is carried out. Raises WorkerError."""
@@ -158,10 +164,13 @@ class Worker:
             raise self._ended() from error
 
     def _answer(self) -> bytes:
+        connection = self._processes[0].connection
         try:
-            return self._processes[0].connection.recv_bytes()
+            if connection.poll(ANSWERS_WITHIN_S):
+                return connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise self._ended() from error
+        raise self._ended()
 
     def _ended(self) -> WorkerError:
         codes = []

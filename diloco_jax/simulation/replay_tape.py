@@ -6,7 +6,6 @@ contradict each other, and a tape that ends early.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,11 +42,7 @@ def read_recording(
       ConfigError: they are not of one run, or not of this version.
       TapeError: names the first line that is altered, missing or out of order.
     """
-    config = read_config(workdir)
-    if text is not None:
-        data = dataclasses.replace(config.run.data, paths=tuple(text))
-        run = dataclasses.replace(config.run, data=data)
-        config = dataclasses.replace(config, run=run)
+    config = read_config(workdir, text)
     path = workdir / "tape.jsonl"
     if not path.is_file():
         raise ConfigError(f"{workdir} has no tape.jsonl; give the workdir of a run")
@@ -199,6 +194,7 @@ class _Reader:
                 Contribution(**{**part, "base": Version(*part["base"])})
                 for part in record["contributions"]
             ),
+            share=record["share"],
             digest=record["digest"],
         )
         self._merges.append(merge)

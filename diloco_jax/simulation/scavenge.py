@@ -125,9 +125,8 @@ def _training_seconds(config: ScavengeConfig, extra: float) -> float:
     """Until everything is merged."""
     each = round(config.hours * 3600 / config.step_seconds)
     tokens = config.islands * each * TOKENS_PER_STEP
-    fleet = Fleet(
-        config.exchange, config.quorum, config.grace, config.step_seconds, tokens
-    )
+    sync = config.exchange.sync(config.quorum, config.grace)
+    fleet = Fleet(config.exchange, sync, config.step_seconds, tokens)
     chance = np.random.default_rng(config.seed)
 
     def join(name: str) -> None:

@@ -50,6 +50,16 @@ def merge_once(store, fragment, version, seeds=(1, 2), final=False):
     return merged
 
 
+def test_a_merge_goes_as_far_as_the_share_that_is_in_it(store):
+    payload, _ = encoded_delta(store, 0, 1)
+    parts = [contribution("a", 100)]
+    whole, half = (
+        store.merge(0, Version(1, 1), parts, [payload], share=share, final=False)
+        for share in (1.0, 0.5)
+    )
+    assert half.norm == pytest.approx(whole.norm / 2)
+
+
 def test_a_merge_is_the_oracles_bit_for_bit(store, run, params):
     pieces = store.plan.fragments[0]
     given = to_pieces(store.plan, params)

@@ -90,6 +90,23 @@ def test_equal_deltas_merge_to_themselves(rule: MergeRule) -> None:
     assert distance(merge_deltas([delta] * 3, [1, 5, 2], rule), delta) < 1e-6
 
 
+@given(st.integers(0, 1000), weights_of, st.floats(0.01, 1.0), rules)
+@few
+def test_a_share_of_the_work_goes_as_far_as_its_share(
+    seed: int, weights: list[float], share: float, rule: MergeRule
+) -> None:
+    deltas = deltas_of(seed, len(weights))
+    whole = np.asarray(merge_deltas(deltas, weights, rule))
+    assert distance(merge_deltas(deltas, weights, rule, share), share * whole) < 1e-6
+    np.testing.assert_array_equal(merge_deltas(deltas, weights, rule, 1.0), whole)
+
+
+def test_so_it_does_where_directions_cancel() -> None:
+    (delta,) = deltas_of(0, 1)
+    merged = merge_deltas([delta, -3 * delta], [1, 1], "rda", 0.5)
+    assert distance(merged, -0.5 * delta) < 1e-6
+
+
 def test_orthogonal_deltas_keep_their_length_under_rda_only() -> None:
     deltas = [np.eye(4, dtype=np.float32)[i : i + 1] for i in range(4)]
     lengths = {
@@ -144,6 +161,9 @@ def test_unfit_weights_are_refused(
         merge_deltas(deltas_of(0, deltas), weights, "rda")
     with pytest.raises(ValueError, match="no merge rule 'median'"):
         merge_deltas(deltas_of(0, 1), [1.0], "median")
+    for share in (0.0, -0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="share"):
+            merge_deltas(deltas_of(0, 1), [1.0], "mean", share)
 
 
 def test_weightings() -> None:

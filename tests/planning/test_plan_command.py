@@ -94,7 +94,7 @@ def test_tpus_of_this_machine_are_left_alone(plan, monkeypatch):
 def test_without_libtpu_it_says_how_to_get_it(plan, capsys):
     code, asked = plan(CONFIG, libtpu=False)
     assert (code, asked) == (2, [])
-    assert "pip install 'diloco-jax[tpu]'" in capsys.readouterr().err
+    assert "pip install -e '.[tpu]'" in capsys.readouterr().err
 
 
 def test_json_is_all_of_it_on_standard_output(plan, capsys):

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.tpu_compile,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,
-        reason="needs libtpu: pip install 'diloco-jax[tpu]'",
+        reason="needs libtpu: pip install -e '.[tpu]'",
     ),
 ]
 

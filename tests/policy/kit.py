@@ -52,6 +52,7 @@ def make_config(**changes: Any) -> PolicyConfig:
         "quorum": 1,
         "grace": 0.0,
         "max_staleness": 1,
+        "scale_partial_merges": True,
         "total_tokens": NEVER,
         "lease_s": 100.0,
         "reunion_s": 0.0,

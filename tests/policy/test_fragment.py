@@ -55,14 +55,101 @@ def grace_driver() -> Driver:
     return d
 
 
+def sent(d: Driver, name: str, *, seconds: float) -> None:
+    """A delta of fragment 0 that is so long on its way."""
+    d.take(name, 0, d.state.islands[name].steps, arrive=False)
+    d.now += seconds
+    d.arrive(name, 0)
+
+
 def test_the_grace_window_closes_by_time() -> None:
     d = grace_driver()
-    d.now += 1
-    assert of(d.take("a", 0, 2), Merge) == []
-    # 10 steps of 1 s, of which quorum took 1 s, and the transfer none so far.
-    assert policy.next_deadline(d.state, d.now) == pytest.approx(d.now + 9)
-    assert of(d.wait(8.9), Merge) == []
+    sent(d, "a", seconds=1)
+    # 10 steps of 1 s, of which quorum took 1 s; the way down takes as long as that up.
+    assert policy.next_deadline(d.state, d.now) == pytest.approx(d.now + 8)
+    assert of(d.wait(7.9), Merge) == []
     assert merged_islands(only(d.wait(0.2), Merge)) == ["a"]
+
+
+def test_the_overlap_begins_with_the_first_take_and_not_as_it_is_asked_for() -> None:
+    """Islands of several hosts act two boundaries later: that is no part of tau."""
+    d = grace_driver()
+    d.now += 4
+    d.take("b", 0, 2, arrive=False)
+    d.now += 1
+    d.take("a", 0, 2, arrive=False)
+    d.now += 2
+    d.arrive("a", 0)
+    # Quorum came 3 s after the first take; of 10, the transfer of a's takes 2 more.
+    assert d.fragment(0).closes_at == pytest.approx(d.now + 10 - 3 - 2)
+
+
+def test_an_older_take_that_counts_does_not_begin_the_overlap() -> None:
+    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b", "c")
+    for name in "abc":
+        d.report(name, 2)
+    d.take("a", 0, 2)
+    d.take("b", 0, 2)
+    d.take("c", 0, 2)  # It is late, and counts when too few can be asked.
+    d.computed(0)
+    d.goodbye("b")
+    d.now += 50
+    d.report("c", 4)
+    assert asked(d.report("a", 4)) == {0: ["a"]}
+    d.take("a", 0, 4, arrive=False)
+    d.now += 1
+    assert merged_islands(only(d.arrive("a", 0), Merge)) == ["a", "c"]
+    assert d.fragment(0).quorum_seconds == pytest.approx(1)
+
+
+def unheard_driver(**changes: object) -> Driver:
+    """One fragment, open for b's delta, which b says is taken and never comes."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, **changes)
+    d.join("a", "b", "c")
+    d.disconnect("c")
+    return d
+
+
+def test_a_cycle_later_what_is_pending_counts_beside_who_does_not_deliver() -> None:
+    d = unheard_driver()
+    d.report("a", 2)
+    d.take("b", 0, 2)  # It alone is merged; a's delta is late.
+    d.take("a", 0, 2)
+    d.computed(0)
+    assert asked(d.report("a", 4)) == {0: ["b"]}
+    assert of(d.take("b", 0, 4, arrive=False), Merge) == []
+    assert of(d.wait(50), Merge) == []
+    d.now += 10
+    merge = only(d.report("a", 6), Merge)
+    assert [(c.island, c.start, c.end) for c in merge.contributions] == [("a", 0, 2)]
+    d.computed(0)
+    assert d.account("b", 0).take is not None
+
+
+def test_a_cycle_later_who_came_back_is_asked_too() -> None:
+    d = unheard_driver(quorum=2)
+    d.report("a", 2)
+    assert asked(d.report("b", 2)) == {0: ["a", "b"]}
+    d.take("a", 0, 2)
+    d.take("b", 0, 2, arrive=False)
+    d.hello("c")
+    d.report("c", 2)
+    assert asked(d.report("a", 4)) == {0: ["c"]}
+    merge = only(d.take("c", 0, 2), Merge)
+    assert merged_islands(merge) == ["a", "c"]
+
+
+def test_a_tick_changes_nothing_of_a_merge_under_way() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("a", 2)
+    only(d.take("a", 0, 2), Merge)
+    before = d.state.fragments[0]
+    effects = d.report("a", 4)
+    assert notes(effects, "skipped")[0]["why"] == "merging"
+    assert of(effects, AskTake) == []
+    assert d.state.fragments[0] is before
 
 
 def test_the_grace_window_closes_early_when_all_have_answered() -> None:
@@ -82,26 +169,26 @@ def test_the_grace_window_does_not_wait_for_those_who_left() -> None:
 
 def test_the_grace_window_is_what_quorum_and_merge_leave_of_the_overlap() -> None:
     d = grace_driver()
-    d.now += 2
-    d.take("a", 0, 2)
+    sent(d, "a", seconds=2)
     closes_at = d.fragment(0).closes_at
-    assert closes_at == pytest.approx(d.now + 8)
-    d.wait(8)
+    assert closes_at == pytest.approx(d.now + 10 - 2 - 2)
+    d.wait(6)
     d.now += 3
     d.computed(0)
     d.report("a", 4)
     assert asked(d.report("a", 6)) == {0: ["a"]}
     d.take("a", 0, 6)
     # Averages: 80 % of what was, 20 % of what is; the merge took 3 s.
-    assert d.fragment(0).closes_at == pytest.approx(d.now + 10 - 1.6 - 3)
+    assert d.fragment(0).closes_at == pytest.approx(d.now + 10 - 1.6 - 1.6 - 3)
 
 
 def test_without_slack_there_is_no_grace() -> None:
     d = Driver(grace=1.0, overlap_steps=1)
     d.join("a", "b")
     d.report("a", 2)
+    d.take("a", 0, 2, arrive=False)
     d.now += 5
-    assert merged_islands(only(d.take("a", 0, 2), Merge)) == ["a"]
+    assert merged_islands(only(d.arrive("a", 0), Merge)) == ["a"]
 
 
 def test_a_late_delta_is_pending_and_enters_the_next_merge() -> None:

@@ -186,7 +186,7 @@ def test_reopened_steps_are_in_the_next_delta() -> None:
     d.take("b", 0, 4)
     d.computed(0)
     d.take("a", 0, 6, start=0)
-    assert asked(d.report("a", 8))
+    assert asked(d.report("b", 8)) == {0: ["b"]}
     merge = only(d.take("b", 0, 8), Merge)
     assert [(c.island, c.start, c.end) for c in merge.contributions] == [
         ("a", 0, 6),
@@ -244,6 +244,14 @@ def test_steps_that_are_settled_are_refused_as_overlap() -> None:
     effects = d.take("a", 0, 4, start=1)
     assert only(effects, TellVerdict).reason == "overlap"
     assert of(effects, Merge) == []
+    # The island goes back to the anchor; what comes then is whole.
+    d.report("a", 5, answer(d, "reset", 5))
+    assert d.totals("a").lost == {"overlap": 20}
+    d.report("a", 6)
+    assert only(d.take("a", 0, 6, start=5), Merge)
+    d.computed(0)
+    totals = d.totals("a")
+    assert (totals.merged, totals.lost) == (30, {"overlap": 20, "overwritten": 10})
 
 
 def test_a_take_that_was_asked_for_before_a_crash_is_sent_again() -> None:

@@ -7,6 +7,11 @@ import pytest
 from oracle_support import expected_history
 from runtime_support import make_config, run_scripted
 
+from diloco_jax import load_params
+from diloco_jax.core.fragments import digest_arrays, get_piece
+from diloco_jax.models.build import build
+from diloco_jax.models.plan import build_plan
+
 pytestmark = pytest.mark.dist
 
 CYCLES = 3
@@ -42,3 +47,11 @@ def test_the_runtime_gives_the_oracles_bits(sync, text, tmp_path):
         assert (merge["tick"], merge["fragment"]) == (wanted.tick, wanted.fragment)
         assert [c["island"] for c in merge["contributions"]] == ["a", "b"]
         assert merge["digest"] == wanted.digest, f"tick {wanted.tick} differs"
+
+    # And what is loaded from its last snapshot is what the last merges made.
+    newest = {r["fragment"]: r["digest"] for r in tape if r["kind"] == "merged"}
+    params = load_params(tmp_path)
+    plan = build_plan(config.run, build(config.run))
+    for fragment, pieces in enumerate(plan.fragments):
+        arrays = [get_piece(params, piece) for piece in pieces]
+        assert digest_arrays(arrays) == newest[fragment]

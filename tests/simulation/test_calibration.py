@@ -83,11 +83,16 @@ def test_kills_are_part_of_what_is_predicted(calibration):
     assert goodput == pytest.approx(undisturbed, abs=0.01)
 
 
-def test_merges_wait_until_a_coordinator_has_compiled(workdir, calibration):
-    timeline = read_timeline(workdir)
+def test_merges_wait_until_a_coordinator_has_compiled(tmp_path):
+    # Longer than the first merge waits for islands.
+    recompiled_s = 4.0
+    record(tmp_path / "run", recompiled_s=known(recompiled_s))
+    timeline = read_timeline(tmp_path / "run")
+    calibration = calibrate(timeline)
     (recovered,) = timeline.recoveries
     later = [m for m in timeline.merges if m.at > recovered.up_at]
-    assert later[0].at == pytest.approx(recovered.up_at + 2.5 + 0.04)
+    compiled_at = recovered.up_at + recompiled_s
+    assert later[0].at == pytest.approx(compiled_at + 0.04, rel=0, abs=0.01)
     assert later[0].seconds > 0.2, "it waited"
     waited = sum(merge.seconds > 0.041 for merge in timeline.merges)
     assert calibration.merge_s.observed == len(timeline.merges) - waited
@@ -111,14 +116,18 @@ def row(calibration, what: str, *faults: str) -> float:
 
 
 def test_the_spread_of_late_lines_is_not_that_of_steps(workdir, calibration):
-    timeline = read_timeline(workdir)
-    late = np.random.default_rng(0)
-    for life in timeline.lives["a"]:
-        life.boundaries = {
-            step: at + late.exponential(0.05) for step, at in life.boundaries.items()
-        }
-    spread = np.std(calibrate(timeline).steps["a"].seconds)
-    assert spread == pytest.approx(np.std(calibration.steps["a"].seconds), rel=0.6)
+    def spread(seed: int) -> float:
+        timeline = read_timeline(workdir)
+        late = np.random.default_rng(seed)
+        for life in timeline.lives["a"]:
+            life.boundaries = {
+                step: at + late.exponential(0.05)
+                for step, at in life.boundaries.items()
+            }
+        return float(np.std(calibrate(timeline).steps["a"].seconds))
+
+    usual = np.median([spread(seed) for seed in range(12)])
+    assert usual == pytest.approx(np.std(calibration.steps["a"].seconds), rel=0.6)
 
 
 def test_a_delay_is_in_as_many_intervals_as_any_can_be():

@@ -15,7 +15,7 @@ HOUR_S = 3600.0
 
 
 def started(*lives, quorum: int = 1) -> Fleet:
-    fleet = Fleet(EXCHANGE, quorum, 0.8, 10.0)
+    fleet = Fleet(EXCHANGE, EXCHANGE.sync(quorum, 0.8), 10.0)
     for i, life in enumerate(lives):
         fleet.join(f"island-{i}", 10.0, itertools.repeat(10.0), iter(life))
     fleet.begin()
@@ -96,7 +96,9 @@ def test_an_island_that_leaves_is_provisioned_until_then():
 
 
 def test_a_run_with_a_token_budget_ends_by_itself():
-    fleet = Fleet(EXCHANGE, 1, 0.8, 10.0, total_tokens=100 * TOKENS_PER_STEP)
+    fleet = Fleet(
+        EXCHANGE, EXCHANGE.sync(1, 0.8), 10.0, total_tokens=100 * TOKENS_PER_STEP
+    )
     fleet.join("a", 10.0, itertools.repeat(10.0), undisturbed())
     fleet.begin()
     fleet.run_to(50 * TOKENS_PER_STEP)

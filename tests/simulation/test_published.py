@@ -50,6 +50,7 @@ def published():
             version=V[n],
             final=False,
             contributions=(),
+            share=1.0,
             digest="",
         )
         for n in (1, 2, 3)

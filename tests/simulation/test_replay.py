@@ -74,6 +74,7 @@ def recording(tmp_path, monkeypatch):
         version=Version(1, 1),
         final=False,
         contributions=(part,),
+        share=1.0,
         digest="",
     )
     return Recording(

@@ -42,6 +42,7 @@ def merged(fragment, number, start, end, tick, incarnation=1, base=0):
         "version": [1, number],
         "final": False,
         "contributions": [part],
+        "share": 1.0,
         "digest": f"{fragment}.{number}",
     }
 

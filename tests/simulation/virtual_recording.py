@@ -102,8 +102,11 @@ def measured(made: Config, seed: int = 1) -> dict[str, Any]:
 STANDARD = config()
 
 
-def record(workdir: Path, made: Config = STANDARD, seed: int = 1) -> dict[str, Any]:
-    """Leaves in the workdir what a run leaves there; returns its summary."""
+def record(
+    workdir: Path, made: Config = STANDARD, seed: int = 1, **true: Fitted
+) -> dict[str, Any]:
+    """Leaves in the workdir what a run leaves there; returns its summary. true: of the
+    fleet, where it is not as usual."""
     workdir.mkdir(exist_ok=True)
     tape = Tape(workdir / "tape.jsonl")
     metrics = []
@@ -141,7 +144,8 @@ def record(workdir: Path, made: Config = STANDARD, seed: int = 1) -> dict[str, A
     begun = {"fingerprint": fingerprint, "environment": environment.describe()}
     tape.append({"kind": "begun", **begun, "time": BEGUN})
     with mock.patch.object(prediction, "MortalWorld", RecordedWorld):
-        played = prediction.Prediction(truth(STANDARD), made, seed)
+        fleet = dataclasses.replace(truth(STANDARD), **true)
+        played = prediction.Prediction(fleet, made, seed)
     summary = played.summary()
     tape.close()
     write_config_json(made, workdir / "config.json")

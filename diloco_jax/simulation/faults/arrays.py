@@ -83,7 +83,9 @@ class Anchors:
             self._deltas[DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)]
             for c in merge.contributions
         ]
-        publish = digest(merge.version, merge.contributions, deltas, merge.final)
+        publish = digest(
+            merge.version, merge.contributions, deltas, merge.share, merge.final
+        )
         self._computed[merge.fragment] = publish
         return publish.hex()
 

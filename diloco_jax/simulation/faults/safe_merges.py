@@ -94,10 +94,15 @@ class DeltasExact(Invariant):
             self.hold(c["tokens"] == steps * self._tokens_per_step[who], "tokens of", c)
 
 
+def _found_open(record: dict[str, Any]) -> bool:
+    return record["kind"] == "skipped" and bool(record["why"] == "open")
+
+
 class QuorumHeld(Invariant):
     """At least K deltas of incarnations that have not ended enter a merge, and K are
-    from islands that its tick asked, if it could ask K; but for the flush, which comes
-    when the run has its tokens."""
+    from islands that its tick asked, if it could ask K and no tick of a cycle later
+    found the fragment open still; but for the flush, which comes when the run has its
+    tokens."""
 
     name = "quorum"
 
@@ -105,6 +110,8 @@ class QuorumHeld(Invariant):
         super().__init__(config)
         self._asked: dict[int, set[str]] = {}
         self._asked_first: dict[int, int] = {}
+        self._late: set[int] = set()
+        """Ticks whose fragments were open for a cycle."""
         self._stopping = False
         self._ended: set[Incarnation] = set()
 
@@ -116,6 +123,8 @@ class QuorumHeld(Invariant):
                 self._asked.setdefault(effect.tick, set()).add(effect.island)
             elif isinstance(effect, Persist) and effect.record["kind"] == "left":
                 ended.add((effect.record["island"], effect.record["incarnation"]))
+            elif isinstance(effect, Note) and _found_open(effect.record):
+                self._late.add(state.fragments[effect.record["fragment"]].tick)
         for tick in self._asked.keys() - self._asked_first.keys():
             self._asked_first[tick] = len(self._asked[tick])
         stopping = self._stopping
@@ -133,7 +142,7 @@ class QuorumHeld(Invariant):
 
     def recovered(self, state: State) -> None:
         """See Invariant."""
-        self._asked, self._asked_first = {}, {}
+        self._asked, self._asked_first, self._late = {}, {}, set()
 
     def opened(self, opened: Opened) -> None:
         """See Invariant."""
@@ -156,8 +165,9 @@ class QuorumHeld(Invariant):
             f"{len(deltas)} deltas, quorum is {quorum}:",
             merge,
         )
+        late = tick in self._late or self._asked_first.get(tick, 0) < quorum
         self.hold(
-            merge.final or answers >= quorum or self._asked_first.get(tick, 0) < quorum,
+            merge.final or late or answers >= quorum,
             f"{answers} of those that tick {tick} asked, {asked}; quorum is {quorum}:",
             merge,
         )
