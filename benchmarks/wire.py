@@ -259,7 +259,7 @@ class _Places:
     def upload_begin(self, start: messages.UploadStart) -> memoryview:
         return memoryview(self._buffer)[start.offset : start.offset + start.length]
 
-    def upload_end(self, start: messages.UploadStart) -> bool:
+    def upload_end(self, start: messages.UploadStart, place: memoryview) -> bool:
         return start.offset + start.length == start.total
 
     def upload_abort(self, start: messages.UploadStart) -> None:

@@ -234,6 +234,7 @@ class Engine:
             effect.version,
             effect.contributions,
             payloads,
+            share=effect.share,
             final=effect.final,
         )
         started = time.monotonic()
@@ -259,6 +260,7 @@ class Engine:
                         "version": effect.version.number,
                         "islands": [c.island for c in effect.contributions],
                         "tokens": sum(c.tokens for c in effect.contributions),
+                        "share": effect.share,
                         "norm": merged.norm,
                         "seconds": time.monotonic() - started,
                     }
@@ -276,10 +278,11 @@ class Engine:
         """Whether work on the merge thread succeeded; a failure ends `run`."""
         if future.cancelled():
             return False
-        self._failure = future.exception()
-        if self._failure is not None:
-            self.post(None)
-        return self._failure is None
+        if (failure := future.exception()) is None:
+            return True
+        self._failure = failure
+        self.post(None)
+        return False
 
     def _publish(self, effect: Publish) -> None:
         self._store.commit(effect.fragment, self._computed.pop(effect.fragment))

@@ -170,9 +170,9 @@ class Gatherer:
             self._arriving.add(_key(start))
         return place
 
-    def upload_end(self, start: messages.UploadStart) -> bool:
+    def upload_end(self, start: messages.UploadStart, place: memoryview) -> bool:
         """A stripe is in its place; the last one makes the anchor an event."""
-        if not self._inbox.end(_keyed(start)):
+        if not self._inbox.end(_keyed(start), place):
             return False
         assert start.version is not None
         arrived = Arrived(

@@ -1,15 +1,21 @@
 """Deltas on their way in: places for their bytes, checked before they are allocated.
 
 A delta is assembled from stripes that arrive in any order on several connections. It
-stays until the policy has merged or dropped it. The bytes of all deltas together are
-bounded: a stripe for which there is no room is answered Busy, and comes again.
+stays until the policy has merged or dropped it. An island has one delta of a fragment
+outstanding, and may leave another behind. Those that memory is not meant for wait on
+disk: no delta may keep out the one that its fragment's quorum needs. A stripe for which
+the disk has no room either is answered Busy, and comes again.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
+import os
+import tempfile
 import threading
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -33,11 +39,12 @@ class DeltaKey(NamedTuple):
 
 
 def left_behind(state: State) -> set[DeltaKey]:
-    """Deltas that stay although their islands said goodbye."""
+    """Deltas that stay although their incarnations ended: what was left behind, and
+    what is in a merge."""
     return {
         DeltaKey(delta.island, delta.incarnation, fragment.index, delta.tick)
         for fragment in state.fragments
-        for delta in fragment.left_behind
+        for delta in (*fragment.left_behind, *fragment.merging)
     }
 
 
@@ -54,8 +61,10 @@ class _Arriving:
 
 
 class _Assembly:
-    def __init__(self, layout: PayloadLayout) -> None:
-        self.buffer: npt.NDArray[np.uint8] = np.empty(layout.total_bytes, np.uint8)
+    def __init__(
+        self, layout: PayloadLayout, buffer: npt.NDArray[np.uint8], *, in_memory: bool
+    ) -> None:
+        self.buffer, self.in_memory = buffer, in_memory
         self.coverage = Coverage(layout)
         self.parts: dict[Part, _Arriving] = {}
         self.complete = False
@@ -78,10 +87,22 @@ class _Assembly:
 class Inbox:
     """All deltas that are arriving or wait for their merge."""
 
-    def __init__(self, layouts: Sequence[PayloadLayout], capacity_bytes: int) -> None:
-        """`layouts`: of an encoded delta, by fragment."""
+    def __init__(
+        self,
+        layouts: Sequence[PayloadLayout],
+        memory_bytes: int,
+        overflow: Path | None = None,
+    ) -> None:
+        """
+        Args:
+          layouts: of an encoded delta, by fragment.
+          memory_bytes: of all deltas in memory; those beyond are on disk.
+          overflow: the folder for them, whose files have no names and end with the
+            process; None: there is no more room.
+        """
         self._layouts = layouts
-        self._capacity = capacity_bytes
+        self._memory, self._overflow = memory_bytes, overflow
+        self._told = False
         self._lock = threading.Lock()
         self._deltas: dict[DeltaKey, _Assembly] = {}
 
@@ -90,7 +111,7 @@ class Inbox:
 
         Raises:
           RemoteProtocolError: sizes or tiles do not fit the fragment.
-          Busy: the bound on outstanding deltas is reached.
+          Busy: there is no room for the delta.
         """
         layout = self._layouts[start.fragment]
         try:
@@ -118,13 +139,16 @@ class Inbox:
             place = assembly.part(start.part, expected).place
         return place[start.offset : start.offset + start.length]
 
-    def end(self, start: UploadStart) -> bool:
-        """A stripe is in its place; returns True once, when the delta is complete."""
+    def end(self, start: UploadStart, place: memoryview) -> bool:
+        """A stripe is in the place that `begin` gave; returns True once, when the delta
+        is complete."""
         with self._lock:
             assembly = self._deltas.get(_key(start))
             if assembly is None or assembly.complete:
                 return False
             arriving = assembly.part(start.part, start.total)
+            if place.obj is not arriving.place.obj:
+                return False  # Of a delta that was dropped, and has come again since.
             arriving.stripes.add((start.offset, start.length))
             if not arriving.complete:
                 return False
@@ -140,15 +164,36 @@ class Inbox:
     def _assembly(self, key: DeltaKey, layout: PayloadLayout) -> _Assembly:
         assembly = self._deltas.get(key)
         if assembly is None:
-            held = sum(a.buffer.nbytes for a in self._deltas.values())
-            if held + layout.total_bytes > self._capacity:
-                raise Busy(
-                    f"{held} bytes of deltas wait for their merge and "
-                    f"{layout.total_bytes} more would exceed "
-                    f"placement.merge_buffer_bytes = {self._capacity}"
-                )
-            assembly = self._deltas[key] = _Assembly(layout)
+            # Only the newest take of a fragment is outstanding.
+            for old in [k for k in self._deltas if k[:3] == key[:3] and k < key]:
+                if not self._deltas[old].complete:
+                    del self._deltas[old]
+            nbytes = layout.total_bytes
+            held = sum(a.buffer.nbytes for a in self._deltas.values() if a.in_memory)
+            fits = held + nbytes <= self._memory
+            buffer = np.empty(nbytes, np.uint8) if fits else self._beyond(held, nbytes)
+            assembly = self._deltas[key] = _Assembly(layout, buffer, in_memory=fits)
         return assembly
+
+    def _beyond(self, held: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """A place outside of memory."""
+        full = (
+            f"{held} bytes of deltas wait for their merge, and {nbytes} more exceed "
+            f"placement.merge_buffer_bytes = {self._memory}"
+        )
+        if self._overflow is None:
+            raise Busy(full)
+        try:
+            with tempfile.TemporaryFile(dir=self._overflow) as file:
+                # A mapped file that the disk has no blocks for ends the process.
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                place = mmap.mmap(file.fileno(), nbytes)
+        except OSError as error:
+            raise Busy(f"{full}; no room in {self._overflow}: {error}") from error
+        if not self._told:
+            self._told = True
+            logger.warning("%s: what is beyond is in %s", full, self._overflow)
+        return np.frombuffer(place, np.uint8)
 
     def payload(self, key: DeltaKey) -> npt.NDArray[np.uint8]:
         """The bytes of a complete delta; KeyError if it is not here."""

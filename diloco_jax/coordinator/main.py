@@ -158,7 +158,7 @@ class Coordinator:
         self._metrics = Metrics(workdir)
         self._open.callback(self._metrics.close)
         self._roster = Roster(workdir / "roster.msgpack")
-        inbox = Inbox(self.store.layouts_up, placement.merge_buffer_bytes)
+        inbox = Inbox(self.store.layouts_up, placement.merge_buffer_bytes, workdir)
         sessions = Sessions()
         self.engine = Engine(
             self.policy_config,
@@ -207,8 +207,14 @@ class Coordinator:
         """Writes the last snapshot and the summary. Not after a failure: then only
         what was durable counts."""
         self._server.stop(self._deadlines.stop_s / 5)
-        self._snapshots.wait(self._deadlines.stop_s)
-        self._save(self._log.rotate(), self.engine.state, self.store.arrays())
+        if self._snapshots.wait(self._deadlines.stop_s):
+            self._save(self._log.rotate(), self.engine.state, self.store.arrays())
+        else:
+            logger.warning(
+                "a snapshot has not ended within %.0f s: none is written at the end, "
+                "the log has what is since the last one",
+                self._deadlines.stop_s,
+            )
         self._roster.save()
         now = time.time()
         result = summary.summary(

@@ -221,6 +221,7 @@ def _sum(past: Measures, current: Measures) -> Measures:
     newest = current if current.steps else past
     return Measures(
         steps=past.steps + current.steps,
+        skipped_steps=past.skipped_steps + current.skipped_steps,
         median_step_seconds=longer.median_step_seconds,
         max_step_gap_seconds=max(
             past.max_step_gap_seconds, current.max_step_gap_seconds

@@ -7,6 +7,7 @@ one immutable value.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -157,12 +158,17 @@ class Service:
             )
         return self._inbox.begin(start)
 
-    def upload_end(self, start: messages.UploadStart) -> bool:
+    def upload_end(self, start: messages.UploadStart, place: memoryview) -> bool:
         """A stripe is in its place; the last one makes the delta an event."""
-        if not self._inbox.end(start):
+        if not self._inbox.end(start, place):
             return False
         key = DeltaKey(start.island, start.incarnation, start.fragment, start.tick)
-        finite = self._store.is_finite(start.fragment, self._inbox.payload(key))
+        try:
+            finite = self._store.is_finite(start.fragment, self._inbox.payload(key))
+        except BaseException:
+            # Nobody knows that it is here: it has to come again.
+            self._inbox.drop(key)
+            raise
         if not finite:
             logger.warning(
                 "the delta of fragment %d, tick %d from %s, incarnation %d, has values "
@@ -268,6 +274,7 @@ class Service:
                 "learning_rate": measures.learning_rate,
                 "median_step_seconds": measures.median_step_seconds,
                 "stalled_seconds": measures.stalled_seconds,
+                "skipped_steps": measures.skipped_steps,
                 "bytes_up": measures.bytes_up,
                 "bytes_down": measures.bytes_down,
             }
@@ -275,4 +282,4 @@ class Service:
 
 
 def _number(value: float) -> float | None:
-    return value if value == value else None
+    return value if math.isfinite(value) else None

@@ -54,13 +54,13 @@ class Snapshots:
         return arrays, msgspec.convert(facts["state"], State)
 
     def save(self, number: int, state: State, arrays: dict[str, Any]) -> None:
-        """Writes snapshot `number`; durable when this returns."""
+        """Writes snapshot `number`; durable when this returns. One at a time."""
         facts = {**self._whose, "state": msgspec.to_builtins(state)}
         checkpoint.save(self._manager, number, arrays, facts)
 
     def due(self, now: float) -> bool:
         """Whether it is time for the next one, and none is being written."""
-        return now >= self._due and not (self._thread and self._thread.is_alive())
+        return now >= self._due and not self._writing()
 
     def write(self, now: float, save: Callable[[], None]) -> None:
         """Calls `save` on a thread. A failure costs nothing: the log stays."""
@@ -75,14 +75,22 @@ class Snapshots:
                 )
 
         self._due = now + self._every_s
-        self._thread = threading.Thread(target=attempt, name="diloco-snapshot")
+        # A coordinator that has ended must not stay for a disk that hangs.
+        self._thread = threading.Thread(
+            target=attempt, name="diloco-snapshot", daemon=True
+        )
         self._thread.start()
 
-    def wait(self, timeout_s: float) -> None:
-        """For the one that is being written."""
+    def wait(self, timeout_s: float) -> bool:
+        """For the one that is being written; whether it came to its end."""
         if self._thread is not None:
             self._thread.join(timeout_s)
+        return not self._writing()
 
     def close(self) -> None:
-        """Frees the folder."""
-        self._manager.close()
+        """Frees the folder, unless a snapshot hangs: nobody waits for that one."""
+        if not self._writing():
+            self._manager.close()
+
+    def _writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()

@@ -34,8 +34,14 @@ def closing_report(
             f"  {merged / total:>15.1%}"
         )
     cost = _outage_lines(islands, outages)
+    skipped = [
+        f"{name}: {island['skipped_steps']:,} of {island.get('steps', 0):,} steps had "
+        f"a loss or gradient that is not finite, and changed nothing"
+        for name, island in islands.items()
+        if island.get("skipped_steps")
+    ]
     alerts = [f"alert: {text}" for text in summary.get("alerts", ())]
-    for part in (alerts, cost):
+    for part in (alerts, skipped, cost):
         lines += ["", *part] if part else []
     return "\n".join(lines)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -34,7 +35,8 @@ STATE_STYLES = {
 
 def render(status: Mapping[str, Any], seconds_left: float | None) -> RenderableType:
     """The live view: table of islands, progress bar, latest alerts."""
-    bar = ProgressBar(total=1.0, completed=_number(status, "progress"))
+    # By itself it fills the width without a line's end, and what follows is cut off.
+    bar = Padding(ProgressBar(total=1.0, completed=_number(status, "progress")), 0)
     headline = Text(_headline(status, seconds_left))
     alerts = [
         Text(f"! {text}", style="yellow")

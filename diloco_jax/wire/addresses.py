@@ -9,10 +9,10 @@ import socket
 from diloco_jax.config import ConfigError
 
 
-def parse_address(address: str) -> tuple[str, int]:
+def parse_address(address: str, field: str = "") -> tuple[str, int]:
     """`HOST:PORT` or `[IPv6]:PORT` -> (host without brackets, port).
 
-    Raises ConfigError naming the address.
+    Raises ConfigError naming the address, and the field or option if that is given.
     """
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -20,8 +20,9 @@ def parse_address(address: str) -> tuple[str, int]:
         host = host[1:-1]
     valid = colon and host and port.isascii() and port.isdigit() and int(port) < 65536
     if not valid or (":" in host) != bracketed:
+        of = f"{field}: " if field else ""
         raise ConfigError(
-            f"address {address!r} is not HOST:PORT with a port from 0 to 65535; "
+            f"{of}address {address!r} is not HOST:PORT with a port from 0 to 65535; "
             f"write 10.0.0.1:7077, name:7077 or [::1]:7077"
         )
     return host, int(port)

@@ -24,7 +24,7 @@ def certs_command(arguments: Sequence[str]) -> int:
         default=[],
         metavar="NAME",
         help="names and addresses at which islands reach the coordinator, besides "
-        "localhost",
+        "localhost; without any, the coordinator is reached from its own machine only",
     )
     parser.add_argument(
         "--days", type=int, default=365, help="validity (default: %(default)s)"
@@ -52,9 +52,11 @@ def certs_command(arguments: Sequence[str]) -> int:
             f"cannot write certificates to {options.folder}: {error.strerror}; give a "
             f"folder that is writable"
         ) from error
+    names = ", ".join(("localhost", *options.hosts))
     print(
-        f"certificates in {options.folder}: give it to every process as "
-        f"--certificates, without ca.key",
+        f"certificates in {options.folder}, of a coordinator called {names}. Give each "
+        f"machine a folder with its role's files as --certificates: ca.pem and "
+        f"coordinator.*, or ca.pem and island.*; ca.key to none",
         file=sys.stderr,
     )
     return 0

@@ -64,6 +64,8 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     """What an incarnation measured of itself since it started (seconds)."""
 
     steps: int = 0
+    skipped_steps: int = 0
+    """Of them, those that changed nothing: their loss or gradient was not finite."""
     median_step_seconds: float = 0.0
     max_step_gap_seconds: float = 0.0
     step_seconds_total: float = 0.0
@@ -84,7 +86,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(Message, frozen=True, kw_only=True, tag=True):
-    """Where the island is; sent at least every third of the time budget."""
+    """Where the island is; sent as often as `Deadlines.report_s` says."""
 
     phase: Phase
     steps: int

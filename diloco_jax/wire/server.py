@@ -70,8 +70,9 @@ class Handlers(ControlHandlers, Protocol):
         May raise Refused, Busy or RemoteProtocolError.
         """
 
-    def upload_end(self, start: UploadStart) -> bool:
-        """The stripe is in its place, checked; returns whether it was the last."""
+    def upload_end(self, start: UploadStart, place: memoryview) -> bool:
+        """The stripe is in the place that `upload_begin` gave, checked; returns whether
+        it was the last."""
 
     def upload_abort(self, start: UploadStart) -> None:
         """The stripe broke off after `upload_begin`."""
@@ -191,13 +192,14 @@ class Server:
                     f"{context.peer()} announced bytes {start.offset} to "
                     f"{start.offset + start.length} of a payload of {start.total}"
                 )
-            place = self._handlers.upload_begin(start).cast("B")
+            place = self._handlers.upload_begin(start)
             try:
-                _store(requests, start, place, guard, context.peer())
+                _store(requests, start, place.cast("B"), guard, context.peer())
             except BaseException:
                 self._handlers.upload_abort(start)
                 raise
-            return encode(UploadDone(complete=self._handlers.upload_end(start)))
+            complete = self._handlers.upload_end(start, place)
+            return encode(UploadDone(complete=complete))
 
     def _fetch(self, request: bytes, context: Any) -> Iterator[bytes]:
         with self._transfer(context) as guard:

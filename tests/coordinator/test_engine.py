@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -68,8 +69,9 @@ class Island:
             length=total,
             total=total,
         )
-        self.inbox.begin(start)[:] = bytes(total)
-        self.inbox.end(start)
+        place = self.inbox.begin(start)
+        place[:] = bytes(total)
+        self.inbox.end(start, place)
         took = Record(
             seq=self._seq,
             kind="took",
@@ -121,6 +123,7 @@ def make_engine(tmp_path, store, island):
             overlap_steps=1,
             quorum=1,
             grace=0.0,
+            scale_partial_merges=True,
             max_staleness=1,
             total_tokens=10**9,
             lease_s=2 * WAIT_S,
@@ -238,6 +241,16 @@ def test_a_merge_that_fails_ends_the_run(make_engine, island, store, monkeypatch
     with pytest.raises(ArithmeticError, match="no merge"):
         engine.run()
     assert not island.told(messages.Published)
+
+
+def test_a_merge_that_fails_is_not_forgotten_for_the_next_one(make_engine):
+    engine = make_engine(done=lambda: False)
+    for error in (ArithmeticError("no merge"), None):
+        future = Future()
+        future.set_exception(error) if error else future.set_result(None)
+        engine._check(future)
+    with pytest.raises(ArithmeticError, match="no merge"):
+        engine.run()
 
 
 def test_a_fault_strikes_after_the_merge_is_durable_and_before_it_is_told(

@@ -1,5 +1,8 @@
 """Deltas are assembled in any order, bounded, and checked before allocation."""
 
+import errno
+import os
+
 import pytest
 
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox, left_behind
@@ -32,13 +35,14 @@ def start(offset=0, length=100, total=100, **other):
 
 
 def put(inbox, stripe, value):
-    inbox.begin(stripe)[:] = bytes([value]) * stripe.length
-    return inbox.end(stripe)
+    place = inbox.begin(stripe)
+    place[:] = bytes([value]) * stripe.length
+    return inbox.end(stripe, place)
 
 
 @pytest.fixture
 def inbox():
-    return Inbox(LAYOUTS, capacity_bytes=250)
+    return Inbox(LAYOUTS, memory_bytes=250)
 
 
 def test_stripes_in_any_order_make_a_delta_once(inbox):
@@ -64,13 +68,54 @@ def test_an_announced_size_that_does_not_fit_is_refused_before_allocation(inbox)
         inbox.begin(start(offset=60, length=41))
 
 
-def test_outstanding_bytes_are_bounded_and_dropping_makes_room(inbox):
-    put(inbox, start(tick=1), 1)
-    put(inbox, start(tick=2), 1)
+def test_memory_is_bounded_and_dropping_makes_room(inbox):
+    put(inbox, start(fragment=0, island="b"), 1)
+    put(inbox, start(fragment=0, island="c"), 1)
     with pytest.raises(Busy, match="merge_buffer_bytes = 250"):
-        inbox.begin(start(tick=3))
-    inbox.drop(DeltaKey("a", 1, 0, 1))
-    assert put(inbox, start(tick=3), 1)
+        inbox.begin(start())
+    inbox.drop(DeltaKey("b", 1, 0, 7))
+    assert put(inbox, start(), 1)
+
+
+def test_what_is_beyond_is_on_disk_and_leaves_nothing_there(tmp_path, caplog):
+    inbox = Inbox(LAYOUTS, memory_bytes=100, overflow=tmp_path)
+    for value, island in enumerate("abc"):
+        assert not put(inbox, start(0, 60, island=island), value)
+        assert put(inbox, start(60, 40, island=island), value)
+    for value, island in enumerate("abc"):
+        assert (inbox.payload(DeltaKey(island, 1, 0, 7)) == value).all()
+    assert caplog.text.count("merge_buffer_bytes = 100") == 1, "told once"
+    assert list(tmp_path.iterdir()) == []
+    inbox.drop(DeltaKey("a", 1, 0, 7))
+    assert put(inbox, start(island="d"), 4), "memory has room again"
+
+
+def test_where_the_disk_is_full_too_islands_come_again(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    inbox = Inbox(LAYOUTS, memory_bytes=0, overflow=tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(Busy, match="No space left"):
+        inbox.begin(start())
+
+
+def test_a_stripe_counts_only_in_the_delta_that_it_was_written_to(inbox):
+    old = inbox.begin(start(0, 60))
+    inbox.drop(KEY)  # Refused, say; then it is asked for again.
+    assert not put(inbox, start(60, 40), 2)
+    assert not inbox.end(start(0, 60), old)
+    with pytest.raises(KeyError):
+        inbox.payload(KEY)
+    assert put(inbox, start(0, 60), 1)
+
+
+def test_the_rest_of_a_delta_that_was_dropped_goes_with_the_next_one(inbox):
+    for tick in range(1, 20):
+        put(inbox, start(0, 60, tick=tick), 1)
+        inbox.drop(DeltaKey("a", 1, 0, tick))
+        assert not put(inbox, start(60, 40, tick=tick), 1)
+    assert put(inbox, start(tick=20), 1)
 
 
 def test_a_new_incarnation_frees_what_the_old_one_sent(inbox):
@@ -103,7 +148,7 @@ def half(part, offset=0, length=4096, **other):
 
 
 def test_hosts_send_their_tiles_and_the_delta_is_whole_when_all_are_here():
-    inbox = Inbox(LAYOUTS, capacity_bytes=1 << 20)
+    inbox = Inbox(LAYOUTS, memory_bytes=1 << 20)
     assert not put(inbox, half(LEFT), 1)
     assert not put(inbox, half(LEFT), 1)  # the same host again
     assert not put(inbox, half(RIGHT, 0, 3000), 2)
@@ -115,7 +160,7 @@ def test_hosts_send_their_tiles_and_the_delta_is_whole_when_all_are_here():
 
 
 def test_hosts_that_send_the_same_tiles_are_refused():
-    inbox = Inbox(LAYOUTS, capacity_bytes=1 << 20)
+    inbox = Inbox(LAYOUTS, memory_bytes=1 << 20)
     put(inbox, half(LEFT), 1)
     put(inbox, half(RIGHT, 0, 1), 1)
     row = (Box(0, (0, 0), (1, 2)),)

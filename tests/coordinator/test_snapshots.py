@@ -3,6 +3,8 @@
 import dataclasses
 import logging
 import math
+import threading
+import time
 
 import jax
 import numpy as np
@@ -69,3 +71,16 @@ def test_a_failure_is_told_and_the_next_one_is_due_in_time(opened, tmp_path, cap
     assert f"{tmp_path}/snapshots" in caplog.text
     assert "no space left on device" in caplog.text
     assert (snapshots.due(1009.0), snapshots.due(1010.0)) == (False, True)
+
+
+def test_one_that_hangs_is_neither_joined_by_another_nor_waited_for(opened):
+    hangs = threading.Event()
+    snapshots = opened("r")
+    snapshots.write(1000.0, lambda: hangs.wait(PIN_S) and None)
+    assert not snapshots.wait(0.01)
+    assert not snapshots.due(math.inf)
+    began = time.monotonic()
+    snapshots.close()
+    assert time.monotonic() - began < PIN_S / 2
+    hangs.set()
+    assert snapshots.wait(PIN_S)

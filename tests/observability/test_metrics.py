@@ -27,6 +27,7 @@ MERGE = {
     "version": 4,
     "islands": ["a"],
     "tokens": 64,
+    "share": 1.0,
     "norm": 0.25,
     "seconds": 0.1,
 }

@@ -41,8 +41,8 @@ STATUS = {
 }
 
 
-def text_of(renderable, width=160):
-    console = Console(file=io.StringIO(), width=width)
+def text_of(renderable, width=160, **terminal):
+    console = Console(file=io.StringIO(), width=width, **terminal)
     console.print(renderable)
     return console.file.getvalue()
 
@@ -55,6 +55,15 @@ def test_table_has_a_row_per_island_with_what_is_known():
     assert "restarting #2" in rows["v5p-b"]
     assert "nan" not in rows["v5p-b"]
     assert "34.0 kB/s up, 1.2 MB/s down" in text_of(render(STATUS, 90))
+
+
+@pytest.mark.parametrize("terminal", [{}, {"force_terminal": True}], ids=str)
+@pytest.mark.parametrize("colour", [None, "standard"])
+def test_the_headline_has_a_line_of_its_own(terminal, colour):
+    seen = text_of(render(STATUS, 90), 60, color_system=colour, **terminal)
+    (line,) = [line for line in seen.splitlines() if "running" in line]
+    assert line.startswith("running")
+    assert "25% of 1,000,000 tokens | 34 merges" in line
 
 
 def test_the_table_fits_into_eighty_columns():

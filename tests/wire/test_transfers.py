@@ -297,7 +297,7 @@ def test_stalled_upload_is_broken_off_at_both_ends(
 
     server_hangs = threading.Event()
     monkeypatch.setattr(
-        handlers, "upload_end", lambda start: server_hangs.wait(WAIT_S) and False
+        handlers, "upload_end", lambda *_: server_hangs.wait(WAIT_S) and False
     )
     client = connect(address, budget_s=0.5)
     with pytest.raises(ConnectionLost):
@@ -312,10 +312,10 @@ def test_transfers_beyond_the_places_are_busy_and_status_gets_through(
     entered, leave = threading.Semaphore(0), threading.Event()
     original = handlers.upload_end
 
-    def upload_end(start):
+    def upload_end(start, place):
         entered.release()
         leave.wait(WAIT_S)
-        return original(start)
+        return original(start, place)
 
     monkeypatch.setattr(handlers, "upload_end", upload_end)
     client = connect(address, bulk_channels=2)

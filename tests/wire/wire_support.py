@@ -104,7 +104,7 @@ class Recorder:
                 self.stored = bytearray(start.total)
         return memoryview(self.stored)[start.offset : start.offset + start.length]
 
-    def upload_end(self, start: messages.UploadStart) -> bool:
+    def upload_end(self, start: messages.UploadStart, place: memoryview) -> bool:
         with self._lock:
             self._complete += start.length
             complete = self._complete == start.total
