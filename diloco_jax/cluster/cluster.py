@@ -126,10 +126,20 @@ class Cluster:
 
     def stop(self, interrupt: Interrupt) -> None:
         """Ends the islands, which say goodbye, then the coordinator, which sums up.
+        After the end of a run islands end by themselves, those of several hosts
+        together; who is asked then would be cut off.
 
-        Within twice `stop_s`, and at once when a further signal arrives.
+        Within three times `stop_s`, and at once when a further signal arrives.
         """
         asked = interrupt.count
+        deadline = time.monotonic() + self._deadlines.stop_s
+        while (
+            self.coordinator.state == "done"
+            and any(i.state == "running" == i.poll() for i in self.islands.values())
+            and time.monotonic() < deadline
+            and interrupt.count == asked
+        ):
+            interrupt.wait(POLL_S)
         for group in (tuple(self.islands.values()), (self.coordinator,)):
             for process in group:
                 process.stop()

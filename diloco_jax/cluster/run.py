@@ -30,7 +30,7 @@ from diloco_jax.cluster.status import status_client
 from diloco_jax.config import Config, ConfigError, Placement
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
-from diloco_jax.loading import read_config_json, resolve, write_config_json, write_json
+from diloco_jax.loading import read_config_json, resolve, write_config_json
 from diloco_jax.observability.report import closing_report, comparison
 from diloco_jax.observability.terminal import LINE_EVERY_S, Dashboard
 from diloco_jax.wire import addresses
@@ -115,7 +115,7 @@ def _run(
         from diloco_jax.baseline import run as run_baseline
 
         summary["baseline"] = run_baseline(config, _baseline_lines(console))
-        write_json(summary, workdir / "summary.json")
+        workdirs.add_to_summary(workdir, {"baseline": summary["baseline"]})
         text = comparison(summary, summary["baseline"])
         console.print(f"\n{text}", highlight=False, soft_wrap=True)
     if interrupt.count:
@@ -164,9 +164,8 @@ def create_workdir(config: Config, config_path: str) -> Config:
     workdir = Path(placement.workdir or Path("runs") / name).absolute()
     if any((workdir / file).exists() for file in RUN_FILES):
         raise ConfigError(
-            f"workdir {workdir} holds another run ({_describe(workdir)}); this one is "
-            f"{config_path} with fingerprint {config.run.fingerprint()}: give another "
-            f"--workdir, or remove that folder"
+            f"workdir {workdir} holds {_described(workdir, config, config_path)}, give "
+            f"another --workdir, or remove that folder"
         )
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -277,7 +276,7 @@ def _evaluate(
     console: Console,
     interrupt: Interrupt,
 ) -> int:
-    """Adds the validation loss to the summary; the exit code."""
+    """Has the validation loss added to the summary; the exit code."""
     log = workdir / "logs" / "eval.log"
     console.print("evaluating on the whole validation split", highlight=False)
     with log.open("ab") as stderr:
@@ -308,7 +307,6 @@ def _evaluate(
         )
         return EXIT_FAILED
     summary.update(json.loads(output))
-    write_json(summary, workdir / "summary.json")
     return EXIT_DONE
 
 
@@ -329,9 +327,15 @@ def _baseline_lines(console: Console) -> Callable[[int, int, float], None]:
     return report
 
 
-def _describe(workdir: Path) -> str:
+def _described(workdir: Path, config: Config, config_path: str) -> str:
+    """The run that is there, beside the one that was to begin there."""
     try:
-        fingerprint = read_config_json(workdir / "config.json").run.fingerprint()
+        there = read_config_json(workdir / "config.json").run.fingerprint()
     except ConfigError:
-        return "its config.json cannot be read"
-    return f"fingerprint {fingerprint}"
+        return "another run (its config.json cannot be read)"
+    here = config.run.fingerprint()
+    if there != here:
+        return f"another run (fingerprint {there}; {config_path} has {here})"
+    if workdirs.holds_run(workdir):
+        return f"this run: go on with it by `diloco run --resume {workdir}`"
+    return "another run of the same config"

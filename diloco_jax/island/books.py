@@ -26,14 +26,15 @@ from diloco_jax.policy.events import (
     Verdict,
     Version,
 )
-from diloco_jax.policy.reasons import NON_FINITE, STALE
+from diloco_jax.policy.reasons import NON_FINITE, OVERLAP, STALE
 
 Outcome = Literal["none", "settled", "reopened", "dropped", "reset"]
 """What a verdict means for the arrays of the fragment.
 
 none: nothing. settled: the delta is merged, the residual after it stands. reopened: as
 if the take had not been. dropped: the steps are lost, the residual before it returns.
-reset: as dropped, and the local value goes back to the anchor."""
+reset: as dropped, and the local value, which is unusable or has steps in it that the
+anchor has too, goes back to the anchor."""
 
 
 @dataclasses.dataclass
@@ -138,7 +139,7 @@ class Books:
         account.take = None
         if verdict == "merged":
             return "settled"
-        if reason == NON_FINITE:
+        if reason == NON_FINITE or (reason == OVERLAP and account.unsettled):
             account.start, account.unsettled = step, False
             self._record("reset", step, fragment=fragment, tick=tick)
             return "reset"

@@ -131,8 +131,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 class LeadDecisions:
     """Host 0: what its source says is decided for `lead` boundaries later, and told.
 
-    Raises HostsError from `at` if another host is more than two BATCHes behind and
-    does not come on within `patience_s`.
+    Raises HostsError from `at` if another host is BATCH boundaries behind and does not
+    come on within `patience_s`.
     """
 
     def __init__(

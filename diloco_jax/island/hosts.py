@@ -159,6 +159,14 @@ def leave_world() -> None:
         logger.debug("leaving the world of hosts: %s", error)
 
 
+def end_alone(exit_code: int) -> int:
+    """The exit code of a process that cannot go on, which does not return from here if
+    it has met the others already."""
+    if jax.distributed.is_initialized():
+        abandon_world(exit_code)
+    return exit_code
+
+
 def abandon_world(exit_code: int) -> NoReturn:
     """Ends this process at once. Leaving in order would wait for the other hosts, and
     abort, which hides the exit code, when they are gone."""

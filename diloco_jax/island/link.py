@@ -76,7 +76,7 @@ class Link:
         """First connection. Raises Refused, or the last error after `patience_s`;
         SecurityError the second time: the first may be a coordinator's end."""
         deadline = time.monotonic() + patience_s
-        suspicious = False
+        suspicious = told = False
         while True:
             welcome = self._try_to_connect()
             if isinstance(welcome, Welcome):
@@ -87,6 +87,9 @@ class Link:
                 if suspicious:
                     raise welcome
                 suspicious = True
+            if not told:
+                told = True
+                logger.warning("%s; trying for %.0f s", welcome, patience_s)
             self._closing.wait(self._deadlines.retry_max_s)
 
     def start(self, targets: Targets) -> None:

@@ -67,7 +67,8 @@ class Loop:
         self._seen = Inbox()
         """What came in last."""
         self._last_metrics: Metrics | None = None
-        self._waiting_since: float | None = None
+        self._waiting: tuple[str, float] | None = None
+        """For what, and since when."""
 
     def run(self) -> Ending:
         """Trains until the run is over, or something ends this incarnation."""
@@ -84,7 +85,7 @@ class Loop:
             elif not self.data.ready:
                 overdue = self._wait_for_data()
             else:
-                self._waiting_since = overdue = None
+                self._waiting = overdue = None
                 self._validate()
                 self._train_step(self.data.next_batch(self._deadlines.budget_s))
             if overdue is not None:
@@ -115,7 +116,20 @@ class Loop:
     def _read_metrics(self) -> None:
         if self._last_metrics is not None:
             self.timing.loss(float(self._last_metrics["loss"]))
+            if self._last_metrics["skipped"]:
+                self._tell_skipped(self.timing.skipped())
             self._last_metrics = None
+
+    def _tell_skipped(self, count: int) -> None:
+        """In ever longer intervals."""
+        if count.bit_count() == 1:
+            logger.warning(
+                "%d of %d steps had a loss or gradient that is not finite: they "
+                "changed nothing, and their tokens count as computed; lower "
+                "inner.learning_rate, or look at the data",
+                count,
+                self._step,
+            )
 
     def _validate(self) -> None:
         if not self.evaluator.due(self._step):
@@ -198,9 +212,9 @@ class Loop:
 
     def _overdue(self, patience_s: float, what: str) -> Ending | None:
         now = self.clock()
-        if self._waiting_since is None:
-            self._waiting_since = now
-        if now - self._waiting_since < patience_s:
+        if self._waiting is None or self._waiting[0] != what:
+            self._waiting = what, now
+        if now - self._waiting[1] < patience_s:
             return None
         return Ending(
             EXIT_FAILED,

@@ -33,6 +33,7 @@ from diloco_jax.island.hosts import (
     HostsError,
     WorldAddress,
     abandon_world,
+    end_alone,
     join_world,
     leave_world,
 )
@@ -78,10 +79,10 @@ def run(
             )
     except (ConfigError, SecurityError) as error:
         logger.error("island %s cannot start: %s", name, error)
-        return EXIT_CONFIG
+        return end_alone(EXIT_CONFIG)
     except HostsError as error:
         logger.error("island %s cannot start: %s", name, error)
-        return EXIT_FAILED
+        return end_alone(EXIT_FAILED)
     preemption = Preemption(
         island.mailbox,
         config.placement.notice_s,

@@ -33,7 +33,7 @@ class Timing:
         self._gaps: collections.deque[float] = collections.deque(maxlen=MEDIAN_STEPS)
         self._losses: collections.deque[float] = collections.deque(maxlen=LOSS_STEPS)
         self._max_gap = self._stalled = self._evaluated = self._stepped = 0.0
-        self._steps = 0
+        self._steps = self._skipped = 0
         self._first_unix = self._last_unix = 0.0
         self.eval_loss = float("nan")
         self.learning_rate = 0.0
@@ -71,10 +71,16 @@ class Timing:
         """The training loss of a step, nats per token."""
         self._losses.append(value)
 
+    def skipped(self) -> int:
+        """A step changed nothing; returns how many have by now."""
+        self._skipped += 1
+        return self._skipped
+
     def measures(self) -> Measures:
         """Everything so far."""
         return Measures(
             steps=self._steps,
+            skipped_steps=self._skipped,
             median_step_seconds=statistics.median(self._gaps) if self._gaps else 0.0,
             max_step_gap_seconds=self._max_gap,
             step_seconds_total=self._stepped,

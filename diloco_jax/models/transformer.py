@@ -54,8 +54,9 @@ def build(
 
     Args:
       config: sizes.
-      compute_dtype: "float32" or "bfloat16"; parameters stay f32, and so do norms,
-        softmax, logits and loss.
+      compute_dtype: "float32" or "bfloat16", of activations and of the parameters as a
+        step computes with them; they rest in f32, and norms, softmax, logits and loss
+        are computed in it.
       remat: what the backward pass computes again; a name in REMAT.
       attention: a name in ATTENTION.
       loss_chunk: positions of each sequence whose logits stand at a time; 0 = all,

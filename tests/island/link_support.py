@@ -58,7 +58,7 @@ class Coordinator:
         self.place = bytearray(start.total)
         return memoryview(self.place)[start.offset : start.offset + start.length]
 
-    def upload_end(self, start):
+    def upload_end(self, start, place):
         self.uploads.put((start, bytes(self.place)))
         return True
 

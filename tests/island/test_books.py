@@ -79,6 +79,16 @@ def test_non_finite_refusal_starts_from_the_anchor():
     assert [r.kind for r in books.drain()] == ["took", "reset", "took"]
 
 
+def test_what_overlaps_is_not_opened_again_with_the_same_start():
+    books = Books([V[0]], "rebase")
+    books.take(0, 1, 4)
+    assert books.settle(0, 1, "refused", "overlap", 6) == "reset"
+    assert books.take(0, 2, 8).start == 6
+    books.adopt(0, V[1], 9)
+    assert books.settle(0, 2, "refused", "overlap", 9) == "dropped"
+    assert books.take(0, 3, 10).start == 8
+
+
 def test_an_incarnation_says_what_it_begins_with():
     books = Books([V[3], V[1]], "rebase")
     books.begin()

@@ -1,5 +1,6 @@
 """Hosts of an island wait for each other where a collective would not wait long."""
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -73,3 +74,15 @@ def test_an_island_that_must_end_does_not_wait_on():
     with pytest.raises(HostsError):
         Hosts(Store(), 0, 2).meet("ready", PATIENCE_S, lambda: True)
     assert time.monotonic() - began < PATIENCE_S / 2
+
+
+def test_who_cannot_go_on_keeps_its_exit_code_among_hosts_that_met(monkeypatch):
+    """Leaving in order would wait for the others, and abort: with 134."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
+    assert island_hosts.end_alone(2) == 2
+    assert ended == []
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    island_hosts.end_alone(2)
+    assert ended == [2]

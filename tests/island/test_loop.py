@@ -230,7 +230,7 @@ def test_refused_take_is_opened_again(loop):
     mailbox = network.mailbox
     network.at = {
         2: lambda: mailbox.request_take(0, 1),
-        4: lambda: mailbox.judge(verdict(1, "refused", "overlap")),
+        4: lambda: mailbox.judge(verdict(1, "refused", "empty")),
         5: lambda: mailbox.request_take(0, 2),
         STEPS: mailbox.finish,
     }
@@ -346,3 +346,31 @@ def test_stopped_it_still_answers_takes(loop):
     loop.run()
     assert [(f, t) for f, t, _ in network.sent] == [(1, 9)]
     assert mailbox.status().steps == 4
+
+
+def test_each_thing_that_is_waited_for_has_its_own_deadline(loop):
+    """Else a Stop after a long outage finds all overdue, before the last merges."""
+    loop, network = loop
+    assert loop._overdue(180, "nobody said that the run ends") is None
+    network.now = 75
+    assert loop._overdue(60, "the run did not finish") is None
+    network.now = 134
+    assert loop._overdue(60, "the run did not finish") is None
+    network.now = 135
+    assert loop._overdue(60, "the run did not finish").exit_code == 1
+
+
+def test_steps_that_changed_nothing_are_counted_and_told(loop, caplog):
+    loop, network = loop
+    step = loop.replica.step
+
+    def skipping(batch, rate):
+        return {**step(batch, rate), "skipped": np.float32(network.steps in (3, 4, 7))}
+
+    loop.replica.step = skipping
+    network.at = {STEPS: network.mailbox.finish}
+    loop.run()
+    measures = network.mailbox.status().measures
+    assert (measures.steps, measures.skipped_steps) == (STEPS, 3)
+    told = [r.getMessage()[:10] for r in caplog.records if "not finite" in r.message]
+    assert told == ["1 of 4 ste", "2 of 5 ste"], "not again at every one"
