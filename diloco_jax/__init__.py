@@ -1,7 +1,8 @@
 """One model, trained by TPU slices that differ, fail, join and leave.
 
 `emulate(config)` runs a config's whole algorithm in this process, in virtual time;
-`LocalCluster(config)` runs it as processes of this machine.
+`LocalCluster(config)` runs it as processes of this machine; `load_params(workdir)` is
+what a run has learnt.
 """
 
 from __future__ import annotations
@@ -11,11 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diloco_jax.cluster.local import LocalCluster
+    from diloco_jax.evaluation import load_params
     from diloco_jax.simulation.emulate import Emulation, emulate
     from diloco_jax.simulation.history import History
     from diloco_jax.simulation.options import EmulationOptions
 
-__all__ = ["Emulation", "EmulationOptions", "History", "LocalCluster", "emulate"]
+__all__ = [
+    "Emulation",
+    "EmulationOptions",
+    "History",
+    "LocalCluster",
+    "emulate",
+    "load_params",
+]
 
 # Nothing heavy is imported before it is needed: jax looks at the environment then.
 _HOMES = {
@@ -24,6 +33,7 @@ _HOMES = {
     "EmulationOptions": "diloco_jax.simulation.options",
     "History": "diloco_jax.simulation.history",
     "LocalCluster": "diloco_jax.cluster.local",
+    "load_params": "diloco_jax.evaluation",
 }
 
 

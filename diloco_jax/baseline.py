@@ -17,7 +17,7 @@ import numpy as np
 
 from diloco_jax.config import Config, IslandConfig
 from diloco_jax.core import inner
-from diloco_jax.data.corpus import load_corpus
+from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.windows import Windows
 from diloco_jax.evaluation import as_json, whole_validation
 from diloco_jax.island.build import build_trainer
@@ -37,7 +37,7 @@ def run(
     rate = config.placement.baseline_learning_rate or run.inner.learning_rate
     batch_size = sum(island.batch_size for island in config.islands.values())
     model, trainer = build_trainer(run, IslandConfig(batch_size=batch_size))
-    corpus = load_corpus(run.data.paths, run.data.validation_fraction)
+    corpus = load_checked_corpus(run.data)
     windows = Windows(corpus.train, run.sequence_length, run.seed)
     params = trainer.place_params(jax.jit(model.init)(jax.random.key(run.seed)))
     state = TrainState(params, trainer.init_inner(params))

@@ -186,7 +186,7 @@ def cannot_write(folder: Folder, error: Exception) -> str:
     if isinstance(error, ImportError):
         return (
             f"checkpoints in {folder} need a package that is not here ({error}); "
-            f"`pip install 'diloco-jax[gcs]'`, or give a local folder as --checkpoints"
+            f"`pip install -e '.[gcs]'`, or give a local folder as --checkpoints"
         )
     reason = str(error).strip() or type(error).__name__
     return (

@@ -7,7 +7,6 @@ Nothing heavy is imported before a command needs it.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -150,10 +149,17 @@ def island_command(arguments: Sequence[str]) -> int:
     _, config, options = _config_and_options("island", arguments, IslandOptions())
     workdir = _workdir(config)
     from diloco_jax.island.environment import prepare_environment
+    from diloco_jax.wire.addresses import parse_address
 
     for field in ("name", "coordinator"):
         if not getattr(options, field):
             raise ConfigError(f"--{field} is missing; see diloco island --help")
+    parse_address(options.coordinator, "--coordinator")
+    if options.incarnation < 0:
+        raise ConfigError(
+            f"--incarnation {options.incarnation}: attempts are counted from 1; leave "
+            f"it out to have them counted in WORKDIR"
+        )
     # Before anything imports jax.
     island = config.island(options.name)
     prepare_environment(island.devices // island.hosts)
@@ -256,32 +262,9 @@ def status_command(arguments: Sequence[str]) -> int:
 
 def eval_command(arguments: Sequence[str]) -> int:
     """`diloco eval WORKDIR [--json]`."""
-    parser = argparse.ArgumentParser(
-        prog="diloco eval",
-        description="Loss of a run's final parameters on all validation text.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("workdir", type=Path, metavar="WORKDIR")
-    parser.add_argument("--json", action="store_true", help="one object, on stdout")
-    options = parser.parse_args(arguments)
-    from diloco_jax.workdir import read_config
+    from diloco_jax import eval_command as command
 
-    config = read_config(options.workdir)
-    from diloco_jax.island.environment import skip_absent_tpu
-
-    # Before anything imports jax.
-    skip_absent_tpu()
-    from diloco_jax.evaluation import run
-    from diloco_jax.observability.logs import setup_logging
-
-    setup_logging()
-    result = run(config, options.workdir)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        for name, value in result.items():
-            print(f"{name} {value}", file=sys.stderr)
-    return 0
+    return command.eval_command(arguments)
 
 
 def simulate_command(arguments: Sequence[str]) -> int:

@@ -8,13 +8,15 @@ from typing import Any
 from diloco_jax import checkpoint
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.core.fragments import Params, from_pieces
-from diloco_jax.data.corpus import load_corpus
+from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.island.build import build_trainer
 from diloco_jax.island.evaluate import Evaluation, evaluate_all
 from diloco_jax.island.step import Trainer
+from diloco_jax.models.build import build
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
+from diloco_jax.workdir import read_config
 
 BATCH_SIZE = 32
 
@@ -29,10 +31,22 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     return as_json(whole_validation(config, trainer, params))
 
 
+def load_params(workdir: str | Path) -> Params:
+    """The global parameters of a run's newest snapshot: a nested dict of f32 arrays, as
+    the model's `init` makes it (layers stacked on a leading axis).
+
+    Raises ConfigError if the workdir has no snapshot, or its model cannot be built.
+    """
+    config = read_config(Path(workdir))
+    return global_params(config, Path(workdir), build(config.run))
+
+
 def whole_validation(config: Config, trainer: Trainer, params: Params) -> Evaluation:
-    """Every token of the validation split, predicted once."""
-    data = config.run.data
-    corpus = load_corpus(data.paths, data.validation_fraction)
+    """Every token of the validation split, predicted once.
+
+    Raises ConfigError if the text here is not the run's.
+    """
+    corpus = load_checked_corpus(config.run.data)
     validation = ValidationBatches(
         corpus.validation, config.run.sequence_length, trainer.batch_size
     )

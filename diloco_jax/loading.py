@@ -8,10 +8,13 @@ Where a path to a config is asked for, the `config.json` of a run will do as wel
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
+import re
 import runpy
+import traceback
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
+from diloco_jax import config as configs
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -34,6 +38,9 @@ if TYPE_CHECKING:
     from diloco_jax.core.outer import OuterPreset
 
 T = TypeVar("T")
+
+# What Python says of a keyword argument that a class does not have.
+UNKNOWN_FIELD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword .* '(\w+)'")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,9 +148,7 @@ def read_config(path: str | Path) -> Config:
     try:
         names = runpy.run_path(str(path))
     except Exception as error:
-        raise ConfigError(
-            f"{path} cannot be executed: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"{path} cannot be executed{_reason(error, path)}") from error
     make = names.get("config")
     if not callable(make):
         raise ConfigError(
@@ -152,9 +157,7 @@ def read_config(path: str | Path) -> Config:
     try:
         config = make()
     except Exception as error:
-        raise ConfigError(
-            f"config() of {path} failed: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"config() of {path} failed{_reason(error, path)}") from error
     if not isinstance(config, Config):
         raise ConfigError(
             f"config() of {path} returned {type(config).__name__}; it must return a "
@@ -243,6 +246,17 @@ def write_json(value: Mapping[str, Any], path: str | Path) -> None:
     scratch.replace(path)
 
 
+def add_text_option(parser: argparse.ArgumentParser) -> None:
+    """`--data.paths`, as `paths`, of commands that read the text of a run again."""
+    parser.add_argument(
+        "--data.paths",
+        nargs="+",
+        metavar="PATH",
+        dest="paths",
+        help="the run's text, if it is not where the run had it",
+    )
+
+
 def _refuse_unknown(expected: Any, value: Any, where: str, path: Path) -> None:
     """Walks dataclasses and dicts of them; other values are msgspec's to check."""
     if typing.get_origin(expected) is dict and isinstance(value, dict):
@@ -258,6 +272,19 @@ def _refuse_unknown(expected: Any, value: Any, where: str, path: Path) -> None:
                 f"{suggest(name, known)}; remove or rename it"
             )
         _refuse_unknown(known[name], item, f"{where}{name}.", path)
+
+
+def _reason(error: Exception, path: Path) -> str:
+    """Where in a configs file it came from, and what is wrong."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    where = f" in line {lines[-1]}" if lines else ""
+    misnamed = UNKNOWN_FIELD.match(str(error))
+    kind = getattr(configs, misnamed[1], None) if misnamed else None
+    if misnamed and dataclasses.is_dataclass(kind):
+        near = suggest(misnamed[2], [f.name for f in dataclasses.fields(kind)])
+        return f"{where}: {misnamed[1]} has no field {misnamed[2]!r}{near}"
+    return f"{where}: {type(error).__name__}: {error}"
 
 
 def _suggest_file(path: Path) -> str:

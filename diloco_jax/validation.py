@@ -263,7 +263,4 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
 
 
 def _port(field: str, address: str) -> int:
-    try:
-        return parse_address(address)[1]
-    except ConfigError as error:
-        raise ConfigError(f"placement.{field}: {error}") from error
+    return parse_address(address, f"placement.{field}")[1]

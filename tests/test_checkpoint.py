@@ -143,7 +143,7 @@ def test_a_bucket_without_permission_is_refused_with_the_account(tmp_path, monke
 def test_a_bucket_without_its_package_says_how_to_get_it():
     missing = ImportError("install gcsfs to access GCS")
     text = checkpoint.cannot_write(epath.Path("gs://bucket/run"), missing)
-    for shown in ("gs://bucket/run", "gcsfs", "`pip install 'diloco-jax[gcs]'`"):
+    for shown in ("gs://bucket/run", "gcsfs", "`pip install -e '.[gcs]'`"):
         assert shown in text
 
 

@@ -15,6 +15,7 @@ from diloco_jax.config import Config, DataConfig, OuterConfig, RunConfig
 from diloco_jax.island.hosts import WorldAddress
 from diloco_jax.loading import write_config_json, write_json
 from diloco_jax.wire.errors import ConnectionLost, Refused
+from diloco_jax.workdir import read_summary
 
 FILE = """
 from diloco_jax.island.hosts import WorldAddress
@@ -88,6 +89,9 @@ def test_every_command_has_help_without_jax(name):
     assert f"diloco {name}" in done.stdout
 
 
+ISLAND = ("island", "PATH", "--workdir", "w", "--name", "v6e")
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
@@ -97,7 +101,7 @@ def test_every_command_has_help_without_jax(name):
         (["run", "missing.py"], "no config file 'missing.py'"),
         (["run", "PATH", "--sync.quorum", "3"], "2 islands (v6e, v5p)"),
         (["coordinator", "PATH"], "--workdir is missing"),
-        (["island", "PATH", "--workdir", "w", "--name", "v6e"], "--coordinator is mi"),
+        ([*ISLAND], "--coordinator is missing"),
         (
             [
                 "island",
@@ -111,6 +115,8 @@ def test_every_command_has_help_without_jax(name):
             ],
             "did you mean 'v6e'",
         ),
+        ([*ISLAND, "--coordinator", "foo"], "--coordinator: address 'foo' is not HOST"),
+        ([*ISLAND, "--coordinator", "h:1", "--incarnation", "-1"], "--incarnation -1:"),
         (["status", "nowhere"], "no folder and not HOST:PORT"),
         (["status", "h:x"], "port from 0 to 65535"),
         (["status", "10.0.0.1:7"], "not loopback"),
@@ -272,9 +278,12 @@ def test_status_of_a_dead_coordinator_is_an_error(finished, capsys):
     assert "127.0.0.1:1" in capsys.readouterr().err
 
 
-def test_eval_prints_its_result(finished, fake, capsys):
+def test_eval_prints_its_result_and_adds_it_to_the_summary(finished, fake, capsys):
     calls = fake("diloco_jax.evaluation", {"eval_loss": 1.5})
-    assert cli.main(["eval", str(finished), "--json"]) == 0
+    before = read_summary(finished)
+    assert cli.main(["eval", str(finished), "--data.paths", "here", "--json"]) == 0
+    assert read_summary(finished) == {**before, "eval_loss": 1.5}
+    assert calls[0][0].run.data.paths == ("here",)
     assert json.loads(capsys.readouterr().out) == {"eval_loss": 1.5}
     assert calls[0][1] == finished
     assert cli.main(["eval", str(finished)]) == 0
@@ -286,6 +295,7 @@ def test_eval_prints_its_result(finished, fake, capsys):
 def test_certs_makes_adds_and_does_not_replace_by_accident(tmp_path, capsys):
     folder = tmp_path / "certificates"
     assert cli.main(["certs", str(folder), "--hosts", "10.0.0.1"]) == 0
+    assert "called localhost, 10.0.0.1." in capsys.readouterr().err
     authority = (folder / "ca.pem").read_bytes()
     assert cli.main(["certs", str(folder), "--hosts", "10.0.0.2"]) == 2
     assert "--add" in capsys.readouterr().err

@@ -128,9 +128,15 @@ def test_a_wrong_option_ends_with_code_2_and_what_was_meant(
         ("", r"defines no function config\(\)"),
         ("config = 3", r"defines no function config\(\)"),
         ("def config(): return 3", "returned int; it must return"),
-        ("def config(): return 1 / 0", "failed: ZeroDivisionError"),
-        ("import nonsense_xyz", "cannot be executed: ModuleNotFoundError"),
-        ("def config(:", "cannot be executed: SyntaxError"),
+        ("def config():\n  return 1 / 0", "failed in line 2: ZeroDivisionError"),
+        ("\nimport nonsense_xyz", "executed in line 2: ModuleNotFoundError"),
+        ("\ndef config(:", "executed: SyntaxError.* line 2"),
+        (
+            "from diloco_jax.config import *\n"
+            "def config():\n  return Config(\n    run=RunConfig(total_token=1))",
+            "failed in line 4: RunConfig has no field 'total_token'; did you mean "
+            "'total_tokens'",
+        ),
     ],
 )
 def test_a_file_that_gives_no_config_is_named_with_the_remedy(path, content, what):

@@ -115,6 +115,13 @@ def make_order(config: Config, path: str, on: Backend) -> Order:
             f"copy it to a bucket (`gcloud storage rsync -r`) and name that as "
             f"launch.data = 'gs://BUCKET/FOLDER'"
         )
+    factory = config.run.model.factory
+    if (file := factory.rpartition(".py:")[0]) and Path(f"{file}.py").exists():
+        raise ConfigError(
+            f"model.factory = {factory!r} is a file of this machine, and islands run "
+            f"what is in launch.image; install it there as a package and name it as "
+            f"'package.module:function' (docs/tpu.md, The image)"
+        )
     for field in ("zones", "purchase"):
         for name in getattr(settings, field):
             if name not in config.islands:

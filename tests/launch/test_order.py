@@ -111,3 +111,19 @@ def test_text_of_this_machine_must_be_in_a_bucket(config):
     order = make_order(changed(config, data="gs://b/text"), "two.py", "tpu_vm")
     assert json.loads(order.config_json)["run"]["data"]["paths"] == [DATA]
     assert json.loads(order.config_json)["run"]["data"]["digest"] == "d"
+
+
+def test_a_model_in_a_file_that_is_here_only_is_refused(config, tmp_path):
+    file = tmp_path / "mine.py"
+
+    def with_factory(name):
+        model = dataclasses.replace(config.run.model, factory=name)
+        run = dataclasses.replace(config.run, model=model)
+        return dataclasses.replace(config, run=run)
+
+    # It may be one of the image.
+    make_order(with_factory(f"{file}:model"), "configs/two.py", "gke")
+    file.touch()
+    found = refusal(with_factory(f"{file}:model"))
+    assert f"model.factory = '{file}:model'" in found
+    assert "'package.module:function'" in found

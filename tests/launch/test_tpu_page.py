@@ -34,6 +34,9 @@ def of(tool):
     return [line for line in LINES if line[0] == tool]
 
 
+LAUNCHES = [line for line in of("diloco") if line[1] == "launch"]
+
+
 def test_the_page_uses_tools_that_are_checked_here():
     assert {line[0] for line in LINES} == {"gcloud", "kubectl", "docker", "diloco"}
 
@@ -54,14 +57,25 @@ def test_the_image_is_built_from_a_file_that_is_there():
     assert build[build.index("--tag") + 1] == push[-1]
 
 
-@pytest.mark.parametrize("line", of("diloco"), ids=" ".join)
-def test_every_diloco_line_works(line, cloud, configs, capsys):
+def test_what_launches_is_launched_and_the_rest_reads_what_comes_of_it():
+    commands = [line[1] for line in of("diloco")]
+    assert set(commands) == {"launch", "eval"}
+
+
+@pytest.mark.parametrize("line", LAUNCHES, ids=" ".join)
+def test_every_launch_works(line, cloud, configs, capsys):
     again = ["--yes"] if "--dry-run" not in line else []
     assert cli.main([*line[1:], *again]) == 0, capsys.readouterr().err
 
 
+def test_the_results_are_evaluated_as_the_page_says(configs, capsys):
+    (line,) = [line for line in of("diloco") if line[1] == "eval"]
+    assert cli.main(line[1:]) == 2
+    assert "there is no results/config.json" in capsys.readouterr().err
+
+
 def test_what_the_page_asks_by_hand_is_what_was_made(cloud, configs):
-    assert cli.main([*of("diloco")[1][1:], "--yes"]) == 0
+    assert cli.main([*LAUNCHES[1][1:], "--yes"]) == 0
     (ssh,) = [line for line in of("gcloud") if "ssh" in line]
     assert ssh[5] in cloud.things["queued resource"]
     (script,) = Path("runs/two-slices/launch").glob("two-slices-v5p.sh")
