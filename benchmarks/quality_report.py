@@ -9,7 +9,8 @@ from typing import Any
 
 import support
 from quality_configs import SIZES, Row, parameters_of
-from quality_rows import CYCLES, TOKEN_FACTORS, rates, rows
+from quality_rows import rates, rows
+from quality_schedules import CYCLES, TOKEN_FACTORS
 
 PUBLISHED_GAPS = {
     35e6: {1: -0.1, 2: 0.7, 4: 2.0, 8: 3.9},

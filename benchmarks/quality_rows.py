@@ -25,20 +25,17 @@ from quality_configs import (
     network,
     unequal,
 )
+from quality_schedules import batches, schedules, tokens
 
 from diloco_jax.config import IslandConfig, OuterConfig
 
 RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 """Learning rates swept for the headline rows, each method alike."""
-CYCLES = (2, 4, 12, 24, 48)
-TOKEN_FACTORS = (0.25, 0.5, 2.0)
-BATCHES = (8, 16)
-"""Sequences in all islands' batches together, beside 32: more steps."""
 SWEPT = (
     "data-parallel",
     "synchronous DiLoCo, 8 islands",
     "decoupled, 8 islands",
-    "one island, outer optimizer",
+    "one island, outer step of 1",
     "Muon inside, data-parallel",
     "Muon inside",
 )
@@ -53,6 +50,16 @@ SYNCHRONOUS = {
 }
 """All islands merge everything at once, and wait for it."""
 GENTLE = OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6)
+FULL = ", merges at full length"
+PARTIAL = (
+    "decoupled, 4 fast + 4 slow islands",
+    "decoupled, failures as at 1.2 M chips",
+    "4 fast + 4 slow islands, no time for grace",
+    "K = 1 without grace on unlike islands",
+    "weights by tokens, unequal batches",
+    "uniform weights, unequal batches",
+)
+"""Rows whose merges some live islands are not in."""
 
 
 def rows(size: Size) -> Iterator[Row]:
@@ -63,16 +70,18 @@ def rows(size: Size) -> Iterator[Row]:
     yield from _merging(size)
     yield from _codecs(size)
     yield from _adoption(size)
-    yield from _schedule(size)
+    yield from schedules(size)
     yield from _muon(size)
-    yield from _tokens(size)
-    yield from _batches(size)
+    yield from tokens(size)
+    yield from batches(size)
     yield from _trouble(size)
+    yield from _full(size)
 
 
 def rates(size: Size) -> Iterator[Row]:
     """The sweep of learning rates, on the first seed, for every headline method."""
-    swept = [row for row in _headlines(size) if row.name in SWEPT]
+    candidates = (*_headlines(size), *_islands(size))
+    swept = [row for row in candidates if row.name in SWEPT]
     muon = [row for row in _muon(size) if row.name in SWEPT]
     for rate in RATES:
         for row in (*swept, *muon):
@@ -134,9 +143,25 @@ def _headlines(size: Size) -> Iterator[Row]:
         group="headline",
         headline=True,
         against="data-parallel",
-        config=config(size, islands=equal(1, size.sequences)),
+        config=config(size, islands=equal(1, size.sequences), outer=GENTLE),
         options=network(2),
     )
+
+
+def _full(size: Size) -> Iterator[Row]:
+    """Merges that go as far with few islands as with all: what scaling them gains."""
+    groups = (_headlines(size), _merging(size), _trouble(size))
+    for row in (row for rows in groups for row in rows if row.name in PARTIAL):
+        sync = dataclasses.replace(row.config.run.sync, partial_merges="full")
+        run = dataclasses.replace(row.config.run, sync=sync)
+        yield dataclasses.replace(
+            row,
+            name=row.name + FULL,
+            group="partial merges",
+            config=dataclasses.replace(row.config, run=run),
+            against=row.name,
+            headline=False,
+        )
 
 
 def _presets(size: Size) -> Iterator[Row]:
@@ -161,6 +186,14 @@ def _presets(size: Size) -> Iterator[Row]:
 
 
 def _islands(size: Size) -> Iterator[Row]:
+    # Nothing but codecs and dispatch stands between it and plain training.
+    yield Row(
+        name="one island, outer step of 1",
+        group="islands",
+        against="data-parallel",
+        config=config(size, islands=equal(1, size.sequences)),
+        options=network(2),
+    )
     for count in (2, 4, 16):
         if count > size.sequences:
             continue
@@ -237,54 +270,6 @@ def _adoption(size: Size) -> Iterator[Row]:
             )
 
 
-def _schedule(size: Size) -> Iterator[Row]:
-    for cycle in CYCLES:
-        for optimizer, rate, momentum in (
-            ("sgd", 1.0, 0.0),
-            ("nesterov", 0.7, 0.9),
-            ("nesterov", 0.8, 0.9),
-            ("nesterov", 0.4, 0.9),
-            ("nesterov", 0.4, 0.6),
-            ("sgd", 1.4, 0.0),
-            ("nesterov", 0.6, 0.6),
-        ):
-            name = f"H = {cycle}, {optimizer} {rate:g} / {momentum:g}"
-            plain = f"H = {cycle}, sgd 1 / 0"
-            yield Row(
-                name=name,
-                group="schedule",
-                against="decoupled, 8 islands" if name == plain else plain,
-                config=config(
-                    size,
-                    steps_per_cycle=cycle,
-                    fragments=min(cycle, 12),
-                    outer=OuterConfig(
-                        optimizer=optimizer,  # type: ignore[arg-type]
-                        learning_rate=rate,
-                        momentum=momentum,
-                    ),
-                ),
-                options=network(2),
-            )
-    for fragments in (1, 4, 24):
-        yield Row(
-            name=f"P = {fragments}",
-            group="schedule",
-            against="decoupled, 8 islands",
-            config=config(size, fragments=fragments),
-            options=network(2),
-        )
-    for by in ("layer", "tensor"):
-        yield Row(
-            name=f"fragments by {by}",
-            group="schedule",
-            # As many, of the pieces one by one.
-            against="P = 4",
-            config=config(size, fragments=4, fragment_by=by),
-            options=network(2),
-        )
-
-
 def _muon(size: Size) -> Iterator[Row]:
     """Muon inside, at rates swept on the first seed (`muon_rates`)."""
     yield Row(
@@ -325,47 +310,6 @@ def _muon(size: Size) -> Iterator[Row]:
         )
 
 
-def _tokens(size: Size) -> Iterator[Row]:
-    """Fewer and more tokens: whether the gap to data-parallel closes."""
-    for factor in TOKEN_FACTORS:
-        tokens = int(factor * size.tokens)
-        shorter = dataclasses.replace(size, tokens=tokens)
-        base = f"data-parallel, {factor:g} x tokens"
-        yield Row(
-            name=base,
-            group="tokens",
-            plain=True,
-            config=config(shorter, islands=equal(1, size.sequences)),
-        )
-        for count in (2, 4, 8):
-            yield Row(
-                name=f"decoupled, {count} islands, {factor:g} x tokens",
-                group="tokens",
-                against=base,
-                config=config(shorter, islands=equal(count, size.sequences)),
-                options=network(2),
-            )
-
-
-def _batches(size: Size) -> Iterator[Row]:
-    """Smaller batches: what the gap is where each has its own best one."""
-    for batch in BATCHES if size.sequences == SEQUENCES else ():
-        yield Row(
-            name=f"data-parallel, batch {batch}",
-            group="batch",
-            plain=True,
-            against="data-parallel",
-            config=config(size, islands=equal(1, batch)),
-        )
-        yield Row(
-            name=f"decoupled, 8 islands, batch {batch}",
-            group="batch",
-            against=f"data-parallel, batch {batch}",
-            config=config(size, islands=equal(8, batch)),
-            options=network(2),
-        )
-
-
 def _trouble(size: Size) -> Iterator[Row]:
     for name, sync, merge_seconds in (
         ("tau 4", {"overlap_steps": 4}, 0.5),
@@ -382,12 +326,15 @@ def _trouble(size: Size) -> Iterator[Row]:
             options=network(2, out_of_phase=True, merge_seconds=merge_seconds),
         )
     slow = dict(equal(8, size.sequences))
+    # As many tokens per second as each of the others.
     slow["i0"] = IslandConfig(
-        batch_size=size.sequences // 8, step_seconds=24 * STEP_SECONDS
+        batch_size=2 * size.sequences // 8, step_seconds=2 * STEP_SECONDS
     )
+    seven = {name: slow[name] for name in list(slow)[1:]}
     for name, islands, options in (
         ("one island at half the time", None, {"joins": {"i0": (0.0, 250.0)}}),
         ("one island in every other merge", slow, {}),
+        ("seven of the eight islands", seven, {}),
         ("unlike shards", None, {"unlike_shards": True}),
     ):
         yield Row(
@@ -395,5 +342,5 @@ def _trouble(size: Size) -> Iterator[Row]:
             group="trouble",
             against="decoupled, 8 islands",
             config=config(size, islands=islands),
-            options=network(2, out_of_phase=islands is not None, **options),
+            options=network(2, out_of_phase=islands is slow, **options),
         )
