@@ -189,24 +189,43 @@ class Trainer:
         if rounds == 1:
             (loss, _), grads = differentiate(params, batch)
             return loss, grads
-        # Round a has rows a, a + A, ...: each device keeps the rows that it has.
-        parts = batch.reshape(-1, rounds, batch.shape[1]).swapaxes(0, 1)
 
         def add(total: Any, part: jax.Array) -> tuple[Any, None]:
             (loss, _), grads = differentiate(params, part)
             return jax.tree.map(jnp.add, total, (loss, grads)), None
 
         zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        total, _ = jax.lax.scan(add, zeros, parts)
+        total, _ = jax.lax.scan(add, zeros, self._in_rounds(batch))
         loss, grads = jax.tree.map(lambda x: x / rounds, total)
         return loss, grads
 
     def _evaluate(
         self, params: Params, tokens: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        batch = {"tokens": tokens, "weights": weights}
-        loss, metrics = self._model.loss(params, batch)
-        return loss * metrics["tokens"], metrics["tokens"]
+        """Sums, in as many rounds as a step: it takes no more memory than that."""
+
+        def sums(tokens: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+            batch = {"tokens": tokens, "weights": weights}
+            loss, metrics = self._model.loss(params, batch)
+            weight = metrics["tokens"]
+            # A round of nothing but padding has no mean.
+            return jnp.where(weight > 0, loss * weight, 0.0), weight
+
+        if self._accumulation == 1:
+            return sums(tokens, weights)
+
+        def add(total: Any, part: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, sums(*part)), None
+
+        parts = (self._in_rounds(tokens), self._in_rounds(weights))
+        total, _ = jax.lax.scan(add, (jnp.zeros(()), jnp.zeros(())), parts)
+        loss, weight = total
+        return loss, weight
+
+    def _in_rounds(self, rows: jax.Array) -> jax.Array:
+        """[B, N] -> [A, B / A, N]: round a has rows a, a + A, ..., so that each device
+        keeps the rows that it has."""
+        return rows.reshape(-1, self._accumulation, rows.shape[1]).swapaxes(0, 1)
 
 
 def _like_params(

@@ -90,10 +90,6 @@ class Computation:
         """What it returns."""
         return next(i for i in self.instructions.values() if i.root)
 
-    def opcodes(self) -> set[str]:
-        """Of all its instructions."""
-        return {i.opcode for i in self.instructions.values()}
-
 
 @dataclasses.dataclass(frozen=True)
 class Program:

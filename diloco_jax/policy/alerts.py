@@ -1,4 +1,7 @@
-"""What a person should look at: islands that are alive, but train alone."""
+"""What a person should look at: islands that are alive, but train alone.
+
+Remedies in `sync` are for a run's successor: a run keeps its own, resumed or not.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ def after_merge(
             Alert(
                 text=f"fragment {fragment.index} was merged {SOLO_MERGES} times in a "
                 f"row from {contributions[0].island!r} alone, with {len(live)} islands "
-                f"training: they drift apart; raise sync.quorum, sync.grace or "
-                f"sync.overlap_steps"
+                f"training: they drift apart; for the next run, raise "
+                f"sync.quorum, sync.grace or sync.overlap_steps"
             )
         )
     for name in live:
@@ -39,8 +42,8 @@ def after_merge(
                 Alert(
                     text=f"island {name!r} is alive, but was in none of the last "
                     f"{MISSED_MERGES} merges of fragment {fragment.index}: its work "
-                    f"goes stale; look at its log and its network, or raise "
-                    f"sync.grace or sync.max_staleness"
+                    f"goes stale; look at its log and its network, or, for the "
+                    f"next run, raise sync.grace or sync.max_staleness"
                 )
             )
     return alerts
@@ -79,6 +82,6 @@ def in_turns(config: PolicyConfig, state: State, fragment: Fragment) -> list[Eff
         f"with the others, and learn worse for it. "
         f"Quorum, merging and sending take {spent:.3g} s of an overlap of "
         f"{config.overlap_steps} steps of {pace:.3g} s, and what is left is too short "
-        f"to wait for the others; {remedy}"
+        f"to wait for the others; for the next run, {remedy}"
     )
     return [Alert(text=text)]

@@ -17,17 +17,26 @@ from diloco_jax.models.model import Model, split_batch, weighted_loss
 TEXT = np.random.default_rng(0).integers(0, 256, 103).astype(np.uint8)
 
 
-@pytest.fixture
-def trainer() -> Trainer:
-    """Of a model whose loss at a token is its value times a parameter."""
+def make_trainer(accumulation=1, seen=None) -> Trainer:
+    """Of a model whose loss at a token is its value times a parameter, and NaN without
+    tokens. seen: gets the shapes that the model is called with."""
 
     def loss(params, batch):
         _, targets, weights = split_batch(batch)
-        return weighted_loss(targets.astype(jnp.float32) * params["scale"], weights)
+        if seen is not None:
+            seen.append(targets.shape)
+        values = targets.astype(jnp.float32) * params["scale"]
+        mean = jnp.sum(values * weights) / jnp.sum(weights)
+        return mean, weighted_loss(values, weights)[1]
 
     model = Model(lambda key: {"scale": jnp.ones(())}, loss, {"scale": ()})
-    island = IslandConfig(batch_size=2)
+    island = IslandConfig(batch_size=2, accumulation=accumulation)
     return Trainer(model, optax.identity(), island, make_mesh(island))
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return make_trainer()
 
 
 def test_the_whole_text_counts_once(trainer):
@@ -37,6 +46,18 @@ def test_the_whole_text_counts_once(trainer):
         loss, bits = evaluate_all(trainer, params, validation)
         assert loss == pytest.approx(0.5 * TEXT[1:].mean(), rel=1e-6)
         assert bits == pytest.approx(loss / math.log(2))
+
+
+def test_a_batch_that_trains_in_rounds_is_evaluated_in_rounds():
+    seen = []
+    trainer = make_trainer(accumulation=2, seen=seen)
+    params = trainer.place_params({"scale": np.float32(0.5)})
+    for length in (51, 200):  # the latter has a round of padding only
+        validation = ValidationBatches(TEXT, length, batch_size=2)
+        loss, _ = evaluate_all(trainer, params, validation)
+        assert loss == pytest.approx(0.5 * TEXT[1:].mean(), rel=1e-6)
+        assert set(seen) == {(1, length)}
+        seen.clear()
 
 
 def test_a_pass_goes_one_batch_per_call(trainer):

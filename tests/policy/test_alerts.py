@@ -96,7 +96,7 @@ def test_islands_merged_in_turns_are_told_of_with_what_would_help():
     [text] = merged_in_turns(pace=0.5)
     assert "sync.overlap_steps from 2 to 8" in text
     [text] = merged_in_turns(grace=0.0)
-    assert "raise sync.grace from 0" in text
+    assert "for the next run, raise sync.grace from 0" in text
 
 
 @pytest.mark.parametrize(
