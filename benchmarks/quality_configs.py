@@ -11,6 +11,7 @@ from diloco_jax.config import (
     Config,
     InnerConfig,
     IslandConfig,
+    ModelConfig,
     OuterConfig,
     Placement,
     RunConfig,
@@ -30,7 +31,7 @@ PLAIN = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
 class Size:
     """Model, tokens and learning rate of all rows."""
 
-    preset: str
+    model: ModelConfig
     tokens: int
     learning_rate: float
     """The best of the sweep for synchronous and decoupled DiLoCo with 8 islands."""
@@ -40,17 +41,24 @@ class Size:
     """Of all islands' batches together."""
 
 
+TINY = preset("tiny")
 SIZES = {
+    "0.04m": Size(
+        model=dataclasses.replace(TINY, d_model=32, num_heads=2, mlp_dim=96),
+        tokens=860_000,
+        learning_rate=8e-3,
+        learning_rate_alone=8e-3,
+    ),
     "0.1m": Size(
-        preset="tiny", tokens=2_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
+        model=TINY, tokens=2_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
     ),
     # Past the steep part of the curve, where seeds are far apart: by more tokens, or by
     # more steps on as many.
     "0.1m, long": Size(
-        preset="tiny", tokens=8_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
+        model=TINY, tokens=8_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
     ),
     "0.1m, batch 8": Size(
-        preset="tiny",
+        model=TINY,
         tokens=2_000_000,
         learning_rate=4e-3,
         learning_rate_alone=4e-3,
@@ -58,14 +66,17 @@ SIZES = {
     ),
     # As many merges per fragment as the published outer optimizer is for.
     "0.1m, long, batch 8": Size(
-        preset="tiny",
+        model=TINY,
         tokens=8_000_000,
         learning_rate=4e-3,
         learning_rate_alone=4e-3,
         sequences=8,
     ),
     "0.3m": Size(
-        preset="0.3m", tokens=7_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
+        model=preset("0.3m"),
+        tokens=7_000_000,
+        learning_rate=4e-3,
+        learning_rate_alone=8e-3,
     ),
 }
 
@@ -107,7 +118,7 @@ def config(
     rate = size.learning_rate_alone if len(islands) == 1 else size.learning_rate
     return Config(
         run=RunConfig(
-            model=preset(size.preset),
+            model=size.model,
             inner=InnerConfig(learning_rate=rate),
             outer=outer or PLAIN,
             sync=SyncConfig(**settings),

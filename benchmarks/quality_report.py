@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import support
-from quality_configs import SIZES, Row, parameters_of
+from quality_configs import SIZES, Row, Size, parameters_of
 from quality_rows import rates, rows
 from quality_schedules import CYCLES, TOKEN_FACTORS
 
@@ -33,6 +34,8 @@ BOUNDS = (
 )
 
 Runs = Sequence[dict[str, Any]]
+Gap = tuple[float, float, float, int]
+"""x, and what `difference` says there."""
 
 
 def write(out: Path, doc: str | None, runs: Runs) -> int:
@@ -45,13 +48,13 @@ def write(out: Path, doc: str | None, runs: Runs) -> int:
             continue
         for row in rows(SIZES[size]):
             if row.name in losses:
-                heading = f"{size} parameters: {row.group}"
+                heading = f"{size}: {row.group}"
                 tables.setdefault(heading, []).append(_line(row, losses))
         swept = [
             _swept(row, losses) for row in rates(SIZES[size]) if row.name in losses
         ]
         if swept:
-            tables[f"{size} parameters: sweep of learning rates (seed 0)"] = swept
+            tables[f"{size}: sweep of learning rates (seed 0)"] = swept
         checks += _checks(size, losses)
     _plot(out / "quality.png", runs)
     done = ", ".join(
@@ -143,15 +146,18 @@ def _plot(path: Path, runs: Runs) -> None:
     for size in SIZES:
         losses = _losses(runs, size)
         by_islands = {count: (_of(count), "data-parallel") for count in ISLANDS}
-        _line_of_gaps(islands, losses, by_islands, f"{size} parameters")
-        for count in ISLANDS:
-            _line_of_gaps(
-                tokens, losses, _by_tokens(size, count), f"{size}, {count} islands", 2
-            )
+        _line_of_gaps(islands, _gaps(losses, by_islands), size)
         by_cycle = {
             cycle: (f"H = {cycle}, sgd 1 / 0", "data-parallel") for cycle in CYCLES
         }
-        _line_of_gaps(cycles, losses, by_cycle, f"{size}, 8 islands")
+        _line_of_gaps(cycles, _gaps(losses, by_cycle), f"{size}, 8 islands")
+    millions: set[float] = set()
+    for name, same in _same_but_for_tokens().items():
+        for count in COLORS:
+            points = _by_tokens(same, count, runs)
+            if len(points) > 1:
+                _line_of_gaps(tokens, points, f"{name}, {count} islands")
+                millions.update(x for x, *_ in points)
     smallest = PUBLISHED_GAPS[min(PUBLISHED_GAPS)]
     islands.plot(
         *zip(*sorted(smallest.items()), strict=True),
@@ -172,8 +178,7 @@ def _plot(path: Path, runs: Runs) -> None:
             axes.legend(fontsize="small")
     islands.set_xticks(ISLANDS, [str(count) for count in ISLANDS])
     cycles.set_xticks(CYCLES, [str(cycle) for cycle in CYCLES])
-    millions = [f * SIZES["0.1m"].tokens / 1e6 for f in (*TOKEN_FACTORS, 1.0)]
-    tokens.set_xticks(millions, [f"{count:g}" for count in millions])
+    tokens.set_xticks(sorted(millions), [f"{count:g}" for count in sorted(millions)])
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -203,16 +208,30 @@ def _plot_sizes(axes: Any, runs: Runs) -> None:
             axes.annotate(note, (parameters, gap), fontsize="x-small", va="center")
 
 
-def _by_tokens(size: str, count: int) -> dict[float, tuple[str, str]]:
-    """Rows of so many islands, by millions of tokens."""
-    return {
-        factor * SIZES[size].tokens / 1e6: (
-            _of(count) + suffix,
-            "data-parallel" + suffix,
-        )
-        for factor in (*TOKEN_FACTORS, 1.0)
-        for suffix in ["" if factor == 1 else f", {factor:g} x tokens"]
-    }
+def _same_but_for_tokens() -> dict[str, list[str]]:
+    """Sizes with the same model and batch, by the name of the first of them."""
+    names: dict[Size, str] = {}
+    groups: dict[str, list[str]] = {}
+    for name, size in SIZES.items():
+        first = names.setdefault(dataclasses.replace(size, tokens=0), name)
+        groups.setdefault(first, []).append(name)
+    return groups
+
+
+def _by_tokens(sizes: list[str], count: int, runs: Runs) -> list[Gap]:
+    """Of so many islands, by millions of tokens."""
+    points: list[Gap] = []
+    for size in sizes:
+        rows_by_tokens = {
+            factor * SIZES[size].tokens / 1e6: (
+                _of(count) + suffix,
+                "data-parallel" + suffix,
+            )
+            for factor in (*TOKEN_FACTORS, 1.0)
+            for suffix in ["" if factor == 1 else f", {factor:g} x tokens"]
+        }
+        points += _gaps(_losses(runs, size), rows_by_tokens)
+    return sorted(points)
 
 
 def _of(count: int) -> str:
@@ -221,20 +240,20 @@ def _of(count: int) -> str:
     return f"decoupled, {count} islands"
 
 
-def _line_of_gaps(
-    axes: Any,
-    losses: dict[str, dict[int, float]],
-    rows_by_x: dict[float, tuple[str, str]],
-    label: str,
-    at_least: int = 1,
-) -> None:
-    """A line with the intervals of those points that were run."""
-    points = [
+def _gaps(
+    losses: dict[str, dict[int, float]], rows_by_x: dict[float, tuple[str, str]]
+) -> list[Gap]:
+    """Of the pairs of rows that were run."""
+    return [
         (x, *found)
         for x, pair in sorted(rows_by_x.items())
         if (found := difference(losses, *pair))
     ]
-    if len(points) >= at_least:
+
+
+def _line_of_gaps(axes: Any, points: list[Gap], label: str) -> None:
+    """A line with intervals, if there is a point."""
+    if points:
         xs, gaps, halves, pairs = zip(*points, strict=True)
         bars = list(map(_bar, halves, pairs))
         axes.errorbar(xs, gaps, bars, marker="o", label=label)
