@@ -20,8 +20,8 @@ Tell = AskTake | AskResend | TellVerdict | Grant | Progress | StopStepping | Let
 def message(effect: Tell) -> messages.FromCoordinator:
     """What its island is told."""
     match effect:
-        case AskTake(fragment=fragment, tick=tick):
-            return messages.TakeRequest(fragment=fragment, tick=tick)
+        case AskTake(fragment=fragment, tick=tick, after=after):
+            return messages.TakeRequest(fragment=fragment, tick=tick, after=after)
         case AskResend(fragment=fragment, tick=tick):
             return messages.ResendRequest(fragment=fragment, tick=tick)
         case TellVerdict():

@@ -94,6 +94,7 @@ class Service:
             sequences_granted=hello.sequences_granted,
             records_through=hello.records_through,
             term=hello.term,
+            lead=hello.lead,
         )
 
         def introduce() -> None:

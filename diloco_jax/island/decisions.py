@@ -32,15 +32,21 @@ class Decisions(Protocol):
 
 
 class LiveDecisions:
-    """Whatever came in by now. Never waits. save_due: whether it is time for a
+    """Whatever came in by now, but for takes that are put off: those come as many steps
+    later, or once no steps follow. Never waits. save_due: whether it is time for a
     checkpoint."""
 
     def __init__(self, mailbox: Mailbox, save_due: Callable[[], bool]) -> None:
         self._mailbox, self._save_due = mailbox, save_due
+        self._put_off: dict[int, tuple[int, int]] = {}
+        """Tick, and the step at which it is due, by fragment."""
 
     def at(self, step: int, *, stepping: bool) -> Inbox:
         """See Decisions."""
         inbox = self._mailbox.collect()
+        if self._put_off or (inbox.takes and inbox.put_off):
+            takes = self._due_takes(inbox, step, stepping=stepping)
+            inbox = dataclasses.replace(inbox, takes=takes, put_off=0)
         if stepping and self._save_due():
             inbox = dataclasses.replace(inbox, save=True)
         return inbox
@@ -48,6 +54,21 @@ class LiveDecisions:
     def wait(self, timeout_s: float) -> None:
         """See Decisions."""
         self._mailbox.wait(timeout_s)
+
+    def _due_takes(self, inbox: Inbox, step: int, *, stepping: bool) -> dict[int, int]:
+        if inbox.term:
+            self._put_off = {}  # Of a coordinator that lost its state.
+        for fragment, tick in inbox.takes.items():
+            if self._put_off.get(fragment, (-1,))[0] != tick:  # Or it is asked again.
+                self._put_off[fragment] = tick, step + inbox.put_off
+        takes = {
+            fragment: tick
+            for fragment, (tick, due) in self._put_off.items()
+            if due <= step or not stepping
+        }
+        for fragment in takes:
+            del self._put_off[fragment]
+        return takes
 
 
 class ScriptedDecisions:

@@ -43,7 +43,7 @@ class Inbound:
         mailbox = self._mailbox
         match message:
             case TakeRequest():
-                mailbox.request_take(message.fragment, message.tick)
+                mailbox.request_take(message.fragment, message.tick, message.after)
             case ResendRequest():
                 self._targets.resend(message.fragment, message.tick)
             case Published():

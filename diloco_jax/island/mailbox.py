@@ -61,6 +61,8 @@ class Inbox:
 
     takes: dict[int, int] = dataclasses.field(default_factory=dict)
     """Tick by fragment."""
+    put_off: int = 0
+    """Boundaries by which these takes are put off."""
     arrivals: tuple[Arrival, ...] = ()
     verdicts: tuple[TakeVerdict, ...] = ()
     grants: tuple[Span, ...] = ()
@@ -133,11 +135,10 @@ class Mailbox:
         self._verdicts: list[TakeVerdict] = []
         self._grants: list[Span] = []
         self._anchors: list[int] = []
-        self._term = 0
+        self._term = self._put_off = 0
         self._delivered: dict[int, Version] = {}
         self._others_tokens = self._tokens = self._next_position = 0
-        self._stop = self._leaving = self._finished = False
-        self._may_leave = False
+        self._stop = self._leaving = self._may_leave = self._finished = False
         self._ending: Ending | None = None
         self._status = Status()
         self._records: list[Record] = []
@@ -152,6 +153,7 @@ class Mailbox:
         with self._lock:
             inbox = Inbox(
                 takes=self._takes,
+                put_off=self._put_off,
                 arrivals=tuple(self._arrivals.values()),
                 verdicts=tuple(self._verdicts),
                 grants=tuple(self._grants),
@@ -165,7 +167,7 @@ class Mailbox:
             )
             self._takes, self._arrivals = {}, {}
             self._verdicts, self._grants, self._anchors = [], [], []
-            self._term = 0
+            self._term = self._put_off = 0
             self._news_collected = self._news
             self._changed.notify_all()
             return inbox
@@ -223,12 +225,13 @@ class Mailbox:
 
     # ---- the network's side -----------------------------------------------------
 
-    def request_take(self, fragment: int, tick: int) -> None:
+    def request_take(self, fragment: int, tick: int, after: int = 0) -> None:
         """The newest request for a fragment replaces an older one, which may come
-        late, and a second time."""
+        late, and a second time. after: boundaries by which it is put off."""
         with self._lock:
             if tick >= self._newest_take.get(fragment, tick):
                 self._takes[fragment] = self._newest_take[fragment] = tick
+                self._put_off = after
                 self._tell_loop()
 
     def deliver(self, arrival: Arrival, timeout_s: float) -> bool:
@@ -245,8 +248,7 @@ class Mailbox:
         with self._lock:
             if not self._changed.wait_for(room, timeout_s):
                 return False
-            waiting = self._arrivals.get(arrival.fragment)
-            if waiting is not None:
+            if (waiting := self._arrivals.get(arrival.fragment)) is not None:
                 arrival = waiting.followed_by(arrival)
             self._arrivals[arrival.fragment] = arrival
             self._delivered[arrival.fragment] = arrival.version
@@ -359,8 +361,8 @@ class Mailbox:
     def report(self, sent_through: int) -> tuple[Status, tuple[Record, ...]]:
         """The status, and the next records after number `sent_through`."""
         with self._lock:
-            fresh = [r for r in self._records if r.seq > sent_through]
-            return self._current(), tuple(fresh[:MAX_RECORDS_PER_REPORT])
+            fresh = (r for r in self._records if r.seq > sent_through)
+            return self._current(), tuple(fresh)[:MAX_RECORDS_PER_REPORT]
 
     def wait_for_post(
         self, seen: Status, sent_through: int, timeout_s: float

@@ -261,6 +261,7 @@ class Island:
             versions=status.versions,
             tokens=status.tokens,
             next_position=status.next_position,
+            lead=LEAD if self._hosts is not None else 0,
         )
 
     # ---- the other hosts ----------------------------------------------------------

@@ -121,6 +121,8 @@ class Hello:
     """Its records up to this number are acknowledged: they are on the tape."""
     term: int = 0
     """The newest one in which this process was welcomed; 0: in none."""
+    lead: int = 0
+    """Boundaries from a request to its take: hosts agree on it ahead."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,11 +240,12 @@ class Refuse:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AskTake:
-    """The island is to take the fragment at its next step boundary."""
+    """The island is to take the fragment, `after` boundaries later than it can."""
 
     island: str
     fragment: int
     tick: int
+    after: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -193,6 +193,7 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         tokens_per_step=event.tokens_per_step,
         sequences_per_step=event.sequences_per_step,
         step_seconds=event.step_seconds,
+        lead=event.lead,
         phase=event.phase,
     )
     if carrying:
@@ -234,6 +235,7 @@ def _resume(
         known,
         steps=max(known.steps, event.steps),
         phase=event.phase,
+        lead=event.lead,
         # A coordinator that came back has forgotten what is on its tape.
         records_through=max(known.records_through, event.records_through),
     )

@@ -8,7 +8,7 @@ reserved, durably, before they are used.
 
 from __future__ import annotations
 
-from diloco_jax.policy.events import Effect, Persist
+from diloco_jax.policy.events import AskTake, Effect, Persist
 from diloco_jax.policy.state import Island, PolicyConfig, State
 from diloco_jax.policy.values import replace
 
@@ -52,6 +52,23 @@ def advance(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
         name: _passed(island, steps, longest) for name, island in state.islands.items()
     }
     return _reserved(config, replace(state, tick=state.tick + 1, islands=islands))
+
+
+def together(state: State, effects: list[Effect]) -> list[Effect]:
+    """Has islands that could take at once wait for those that take some boundaries
+    after they are asked: whoever takes first would be merged without them."""
+    if not any(isinstance(effect, AskTake) for effect in effects):
+        return effects
+    leads = {name: i.lead for name, i in state.islands.items() if i.counted}
+    longest = max(leads.values(), default=0)
+    if longest == min(leads.values(), default=0):
+        return effects
+    return [
+        replace(effect, after=longest - leads.get(effect.island, longest))
+        if isinstance(effect, AskTake)
+        else effect
+        for effect in effects
+    ]
 
 
 def skip_cycle(

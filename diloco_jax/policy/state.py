@@ -182,6 +182,8 @@ class Island:
     steps: int = 0
     steps_at_tick: int = 0
     step_seconds: float = 0.0
+    lead: int = 0
+    """Boundaries from a request to its take."""
     records_through: int = 0
     tokens_before: int = 0
     """Computed by earlier incarnations."""

@@ -58,6 +58,8 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     """Progress of the run, as it last heard."""
     next_position: int = 0
     """Up to which data was granted to anybody, as far as it heard."""
+    lead: int = 0
+    """Boundaries from a request to its take: its hosts agree on it ahead."""
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,10 +126,11 @@ class Refused(Message, frozen=True, kw_only=True, tag=True):
 
 
 class TakeRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Take the fragment at the next step boundary and send it."""
+    """Take the fragment and send it, `after` boundaries later than it can."""
 
     fragment: int
     tick: int
+    after: int = 0
 
 
 class ResendRequest(Message, frozen=True, kw_only=True, tag=True):

@@ -34,6 +34,36 @@ def test_live_never_waits():
     assert plan_of(decisions.at(0, stepping=True)) == ({1: 5}, [0])
 
 
+def test_a_take_that_is_put_off_comes_as_many_steps_later():
+    mailbox = Mailbox()
+    decisions = LiveDecisions(mailbox, lambda: False)
+    mailbox.request_take(1, 5, after=2)
+    assert decisions.at(3, stepping=True).takes == {}
+    mailbox.request_take(1, 5, after=2)  # Asked again: it is on its way.
+    assert decisions.at(3, stepping=True).takes == {}
+    mailbox.request_take(0, 6)
+    assert decisions.at(4, stepping=True).takes == {0: 6}
+    assert decisions.at(5, stepping=True).takes == {1: 5}
+    assert decisions.at(6, stepping=True).takes == {}
+
+
+def test_a_take_that_is_put_off_comes_at_once_when_no_steps_follow():
+    mailbox = Mailbox()
+    decisions = LiveDecisions(mailbox, lambda: False)
+    mailbox.request_take(1, 5, after=2)
+    assert decisions.at(3, stepping=True).takes == {}
+    assert decisions.at(3, stepping=False).takes == {1: 5}
+
+
+def test_takes_that_are_put_off_end_with_their_term():
+    mailbox = Mailbox()
+    decisions = LiveDecisions(mailbox, lambda: False)
+    mailbox.request_take(1, 5, after=2)
+    assert decisions.at(3, stepping=True).takes == {}
+    mailbox.new_term(2)
+    assert decisions.at(9, stepping=True).takes == {}
+
+
 def test_script_takes_and_adopts_at_its_own_steps():
     mailbox = Mailbox()
     decisions = scripted(mailbox)

@@ -1,7 +1,7 @@
 """Ticks: when they come and for which fragment."""
 
 import pytest
-from kit import Driver, asked, make_config, notes, of, persisted
+from kit import Driver, asked, make_config, notes, of, only, persisted
 
 from diloco_jax.policy.events import AskTake
 from diloco_jax.policy.schedule import fragment_of, steps_to_tick
@@ -132,6 +132,38 @@ def test_a_stop_by_its_own_count_that_was_too_early_costs_no_steps() -> None:
     assert d.state.islands["a"].steps_at_tick == 0
     d.report("b", 2)
     assert d.state.tick == tick + 1
+
+
+def test_islands_that_take_at_once_wait_for_those_that_take_later() -> None:
+    def puts_off(d: Driver, steps: int) -> dict[str, int]:
+        asks = of([e for n in "abc" for e in d.report(n, steps)], AskTake)
+        return {ask.island: ask.after for ask in asks}
+
+    d = Driver(quorum=3)
+    for name, lead in {"a": 0, "b": 2, "c": 2}.items():
+        d.hello(name, lead=lead)
+    for name in "abc":
+        d.report(name, 0)
+    assert puts_off(d, 2) == {"a": 2, "b": 0, "c": 0}
+    d.disconnect("a")
+    back = only(d.hello("a", steps=2, phase="training", lead=0), AskTake)
+    assert back.after == 2, "a request that is repeated is put off, too"
+    alike = Driver(quorum=3)
+    for name in "abc":
+        alike.hello(name, lead=2)
+    for name in "abc":
+        alike.report(name, 0)
+    assert puts_off(alike, 2) == {"a": 0, "b": 0, "c": 0}
+
+
+def test_who_takes_later_is_not_waited_for_once_it_is_gone() -> None:
+    d = Driver()
+    d.hello("a")
+    d.hello("b", lead=2)
+    d.report("a", 0)
+    d.report("b", 0)
+    d.goodbye("b")
+    assert only(d.report("a", 2), AskTake).after == 0
 
 
 def test_a_fragment_still_open_skips_its_tick() -> None:
