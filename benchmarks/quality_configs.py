@@ -46,8 +46,8 @@ SIZES = {
     "0.04m": Size(
         model=dataclasses.replace(TINY, d_model=32, num_heads=2, mlp_dim=96),
         tokens=860_000,
-        learning_rate=8e-3,
-        learning_rate_alone=8e-3,
+        learning_rate=16e-3,
+        learning_rate_alone=16e-3,
     ),
     "0.1m": Size(
         model=TINY, tokens=2_000_000, learning_rate=4e-3, learning_rate_alone=8e-3

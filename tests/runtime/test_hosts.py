@@ -225,6 +225,13 @@ def test_the_island_is_merged_again_and_the_ledger_balances(killed):
 
 
 @pytest.mark.timing
+def test_islands_of_one_host_and_of_two_are_merged_together(killed):
+    """Their steps take the same time, but two hosts take later than they are asked."""
+    for name, island in killed.summary["islands"].items():
+        assert island["participation"] >= 0.8, name
+
+
+@pytest.mark.timing
 def test_replay_repeats_an_island_of_two_hosts_bit_for_bit(killed):
     """Its three attempts too, two of which ended with a host's death, and the moments
     that the later ones had from checkpoints."""
