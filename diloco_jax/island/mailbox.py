@@ -14,10 +14,10 @@ import threading
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from diloco_jax.policy.events import Outstanding, Phase, Record, Span, Version
 from diloco_jax.policy.reasons import EndReason
-from diloco_jax.policy.values import replace
 from diloco_jax.wire.messages import Measures, TakeVerdict
 
 MAX_CHAIN = 8
@@ -104,8 +104,7 @@ class Inbox:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Status:
+class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Where the loop is; what Hello and Report say."""
 
     phase: Phase = "joining"
@@ -119,7 +118,7 @@ class Status:
     """Progress of the run, as last heard."""
     next_position: int = 0
     """Up to which data was granted to anybody, as far as was heard."""
-    measures: Measures = dataclasses.field(default_factory=Measures)
+    measures: Measures = Measures()
 
 
 class Mailbox:
@@ -389,7 +388,7 @@ class Mailbox:
             traffic = {name: sum(host[name] for host in hosts) for name in traffic}
         return replace(
             self._status,
-            measures=msgspec.structs.replace(self._status.measures, **traffic),
+            measures=replace(self._status.measures, **traffic),
             records_through=self._records_through,
             tokens=self._tokens,
             next_position=self._next_position,

@@ -7,6 +7,8 @@ behind at a goodbye is merged too; nobody waits for the island.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from diloco_jax.policy import fragment as fragments
 from diloco_jax.policy import membership, schedule
 from diloco_jax.policy.events import Effect, Finish, Persist, StopStepping
@@ -19,7 +21,6 @@ from diloco_jax.policy.state import (
     State,
     with_fragment,
 )
-from diloco_jax.policy.values import replace
 
 Step = tuple[State, list[Effect]]
 

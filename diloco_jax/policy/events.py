@@ -8,8 +8,9 @@ are of one island.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from diloco_jax.policy.reasons import EndReason, Refusal
 
@@ -42,8 +43,7 @@ OfFragment = Literal["took", "adopted", "reopened", "dropped", "reset", "carried
 RecordKind = Literal[OfFragment, "granted", "progress", "restored"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One asynchronous fact of an island's life, numbered per incarnation by `seq`.
 
     kind: `took` (fragment, tick, start: the interval [start, step) entered the delta,
@@ -83,8 +83,7 @@ class Record:
         }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Outstanding:
+class Outstanding(msgspec.Struct, frozen=True, kw_only=True):
     """A take whose verdict an island does not know; it still holds the bytes. `seq` is
     the number of its record."""
 
@@ -99,8 +98,7 @@ class Outstanding:
 # ---- events -------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Hello:
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """An island asks to join, or a known incarnation is back on a new connection."""
 
     island: str
@@ -125,8 +123,7 @@ class Hello:
     """Boundaries from a request to its take: hosts agree on it ahead."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A sign of life; `records` come in order and may repeat ones already seen."""
 
     island: str
@@ -137,8 +134,7 @@ class Report:
     records: tuple[Record, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Goodbye:
+class Goodbye(msgspec.Struct, frozen=True, kw_only=True):
     """An island leaves for good. What is here of its deltas is merged, no more."""
 
     island: str
@@ -147,8 +143,7 @@ class Goodbye:
     said: str  # For people.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DeltaArrived:
+class DeltaArrived(msgspec.Struct, frozen=True, kw_only=True):
     """All bytes of a take are here and checked; `refusal` says if they are unfit."""
 
     island: str
@@ -158,8 +153,7 @@ class DeltaArrived:
     refusal: Refusal = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MergeComputed:
+class MergeComputed(msgspec.Struct, frozen=True, kw_only=True):
     """The merge that the policy ordered is computed and its publish is encoded."""
 
     fragment: int
@@ -167,27 +161,24 @@ class MergeComputed:
     digest: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Timer:
+class Timer(msgspec.Struct, frozen=True, kw_only=True):
     """Time passed; due when `policy.next_deadline` says so."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Disconnected:
+class Disconnected(msgspec.Struct, frozen=True, kw_only=True):
     """A session's connection broke; the incarnation may come back on another."""
 
     island: str
     session: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Resumed:
+class Resumed(msgspec.Struct, frozen=True, kw_only=True):
     """The run goes on after it was stopped: every process that was in it has ended.
 
     `steps` is what each last reported, by name and incarnation, where that is known.
     """
 
-    steps: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+    steps: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
 
 
 Event = (
@@ -204,22 +195,19 @@ Event = (
 # ---- effects ------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Persist:
+class Persist(msgspec.Struct, frozen=True, kw_only=True):
     """Write a record to the log (and the tape), durably, before what follows."""
 
     record: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True, kw_only=True):
     """Write a record to the tape."""
 
     record: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Welcome:
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     """The island is in. `resumed`: it is the incarnation that was here before."""
 
     island: str
@@ -228,8 +216,7 @@ class Welcome:
     versions: tuple[Version, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True, kw_only=True):
     """The peer is not let in, or is put out: its session ends with this reason."""
 
     island: str
@@ -238,8 +225,7 @@ class Refuse:
     message: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AskTake:
+class AskTake(msgspec.Struct, frozen=True, kw_only=True):
     """The island is to take the fragment, `after` boundaries later than it can."""
 
     island: str
@@ -248,8 +234,7 @@ class AskTake:
     after: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AskResend:
+class AskResend(msgspec.Struct, frozen=True, kw_only=True):
     """The island is to send a delta that it still holds once more."""
 
     island: str
@@ -257,8 +242,7 @@ class AskResend:
     tick: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DropDelta:
+class DropDelta(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes of a delta are not needed any more."""
 
     island: str
@@ -267,8 +251,7 @@ class DropDelta:
     tick: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TellVerdict:
+class TellVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a take; `version` is the fragment's current one."""
 
     island: str
@@ -279,8 +262,7 @@ class TellVerdict:
     version: Version
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Contribution:
+class Contribution(msgspec.Struct, frozen=True, kw_only=True):
     """One delta in a merge."""
 
     island: str
@@ -309,8 +291,7 @@ class Contribution:
         }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Merge:
+class Merge(msgspec.Struct, frozen=True, kw_only=True):
     """Merge these deltas, in this order, into `version` of the fragment. `share`: what
     the merged delta is multiplied by; `final`: as the flush does it (weighted mean,
     learning rate 1, momentum untouched)."""
@@ -322,8 +303,7 @@ class Merge:
     final: bool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Publish:
+class Publish(msgspec.Struct, frozen=True, kw_only=True):
     """Send the fragment's new version to every connected island; `verdicts` says,
     by island, (tick, verdict, reason) of its outstanding take."""
 
@@ -332,8 +312,7 @@ class Publish:
     verdicts: dict[str, tuple[int, Verdict, str]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Grant:
+class Grant(msgspec.Struct, frozen=True, kw_only=True):
     """Positions of data for the island, after those it has; `offset` is the number
     of sequences granted to this incarnation before."""
 
@@ -342,8 +321,7 @@ class Grant:
     offset: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the whole run that are not lost, and those of this incarnation's steps;
     acknowledges records. next_position: nothing from there on is granted yet."""
 
@@ -354,27 +332,23 @@ class Progress:
     next_position: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StopStepping:
+class StopStepping(msgspec.Struct, frozen=True, kw_only=True):
     """The run has its tokens: the island ends its step and answers takes only."""
 
     island: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LetGo:
+class LetGo(msgspec.Struct, frozen=True, kw_only=True):
     """All that an island which is about to leave could be asked for is here."""
 
     island: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that could be merged is merged: the run is over."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Alert:
+class Alert(msgspec.Struct, frozen=True, kw_only=True):
     """Something a person should look at."""
 
     text: str

@@ -13,6 +13,8 @@ import itertools
 import math
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from diloco_jax.policy import ledger, takes
 from diloco_jax.policy.events import (
     AskTake,
@@ -31,7 +33,6 @@ from diloco_jax.policy.state import (
     averaged,
     with_account,
 )
-from diloco_jax.policy.values import replace
 
 Step = tuple[Fragment, list[Effect]]
 

@@ -9,10 +9,12 @@ best has to do. Nothing is initialised: without an offer there is no term.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from diloco_jax.policy import schedule, shares
 from diloco_jax.policy.events import Version
@@ -31,7 +33,6 @@ from diloco_jax.policy.offers import (
     Postpone,
 )
 from diloco_jax.policy.state import PolicyConfig, State, initial, with_fragment
-from diloco_jax.policy.values import replace
 
 LEASES_AWAITED = 2
 """How long the first offer is waited for, and then the others', in leases."""
@@ -55,8 +56,7 @@ class Got(NamedTuple):
     version: Version
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
+class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Who offered. `gone_at`: when it is not waited for any more, unless it is heard of
     before."""
 
@@ -74,19 +74,18 @@ class Known(NamedTuple):
     next_position: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Gathering:
+class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     """What the policy remembers of it. names: of the config's islands."""
 
     names: frozenset[str]
     deadline: float
     phase: Literal["waiting", "fetching", "over"] = "waiting"
-    known: Known = dataclasses.field(default_factory=Known)
-    members: Mapping[str, Member] = dataclasses.field(default_factory=dict)
-    asked: Mapping[int, Asked] = dataclasses.field(default_factory=dict)
+    known: Known = msgspec.field(default_factory=Known)
+    members: Mapping[str, Member] = msgspec.field(default_factory=dict)
+    asked: Mapping[int, Asked] = msgspec.field(default_factory=dict)
     failed: frozenset[tuple[str, int]] = frozenset()
     """(island, fragment) that did not come in time."""
-    got: Mapping[int, Got] = dataclasses.field(default_factory=dict)
+    got: Mapping[int, Got] = msgspec.field(default_factory=dict)
 
 
 Step = tuple[Gathering, list[Effect]]

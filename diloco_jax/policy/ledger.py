@@ -8,8 +8,10 @@ Steps that an incarnation made in an earlier term, whose books are gone, are *ca
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from diloco_jax.policy.events import Contribution
 from diloco_jax.policy.reasons import EndReason
@@ -22,11 +24,9 @@ from diloco_jax.policy.state import (
     Told,
     with_account,
 )
-from diloco_jax.policy.values import replace
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Totals:
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens, weighted by the fragments' parameters and floored; they balance:
     computed = merged + sum(lost) + carried + in_flight."""
 

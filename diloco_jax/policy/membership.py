@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from diloco_jax.policy import admission, ledger, schedule, shares, takes
 from diloco_jax.policy.events import (
     AskResend,
@@ -35,7 +37,6 @@ from diloco_jax.policy.state import (
     with_fragment,
     with_island,
 )
-from diloco_jax.policy.values import replace
 
 Step = tuple[State, list[Effect]]
 

@@ -3,15 +3,14 @@ interface of `gathering.py`, as `events.py` is that of the rest of the policy.""
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
 from diloco_jax.policy.events import Version
 
 # ---- events -------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """An island's hello: what it has, and what it heard last. `differences`: between
     its config and the coordinator's, in words."""
 
@@ -31,24 +30,21 @@ class Offer:
     sequences_per_step: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Heard:
+class Heard(msgspec.Struct, frozen=True, kw_only=True):
     """A sign of life of an island that offered."""
 
     island: str
     session: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Lost:
+class Lost(msgspec.Struct, frozen=True, kw_only=True):
     """A session's connection broke; the island may come back on another."""
 
     island: str
     session: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Arrived:
+class Arrived(msgspec.Struct, frozen=True, kw_only=True):
     """An anchor is here, all of it."""
 
     island: str
@@ -57,8 +53,7 @@ class Arrived:
     version: Version
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True, kw_only=True):
     """Time passed; due when `next_deadline` says so."""
 
 
@@ -67,16 +62,14 @@ Event = Offer | Heard | Lost | Arrived | Tick
 # ---- effects ------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Admit:
+class Admit(msgspec.Struct, frozen=True, kw_only=True):
     """The island's offer is taken; it waits, connected, to be asked."""
 
     island: str
     session: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Postpone:
+class Postpone(msgspec.Struct, frozen=True, kw_only=True):
     """The island is to come again later: its session ends with this reason."""
 
     island: str
@@ -84,8 +77,7 @@ class Postpone:
     message: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """The island is to send its anchor of the fragment."""
 
     island: str
@@ -93,8 +85,7 @@ class Ask:
     fragment: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Discard:
+class Discard(msgspec.Struct, frozen=True, kw_only=True):
     """What came of an anchor is not waited for any more."""
 
     island: str
@@ -102,8 +93,7 @@ class Discard:
     fragment: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Open:
+class Open(msgspec.Struct, frozen=True, kw_only=True):
     """All fragments are here: the new term can begin."""
 
     run_id: str
@@ -117,8 +107,7 @@ class Open:
     next_position: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class GiveUp:
+class GiveUp(msgspec.Struct, frozen=True, kw_only=True):
     """There will be no term: the process ends with this reason."""
 
     message: str

@@ -13,6 +13,8 @@ from __future__ import annotations
 import functools
 import math
 
+from msgspec.structs import replace
+
 from diloco_jax.policy import (
     alerts,
     ending,
@@ -51,7 +53,6 @@ from diloco_jax.policy.state import (
     State,
     with_fragment,
 )
-from diloco_jax.policy.values import replace
 
 Step = tuple[State, list[Effect]]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from diloco_jax.policy import ledger, membership, schedule, shares
 from diloco_jax.policy.events import Contribution, Span, Version
 from diloco_jax.policy.state import (
@@ -15,7 +17,6 @@ from diloco_jax.policy.state import (
     with_fragment,
     with_island,
 )
-from diloco_jax.policy.values import replace
 
 
 def recover(

@@ -8,9 +8,10 @@ reserved, durably, before they are used.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from diloco_jax.policy.events import AskTake, Effect, Persist
 from diloco_jax.policy.state import Island, PolicyConfig, State
-from diloco_jax.policy.values import replace
 
 CYCLES_RESERVED = 16
 """Cycles whose ticks one durable record reserves."""

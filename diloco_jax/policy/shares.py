@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+from msgspec.structs import replace
+
 from diloco_jax.policy.events import Effect, Grant, Persist, Span
 from diloco_jax.policy.state import (
     FIRST_LEASE_STEPS,
@@ -17,7 +19,6 @@ from diloco_jax.policy.state import (
     State,
     with_island,
 )
-from diloco_jax.policy.values import replace
 
 
 def top_up(config: PolicyConfig, state: State, name: str) -> tuple[State, list[Effect]]:

@@ -7,8 +7,10 @@ open. What belongs to one fragment lives in its `Fragment` and nowhere else.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from diloco_jax.policy.events import (
     FIRST_VERSION,
@@ -19,7 +21,6 @@ from diloco_jax.policy.events import (
     Version,
 )
 from diloco_jax.policy.reasons import LossReason, Refusal
-from diloco_jax.policy.values import replace
 
 FIRST_LEASE_STEPS = 64
 """Steps' worth of data granted before an island's speed is known."""
@@ -32,8 +33,7 @@ AVERAGE_KEPT = 0.8
 """Share of a running average that one new value leaves standing."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyConfig:
+class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers that decisions depend on. Sizes are in parameters, times in
     seconds; the names are those of `SyncConfig` and `Placement`."""
 
@@ -64,8 +64,7 @@ class PolicyConfig:
         return sum(self.fragment_sizes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Take:
+class Take(msgspec.Struct, frozen=True, kw_only=True):
     """One outstanding delta of an island for a fragment.
 
     asked -> taken (`end` known: the record is on the tape) and arrived (the bytes are
@@ -86,8 +85,7 @@ class Take:
         return self.end is not None and self.arrived and not self.refused
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
+class Told(msgspec.Struct, frozen=True, kw_only=True):
     """The last final verdict on an island's take, to be repeated if it got lost."""
 
     tick: int
@@ -95,8 +93,7 @@ class Told:
     reason: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Account:
+class Account(msgspec.Struct, frozen=True, kw_only=True):
     """An island in the books of one fragment. Tokens are summed over incarnations."""
 
     incarnation: int
@@ -110,7 +107,7 @@ class Account:
     merged_tokens: int = 0
     carried_tokens: int = 0
     """Of steps that are in the books of earlier terms."""
-    lost_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+    lost_tokens: dict[str, int] = msgspec.field(default_factory=dict)
     merges_in: int = 0
     merges_alive: int = 0
     missed_merges: int = 0
@@ -128,8 +125,7 @@ class Account:
         return replace(self, lost_tokens={**self.lost_tokens, reason: tokens})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Fragment:
+class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     """One fragment: its version, the tick it is open for, its books and averages."""
 
     index: int
@@ -148,7 +144,7 @@ class Fragment:
     """Of all tokens per second that is in the merge."""
     left_behind: tuple[Contribution, ...] = ()
     """Deltas of incarnations that said goodbye, for the next merge; one per island."""
-    accounts: dict[str, Account] = dataclasses.field(default_factory=dict)
+    accounts: dict[str, Account] = msgspec.field(default_factory=dict)
     lost_in_all: int = 0
     """Tokens lost in all accounts together."""
     merges: int = 0
@@ -159,16 +155,14 @@ class Fragment:
     transfer_seconds: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """Positions granted to an incarnation; `offset` sequences were granted before."""
 
     offset: int
     span: Span
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Island:
+class Island(msgspec.Struct, frozen=True, kw_only=True):
     """A member. live: counted on; absent: silent, may come back; gone: it ended."""
 
     name: str
@@ -212,8 +206,7 @@ class Island:
         return self.status == "live" and self.phase == "training"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class State:
+class State(msgspec.Struct, frozen=True, kw_only=True):
     """Everything. `now` of the last event is not kept: time comes with events."""
 
     phase: Literal["running", "stopping", "flushing", "done"] = "running"
@@ -228,7 +221,7 @@ class State:
     below 0 where those had lost more than others had done."""
     reunion_until: float = 0.0
     """Ticks wait until then for islands that are absent (see `schedule.reunite`)."""
-    islands: dict[str, Island] = dataclasses.field(default_factory=dict)
+    islands: dict[str, Island] = msgspec.field(default_factory=dict)
     fragments: tuple[Fragment, ...] = ()
     next_position: int = 0
     free_spans: tuple[Span, ...] = ()

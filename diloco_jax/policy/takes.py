@@ -6,6 +6,8 @@ on bulk ones; it can be merged when both are here.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from diloco_jax.policy.events import (
     AskResend,
     Contribution,
@@ -28,7 +30,6 @@ from diloco_jax.policy.state import (
     averaged,
     with_account,
 )
-from diloco_jax.policy.values import replace
 
 Step = tuple[Fragment, list[Effect]]
 

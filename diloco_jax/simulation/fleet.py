@@ -14,6 +14,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from diloco_jax.config import CodecName, ConfigError, Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.codec import Codec
@@ -201,9 +203,7 @@ class Fleet:
         in seconds that do not count."""
         coordinator = self._world.coordinator
         tokens = max(1, coordinator.state.progress_tokens)
-        coordinator.config = dataclasses.replace(
-            coordinator.config, total_tokens=tokens
-        )
+        coordinator.config = replace(coordinator.config, total_tokens=tokens)
         self._ended = self._world.clock.now
         self._world.run()
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
+from msgspec.structs import replace
 
 from diloco_jax.config import Placement, RunConfig
 from diloco_jax.coordinator import summary
@@ -45,7 +44,7 @@ def run():
 
 def told(run, phase="running"):
     config, now, roster = run
-    now = dataclasses.replace(now, phase=phase)
+    now = replace(now, phase=phase)
     return summary.summary(
         config, now, roster, wall_seconds=8.0, alerts=["alone"], now=AT + 8
     )
@@ -83,7 +82,7 @@ def test_a_status_has_the_bandwidth_of_live_islands(run):
     for part in (shown, shown["islands"]["a"]):
         rates = part["bytes_up_per_second"], part["bytes_down_per_second"]
         assert rates == (50.0, 10.0)
-    absent = dataclasses.replace(now.islands["a"], status="absent")
-    now = dataclasses.replace(now, islands={"a": absent})
+    absent = replace(now.islands["a"], status="absent")
+    now = replace(now, islands={"a": absent})
     shown = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
     assert shown["bytes_up_per_second"] == 0.0

@@ -1,9 +1,8 @@
 """Islands that live but train alone are told of, once."""
 
-import dataclasses
-
 import pytest
 from kit import make_config
+from msgspec.structs import replace
 
 from diloco_jax.policy.alerts import (
     MISSED_MERGES,
@@ -47,7 +46,7 @@ def test_a_live_island_that_misses_merges_is_named_once(row):
 
 def test_an_absent_island_is_not_called_alive():
     lagging = fragment(missed=MISSED_MERGES)
-    assert after_merge(dataclasses.replace(lagging), ALONE, ("a",)) == []
+    assert after_merge(replace(lagging), ALONE, ("a",)) == []
 
 
 def merged_in_turns(
@@ -81,7 +80,7 @@ def merged_in_turns(
         merge_seconds=1.2,
         transfer_seconds=0.3,
     )
-    state = dataclasses.replace(initial(config), islands=islands)
+    state = replace(initial(config), islands=islands)
     return [alert.text for alert in in_turns(config, state, fragment)]
 
 

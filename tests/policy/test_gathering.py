@@ -3,11 +3,11 @@ what the new term begins with."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from kit import make_config
+from msgspec.structs import replace
 
 from diloco_jax.policy import gathering
 from diloco_jax.policy.events import Version
@@ -294,8 +294,8 @@ def test_the_state_of_the_new_term() -> None:
         tokens=500,
         next_position=77,
     )
-    config = dataclasses.replace(CONFIG, fragment_sizes=(1, 1, 1))
-    three = dataclasses.replace(opened, versions=(*opened.versions, Version(3, 0)))
+    config = replace(CONFIG, fragment_sizes=(1, 1, 1))
+    three = replace(opened, versions=(*opened.versions, Version(3, 0)))
     state = gathering.first_state(config, three)
     assert [f.version for f in state.fragments] == list(three.versions)
     assert (state.tick, state.ticks_reserved) == (2_000_000_001,) * 2

@@ -1,9 +1,8 @@
 """The books: what the totals are, and that errors in them are found."""
 
-import dataclasses
-
 import pytest
 from kit import Driver
+from msgspec.structs import replace
 
 from diloco_jax.policy import ledger
 from diloco_jax.policy.state import (
@@ -79,18 +78,18 @@ def test_check_finds_books_that_do_not_balance() -> None:
     fragment = d.fragment(0)
     account = d.account("b", 0)
     for wrong in (
-        dataclasses.replace(account, merged_tokens=account.merged_tokens + 1),
-        dataclasses.replace(account, start=account.start + 1),
+        replace(account, merged_tokens=account.merged_tokens + 1),
+        replace(account, start=account.start + 1),
         account.lose(1, "nowhere"),
     ):
         state = with_fragment(d.state, with_account(fragment, "b", wrong))
         lines = ledger.check(d.config, state)
         assert lines
         assert all("fragment 0, island b" in line for line in lines)
-    unsaid = dataclasses.replace(fragment, lost_in_all=fragment.lost_in_all + 1)
+    unsaid = replace(fragment, lost_in_all=fragment.lost_in_all + 1)
     (line,) = ledger.check(d.config, with_fragment(d.state, unsaid))
     assert "fragment 0: its accounts have lost" in line
-    ahead = dataclasses.replace(account, start=9, merged_tokens=90)
+    ahead = replace(account, start=9, merged_tokens=90)
     state = with_fragment(d.state, with_account(fragment, "b", ahead))
     assert "settled to step 9 of 3" in ledger.check(d.config, state)[0]
 

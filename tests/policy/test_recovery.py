@@ -1,9 +1,8 @@
 """A coordinator that died: what comes back, and what happened meanwhile."""
 
-import dataclasses
-
 import pytest
 from kit import Driver, asked, of, only, took
+from msgspec.structs import replace
 
 from diloco_jax.policy.events import (
     AskResend,
@@ -102,7 +101,7 @@ def test_the_first_ticks_after_a_crash_wait_no_longer_than_a_reunion() -> None:
 def test_a_reunion_is_not_measured_by_the_clock_of_another_process() -> None:
     d = Driver(reunion_s=20.0)
     d.join("a")
-    d.crash(dataclasses.replace(d.state, reunion_until=d.now + 1e6))
+    d.crash(replace(d.state, reunion_until=d.now + 1e6))
     d.join("b")
     assert asked(d.report("b", 2)) == {0: ["b"]}
 
@@ -374,7 +373,7 @@ def test_a_grant_takes_its_own_positions_of_what_is_free_and_no_others() -> None
     d = Driver()
     d.hello("a")
     free = (Span(900, 910), Span(910, 950), Span(950, 960), Span(990, 999))
-    snapshot = dataclasses.replace(d.state, free_spans=free, next_position=999)
+    snapshot = replace(d.state, free_spans=free, next_position=999)
     line = {"kind": "granted", "island": "a", "incarnation": 1, "offset": 0}
     for start, stop, left in (
         (910, 950, [(900, 910), (950, 960)]),

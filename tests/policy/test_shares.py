@@ -1,8 +1,7 @@
 """Leases of data: enough for an outage, never twice, back only if without effect."""
 
-import dataclasses
-
 from kit import Driver, of, persisted
+from msgspec.structs import replace
 
 from diloco_jax.policy import shares
 from diloco_jax.policy.events import Effect, Grant, Persist, Span
@@ -130,7 +129,7 @@ def test_what_is_left_of_a_free_span_stays_free() -> None:
 def test_a_grant_is_made_of_as_many_free_spans_as_it_takes() -> None:
     d = Driver(outage_budget_s=30.0)
     free = (Span(0, 10), Span(100, 140), Span(500, 600))
-    d.state = dataclasses.replace(d.state, free_spans=free, next_position=600)
+    d.state = replace(d.state, free_spans=free, next_position=600)
     d.hello("a", step_seconds=1.0)
     assert spans(d.effects) == [Span(0, 10), Span(100, 140), Span(500, 512)]
     assert d.state.free_spans == (Span(512, 600),)

@@ -6,11 +6,12 @@ schedule is played.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
+
+from msgspec.structs import replace
 
 from diloco_jax.config import ConfigError, suggest
 from diloco_jax.island.mailbox import Arrival
@@ -64,9 +65,9 @@ def _keeps_the_take(book: Callable[..., Any]) -> Callable[..., Any]:
     def broken(before: Any, c: Any) -> Any:
         after = book(before, c)
         take = before.accounts[c.island].take
-        account = dataclasses.replace(after.accounts[c.island], take=take)
+        account = replace(after.accounts[c.island], take=take)
         accounts = {**after.accounts, c.island: account}
-        return dataclasses.replace(after, accounts=accounts)
+        return replace(after, accounts=accounts)
 
     return broken
 
@@ -74,7 +75,7 @@ def _keeps_the_take(book: Callable[..., Any]) -> Callable[..., Any]:
 def _loses_a_step(known: Callable[..., Any]) -> Callable[..., Any]:
     def broken(config: Any, f: Any, name: str, held: Any, now: float) -> Any:
         end = max(held.start, held.end - 1)
-        return known(config, f, name, dataclasses.replace(held, end=end), now)
+        return known(config, f, name, replace(held, end=end), now)
 
     return broken
 
@@ -91,7 +92,7 @@ def _tapes_no_takes(record: Callable[..., Any]) -> Callable[..., Any]:
 def _needs_one_less(settle: Callable[..., Any]) -> Callable[..., Any]:
     def broken(config: Any, *arguments: Any, **options: Any) -> Any:
         quorum = max(1, config.quorum - 1)
-        config = dataclasses.replace(config, quorum=quorum)
+        config = replace(config, quorum=quorum)
         return settle(config, *arguments, **options)
 
     return broken
@@ -121,7 +122,7 @@ def _refuses_nothing(refuse: Callable[..., Any]) -> Callable[..., Any]:
 
 def _counts_twice(book: Callable[..., Any]) -> Callable[..., Any]:
     def broken(before: Any, c: Any) -> Any:
-        return book(before, dataclasses.replace(c, tokens=2 * c.tokens))
+        return book(before, replace(c, tokens=2 * c.tokens))
 
     return broken
 
@@ -152,7 +153,7 @@ def _takes_any_anchor(version: Callable[..., Any]) -> Callable[..., Any]:
 
 def _begins_with_all_data(first_state: Callable[..., Any]) -> Callable[..., Any]:
     def broken(*arguments: Any) -> Any:
-        return dataclasses.replace(first_state(*arguments), next_position=0)
+        return replace(first_state(*arguments), next_position=0)
 
     return broken
 

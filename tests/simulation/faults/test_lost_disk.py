@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 from unittest import mock
+
+from msgspec.structs import replace
 
 from diloco_jax.island.boundary import Boundary
 from diloco_jax.policy import ledger
@@ -133,7 +134,7 @@ def test_it_would_be_if_an_island_opened_it_again() -> None:
             account = books._accounts[take.fragment]
             account.start, account.unsettled = take.start, False
             books._new = [
-                dataclasses.replace(record, start=take.start)
+                replace(record, start=take.start)
                 if (record.kind, record.fragment) == ("carried", take.fragment)
                 else record
                 for record in books._new
