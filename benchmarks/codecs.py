@@ -27,7 +27,6 @@ from typing import Any
 import support
 
 from diloco_jax.config import (
-    CodecName,
     Config,
     DataConfig,
     InnerConfig,
@@ -35,6 +34,7 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
+from diloco_jax.core.choices import CodecName
 from diloco_jax.models.presets import PRESETS, preset
 
 BYTES_MAX: dict[CodecName, float] = {"f32": 4.1, "bf16": 2.1, "int8": 1.1, "int4": 0.65}

@@ -15,14 +15,18 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from diloco_jax.core.choices import (
+    AdoptRule,
+    CodecName,
+    FragmentBy,
+    MergeRule,
+    OuterName,
+    Schedule,
+    Weighting,
+)
 from diloco_jax.launch.config import LaunchConfig as LaunchConfig
 
-CodecName = Literal["f32", "bf16", "int8", "int4"]
 PartialMerges = Literal["scaled", "full"]
-Weighting = Literal["tokens", "tokens_times_rate", "uniform"]
-MergeRule = Literal["rda", "mean"]
-AdoptRule = Literal["rebase", "overwrite", "blend"]
-FragmentBy = Literal["size", "layer", "tensor"]
 AnchorMemory = Literal["device", "pinned_host"]
 
 # A field with this metadata is local to a machine and outside the fingerprint.
@@ -74,7 +78,7 @@ class InnerConfig:
     arguments: tuple[tuple[str, bool | int | float | str], ...] = ()
     """More of what that function takes: pairs of name and value, or a mapping."""
     learning_rate: float = 1e-3
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Schedule = "cosine"
     warmup_fraction: float = 0.05
     """Share of the run's progress over which the learning rate rises from 0."""
     final_fraction: float = 0.1
@@ -101,7 +105,7 @@ class OuterConfig:
     """The outer optimizer. None = by `core.outer.preset`: the more merges a fragment
     will see, and the longer the cycle, the more momentum."""
 
-    optimizer: Literal["sgd", "nesterov"] | None = None
+    optimizer: OuterName | None = None
     learning_rate: float | None = None
     momentum: float | None = None
     warmup_merges: int = 0

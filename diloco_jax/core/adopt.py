@@ -12,11 +12,10 @@ base = anchor. What `local` has moved away from its base since is not in any del
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 import jax
 
-AdoptRule = Literal["rebase", "overwrite", "blend"]
+from diloco_jax.core.choices import AdoptRule
 
 
 @functools.partial(jax.jit, static_argnums=0)

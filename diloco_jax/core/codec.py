@@ -23,16 +23,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from diloco_jax.core.choices import CodecName
 from diloco_jax.core.tiles import ArrayLike, TileGrid
-
-CodecName = Literal["f32", "bf16", "int8", "int4"]
 
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 _FLOAT_BYTES = {"f32": 4, "bf16": 2}

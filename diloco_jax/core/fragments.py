@@ -16,16 +16,17 @@ import hashlib
 import json
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diloco_jax.core.choices import FragmentBy
+
 Params = dict[str, Any]
 """Nested dicts with string keys and arrays at the leaves."""
 
-FragmentBy = Literal["size", "layer", "tensor"]
 WAYS: tuple[FragmentBy, ...] = get_args(FragmentBy)
 
 LAYERS = "layers"

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import optax
 
+from diloco_jax.core.choices import Schedule
 from diloco_jax.core.fragments import LAYERS, VOCAB
 from diloco_jax.core.from_optax import RATE, Argument, call, check, from_optax
-
-Schedule = Literal["cosine", "constant"]
 
 NAMES = ("adamw", "lion", "sgd", "muon")
 """Known to fit, as long as they get no arguments."""

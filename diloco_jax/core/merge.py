@@ -18,16 +18,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from diloco_jax.core.choices import MergeRule, Weighting
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.tiles import ArrayLike
-
-MergeRule = Literal["rda", "mean"]
-Weighting = Literal["tokens", "tokens_times_rate", "uniform"]
 
 CANCELLED = 1e-5
 """A sum of unit vectors shorter than this share of its weights is rounding error."""

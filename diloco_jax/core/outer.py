@@ -12,15 +12,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from diloco_jax.core.merge import MergeRule
+from diloco_jax.core.choices import MergeRule, OuterName
 
-OuterName = Literal["sgd", "nesterov"]
 Arrays = tuple[jax.Array, ...]
 """One f32 array per piece of a fragment."""
 

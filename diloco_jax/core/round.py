@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.core.adopt import AdoptRule, adopt
-from diloco_jax.core.codec import CodecName, encode_with_feedback, get_codec
+from diloco_jax.core.adopt import adopt
+from diloco_jax.core.choices import AdoptRule, CodecName, MergeRule, Weighting
+from diloco_jax.core.codec import encode_with_feedback, get_codec
 from diloco_jax.core.delta import delta
 from diloco_jax.core.fragments import (
     FragmentPlan,
@@ -30,8 +31,6 @@ from diloco_jax.core.fragments import (
     set_piece,
 )
 from diloco_jax.core.merge import (
-    MergeRule,
-    Weighting,
     merge_deltas,
     rule_for,
     weight,

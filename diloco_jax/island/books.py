@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from diloco_jax.config import AdoptRule
+from diloco_jax.core.choices import AdoptRule
 from diloco_jax.policy.events import (
     FIRST_VERSION,
     Outstanding,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
-from diloco_jax.config import AdoptRule
+from diloco_jax.core.choices import AdoptRule
 from diloco_jax.island.books import Books
 from diloco_jax.island.mailbox import Arrival, Inbox
 from diloco_jax.policy.events import Span

@@ -19,8 +19,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco_jax.config import AnchorMemory, SyncConfig
-from diloco_jax.core.adopt import AdoptRule, adopt
-from diloco_jax.core.codec import CodecName, encode_with_feedback, get_codec
+from diloco_jax.core.adopt import adopt
+from diloco_jax.core.choices import AdoptRule, CodecName
+from diloco_jax.core.codec import encode_with_feedback, get_codec
 from diloco_jax.core.delta import delta
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.publish import apply_publish

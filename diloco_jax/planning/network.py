@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from diloco_jax.config import CodecName, SyncConfig
+from diloco_jax.config import SyncConfig
+from diloco_jax.core.choices import CodecName
 from diloco_jax.simulation.bandwidth import BandwidthConfig, simulate_bandwidth
 
 LINK_UTILISATION = BandwidthConfig.link_utilisation

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from diloco_jax.config import CodecName, ConfigError, SyncConfig
+from diloco_jax.config import ConfigError, SyncConfig
+from diloco_jax.core.choices import CodecName
 from diloco_jax.core.codec import Codec
 from diloco_jax.simulation.checks import at_least_one, positive
 

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from diloco_jax.config import CodecName, ConfigError, Placement, RunConfig, SyncConfig
+from diloco_jax.config import ConfigError, Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.core.choices import CodecName
 from diloco_jax.core.codec import Codec
 from diloco_jax.observability.measures import IslandMeasure, participation
 from diloco_jax.policy import ledger

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_jax.core.choices import FragmentBy
 from diloco_jax.core.fragments import (
-    FragmentBy,
     FragmentPlan,
     digest_arrays,
     from_pieces,

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco_jax.core.choices import MergeRule
 from diloco_jax.core.fragments import Piece
-from diloco_jax.core.merge import MergeRule, add, init, merge_deltas, rule_for, weight
+from diloco_jax.core.merge import add, init, merge_deltas, rule_for, weight
 
 SHAPE = (6, 5)
 weights_of = st.lists(st.floats(0.01, 1e9), min_size=1, max_size=5)

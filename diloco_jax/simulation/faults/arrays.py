@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diloco_jax.config import AdoptRule
 from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
+from diloco_jax.core.choices import AdoptRule
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.policy.events import FIRST_VERSION, Merge, Version
 from diloco_jax.policy.reasons import NON_FINITE, Refusal

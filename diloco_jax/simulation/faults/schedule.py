@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from diloco_jax.config import AdoptRule, ConfigError, Placement, RunConfig, SyncConfig
+from diloco_jax.config import ConfigError, Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.core.choices import AdoptRule
 from diloco_jax.policy.state import PolicyConfig
 from diloco_jax.simulation.faults.kinds import AnyFault
 
