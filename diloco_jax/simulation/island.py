@@ -296,11 +296,12 @@ class VirtualIsland:
     def _at_boundary(self) -> None:
         if self.boundary is None or self.ended is not None:
             return
-        done = self._pace.share_done(self.steps, self.boundary.others_tokens)
-        stepping = not self.mailbox.stop_asked and done < 1
-        self._phase = "training" if stepping else "stopped"
         inbox = self.mailbox.collect()
         self.boundary.act(inbox, self.steps)
+        # As in a real loop, by what it knows now.
+        done = self._pace.share_done(self.steps, self.boundary.others_tokens)
+        stepping = not inbox.stop and done < 1
+        self._phase = "training" if stepping else "stopped"
         for fragment in inbox.anchors:
             self.send_anchor(fragment)
         self._deliver()

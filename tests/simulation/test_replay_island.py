@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from diloco_jax.config import IslandConfig, ModelConfig, RunConfig, SyncConfig
 from diloco_jax.core.codec import get_codec
@@ -201,6 +202,6 @@ FIRST_GRANT, SECOND_TAKE = 2, 3
 def test_a_record_that_does_not_fit_is_named(number, change, bad):
     life = live(RUN).life()
     line, record = life.records[number]
-    life.records[number] = Written(line, dataclasses.replace(record, **change))
+    life.records[number] = Written(line, replace(record, **change))
     with pytest.raises(TapeError, match=bad):
         repeated(life, RUN).delta(0, 1)
