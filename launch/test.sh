@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Makes .venv if need be and runs all checks: format, lint, types, tests. Those that hold
 # times to bounds come last and one by one, the others share the cores. Arguments
-# go to one pytest instead, after the default choice of tests, which they may override:
+# go to one pytest instead:
 #
 #   bash launch/test.sh tests/core -x
-#   bash launch/test.sh -m slow
+#   bash launch/test.sh -m "not dist"
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
@@ -13,8 +13,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff format --check .
 ruff check .
 mypy diloco_jax
-chosen="not slow"
-[ $# -eq 0 ] || exec pytest -m "$chosen" "$@"
-pytest -m "$chosen and not timing" --numprocesses auto --maxprocesses 4 \
+[ $# -eq 0 ] || exec pytest "$@"
+pytest -m "not timing" --numprocesses auto --maxprocesses 4 \
   --dist loadfile --no-loadscope-reorder
-exec pytest -m "$chosen and timing"
+exec pytest -m timing

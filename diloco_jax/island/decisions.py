@@ -64,7 +64,7 @@ class LiveDecisions:
         takes = {
             fragment: tick
             for fragment, (tick, due) in self._put_off.items()
-            if due <= step or not stepping
+            if due <= step or inbox.stop or not stepping
         }
         for fragment in takes:
             del self._put_off[fragment]

@@ -15,8 +15,6 @@ SOLO_MERGES = 3
 """Merges of one fragment in a row by one of several live islands."""
 WATCHED_MERGES = (10, 100, 1000)
 """Merges of a fragment after which it is looked at how many islands were in them."""
-ALIKE = 1.5
-"""Step time over the pacing island's up to which an island should be in every merge."""
 MOST_MERGES = 0.75
 """Share of the merges that such islands should be in."""
 
@@ -60,7 +58,7 @@ def in_turns(config: PolicyConfig, state: State, fragment: Fragment) -> list[Eff
     alike = {
         name: fragment.accounts[name]
         for name, island in sorted(state.islands.items())
-        if island.counted and 0 < island.step_seconds <= ALIKE * pace
+        if island.counted and 0 < island.step_seconds <= schedule.ALIKE * pace
     }
     seldom = {
         name: account

@@ -146,8 +146,12 @@ def settle(
             return fragment, []
         return _extend(config, fragment, is_live, in_sight, hurry=hurry)
     if fragment.quorum_at is None:
-        seconds = averaged(fragment.quorum_seconds, now - _first_take(fragment))
-        closes_at = now + grace_seconds(config, fragment, seconds, step_seconds())
+        step_s = step_seconds()
+        # Beyond the overlap nobody is waited for anyway, and a fragment that hung for
+        # minutes must not cost the next ones their grace.
+        waited = min(now - _first_take(fragment), config.overlap_steps * step_s)
+        seconds = averaged(fragment.quorum_seconds, waited)
+        closes_at = now + grace_seconds(config, fragment, seconds, step_s)
         fragment = replace(
             fragment, quorum_at=now, quorum_seconds=seconds, closes_at=closes_at
         )
@@ -302,9 +306,12 @@ def _share(
         and account.missed_merges < MISSED_MERGES
         and is_live(name)
     )
-    inside = math.fsum(map(token_rate, present))
-    outside = math.fsum(map(token_rate, absent))
-    return inside / (inside + outside) if inside else 1.0
+    known = [rate for rate in map(token_rate, present) if rate]
+    if not known:
+        return 1.0
+    # Who has left a delta and is compiling has no speed: the mean of the others.
+    inside = math.fsum(known) * len(present) / len(known)
+    return inside / (inside + math.fsum(map(token_rate, absent)))
 
 
 def _order(contribution: Contribution) -> tuple[str, int]:

@@ -236,6 +236,7 @@ def _resume(
         known,
         steps=max(known.steps, event.steps),
         phase=event.phase,
+        step_seconds=event.step_seconds or known.step_seconds,
         lead=event.lead,
         # A coordinator that came back has forgotten what is on its tape.
         records_through=max(known.records_through, event.records_through),

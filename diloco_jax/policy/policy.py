@@ -83,7 +83,7 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
     state, expired = membership.expire(state, now)
     effects += expired
     state, moved = _advance(config, before, state, now)
-    return state, schedule.together(state, effects + moved)
+    return state, schedule.together(config, state, effects + moved)
 
 
 def next_deadline(state: State, now: float) -> float | None:

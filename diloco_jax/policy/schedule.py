@@ -13,6 +13,8 @@ from msgspec.structs import replace
 from diloco_jax.policy.events import AskTake, Effect, Persist
 from diloco_jax.policy.state import Island, PolicyConfig, State
 
+ALIKE = 1.5
+"""Step time over the pacing island's up to which an island is of about its speed."""
 CYCLES_RESERVED = 16
 """Cycles whose ticks one durable record reserves."""
 TICKS_PER_TERM = 1_000_000_000
@@ -55,17 +57,31 @@ def advance(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
     return _reserved(config, replace(state, tick=state.tick + 1, islands=islands))
 
 
-def together(state: State, effects: list[Effect]) -> list[Effect]:
-    """Has islands that could take at once wait for those that take some boundaries
-    after they are asked: whoever takes first would be merged without them."""
+def together(
+    config: PolicyConfig, state: State, effects: list[Effect]
+) -> list[Effect]:
+    """Has islands that could take at once wait for those of about the pacing one's
+    speed that take some boundaries after they are asked: whoever takes first would be
+    merged without them."""
     if not any(isinstance(effect, AskTake) for effect in effects):
         return effects
-    leads = {name: i.lead for name, i in state.islands.items() if i.counted}
-    longest = max(leads.values(), default=0)
-    if longest == min(leads.values(), default=0):
+    counted = {name: i for name, i in state.islands.items() if i.counted}
+    if not any(island.lead for island in counted.values()):
         return effects
+    slowest = ALIKE * pacing_step_seconds(config, state)
+    latest_s = max(
+        (i.lead_seconds for i in counted.values() if i.step_seconds <= slowest),
+        default=0.0,
+    )
+
+    def boundaries(name: str) -> int:
+        island = counted.get(name)
+        if island is None or not island.step_seconds:
+            return 0
+        return max(0, round((latest_s - island.lead_seconds) / island.step_seconds))
+
     return [
-        replace(effect, after=longest - leads.get(effect.island, longest))
+        replace(effect, after=boundaries(effect.island))
         if isinstance(effect, AskTake)
         else effect
         for effect in effects

@@ -196,6 +196,11 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
         return self.tokens_per_step / self.step_seconds if self.step_seconds else 0.0
 
     @property
+    def lead_seconds(self) -> float:
+        """From a request to its take, beside the rest of a step."""
+        return self.lead * self.step_seconds
+
+    @property
     def answers(self) -> bool:
         """Whether it can take what it is asked for."""
         return self.status == "live" and self.phase in ("training", "stopped")

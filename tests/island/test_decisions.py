@@ -53,6 +53,10 @@ def test_a_take_that_is_put_off_comes_at_once_when_no_steps_follow():
     mailbox.request_take(1, 5, after=2)
     assert decisions.at(3, stepping=True).takes == {}
     assert decisions.at(3, stepping=False).takes == {1: 5}
+    mailbox.request_take(1, 6, after=2)
+    assert decisions.at(4, stepping=True).takes == {}
+    mailbox.stop()
+    assert decisions.at(5, stepping=True).takes == {1: 6}, "as it hears of it"
 
 
 def test_takes_that_are_put_off_end_with_their_term():

@@ -67,13 +67,13 @@ def test_test_runs_every_check(installed):
     assert (started.returncode, started.stderr) == (0, "")
     checks = started.stdout.splitlines()
     assert checks[:3] == ["ruff format --check .", "ruff check .", "mypy diloco_jax"]
-    assert "-m not slow and not timing" in checks[3]
-    assert checks[4:] == ["pytest -m not slow and timing"]
+    assert "-m not timing" in checks[3]
+    assert checks[4:] == ["pytest -m timing"]
 
 
 def test_test_gives_its_arguments_to_pytest(installed):
     started = bash(installed, "launch/test.sh", "tests/core", "-x")
-    assert started.stdout.splitlines()[3:] == ["pytest -m not slow tests/core -x"]
+    assert started.stdout.splitlines()[3:] == ["pytest tests/core -x"]
 
 
 @pytest.mark.parametrize("script", ["local.sh", "test.sh"])

@@ -59,7 +59,9 @@ def test_the_image_is_built_from_a_file_that_is_there():
 
 def test_what_launches_is_launched_and_the_rest_reads_what_comes_of_it():
     commands = [line[1] for line in of("diloco")]
-    assert set(commands) == {"launch", "eval"}
+    assert set(commands) == {"launch", "eval", "plan"}
+    (plan,) = [line for line in of("diloco") if line[1] == "plan"]
+    assert plan[2] == LAUNCHES[0][2]
 
 
 @pytest.mark.parametrize("line", LAUNCHES, ids=" ".join)

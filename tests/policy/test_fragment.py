@@ -182,6 +182,29 @@ def test_the_grace_window_is_what_quorum_and_merge_leave_of_the_overlap() -> Non
     assert d.fragment(0).closes_at == pytest.approx(d.now + 10 - 1.6 - 1.6 - 3)
 
 
+def test_a_quorum_that_took_minutes_does_not_cost_the_next_merges_their_grace() -> None:
+    d = Driver(
+        quorum=2,
+        grace=1.0,
+        overlap_steps=10,
+        lease_s=1e4,
+        fragment_sizes=(5,),
+        steps_per_cycle=2,
+    )
+    d.join("a", "b")
+    d.report("a", 2)
+    d.report("b", 2)
+    d.take("a", 0, 2)
+    d.now += 600
+    d.take("b", 0, 2)
+    d.computed(0)
+    d.report("a", 4)
+    assert asked(d.report("b", 4)) == {0: ["a", "b"]}
+    d.take("a", 0, 4)
+    d.take("b", 0, 4)
+    assert d.fragment(0).quorum_seconds == pytest.approx(0.8 * 10)
+
+
 def test_without_slack_there_is_no_grace() -> None:
     d = Driver(grace=1.0, overlap_steps=1)
     d.join("a", "b")

@@ -72,6 +72,19 @@ def test_a_merge_is_whole_if_the_config_says_so() -> None:
     assert share_of(d.take("a", 0, 2)) == 1
 
 
+def test_who_left_a_delta_and_has_no_speed_yet_is_in_the_share() -> None:
+    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b", "c", "e")
+    for name in "abce":
+        d.report(name, 2)
+    d.take("b", 0, 2)
+    d.goodbye("b")
+    d.hello("b", 2)
+    d.take("a", 0, 2)
+    # a, c, and what b left, of these and e, which are equally fast.
+    assert share_of(d.take("c", 0, 2)) == pytest.approx(3 / 4)
+
+
 def test_what_was_left_behind_is_in_the_share() -> None:
     d = turns_driver(quorum=2)
     for name in "abc":

@@ -156,6 +156,24 @@ def test_islands_that_take_at_once_wait_for_those_that_take_later() -> None:
     assert puts_off(alike, 2) == {"a": 0, "b": 0, "c": 0}
 
 
+@pytest.mark.parametrize(
+    ("own_s", "leads_s", "after"),
+    [(0.5, 0.5, 2), (0.4, 0.5, 2), (1.0, 0.5, 1), (5.0, 0.5, 0), (0.5, 5.0, 0)],
+)
+def test_a_take_is_put_off_by_time_and_not_for_much_slower_islands(
+    own_s: float, leads_s: float, after: int
+) -> None:
+    d = Driver(quorum=1)
+    d.hello("a")
+    d.hello("b", lead=2)
+    d.report("a", 0, step_seconds=own_s)
+    d.report("b", 0, step_seconds=leads_s)
+    effects = d.report("a", 2, step_seconds=own_s)
+    effects += d.report("b", 2, step_seconds=leads_s)
+    asks = {ask.island: ask.after for ask in of(effects, AskTake)}
+    assert asks == {"a": after, "b": 0}
+
+
 def test_who_takes_later_is_not_waited_for_once_it_is_gone() -> None:
     d = Driver()
     d.hello("a")
