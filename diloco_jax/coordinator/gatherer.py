@@ -20,6 +20,7 @@ import msgspec
 
 from diloco_jax.config import ConfigError, RunConfig, differences, shared_fields
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
 from diloco_jax.core.payload import PayloadLayout
@@ -77,8 +78,9 @@ class Gatherer:
         self._codec = get_codec("f32")
         self._layouts = [PayloadLayout.of(self._codec, p) for p in plan.fragments]
         total = sum(layout.total_bytes for layout in self._layouts)
-        # One of each fragment, and one that was given up and is still arriving.
-        self._inbox = Inbox(self._layouts, 2 * total)
+        # One of each fragment, and one that was given up and is still arriving; and as
+        # much for parts on their way.
+        self._inbox = Inbox(self._layouts, Rooms(4 * total))
         self._lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
         """The newest stream by the session name of its Hello."""

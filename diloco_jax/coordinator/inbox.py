@@ -3,30 +3,24 @@
 A delta is assembled from stripes that arrive in any order on several connections. It
 stays until the policy has merged or dropped it. An island has one delta of a fragment
 outstanding, and may leave another behind. Those that memory is not meant for wait on
-disk: no delta may keep out the one that its fragment's quorum needs. A stripe for which
-the disk has no room either is answered Busy, and comes again.
+disk (`rooms.py`): no delta may keep out the one that its fragment's quorum needs. A
+stripe for which the disk has no room either is answered Busy, and comes again.
 """
 
 from __future__ import annotations
 
-import logging
-import mmap
-import os
-import tempfile
 import threading
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from diloco_jax.coordinator.rooms import Room, Rooms
 from diloco_jax.core.payload import Coverage, Part, PayloadLayout
 from diloco_jax.policy.state import State
-from diloco_jax.wire.errors import Busy, RemoteProtocolError
+from diloco_jax.wire.errors import RemoteProtocolError
 from diloco_jax.wire.messages import UploadStart
-
-logger = logging.getLogger(__name__)
 
 
 class DeltaKey(NamedTuple):
@@ -51,58 +45,52 @@ def left_behind(state: State) -> set[DeltaKey]:
 class _Arriving:
     """The bytes of one part, stripe by stripe."""
 
-    def __init__(self, place: memoryview) -> None:
-        self.place = place
+    def __init__(self, room: Room) -> None:
+        self.nbytes = room.place.nbytes
+        self.room: Room | None = room
+        """None once they are in their place in the payload."""
         self.stripes: set[tuple[int, int]] = set()
 
     @property
     def complete(self) -> bool:
-        return sum(length for _, length in self.stripes) >= len(self.place)
+        return sum(length for _, length in self.stripes) >= self.nbytes
 
 
 class _Assembly:
-    def __init__(
-        self, layout: PayloadLayout, buffer: npt.NDArray[np.uint8], *, in_memory: bool
-    ) -> None:
-        self.buffer, self.in_memory = buffer, in_memory
+    def __init__(self, layout: PayloadLayout, room: Room) -> None:
+        self.room = room
         self.coverage = Coverage(layout)
         self.parts: dict[Part, _Arriving] = {}
+        """What has a room beside the payload, or, the whole of it, is the payload."""
         self.complete = False
 
-    def part(self, part: Part, nbytes: int) -> _Arriving:
-        """Where a part arrives: the whole payload in its place, another beside it."""
-        if part not in self.parts:
-            held = sum(len(arriving.place) for arriving in self.parts.values())
-            if held + nbytes > self.buffer.nbytes:
-                raise RemoteProtocolError(
-                    f"parts of one delta have {held} and {nbytes} bytes, the whole of "
-                    f"it {self.buffer.nbytes}: its hosts send the same tiles; give "
-                    f"them one config"
-                )
-            place = memoryview(bytearray(nbytes)) if part else self.buffer.data
-            self.parts[part] = _Arriving(place)
-        return self.parts[part]
+    @property
+    def memory_bytes(self) -> int:
+        beside = sum(
+            arriving.room.memory_bytes
+            for part, arriving in self.parts.items()
+            if part and arriving.room is not None
+        )
+        return self.room.memory_bytes + beside
+
+    def require_space(self, nbytes: int) -> None:
+        """RemoteProtocolError if such a part cannot be beside those there are."""
+        held = sum(arriving.nbytes for arriving in self.parts.values())
+        if held + nbytes > self.room.place.nbytes:
+            raise RemoteProtocolError(
+                f"parts of one delta have {held} and {nbytes} bytes, the whole of it "
+                f"{self.room.place.nbytes}: its hosts send the same tiles; give them "
+                f"one config"
+            )
 
 
 class Inbox:
     """All deltas that are arriving or wait for their merge."""
 
-    def __init__(
-        self,
-        layouts: Sequence[PayloadLayout],
-        memory_bytes: int,
-        overflow: Path | None = None,
-    ) -> None:
-        """
-        Args:
-          layouts: of an encoded delta, by fragment.
-          memory_bytes: of all deltas in memory; those beyond are on disk.
-          overflow: the folder for them, whose files have no names and end with the
-            process; None: there is no more room.
-        """
-        self._layouts = layouts
-        self._memory, self._overflow = memory_bytes, overflow
-        self._told = False
+    def __init__(self, layouts: Sequence[PayloadLayout], rooms: Rooms) -> None:
+        """layouts: of an encoded delta, by fragment. rooms: for these, and for parts
+        of them that are on their way."""
+        self._layouts, self._rooms = layouts, rooms
         self._lock = threading.Lock()
         self._deltas: dict[DeltaKey, _Assembly] = {}
 
@@ -131,13 +119,19 @@ class Inbox:
                 f"a stripe of {start.length} bytes at {start.offset} does not fit a "
                 f"delta of {start.total} bytes"
             )
-        with self._lock:
-            assembly = self._assembly(_key(start), layout)
-            if assembly.complete:
-                # A repetition of what is here already: its bytes go nowhere.
-                return memoryview(bytearray(start.length))
-            place = assembly.part(start.part, expected).place
-        return place[start.offset : start.offset + start.length]
+        spare: Room | None = None
+        while True:
+            with self._lock:
+                missing = self._missing(start, layout)
+                if not missing:
+                    return self._place(start)
+                room = spare or self._rooms.in_memory(missing, self._memory_bytes())
+                if room is not None and room.place.nbytes == missing:
+                    self._move_in(start, layout, room)
+                    spare = None
+                    continue
+            # Not under the lock, which decisions need: a disk may take its time.
+            spare = self._rooms.on_disk(missing)
 
     def end(self, start: UploadStart, place: memoryview) -> bool:
         """A stripe is in the place that `begin` gave; returns True once, when the delta
@@ -146,54 +140,76 @@ class Inbox:
             assembly = self._deltas.get(_key(start))
             if assembly is None or assembly.complete:
                 return False
-            arriving = assembly.part(start.part, start.total)
-            if place.obj is not arriving.place.obj:
+            arriving = assembly.parts.get(start.part)
+            if arriving is None or arriving.room is None:
+                return False
+            if place.obj is not arriving.room.place.data.obj:
                 return False  # Of a delta that was dropped, and has come again since.
             arriving.stripes.add((start.offset, start.length))
             if not arriving.complete:
                 return False
             if start.part:
                 layout = self._layouts[start.fragment]
-                layout.scatter(assembly.buffer.data, start.part, arriving.place)
+                payload, octets = assembly.room.place.data, arriving.room.place.data
+                layout.scatter(payload, start.part, octets)
+                arriving.room = None
             assembly.coverage.add(start.part)
             assembly.complete = assembly.coverage.complete
             if assembly.complete:
                 assembly.parts = {}
             return assembly.complete
 
-    def _assembly(self, key: DeltaKey, layout: PayloadLayout) -> _Assembly:
+    def reopen(self, start: UploadStart) -> None:
+        """The part of a complete delta to which this stripe belongs has to come again;
+        what other hosts sent stays."""
+        with self._lock:
+            assembly = self._deltas.get(_key(start))
+            if assembly is not None and assembly.complete:
+                assembly.coverage.remove(start.part)
+                assembly.complete = False
+
+    def _missing(self, start: UploadStart, layout: PayloadLayout) -> int:
+        """Bytes of the room that this stripe has to have next; 0: it has a place."""
+        key = _key(start)
         assembly = self._deltas.get(key)
         if assembly is None:
             # Only the newest take of a fragment is outstanding.
             for old in [k for k in self._deltas if k[:3] == key[:3] and k < key]:
                 if not self._deltas[old].complete:
                     del self._deltas[old]
-            nbytes = layout.total_bytes
-            held = sum(a.buffer.nbytes for a in self._deltas.values() if a.in_memory)
-            fits = held + nbytes <= self._memory
-            buffer = np.empty(nbytes, np.uint8) if fits else self._beyond(held, nbytes)
-            assembly = self._deltas[key] = _Assembly(layout, buffer, in_memory=fits)
-        return assembly
+            return layout.total_bytes
+        if assembly.complete or start.part in assembly.parts:
+            return 0
+        assembly.require_space(start.total)
+        if start.part:
+            return start.total
+        assembly.parts[start.part] = _Arriving(assembly.room)
+        return 0
 
-    def _beyond(self, held: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """A place outside of memory."""
-        full = (
-            f"{held} bytes of deltas wait for their merge, and {nbytes} more exceed "
-            f"placement.merge_buffer_bytes = {self._memory}"
-        )
-        if self._overflow is None:
-            raise Busy(full)
-        try:
-            with tempfile.TemporaryFile(dir=self._overflow) as file:
-                # A mapped file that the disk has no blocks for ends the process.
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-                place = mmap.mmap(file.fileno(), nbytes)
-        except OSError as error:
-            raise Busy(f"{full}; no room in {self._overflow}: {error}") from error
-        if not self._told:
-            self._told = True
-            logger.warning("%s: what is beyond is in %s", full, self._overflow)
-        return np.frombuffer(place, np.uint8)
+    def _move_in(self, start: UploadStart, layout: PayloadLayout, room: Room) -> None:
+        assembly = self._deltas.get(_key(start))
+        if assembly is None:
+            self._deltas[_key(start)] = _Assembly(layout, room)
+        else:
+            assembly.parts[start.part] = _Arriving(room)
+
+    def _place(self, start: UploadStart) -> memoryview:
+        assembly = self._deltas[_key(start)]
+        arriving = assembly.parts.get(start.part)
+        if assembly.complete or arriving is None or arriving.room is None:
+            # A repetition of what is here already: its bytes go nowhere.
+            return memoryview(bytearray(start.length))
+        place = arriving.room.place.data
+        return place[start.offset : start.offset + start.length]
+
+    def _memory_bytes(self) -> int:
+        return sum(assembly.memory_bytes for assembly in self._deltas.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory that they take."""
+        with self._lock:
+            return self._memory_bytes()
 
     def payload(self, key: DeltaKey) -> npt.NDArray[np.uint8]:
         """The bytes of a complete delta; KeyError if it is not here."""
@@ -201,7 +217,7 @@ class Inbox:
             assembly = self._deltas[key]
         if not assembly.complete:
             raise KeyError(f"{key} is not complete")
-        return assembly.buffer
+        return assembly.room.place
 
     def drop(self, key: DeltaKey) -> None:
         """Frees a delta, if it is here."""

@@ -31,6 +31,7 @@ from diloco_jax.coordinator import durable, origin, summary, term
 from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.gatherer import Gathered
 from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
@@ -53,6 +54,9 @@ from diloco_jax.workdir import RunFacts
 
 logger = logging.getLogger(__name__)
 
+SPARED_BYTES = 32
+"""Of the workdir's disk, per parameter, that deltas do not wait on: two snapshots of
+parameters, anchors and momentum, and what is published meanwhile."""
 SPARE_ISLANDS = 8
 """Places for islands that the config does not name."""
 REFRESH_S = 0.5
@@ -158,7 +162,9 @@ class Coordinator:
         self._metrics = Metrics(workdir)
         self._open.callback(self._metrics.close)
         self._roster = Roster(workdir / "roster.msgpack")
-        inbox = Inbox(self.store.layouts_up, placement.merge_buffer_bytes, workdir)
+        spared = SPARED_BYTES * self.policy_config.parameters
+        rooms = Rooms(placement.merge_buffer_bytes, workdir, spared)
+        inbox = Inbox(self.store.layouts_up, rooms)
         sessions = Sessions()
         self.engine = Engine(
             self.policy_config,

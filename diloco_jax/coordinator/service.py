@@ -167,8 +167,8 @@ class Service:
         try:
             finite = self._store.is_finite(start.fragment, self._inbox.payload(key))
         except BaseException:
-            # Nobody knows that it is here: it has to come again.
-            self._inbox.drop(key)
+            # Nobody knows that it is here: its last part has to come again.
+            self._inbox.reopen(start)
             raise
         if not finite:
             logger.warning(

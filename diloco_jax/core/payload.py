@@ -235,6 +235,14 @@ class Coverage:
             for here in self._here:
                 here[...] = True
 
+    def remove(self, part: Part) -> None:
+        """The tiles of this part have to come again."""
+        for box in part:
+            self._here[box.piece][tiles_of(box)] = False
+        if not part:
+            for here in self._here:
+                here[...] = False
+
     @property
     def complete(self) -> bool:
         """Whether all tiles are here."""

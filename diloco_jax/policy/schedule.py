@@ -57,9 +57,7 @@ def advance(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
     return _reserved(config, replace(state, tick=state.tick + 1, islands=islands))
 
 
-def together(
-    config: PolicyConfig, state: State, effects: list[Effect]
-) -> list[Effect]:
+def together(config: PolicyConfig, state: State, effects: list[Effect]) -> list[Effect]:
     """Has islands that could take at once wait for those of about the pacing one's
     speed that take some boundaries after they are asked: whoever takes first would be
     merged without them."""

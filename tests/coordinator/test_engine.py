@@ -13,6 +13,7 @@ from diloco_jax.coordinator import durable
 from diloco_jax.coordinator.durable import RecordLog, read
 from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.faults import Fault, Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, read_tape
@@ -132,7 +133,7 @@ def make_engine(tmp_path, store, island):
             outage_budget_s=1.0,
             flush_s=1.0,
         )
-        island.inbox = Inbox(store.layouts_up, 1 << 20)
+        island.inbox = Inbox(store.layouts_up, Rooms(1 << 20))
         island.store = store
         log = log or RecordLog(tmp_path / "log")
         files.extend((log, Tape(tmp_path / "tape.jsonl")))

@@ -1,11 +1,15 @@
 """Deltas are assembled in any order, bounded, and checked before allocation."""
 
+import concurrent.futures
 import errno
 import os
+import shutil
+import threading
 
 import pytest
 
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox, left_behind
+from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.payload import Box, PayloadLayout
@@ -42,7 +46,7 @@ def put(inbox, stripe, value):
 
 @pytest.fixture
 def inbox():
-    return Inbox(LAYOUTS, memory_bytes=250)
+    return Inbox(LAYOUTS, Rooms(250))
 
 
 def test_stripes_in_any_order_make_a_delta_once(inbox):
@@ -78,7 +82,7 @@ def test_memory_is_bounded_and_dropping_makes_room(inbox):
 
 
 def test_what_is_beyond_is_on_disk_and_leaves_nothing_there(tmp_path, caplog):
-    inbox = Inbox(LAYOUTS, memory_bytes=100, overflow=tmp_path)
+    inbox = Inbox(LAYOUTS, Rooms(100, tmp_path))
     for value, island in enumerate("abc"):
         assert not put(inbox, start(0, 60, island=island), value)
         assert put(inbox, start(60, 40, island=island), value)
@@ -94,9 +98,18 @@ def test_where_the_disk_is_full_too_islands_come_again(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    inbox = Inbox(LAYOUTS, memory_bytes=0, overflow=tmp_path)
+    inbox = Inbox(LAYOUTS, Rooms(0, tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(Busy, match="No space left"):
+        inbox.begin(start())
+
+
+def test_the_disk_keeps_what_is_for_the_log_and_snapshots(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    inbox = Inbox(LAYOUTS, Rooms(0, tmp_path, spared_bytes=free // 2))
+    assert put(inbox, start(), 1)
+    inbox = Inbox(LAYOUTS, Rooms(0, tmp_path, spared_bytes=2 * free))
+    with pytest.raises(Busy, match="are for the record log and snapshots"):
         inbox.begin(start())
 
 
@@ -148,7 +161,7 @@ def half(part, offset=0, length=4096, **other):
 
 
 def test_hosts_send_their_tiles_and_the_delta_is_whole_when_all_are_here():
-    inbox = Inbox(LAYOUTS, memory_bytes=1 << 20)
+    inbox = Inbox(LAYOUTS, Rooms(1 << 20))
     assert not put(inbox, half(LEFT), 1)
     assert not put(inbox, half(LEFT), 1)  # the same host again
     assert not put(inbox, half(RIGHT, 0, 3000), 2)
@@ -159,8 +172,62 @@ def test_hosts_send_their_tiles_and_the_delta_is_whole_when_all_are_here():
     assert tiles[1, 1, -1] == 3
 
 
+def test_parts_on_their_way_are_in_memory_only_as_far_as_it_is_for_them(tmp_path):
+    rooms = Rooms(8192 + 4096, tmp_path)
+    inbox = Inbox(LAYOUTS, rooms)
+    for value, part in enumerate((LEFT, RIGHT)):
+        assert not put(inbox, half(part, 0, 4000), value)
+    assert inbox.memory_bytes == 8192 + 4096, "one part is on disk"
+    assert not put(inbox, half(LEFT, 4000, 96), 0)
+    assert inbox.memory_bytes == 8192, "what is in its place needs no other"
+    assert put(inbox, half(RIGHT, 4000, 96), 1)
+    assert inbox.memory_bytes == 8192
+    (tiles,) = LAYOUTS[1].unpack(inbox.payload(DeltaKey("a", 1, 1, 7)).data)
+    assert (tiles[:, 0] == 0).all()
+    assert (tiles[:, 1] == 1).all()
+
+
+def test_a_part_that_has_to_come_again_completes_the_delta_again():
+    inbox = Inbox(LAYOUTS, Rooms(1 << 20))
+    assert not put(inbox, half(LEFT), 1)
+    assert put(inbox, half(RIGHT), 2)
+    inbox.reopen(half(RIGHT))
+    with pytest.raises(KeyError):
+        inbox.payload(DeltaKey("a", 1, 1, 7))
+    assert put(inbox, half(RIGHT), 3), "its host alone sends again"
+    (tiles,) = LAYOUTS[1].unpack(inbox.payload(DeltaKey("a", 1, 1, 7)).data)
+    assert (tiles[:, 0] == 1).all()
+    assert (tiles[:, 1] == 3).all()
+    assert put(inbox, start(), 1)
+    inbox.reopen(start())
+    assert not put(inbox, start(0, 60), 2)
+    assert put(inbox, start(60, 40), 2)
+
+
+def test_a_disk_that_takes_its_time_keeps_nobody_waiting(tmp_path, monkeypatch):
+    inbox = Inbox(LAYOUTS, Rooms(100, tmp_path))
+    assert put(inbox, start(island="b"), 1)
+    allocating, go_on = threading.Event(), threading.Event()
+    allocate = os.posix_fallocate
+
+    def slowly(*arguments):
+        allocating.set()
+        assert go_on.wait(10)
+        allocate(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", slowly)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        late = pool.submit(put, inbox, start(), 2)
+        assert allocating.wait(10)
+        assert inbox.payload(DeltaKey("b", 1, 0, 7)) is not None
+        inbox.drop(DeltaKey("b", 1, 0, 7))
+        go_on.set()
+        assert late.result(10)
+    assert (inbox.payload(KEY) == 2).all()
+
+
 def test_hosts_that_send_the_same_tiles_are_refused():
-    inbox = Inbox(LAYOUTS, memory_bytes=1 << 20)
+    inbox = Inbox(LAYOUTS, Rooms(1 << 20))
     put(inbox, half(LEFT), 1)
     put(inbox, half(RIGHT, 0, 1), 1)
     row = (Box(0, (0, 0), (1, 2)),)
