@@ -38,6 +38,7 @@ from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import policy_config, require_room
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.loading import write_config_json
 from diloco_jax.models.build import build
@@ -83,9 +84,7 @@ def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> i
     coordinator = Coordinator(config, workdir, init=init, resume=resume)
     try:
         coordinator.start()
-        code = coordinator.run()
-        coordinator.conclude()
-        return code
+        return coordinator.run() or coordinator.conclude()
     finally:
         coordinator.close()
 
@@ -207,21 +206,31 @@ class Coordinator:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._asked_to_end)
         self.engine.run()
-        return 0 if self.engine.finished or self._interrupted else 1
+        over = self.engine.finished or self._interrupted
+        return EXIT_DONE if over else EXIT_FAILED
 
-    def conclude(self) -> None:
-        """Writes the last snapshot and the summary. Not after a failure: then only
-        what was durable counts."""
+    def conclude(self) -> int:
+        """Writes the last snapshot and the summary; returns the exit code. Not after a
+        failure: then only what was durable counts."""
         self._server.stop(self._deadlines.stop_s / 5)
-        if self._snapshots.wait(self._deadlines.stop_s):
-            self._save(self._log.rotate(), self.engine.state, self.store.arrays())
-        else:
-            logger.warning(
-                "a snapshot has not ended within %.0f s: none is written at the end, "
-                "the log has what is since the last one",
-                self._deadlines.stop_s,
-            )
         self._roster.save()
+        if self._snapshots.wait(self._patience_s):
+            self._save(self._log.rotate(), self.engine.state, self.store.arrays())
+        elif self._interrupted:
+            logger.warning(
+                "a snapshot has not ended within %g s: none is written at the end, the "
+                "log has what is since the last one",
+                self._patience_s(),
+            )
+        else:
+            logger.error(
+                "the run is over, but a snapshot has not ended within "
+                "placement.outage_budget_s = %g, so that none has its last parameters: "
+                "the log has what is since the last one; start the coordinator again, "
+                "and it writes them",
+                self._patience_s(),
+            )
+            return EXIT_FAILED
         now = time.time()
         result = summary.summary(
             self.policy_config,
@@ -233,6 +242,7 @@ class Coordinator:
         )
         result["parameters_digest"] = self.store.digest()
         loading.write_json(result, self._workdir / "summary.json")
+        return EXIT_DONE
 
     def close(self) -> None:
         """Ends service and closes the files; also after a start that failed."""
@@ -319,11 +329,12 @@ class Coordinator:
             self._refreshed = now
             self._refresh(engine)
             self._roster.save()
-        if self._snapshots.due(now):
+        ending = engine.finished or self._interrupted
+        if self._snapshots.due(now) and not ending:
             # Number, state and arrays of one moment.
             now_saved = (self._log.rotate(), engine.state, self.store.arrays())
             self._snapshots.write(now, functools.partial(self._save, *now_saved))
-        if engine.finished or self._interrupted:
+        if ending:
             if self._end_by is None:
                 self._end_by = now + self._deadlines.stop_s
             if not self._sessions.connected() or now >= self._end_by:
@@ -345,6 +356,12 @@ class Coordinator:
         and arrays are those of the moment at which the log was rotated."""
         self._snapshots.save(number, state, arrays)
         self._log.forget(number)
+
+    def _patience_s(self) -> float:
+        """For the snapshot that is being written when the run is over."""
+        if self._interrupted:
+            return self._deadlines.stop_s
+        return self._config.placement.outage_budget_s
 
     def _asked_to_end(self, number: int, frame: Any) -> None:
         logger.info("%s: ending", signal.Signals(number).name)

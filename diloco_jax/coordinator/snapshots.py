@@ -20,6 +20,9 @@ from diloco_jax.policy.state import State
 
 logger = logging.getLogger(__name__)
 
+PATIENCE_ASKED_S = 0.2
+"""How often it is asked how long to wait still."""
+
 
 class Snapshots:
     """Those of one run, in one folder."""
@@ -81,11 +84,16 @@ class Snapshots:
         )
         self._thread.start()
 
-    def wait(self, timeout_s: float) -> bool:
-        """For the one that is being written; whether it came to its end."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-        return not self._writing()
+    def wait(self, patience_s: Callable[[], float]) -> bool:
+        """For the one that is being written, so long since the call, which may change
+        meanwhile; whether it came to its end."""
+        began = time.monotonic()
+        while self._thread is not None and self._thread.is_alive():
+            left_s = began + patience_s() - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._thread.join(min(left_s, PATIENCE_ASKED_S))
+        return True
 
     def close(self) -> None:
         """Frees the folder, unless a snapshot hangs: nobody waits for that one."""

@@ -66,7 +66,7 @@ def test_a_failure_is_told_and_the_next_one_is_due_in_time(opened, tmp_path, cap
     assert snapshots.due(math.inf)
     with caplog.at_level(logging.ERROR):
         snapshots.write(1000.0, full)
-        snapshots.wait(PIN_S)
+        snapshots.wait(lambda: PIN_S)
     assert "the log keeps what it holds" in caplog.text
     assert f"{tmp_path}/snapshots" in caplog.text
     assert "no space left on device" in caplog.text
@@ -77,10 +77,10 @@ def test_one_that_hangs_is_neither_joined_by_another_nor_waited_for(opened):
     hangs = threading.Event()
     snapshots = opened("r")
     snapshots.write(1000.0, lambda: hangs.wait(PIN_S) and None)
-    assert not snapshots.wait(0.01)
+    assert not snapshots.wait(lambda: 0.01)
     assert not snapshots.due(math.inf)
     began = time.monotonic()
     snapshots.close()
     assert time.monotonic() - began < PIN_S / 2
     hangs.set()
-    assert snapshots.wait(PIN_S)
+    assert snapshots.wait(lambda: PIN_S)
