@@ -1,6 +1,8 @@
 """For all tests: what one process of the suite compiled, the others load."""
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, and no worker has it left when others end."""
     long = ("notebook", "tpu_compile", "dist")
     items.sort(key=lambda item: not any(map(item.get_closest_marker, long)))
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """As it was, after a command of the package that sets one."""
+    logger = logging.getLogger("diloco_jax")
+    level = logger.level
+    yield
+    logger.setLevel(level)

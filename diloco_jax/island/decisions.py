@@ -7,6 +7,7 @@ the network can be compared with it bit for bit.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable
@@ -69,6 +70,26 @@ class LiveDecisions:
         for fragment in takes:
             del self._put_off[fragment]
         return takes
+
+
+class Ahead:
+    """What is decided, and done `lead` boundaries later: an island's hosts agree on it
+    until then."""
+
+    def __init__(self, lead: int) -> None:
+        self._decided = collections.deque([Inbox()] * lead)
+        self._now = Inbox()
+
+    def next(self, fresh: Inbox) -> Inbox:
+        """What to do at this boundary, at which `fresh` is decided."""
+        self._decided.append(fresh)
+        self._now = self._decided.popleft()
+        return self._now
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is still to be done."""
+        return any(_is_news(inbox, self._now) for inbox in self._decided)
 
 
 class ScriptedDecisions:
@@ -188,3 +209,17 @@ class ScriptedDecisions:
 
     def _step_of(self, tick: int) -> int:
         return tick * self._steps_per_cycle // self._fragments
+
+
+def _is_news(inbox: Inbox, now: Inbox) -> bool:
+    """Whether an inbox says anything that is not so already."""
+    return bool(
+        inbox.takes
+        or inbox.arrivals
+        or inbox.verdicts
+        or inbox.grants
+        or inbox.anchors
+        or inbox.term
+        or (inbox.stop, inbox.leaving, inbox.finished, inbox.ending)
+        != (now.stop, now.leaving, now.finished, now.ending)
+    )

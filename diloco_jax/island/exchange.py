@@ -208,6 +208,10 @@ class Exchange:
             for f in self._plan.fragments
         ]
 
+    def anchors(self) -> dict[str, jax.Array]:
+        """The anchors by piece name; not to be donated."""
+        return {piece.name: anchor for piece, anchor in self._anchors.items()}
+
     def warm(self, params: Params) -> Params:
         """Compiles everything on `params`, which is donated and comes back unchanged.
 

@@ -12,7 +12,6 @@ under `folder/` are of `checkpoints.py`.
 
 from __future__ import annotations
 
-import collections
 import itertools
 import logging
 import threading
@@ -22,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.decisions import Decisions
+from diloco_jax.island.decisions import Ahead, Decisions
 from diloco_jax.island.hosts import Hosts, HostsError
 from diloco_jax.island.mailbox import Arrival, Ending, Inbox, Mailbox
 from diloco_jax.policy.events import Span, Version
@@ -37,6 +36,11 @@ BATCH = 32
 """Decisions after which followers say that they passed them, and their keys go."""
 ORDERS_KEPT = 64
 """At most JOIN_FETCHES orders are under way at a time."""
+
+
+def lead_of(hosts: int) -> int:
+    """Boundaries from the publication of a decision to its time, on so many hosts."""
+    return LEAD if hosts > 1 else 0
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,9 +143,8 @@ class LeadDecisions:
         self, source: Decisions, hosts: Hosts, lead: int, patience_s: float
     ) -> None:
         self._source, self._hosts, self._patience_s = source, hosts, patience_s
-        self._ahead = collections.deque([Inbox()] * lead)
+        self._ahead = Ahead(lead)
         self._numbers = itertools.count(lead)
-        self._now = Inbox()
 
     def at(self, step: int, *, stepping: bool) -> Inbox:
         """See decisions.Decisions."""
@@ -150,13 +153,11 @@ class LeadDecisions:
         self._hosts.tell(f"decision/{number}", told)
         if number % BATCH == 0:
             self._clean_up(number - 2 * BATCH, step)
-        self._ahead.append(fresh)
-        self._now = self._ahead.popleft()
-        return self._now
+        return self._ahead.next(fresh)
 
     def wait(self, timeout_s: float) -> None:
         """See decisions.Decisions; does not wait while something is decided."""
-        if not any(_is_news(inbox, self._now) for inbox in self._ahead):
+        if not self._ahead.pending:
             self._source.wait(timeout_s)
 
     def _clean_up(self, start: int, step: int) -> None:
@@ -357,17 +358,3 @@ class OrderThread:
         answer = Answer(outcome=outcome, traffic=self._mailbox.traffic())
         key = f"answer/{number}/{self._hosts.index}"
         self._hosts.tell(key, msgspec.msgpack.encode(answer))
-
-
-def _is_news(inbox: Inbox, now: Inbox) -> bool:
-    """Whether an inbox says anything that is not so already."""
-    return bool(
-        inbox.takes
-        or inbox.arrivals
-        or inbox.verdicts
-        or inbox.grants
-        or inbox.anchors
-        or inbox.term
-        or (inbox.stop, inbox.leaving, inbox.finished, inbox.ending)
-        != (now.stop, now.leaving, now.finished, now.ending)
-    )

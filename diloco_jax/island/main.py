@@ -26,7 +26,13 @@ from diloco_jax.faults import parse_faults
 from diloco_jax.island.decisions import Decisions, LiveDecisions
 from diloco_jax.island.environment import prepare_environment
 from diloco_jax.island.follower import Follower
-from diloco_jax.island.following import LEAD, Begin, LeadDecisions, Order, Orders
+from diloco_jax.island.following import (
+    Begin,
+    LeadDecisions,
+    Order,
+    Orders,
+    lead_of,
+)
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts import (
     Hosts,
@@ -165,7 +171,7 @@ class Island:
             path.rtt_s * 1e3,
             path.bytes_per_s / 1e6,
         )
-        lead = LEAD if script is None else 0
+        lead = lead_of(self._host.island.hosts) if script is None else 0
         self._tell_begin(welcome.run_id, lead)
         arrivals = self._join(welcome)
         self._tell_joined(arrivals)
@@ -261,7 +267,7 @@ class Island:
             versions=status.versions,
             tokens=status.tokens,
             next_position=status.next_position,
-            lead=LEAD if self._hosts is not None else 0,
+            lead=lead_of(island.hosts),
         )
 
     # ---- the other hosts ----------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 from diloco_jax.config import Config
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.faults import Fault, parse_faults
+from diloco_jax.island.following import lead_of
 from diloco_jax.simulation.history import Diary
 from diloco_jax.simulation.island import IslandSpec
 from diloco_jax.simulation.options import EmulationOptions
@@ -122,6 +123,7 @@ class Attendance:
                 step_seconds=functools.partial(self._step_seconds, name, seconds),
                 join_seconds=self.join_seconds(name, incarnation),
                 bytes_up=self._bytes_up,
+                lead=lead_of(island.hosts),
             )
         )
 

@@ -16,6 +16,7 @@ from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.island.books import Books
 from diloco_jax.island.boundary import Boundary
+from diloco_jax.island.decisions import Ahead, LiveDecisions
 from diloco_jax.island.inbound import Inbound, Targets
 from diloco_jax.island.mailbox import Arrival, Mailbox, Status
 from diloco_jax.island.pace import Pace
@@ -47,6 +48,8 @@ class IslandSpec:
     """From its welcome to its first step: compiling, fetching apart."""
     bytes_up: tuple[int, ...] = ()
     """Of an encoded delta, by fragment."""
+    lead: int = 0
+    """Boundaries that its hosts need to agree on what to do; 0: it has one."""
 
 
 class VirtualIsland:
@@ -86,6 +89,8 @@ class VirtualIsland:
             self.mailbox,
             Targets(want=self._want, resend=self._resend),
         )
+        self._decisions = LiveDecisions(self.mailbox, lambda: False)
+        self._ahead = Ahead(spec.lead)
         self._coordinator: Service | None = None
         self._wanted: dict[int, Version] = {}
         self._have: dict[int, Version] = {}
@@ -126,6 +131,7 @@ class VirtualIsland:
             sequences_granted=self._inbound.granted,
             records_through=status.records_through,
             term=self._term,
+            lead=self.spec.lead,
         )
         self.peer = peer = Connection(self, line, status)
         line.send_up(lambda: coordinator.hello(hello, peer))
@@ -296,7 +302,8 @@ class VirtualIsland:
     def _at_boundary(self) -> None:
         if self.boundary is None or self.ended is not None:
             return
-        inbox = self.mailbox.collect()
+        decided = self._decisions.at(self.steps, stepping=self._phase == "training")
+        inbox = self._ahead.next(decided)
         self.boundary.act(inbox, self.steps)
         # As in a real loop, by what it knows now.
         done = self._pace.share_done(self.steps, self.boundary.others_tokens)
@@ -307,8 +314,10 @@ class VirtualIsland:
         self._deliver()
         self._post()
         self._report()
-        if self.mailbox.finished:
+        if inbox.finished:
             self.ended = "finished"
+        elif not stepping and self._ahead.pending:
+            self._clock.last(self._at_boundary)
         elif stepping and self._next is None:
             # What arrives at the moment of a boundary still counts for it.
             self._next = self._clock.last(self._step)
@@ -319,6 +328,8 @@ class VirtualIsland:
             return
         positions = self.positions.draw(self.spec.batch_size)
         if positions is None:
+            if self._ahead.pending:
+                self._clock.last(self._at_boundary)
             return
         assert self.boundary is not None
         others = self.boundary.others_tokens

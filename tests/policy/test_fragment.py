@@ -303,6 +303,17 @@ def test_a_newcomer_is_asked_when_quorum_is_out_of_reach() -> None:
     assert merged_islands(only(d.take("a", 0, 2), Merge)) == ["a", "c"]
 
 
+def test_a_newcomer_is_not_asked_while_quorum_is_in_sight() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b", "e")
+    for name in "abe":
+        d.report(name, 2)
+    d.take("a", 0, 2)
+    d.hello("c")
+    assert asked(d.report("c", 0)) == {}
+    assert merged_islands(only(d.take("b", 0, 2), Merge)) == ["a", "b"]
+
+
 def test_persist_comes_before_publish() -> None:
     d = Driver()
     d.join("a")
@@ -324,6 +335,7 @@ def test_a_merge_is_done_once() -> None:
     d.take("a", 0, 2)
     assert of(d.computed(0), Publish)
     assert d.computed(0) == [], "nothing is being merged"
+    assert d.fragment(0).merges == 1
 
 
 def test_a_merge_by_one_of_several_raises_an_alert() -> None:
@@ -335,6 +347,34 @@ def test_a_merge_by_one_of_several_raises_an_alert() -> None:
         d.take("a", 0, step)
         alerts.append(len(of(d.computed(0), Alert)))
     assert alerts == [0, 0, 1, 0]
+
+
+def test_a_merge_of_several_ends_a_row_of_lonely_ones() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    alerts = []
+    for step in range(2, 14, 2):
+        d.report("a", step)
+        closed = d.take("a", 0, step)
+        if step == 4:
+            d.report("b", 3)
+            d.take("b", 0, 3)  # Pending: it is in the next one.
+        if step == 6:
+            assert merged_islands(only(closed, Merge)) == ["a", "b"]
+        alerts.append(len(of(d.computed(0), Alert)))
+    assert alerts == [0, 0, 0, 0, 0, 1]
+
+
+def test_islands_that_are_merged_in_turns_raise_an_alert() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    for step in range(2, 22, 2):
+        d.report("a", step)
+        d.report("b", step)
+        d.take("a", 0, step)
+        d.computed(0)
+    texts = [alert.text for alert in of(d.effects, Alert)]
+    assert any("of 2 islands of about one speed, b were in 0%" in t for t in texts)
 
 
 def test_a_lone_island_raises_no_alert() -> None:

@@ -4,7 +4,11 @@ import pytest
 from kit import Driver, asked, make_config, notes, of, only, persisted
 
 from diloco_jax.policy.events import AskTake
-from diloco_jax.policy.schedule import fragment_of, steps_to_tick
+from diloco_jax.policy.schedule import (
+    fragment_of,
+    pacing_step_seconds,
+    steps_to_tick,
+)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +176,15 @@ def test_a_take_is_put_off_by_time_and_not_for_much_slower_islands(
     effects += d.report("b", 2, step_seconds=leads_s)
     asks = {ask.island: ask.after for ask in of(effects, AskTake)}
     assert asks == {"a": after, "b": 0}
+
+
+def test_an_island_of_unknown_speed_does_not_pace() -> None:
+    d = Driver()
+    d.join("a")
+    assert pacing_step_seconds(d.config, d.state) == 1.0
+    d.hello("b")
+    d.report("b", 0, step_seconds=0.0)
+    assert pacing_step_seconds(d.config, d.state) == 1.0
 
 
 def test_who_takes_later_is_not_waited_for_once_it_is_gone() -> None:

@@ -27,13 +27,14 @@ def make_world(total_tokens: int, **sync) -> World:
     return World(run, config, merging, report_s=6.0, line_speed=speed)
 
 
-def spec(name: str, step_seconds: float = 1.0) -> IslandSpec:
+def spec(name: str, step_seconds: float = 1.0, lead: int = 0) -> IslandSpec:
     return IslandSpec(
         name=name,
         batch_size=BATCH,
         step_seconds=lambda step: step_seconds,
         join_seconds=2.0,
         bytes_up=(100, 100),
+        lead=lead,
     )
 
 
@@ -80,6 +81,20 @@ def test_a_kill_costs_unmerged_steps_and_the_island_comes_back() -> None:
     # Both lives count: the first one had some 47 steps.
     account = world.coordinator.state.fragments[0].accounts["b"]
     assert account.merged_tokens > 60 * PER_STEP
+
+
+@pytest.mark.parametrize("seconds", [1.0, 1.1])
+def test_an_island_whose_hosts_agree_first_is_merged_with_the_others(
+    seconds: float,
+) -> None:
+    world = make_world(400 * PER_STEP, grace=0.8, steps_per_cycle=12)
+    world.start(spec("a"))
+    world.start(spec("b", seconds, lead=2))
+    world.run(1000)
+    assert world.coordinator.finished
+    assert totals(world).computed == totals(world).merged
+    for name, account in world.coordinator.state.fragments[0].accounts.items():
+        assert account.merges_in >= 0.9 * account.merges_alive, name
 
 
 def test_the_same_inputs_give_the_same_run() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from diloco_jax.island.following import LEAD
 from diloco_jax.simulation.faults import kinds, liveness
 from diloco_jax.simulation.faults.kinds import AnyFault, Restart
 from diloco_jax.simulation.faults.network import Way
@@ -29,6 +30,8 @@ def draw(seed: int) -> Schedule:
     schedules faults stop early enough to see that the run then goes on."""
     rng = random.Random(f"faults {seed}")
     names = "abcd"[: rng.choice([3, 3, 3, 4])]
+    # Apart, so that a seed's other choices are what they were before there were any.
+    hosts = random.Random(f"hosts {seed}")
     fragments = rng.choice([1, 2, 2, 3])
     schedule = Schedule(
         islands={
@@ -36,6 +39,7 @@ def draw(seed: int) -> Schedule:
                 step_s=rng.choice([0.8, 1.0, 1.0, 1.5, 2.5]),
                 batch_size=rng.randint(1, 3),
                 join_s=round(rng.uniform(0, JOIN_S), 1),
+                lead=hosts.choice([0, 0, 0, LEAD]),
             )
             for name in names
         },

@@ -26,15 +26,16 @@ def merges_within_s(schedule: Schedule) -> float:
     The sum of: a lease, after which who is silent is not waited for; a reunion
     (`Deadlines.reunion_s`), for which ticks wait; a restart, for who was refused, with
     a retry and its join; two cycles, since ticks go on from where they were, and
-    counters restart; and a step of the slowest, a transfer and a merge.
+    counters restart; a step of the slowest, a transfer and a merge; and what the hosts
+    of an island need to agree on a take and an adoption.
     """
     joins_s = max(plan.join_s for plan in schedule.islands.values())
     awaited_s = LEASE_S + Deadlines(LEASE_S).reunion_s
     back_s = awaited_s + RESTART_S + RETRY_S + joins_s + schedule.transfer_s
     cycles_s = 2 * schedule.steps_per_cycle * schedule.pacing_s
-    return (
-        back_s + cycles_s + schedule.slowest_s + schedule.transfer_s + schedule.merge_s
-    )
+    agreed_s = 2 * max(p.lead for p in schedule.islands.values()) * schedule.slowest_s
+    merged_s = schedule.slowest_s + schedule.transfer_s + schedule.merge_s
+    return back_s + cycles_s + merged_s + agreed_s
 
 
 def takes_within_s(schedule: Schedule) -> float:

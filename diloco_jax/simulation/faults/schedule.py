@@ -33,6 +33,8 @@ class IslandPlan(
     batch_size: int = 1
     join_s: float = 1.0
     """From its welcome to its first step."""
+    lead: int = 0
+    """Boundaries that its hosts need to agree on what to do; 0: it has one."""
 
 
 class Schedule(

@@ -314,6 +314,7 @@ class World(Links):
             batch_size=plan.batch_size,
             step_seconds=lambda step: plan.step_s * self.slowness[name],
             join_seconds=plan.join_s,
+            lead=plan.lead,
         )
         island = FaultyIsland(
             spec,
