@@ -141,7 +141,8 @@ def compile_last(mark: Path, index: int) -> None:
 
 def script(config) -> None:
     """The oracle's script decides, as in `runtime_support.run_scripted`."""
-    from diloco_jax.island.decisions import ScriptedDecisions
+    from scripted import ScriptedDecisions
+
     from diloco_jax.island.main import Island
 
     start, sync = Island.start, config.run.sync

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from scripted import ScriptedDecisions
 from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax.config import (
@@ -25,7 +26,6 @@ from diloco_jax.config import (
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.decisions import ScriptedDecisions
 from diloco_jax.island.main import Island
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.policy.events import FIRST_VERSION, Record
