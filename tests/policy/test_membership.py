@@ -70,7 +70,9 @@ def test_a_broken_connection_makes_absent_at_once() -> None:
     d.join("a")
     assert notes(d.disconnect("a"), "absent")[0]["why"] == "disconnected"
     assert d.disconnect("a") == []
-    assert only(d.hello("a", phase="training"), Welcome).resumed
+    back = d.hello("a", phase="training")
+    assert only(back, Welcome).resumed
+    assert notes(back, "resumed")[0]["island"] == "a"
     assert d.state.islands["a"].joins == 1
 
 

@@ -7,6 +7,7 @@ from diloco_jax.policy.events import AskTake
 from diloco_jax.policy.schedule import (
     fragment_of,
     pacing_step_seconds,
+    skip_cycle,
     steps_to_tick,
 )
 
@@ -162,7 +163,7 @@ def test_islands_that_take_at_once_wait_for_those_that_take_later() -> None:
 
 @pytest.mark.parametrize(
     ("own_s", "leads_s", "after"),
-    [(0.5, 0.5, 2), (0.4, 0.5, 2), (1.0, 0.5, 1), (5.0, 0.5, 0), (0.5, 5.0, 0)],
+    [(0.5, 0.5, 2), (0.4, 0.5, 2), (1.0, 0.5, 1), (5.0, 0.5, 0), (0.5, 1.0, 0)],
 )
 def test_a_take_is_put_off_by_time_and_not_for_much_slower_islands(
     own_s: float, leads_s: float, after: int
@@ -176,6 +177,26 @@ def test_a_take_is_put_off_by_time_and_not_for_much_slower_islands(
     effects += d.report("b", 2, step_seconds=leads_s)
     asks = {ask.island: ask.after for ask in of(effects, AskTake)}
     assert asks == {"a": after, "b": 0}
+
+
+def test_who_lagged_for_long_paces_after_two_ticks_steps() -> None:
+    d = Driver()
+    d.join("a", "b")
+    for steps in range(2, 22, 2):
+        d.report("a", steps)
+    tick = d.state.tick
+    d.goodbye("a")
+    d.report("b", 3)
+    assert d.state.tick == tick
+    d.report("b", 4)
+    assert d.state.tick == tick + 1
+
+
+def test_a_cycle_that_is_skipped_has_numbers_of_its_own() -> None:
+    d = Driver(fragment_sizes=(1, 1, 1), steps_per_cycle=6)
+    ticks, state, _ = skip_cycle(d.config, d.state)
+    assert sorted(ticks) == [0, 1, 2]
+    assert state.tick == max(ticks.values()) == d.state.tick + 3
 
 
 def test_an_island_of_unknown_speed_does_not_pace() -> None:
