@@ -46,15 +46,16 @@ text is 7 files with 90 kB, so tenths of a percent are about these.
   without it they lost 18 % over synchronous DiLoCo at full length and lose 11 %, and an
   alert says so.
 - One island with an outer step of 1 is plain training but for rounding, +0.0 % (two
-  pairs, 2 M tokens). With Nesterov 0.4 / 0.6 it is ahead of plain training by 3.7 and
-  1.0 % with 8 M tokens (two pairs).
+  pairs, 2 M tokens). With Nesterov 0.4 / 0.6 it is ahead of plain training by 1.6 % +-
+  1.1 with 8 M tokens (eight pairs).
 - The gap of 8 islands to data-parallel: 16.7 % +- 8.3 with 2 M tokens (three
-  pairs), 7.7 % +- 3.2 with 8 M (three), 5.3 % +- 1.7 with 0.4 / 0.6. Below 2 M it rises
-  with tokens, for 2, 4 and 8 islands (one seed). With smaller batches, which make more
-  steps of as many tokens, it is smaller (13 % at 8 sequences; data-parallel gains 11 %
-  by them, 8 islands 16 %; one seed). 2, 4 and 16 islands: 4.5 +- 12.3, 9.0 +- 10.6,
-  26 % +- 8 (three pairs), at the learning rate that is best for 8, which is half of
-  data-parallel's best.
+  pairs), 7.7 % +- 1.0 with 8 M (seven), 5.3 % +- 1.7 with 0.4 / 0.6. Below 2 M it
+  rises with tokens, for 2, 4 and 8 islands (one seed). By model size, 20 tokens for
+  each parameter: 11 % at 0.04 M (two pairs), 17 % at 0.1 M, 8 % at 0.3 M (one pair,
+  rates not swept there). With smaller batches, which make more steps of as many tokens,
+  it is smaller (13 % at 8 sequences; data-parallel gains 11 % by them, 8 islands 16 %;
+  one seed). 2, 4 and 16 islands: 4.5 +- 12.3, 9.0 +- 10.6, 26 % +- 8 (three pairs), at
+  the learning rate that is best for 8, which is half of data-parallel's best.
 - Muon inside lowers the loss of data-parallel, synchronous and decoupled alike by 11 to
   14 %, and decoupled is as good as synchronous with it; the gap to data-parallel stays
   with 8 islands (one seed, rates swept with two points).
