@@ -85,24 +85,6 @@ class Inbox:
     ending: Ending | None = None
     """The loop must end."""
 
-    def followed_by(self, later: Inbox) -> Inbox:
-        """Both as one."""
-        return Inbox(
-            takes={**self.takes, **later.takes},
-            arrivals=self.arrivals + later.arrivals,
-            verdicts=self.verdicts + later.verdicts,
-            grants=self.grants + later.grants,
-            anchors=self.anchors + later.anchors,
-            term=max(self.term, later.term),
-            others_tokens=later.others_tokens,
-            again=self.again or later.again,
-            save=self.save or later.save,
-            stop=self.stop or later.stop,
-            leaving=self.leaving or later.leaving,
-            finished=self.finished or later.finished,
-            ending=self.ending or later.ending,
-        )
-
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Where the loop is; what Hello and Report say."""

@@ -75,6 +75,11 @@ def of(effects: Sequence[Effect], kind: type[E]) -> list[E]:
     return [effect for effect in effects if isinstance(effect, kind)]
 
 
+def merged_islands(merge: Merge) -> list[str]:
+    """Whose deltas are in a merge, in the order of the sum."""
+    return [c.island for c in merge.contributions]
+
+
 def notes(effects: Sequence[Effect], kind: str) -> list[dict[str, Any]]:
     """Tape records of that kind."""
     return [e.record for e in of(effects, Note) if e.record["kind"] == kind]

@@ -205,21 +205,6 @@ def test_an_island_that_left_during_a_merge_that_became_durable(rejoined: bool) 
         assert d.totals("a") == expected
 
 
-def test_steps_that_adoption_overwrote_stay_lost() -> None:
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
-    d.join("a")
-    d.report("a", 2)
-    d.merge(0, a=2)
-    d.report("a", 6)
-    d.take("a", 0, 6, start=3)
-    d.computed(0)
-    before = d.totals("a")
-    assert before.lost == {"overwritten": 10}
-    d.crash()
-    d.hello("a", steps=6, phase="training")
-    assert d.totals("a") == before
-
-
 def test_an_island_that_left_during_a_merge_that_was_lost() -> None:
     d = Driver(fragment_sizes=(5,))
     d.join("a")

@@ -225,6 +225,9 @@ def test_steps_that_adoption_overwrote_are_lost() -> None:
     d.computed(0)
     totals = d.totals("a")
     assert (totals.merged, totals.lost) == (50, {"overwritten": 10})
+    d.crash()
+    d.hello("a", steps=6, phase="training")
+    assert d.totals("a") == totals, "after a crash too"
 
 
 def test_a_take_without_steps_is_refused(open_for_a: Driver) -> None:

@@ -63,7 +63,7 @@ class ScriptedDecisions:
             self._mailbox.wait(remaining)
             later = self._mailbox.collect()
             self._keep(later)
-            inbox = inbox.followed_by(later)
+            inbox = _both(inbox, later)
         if stepping:
             self._due += [(step + self._overlap_steps, f) for f in takes]
         return dataclasses.replace(
@@ -130,3 +130,22 @@ class ScriptedDecisions:
 
     def _step_of(self, tick: int) -> int:
         return tick * self._steps_per_cycle // self._fragments
+
+
+def _both(first: Inbox, later: Inbox) -> Inbox:
+    """Both as one."""
+    return Inbox(
+        takes={**first.takes, **later.takes},
+        arrivals=first.arrivals + later.arrivals,
+        verdicts=first.verdicts + later.verdicts,
+        grants=first.grants + later.grants,
+        anchors=first.anchors + later.anchors,
+        term=max(first.term, later.term),
+        others_tokens=later.others_tokens,
+        again=first.again or later.again,
+        save=first.save or later.save,
+        stop=first.stop or later.stop,
+        leaving=first.leaving or later.leaving,
+        finished=first.finished or later.finished,
+        ending=first.ending or later.ending,
+    )

@@ -15,14 +15,16 @@ PATIENCE_S = 60.0
 
 
 @pytest.fixture
-def service(text, tmp_path):
-    config = placed(make_config(text), outage_budget_s=0.5)
+def service(text, tmp_path, request):
+    """Its parameter: how long it waits for a snapshot."""
+    config = placed(make_config(text), outage_budget_s=request.param)
     service = Coordinator(config, tmp_path / "run", init=True)
     with contextlib.closing(service):
         service.start()
         yield service
 
 
+@pytest.mark.parametrize("service", [0.5], indirect=True)
 def test_a_snapshot_that_does_not_end_leaves_the_run_to_be_gone_on_with(
     service, tmp_path, caplog
 ):
@@ -37,6 +39,7 @@ def test_a_snapshot_that_does_not_end_leaves_the_run_to_be_gone_on_with(
     assert summary["parameters_digest"] == service.store.digest()
 
 
+@pytest.mark.parametrize("service", [PATIENCE_S], indirect=True)
 def test_one_that_is_slow_is_waited_for(service):
     ends = threading.Timer(0.2, (slow := threading.Event()).set)
     ends.start()
