@@ -50,7 +50,9 @@ SYNCHRONOUS = {
 }
 """All islands merge everything at once, and wait for it."""
 GENTLE = OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6)
-FULL = ", merges at full length"
+PRESET = ", nesterov 0.4 / 0.6"
+REBASE = ", rebase"
+FULL = ", rebase, merges at full length"
 PARTIAL = (
     "decoupled, 4 fast + 4 slow islands",
     "decoupled, failures as at 1.2 M chips",
@@ -58,6 +60,11 @@ PARTIAL = (
     "K = 1 without grace on unlike islands",
     "weights by tokens, unequal batches",
     "uniform weights, unequal batches",
+    "weights tokens x rate, unequal batches",
+    "one island in every other merge",
+    "4 fast + 4 slow islands, tau 4",
+    "4 fast + 4 slow islands, gamma 0.99",
+    "4 fast + 4 slow islands, no time for grace, tau 4",
 )
 """Rows whose merges some live islands are not in."""
 
@@ -75,7 +82,7 @@ def rows(size: Size) -> Iterator[Row]:
     yield from tokens(size)
     yield from batches(size)
     yield from _trouble(size)
-    yield from _full(size)
+    yield from _partial(size)
 
 
 def rates(size: Size) -> Iterator[Row]:
@@ -148,25 +155,32 @@ def _headlines(size: Size) -> Iterator[Row]:
     )
 
 
-def _full(size: Size) -> Iterator[Row]:
-    """Merges that go as far with few islands as with all: what scaling them gains."""
-    groups = (_headlines(size), _merging(size), _trouble(size))
-    for row in (row for rows in groups for row in rows if row.name in PARTIAL):
-        sync = dataclasses.replace(row.config.run.sync, partial_merges="full")
-        run = dataclasses.replace(row.config.run, sync=sync)
-        yield dataclasses.replace(
-            row,
-            name=row.name + FULL,
-            group="partial merges",
-            config=dataclasses.replace(row.config, run=run),
-            against=row.name,
-            headline=False,
-        )
+def _partial(size: Size) -> Iterator[Row]:
+    """What keeping pending deltas gains, and before that scaling partial merges."""
+    groups = (_headlines(size), _presets(size), _merging(size), _trouble(size))
+    found = {row.name: row for rows in groups for row in rows}
+    names = (*PARTIAL, "decoupled, 4 fast + 4 slow islands" + PRESET)
+    for row in (found[name] for name in names if name in found):
+        rebased = dataclasses.replace(row.config.run.sync, adopt="rebase")
+        full = dataclasses.replace(rebased, partial_merges="full")
+        for suffix, sync, group, against in (
+            (REBASE, rebased, "pending deltas", row.name),
+            (FULL, full, "partial merges", row.name + REBASE),
+        ):
+            run = dataclasses.replace(row.config.run, sync=sync)
+            yield dataclasses.replace(
+                row,
+                name=row.name + suffix,
+                group=group,
+                config=dataclasses.replace(row.config, run=run),
+                against=against,
+                headline=False,
+            )
 
 
 def _presets(size: Size) -> Iterator[Row]:
     """Headlines with the outer step that the product chooses from 150 merges on."""
-    suffix, synchronous = ", nesterov 0.4 / 0.6", "synchronous DiLoCo, 8 islands"
+    suffix, synchronous = PRESET, "synchronous DiLoCo, 8 islands"
     against = {
         synchronous: synchronous,
         "decoupled, 8 islands": synchronous + suffix,

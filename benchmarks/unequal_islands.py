@@ -90,7 +90,7 @@ def island_config(kind: str, seconds: float, step_seconds: float) -> Config:
     run = RunConfig(
         model=preset("tiny"),
         data=DataConfig(validation_fraction=0.005),
-        sync=SyncConfig(steps_per_cycle=12, fragments=6, quorum=2, adopt="rebase"),
+        sync=SyncConfig(steps_per_cycle=12, fragments=6, quorum=2),
         sequence_length=SEQUENCE,
         total_tokens=round(seconds * rate) * BATCH * SEQUENCE,
     )

@@ -4,6 +4,9 @@ Each fragment on an island has a base: a take sets base = local, an adoption set
 base = anchor. What `local` has moved away from its base since is not in any delta yet.
 
 - `rebase`: anchor + (local - base): nothing is lost.
+- `keep`: as `rebase`; but a version that the island's last delta is known not to be in
+  moves local and base alike (`moved`). So the island trains on from its own delta, too,
+  until a version has it.
 - `overwrite`: anchor: steps since the take are lost (Decoupled DiLoCo, arXiv
   2604.21428).
 - `blend`: alpha * local + (1 - alpha) * anchor (Streaming DiLoCo, arXiv 2501.18512).
@@ -38,10 +41,18 @@ def adopt(
     Raises:
       ValueError: unknown rule.
     """
-    if rule == "rebase":
-        return anchor + (local - base)
+    if rule in ("rebase", "keep"):
+        return moved(local, base, anchor)
     if rule == "overwrite":
         return anchor
     if rule == "blend":
         return alpha * local + (1 - alpha) * anchor
-    raise ValueError(f"no adopt rule {rule!r}; choose 'rebase', 'overwrite' or 'blend'")
+    raise ValueError(
+        f"no adopt rule {rule!r}; choose 'keep', 'rebase', 'overwrite', 'blend'"
+    )
+
+
+def moved(value: jax.Array, before: jax.Array, anchor: jax.Array) -> jax.Array:
+    """anchor + (value - before), f32[shape]: as far from the new anchor as it was from
+    the one before. Nothing is donated."""
+    return anchor + (value - before)

@@ -8,7 +8,7 @@ from typing import Literal
 CodecName = Literal["f32", "bf16", "int8", "int4"]
 Weighting = Literal["tokens", "tokens_times_rate", "uniform"]
 MergeRule = Literal["rda", "mean"]
-AdoptRule = Literal["rebase", "overwrite", "blend"]
+AdoptRule = Literal["keep", "rebase", "overwrite", "blend"]
 FragmentBy = Literal["size", "layer", "tensor"]
 OuterName = Literal["sgd", "nesterov"]
 Schedule = Literal["cosine", "constant"]

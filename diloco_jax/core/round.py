@@ -59,7 +59,7 @@ class RoundSettings:
     overlap_steps: int = 0
     weighting: Weighting = "tokens"
     merge: MergeRule = "rda"
-    adopt: AdoptRule = "rebase"
+    adopt: AdoptRule = "keep"
     blend_alpha: float = 0.5
     codec_up: CodecName = "f32"
     codec_down: CodecName = "f32"

@@ -6,8 +6,11 @@ outstanding take. Steps count from 0; a take at step s covers the half-open inte
 which it keeps its ledger. No arrays here: `exchange.py` does to them what the outcomes
 say.
 
-A fragment is *unsettled* from its take until the next adoption: its local value is
-anchor - delta + later steps, so a second take would count the first one's steps again.
+A fragment is *unsettled* from its take until the adoption of a version that may have
+it: its local value is anchor - delta + later steps, so a second take would count the
+first one's steps again. A version that certainly has not the delta, since the
+coordinator called it pending there, is adopted beside it under the rule `keep`
+(docs/design/pending_deltas.md).
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ if the take had not been. dropped: the steps are lost, the residual before it re
 reset: as dropped, and the local value, which is unusable or has steps in it that the
 anchor has too, goes back to the anchor."""
 
+Adoption = Literal["none", "adopted", "kept"]
+"""none: the version is not newer. kept: adopted, beside the delta of the last take."""
+
 
 @dataclasses.dataclass
 class _Account:
@@ -44,6 +50,8 @@ class _Account:
     tick: int = -1
     take: Outstanding | None = None
     unsettled: bool = False
+    pending_at: Version | None = None
+    """Newest version that is known not to have the last take."""
 
 
 class Books:
@@ -99,7 +107,7 @@ class Books:
             seq=self._next_seq,
         )
         account.take, account.tick = take, tick
-        account.start, account.unsettled = step, True
+        account.start, account.unsettled, account.pending_at = step, True, None
         self._record(
             "took",
             step,
@@ -110,16 +118,22 @@ class Books:
         )
         return take
 
-    def adopt(self, fragment: int, version: Version, step: int) -> bool:
-        """Notes an adoption; False if the version is not newer than the anchor's."""
+    def adopt(self, fragment: int, version: Version, step: int) -> Adoption:
+        """Notes an adoption, and says which."""
         account = self._accounts[fragment]
         if version <= account.version:
-            return False
-        account.version, account.unsettled = version, False
+            return "none"
+        account.version = version
+        pending_at = account.pending_at
+        if self._rule == "keep" and pending_at is not None and version <= pending_at:
+            kept = account.tick
+            self._record("adopted", step, fragment=fragment, version=version, tick=kept)
+            return "kept"
+        account.unsettled, account.pending_at = False, None
         if self._rule == "overwrite":
             account.start = step
         self._record("adopted", step, fragment=fragment, version=version)
-        return True
+        return "adopted"
 
     def settle(
         self,
@@ -134,11 +148,14 @@ class Books:
         unless it ends the outstanding one."""
         account = self._accounts[fragment]
         take = account.take
+        if verdict == "pending" and tick == account.tick and account.unsettled:
+            account.pending_at = version
         if take is None or take.tick != tick or verdict in ("pending", "none"):
             return "none"
         account.take = None
         if verdict == "merged":
             return "settled"
+        account.pending_at = None
         if reason == NON_FINITE or (reason == OVERLAP and account.unsettled):
             account.start, account.unsettled = step, False
             self._record("reset", step, fragment=fragment, tick=tick)
@@ -158,6 +175,7 @@ class Books:
         Notes from which step on this incarnation's steps are for its new books."""
         dropped = []
         for fragment, account in enumerate(self._accounts):
+            account.pending_at = None
             if account.take is not None:
                 dropped.append(account.take)
                 self._record("dropped", step, fragment=fragment, tick=account.take.tick)

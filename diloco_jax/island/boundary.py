@@ -25,8 +25,9 @@ class Arrays(Protocol):
     def take(self, fragment: int) -> Any:
         """The fragment's encoded delta."""
 
-    def adopt(self, arrival: Arrival) -> None:
-        """Takes over a published fragment."""
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
+        """Takes over a published fragment. keep: the last take is not in it, and stays
+        in the local values."""
 
     def settle(self, fragment: int) -> None:
         """The outstanding take is merged."""
@@ -73,7 +74,7 @@ class Boundary:
         self.others_tokens = 0
         """Of the other islands, as of the last boundary."""
         self._arrays, self._data, self._outgoing = arrays, data, outgoing
-        self._adopts_first = rule == "rebase"
+        self._adopts_first = rule in ("keep", "rebase")
         self._late_takes: dict[int, int] = {}
 
     def act(self, inbox: Inbox, step: int) -> None:
@@ -113,8 +114,9 @@ class Boundary:
 
     def _adopt(self, arrivals: tuple[Arrival, ...], step: int) -> None:
         for arrival in arrivals:
-            if self.books.adopt(arrival.fragment, arrival.version, step):
-                self._arrays.adopt(arrival)
+            adoption = self.books.adopt(arrival.fragment, arrival.version, step)
+            if adoption != "none":
+                self._arrays.adopt(arrival, keep=adoption == "kept")
 
     def _settle(self, verdict: TakeVerdict, step: int) -> None:
         fragment, tick = verdict.fragment, verdict.tick

@@ -1,9 +1,9 @@
 """Takes and adoptions on the device: the island's end of the data's path.
 
-Per piece it holds the anchor, from a take to the next adoption the base (a copy of
-the local values at the take), and with error feedback the residual, before and after
-an outstanding take. All of them lie as the piece does, in device or host memory.
-Parameters are donated to an adoption, which changes them in place.
+Per piece it holds the anchor, from a take to the adoption of a version that it is in
+the base (a copy of the local values at the take), and with error feedback the residual,
+before and after an outstanding take. All of them lie as the piece does, in device or
+host memory. Parameters are donated to an adoption, which changes them in place.
 """
 
 from __future__ import annotations
@@ -119,15 +119,20 @@ class Exchange:
         """Length of what `put_anchor` takes."""
         return self.layouts_down[fragment].values_bytes(self.part_down(fragment))
 
-    def adopt(self, arrival: Arrival, params: Params) -> Params:
-        """The parameters with the arrived version adopted. `params` is donated."""
+    def adopt(self, arrival: Arrival, params: Params, *, keep: bool = False) -> Params:
+        """The parameters with the arrived version adopted. `params` is donated.
+
+        keep: the last take is not in that version, and stays in the parameters.
+        """
         for i, piece in enumerate(self._plan.fragments[arrival.fragment]):
-            kind, anchor = self._kinds[piece], self._anchors[piece]
-            base = self._bases.pop(piece, anchor)
-            if arrival.anchor is not None:
-                anchor = arrival.anchor[i]
+            kind, before = self._kinds[piece], self._anchors[piece]
+            base = self._bases.pop(piece, before)
+            anchor = before if arrival.anchor is None else arrival.anchor[i]
             for publish in arrival.publishes:
                 anchor = kind.advance(anchor, publish[i])
+            if keep:
+                self._bases[piece] = kind.move(base, before, anchor)
+                base = before
             leaf = kind.adopt(
                 _leaf(params, piece.path), index_of(piece), base, anchor, self._alpha
             )
@@ -227,6 +232,7 @@ class Exchange:
             _, _, local = kind.take(leaf, index, anchor, self._residuals.get(piece))
             kind.advance(anchor, published)
             kind.whole(anchor)
+            kind.move(anchor, anchor, anchor)
             leaf = kind.adopt(leaf, index, anchor, anchor, self._alpha)
             params = _with_leaf(params, piece.path, kind.reset(leaf, index, local))
         jax.block_until_ready(params)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco_jax.config import AnchorMemory, SyncConfig
-from diloco_jax.core.adopt import adopt
+from diloco_jax.core.adopt import adopt, moved
 from diloco_jax.core.choices import AdoptRule, CodecName
 from diloco_jax.core.codec import encode_with_feedback, get_codec
 from diloco_jax.core.delta import delta
@@ -44,6 +44,8 @@ class Kind:
     """(anchor, encoded publish) -> anchor."""
     adopt: Any
     """(leaf, index, base, anchor, alpha) -> leaf, which is donated."""
+    move: Any
+    """(base, anchor before, anchor) -> base."""
     reset: Any
     """(leaf, index, value) -> leaf, which is donated."""
     whole: Any
@@ -63,6 +65,7 @@ class Kind:
             "take": self.take.lower(leaf, index, value, residual),
             "advance": self.advance.lower(value, octets),
             "adopt": self.adopt.lower(leaf, index, value, value, alpha),
+            "move": self.move.lower(value, value, value),
             "reset": self.reset.lower(leaf, index, value),
         }
 
@@ -96,6 +99,7 @@ def kind_of(
         take=_take(lies, sync.codec_up),
         advance=_advance(lies, sync.codec_down),
         adopt=_adopt(lies, sync.adopt),
+        move=_move(lies),
         reset=_reset(lies),
         whole=_whole(lies),
     )
@@ -185,6 +189,14 @@ def _adopt(lies: _Lies, rule: AdoptRule) -> Any:
         return _write(stacked, index, _barrier(local))
 
     return jax.jit(take_over, donate_argnums=0, out_shardings=lies.leaf)
+
+
+@_kept
+def _move(lies: _Lies) -> Any:
+    def move(base: Any, before: Any, anchor: Any) -> jax.Array:
+        return moved(*lies.fetch(base, before, anchor))
+
+    return jax.jit(move, out_shardings=lies.at_rest)
 
 
 @_kept

@@ -41,9 +41,9 @@ class Replica:
         """The fragment's encoded delta by piece, on its way to the host."""
         return self._exchange.take(fragment, self.params)
 
-    def adopt(self, arrival: Arrival) -> None:
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
         """Takes over a published fragment, in place."""
-        self._replace(self._exchange.adopt(arrival, self.params))
+        self._replace(self._exchange.adopt(arrival, self.params, keep=keep))
 
     def settle(self, fragment: int) -> None:
         """The outstanding take is merged: the residual after it stands."""

@@ -47,8 +47,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One asynchronous fact of an island's life, numbered per incarnation by `seq`.
 
     kind: `took` (fragment, tick, start: the interval [start, step) entered the delta,
-    version: of the anchor it is against), `adopted` (fragment, version; its first
-    ones, at step 0, are what it begins with), `reopened` (fragment, tick: a refused
+    version: of the anchor it is against), `adopted` (fragment, version; tick: of
+    the take that is not in it, and stays in the local parameters; its first ones, at
+    step 0, are what it begins with), `reopened` (fragment, tick: a refused
     delta's steps are in the local parameters still), `dropped` (fragment, tick: they
     are not), `reset` (as dropped, and the local parameters are the anchor's),
     `carried` (fragment, start: what became of the steps before `start` is in the books

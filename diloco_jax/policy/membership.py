@@ -306,15 +306,16 @@ def _reconcile(
     if recorded:
         fragment, effects = takes.known(config, fragment, name, held, now)
     take = fragment.accounts[name].take
-    if effects or take is None or take.tick != held.tick:
+    if take is None or take.tick != held.tick:
         return fragment, effects
     if take.refused:
-        return fragment, [
+        return fragment, effects or [
             takes.verdict_on(fragment, name, held.tick, "refused", take.refused)
         ]
-    if take.arrived:
-        return fragment, []
-    return fragment, [AskResend(island=name, fragment=fragment.index, tick=held.tick)]
+    effects = effects or takes.pending(fragment, name)
+    if not take.arrived:
+        effects.append(AskResend(island=name, fragment=fragment.index, tick=held.tick))
+    return fragment, effects
 
 
 def _absent(state: State, island: Island, why: str) -> Step:

@@ -82,7 +82,17 @@ def known(
         return refuse(fragment, name, OVERLAP)
     if take.end == take.start:
         return refuse(fragment, name, "empty")
-    return refuse_if_stale(config, fragment, name)
+    fragment, effects = refuse_if_stale(config, fragment, name)
+    return fragment, effects or pending(fragment, name)
+
+
+def pending(fragment: Fragment, name: str) -> list[Effect]:
+    """Tells an island that the current version, which it may be about to adopt, has not
+    its outstanding take: it came too late for that merge."""
+    take = fragment.accounts[name].take
+    if take is None or take.end is None or take.base >= fragment.version:
+        return []
+    return [verdict_on(fragment, name, take.tick, "pending", "")]
 
 
 def arrived(

@@ -130,11 +130,11 @@ class TrainedBody:
         self._diary.bytes_up += layout.total_bytes
         return Encoded(layout, self._replica.take(fragment))
 
-    def adopt(self, arrival: Arrival) -> None:
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
         """See Arrays."""
         version = arrival.version.number
         self._diary.adopted(arrival.fragment, version, self._clock.now)
-        self._replica.adopt(arrival)
+        self._replica.adopt(arrival, keep=keep)
 
     def settle(self, fragment: int) -> None:
         """See Arrays."""

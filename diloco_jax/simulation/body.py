@@ -42,7 +42,7 @@ class NoBody:
     def take(self, fragment: int) -> None:
         """See Arrays."""
 
-    def adopt(self, arrival: Arrival) -> None:
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
         """See Arrays."""
 
     def settle(self, fragment: int) -> None:

@@ -105,7 +105,8 @@ class ReplayedIsland:
 
     def merged(self, fragment: int, tick: int) -> None:
         """That take is in a merge."""
-        verdict = self._verdict(fragment, tick, "merged", "")
+        here = self._books.version(fragment)
+        verdict = _verdict(fragment, tick, "merged", here)
         self._act(Inbox(verdicts=(verdict,)), self.steps)
 
     def end(self) -> None:
@@ -134,10 +135,15 @@ class ReplayedIsland:
             case "took":
                 inbox = Inbox(takes={fragment: tick})
             case "adopted":
-                inbox = Inbox(arrivals=(self._arrival(line, record),))
+                pending = _verdict(fragment, tick, "pending", record.version)
+                inbox = Inbox(
+                    arrivals=(self._arrival(line, record),),
+                    verdicts=(pending,) if tick >= 0 else (),
+                )
             case "reopened" | "dropped" | "reset":
                 reason = NON_FINITE if record.kind == "reset" else "refused"
-                verdict = self._verdict(fragment, tick, "refused", reason)
+                here = self._books.version(fragment)
+                verdict = _verdict(fragment, tick, "refused", here, reason)
                 inbox = Inbox(verdicts=(verdict,))
         self._act(inbox, record.step)
         found = self._books.drain()
@@ -201,13 +207,10 @@ class ReplayedIsland:
             f"fragment {fragment} before it was merged; a record is out of order"
         )
 
-    def _verdict(
-        self, fragment: int, tick: int, verdict: Verdict, reason: str
-    ) -> TakeVerdict:
-        return TakeVerdict(
-            fragment=fragment,
-            tick=tick,
-            verdict=verdict,
-            reason=reason,
-            version=self._books.version(fragment),
-        )
+
+def _verdict(
+    fragment: int, tick: int, verdict: Verdict, version: Version, reason: str = ""
+) -> TakeVerdict:
+    return TakeVerdict(
+        fragment=fragment, tick=tick, verdict=verdict, reason=reason, version=version
+    )

@@ -79,11 +79,13 @@ class Take(Command, frozen=True, kw_only=True, tag=True):
 
 
 class Adopt(Command, frozen=True, kw_only=True, tag=True):
-    """Encoded publishes, oldest first, lead to the version."""
+    """Encoded publishes, oldest first, lead to the version. keep: see
+    `boundary.Arrays`."""
 
     fragment: int
     version: Version
     publishes: list[bytes]
+    keep: bool
 
 
 class Judge(Command, frozen=True, kw_only=True, tag=True):
@@ -225,13 +227,14 @@ class RemoteReplica:
         """The fragment's residual, as if no take were outstanding."""
         return self._worker.ask(Residual(who=self._who, fragment=fragment))
 
-    def adopt(self, arrival: Arrival) -> None:
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
         """See Arrays; of each publish there is the payload."""
         self._send(
             Adopt,
             fragment=arrival.fragment,
             version=arrival.version,
             publishes=[payload for (payload,) in arrival.publishes],
+            keep=keep,
         )
 
     def settle(self, fragment: int) -> None:

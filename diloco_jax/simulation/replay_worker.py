@@ -177,7 +177,7 @@ class _Copy:
             version=adopt.version,
             publishes=tuple(exchange.put_publish(fragment, p) for p in parts),
         )
-        self._replica.adopt(arrival)
+        self._replica.adopt(arrival, keep=adopt.keep)
 
     def _put(self, fragment: int, octets: bytes) -> tuple[jax.Array, ...]:
         """Of the values of all pieces, what belongs to this process."""

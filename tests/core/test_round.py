@@ -131,7 +131,7 @@ def test_adopt_rules_agree_without_overlap() -> None:
 def test_adopt_rules_differ_with_overlap() -> None:
     results = [
         theta(rounds(islands(1, 2), adopt=rule, overlap_steps=2))["w/0"]
-        for rule in ("rebase", "overwrite", "blend")
+        for rule in ("keep", "rebase", "overwrite", "blend")
     ]
     assert len({array.tobytes() for array in results}) == 3
 

@@ -100,16 +100,22 @@ def train(config: IslandConfig, batches: np.ndarray) -> dict[str, object]:
             replica.reset(fragment)
         exchange.start(anchors)
         taken = []
-        for number in range(2):
+        for number, takes, keep in (
+            (0, True, True),
+            (1, False, False),
+            (2, True, False),
+        ):
             for fragment in range(2):
-                taken.append(replica.take(fragment))
-                replica.settle(fragment)
+                if takes:
+                    taken.append(replica.take(fragment))
+                    replica.settle(fragment)
                 payload = exchange.layouts_down[fragment].pack(changes[fragment])
                 publish = exchange.put_publish(fragment, payload)
                 version = Version(1, number + 1)
-                replica.adopt(
-                    Arrival(fragment=fragment, version=version, publishes=(publish,))
+                arrival = Arrival(
+                    fragment=fragment, version=version, publishes=(publish,)
                 )
+                replica.adopt(arrival, keep=keep)
     logging.getLogger("jax").removeHandler(counter)
     after = [exchange.anchors()[piece.name] for piece in plan.pieces]
     return {
@@ -139,7 +145,7 @@ def digest(tree: object) -> str:
 
 
 def compile_all(config: IslandConfig) -> dict[str, object]:
-    """Collectives of the step, and by kind of piece those of its four functions."""
+    """Collectives of the step, and by kind of piece those of its functions."""
     model, trainer = build_trainer(RUN, config)
     state, pieces, seen = trainer.abstract_state(), {}, set()
     for piece in build_plan(RUN, model).pieces:

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ def test_takes_follow_each_other_without_gap():
     books = Books([V[0]], "rebase")
     assert books.take(0, 1, 4).start == 0
     assert books.settle(0, 1, "merged", "", 5) == "settled"
-    assert books.adopt(0, V[1], 6)
+    assert books.adopt(0, V[1], 6) == "adopted"
     take = books.take(0, 2, 9)
     assert (take.start, take.end, take.base) == (4, 9, V[1])
 
@@ -41,6 +42,69 @@ def test_pending_take_stays_outstanding():
     books.take(0, 1, 4)
     assert books.settle(0, 1, "pending", "", 5) == "none"
     assert [(t.fragment, t.tick) for t in books.outstanding()] == [(0, 1)]
+
+
+def test_a_version_that_a_pending_delta_is_not_in_is_adopted_beside_it():
+    books = Books([V[0]], "keep")
+    books.take(0, 1, 4)
+    books.settle(0, 1, "pending", "", 5, V[1])
+    assert books.adopt(0, V[1], 6) == "kept"
+    assert books.settle(0, 1, "merged", "", 7, V[2]) == "settled"
+    assert books.must_wait(0), "it would count the first four steps again"
+    assert books.adopt(0, V[2], 8) == "adopted"
+    assert books.take(0, 2, 9).start == 4
+    adoptions = [r.tick for r in books.drain() if r.kind == "adopted"]
+    assert adoptions == [1, -1], "the tape says which delta was kept"
+
+
+def test_verdicts_may_be_ahead_of_the_versions_they_came_with():
+    """Both versions were merged before the island had the first one."""
+    books = Books([V[0]], "keep")
+    books.take(0, 1, 4)
+    books.settle(0, 1, "pending", "", 5, V[1])
+    books.settle(0, 1, "merged", "", 5, V[2])
+    assert books.adopt(0, V[1], 6) == "kept"
+    assert books.must_wait(0)
+    assert books.adopt(0, V[2], 7) == "adopted"
+
+
+def test_a_version_that_may_have_the_delta_takes_its_place():
+    books = Books([V[0]], "keep")
+    books.take(0, 1, 4)
+    books.settle(0, 1, "pending", "", 5, V[1])
+    assert books.adopt(0, V[2], 6) == "adopted"
+    books.settle(0, 1, "merged", "", 7, V[2])
+    assert not books.must_wait(0)
+
+
+def test_a_kept_delta_that_is_refused_is_open_again():
+    books = Books([V[0]], "keep")
+    books.take(0, 1, 4)
+    books.settle(0, 1, "pending", "", 5, V[1])
+    books.adopt(0, V[1], 6)
+    assert books.settle(0, 1, "refused", "stale", 7, V[2]) == "reopened"
+    assert books.must_wait(0)
+    assert books.adopt(0, V[2], 8) == "adopted"
+    assert books.take(0, 2, 9).start == 0
+
+
+def test_what_was_known_of_one_take_is_not_of_the_next():
+    books = Books([V[0]], "keep")
+    books.take(0, 1, 4)
+    books.settle(0, 1, "pending", "", 5, V[1])
+    assert books.settle(0, 1, "refused", "stale", 5, V[1]) == "reopened"
+    books.adopt(0, V[1], 6)
+    books.take(0, 2, 8)
+    books.settle(0, 1, "pending", "", 8, V[2])
+    assert books.adopt(0, V[2], 9) == "adopted"
+
+
+@pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend"])
+def test_other_rules_take_a_pending_delta_out(rule):
+    books = Books([V[0]], rule)
+    books.take(0, 1, 4)
+    books.settle(0, 1, "pending", "", 5, V[1])
+    assert books.adopt(0, V[1], 6) == "adopted"
 
 
 def test_refusal_before_an_adoption_opens_the_steps_again():
@@ -94,7 +158,7 @@ def test_an_incarnation_says_what_it_begins_with():
     books.begin()
     begins = [(r.kind, r.step, r.fragment, r.version) for r in books.drain()]
     assert begins == [("adopted", 0, 0, V[3]), ("adopted", 0, 1, V[1])]
-    assert books.adopt(0, V[4], 0)
+    assert books.adopt(0, V[4], 0) == "adopted"
 
 
 def test_overwrite_loses_the_steps_since_the_take():
@@ -107,9 +171,9 @@ def test_overwrite_loses_the_steps_since_the_take():
 
 def test_old_versions_are_not_adopted():
     books = Books([V[3]], "rebase")
-    assert not books.adopt(0, V[3], 1)
-    assert not books.adopt(0, V[2], 1)
-    assert books.adopt(0, Version(2, 0), 1)
+    assert books.adopt(0, V[3], 1) == "none"
+    assert books.adopt(0, V[2], 1) == "none"
+    assert books.adopt(0, Version(2, 0), 1) == "adopted"
     assert books.version(0) == Version(2, 0)
 
 
@@ -128,12 +192,13 @@ ACTION = st.tuples(
         ["step", "step", "take", "adopt", "merged", "pending", "refused", "non_finite"]
     ),
     st.integers(0, 1),
+    st.integers(0, 2),
 )
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    rule=st.sampled_from(["rebase", "overwrite", "blend"]),
+    rule=st.sampled_from(["keep", "rebase", "overwrite", "blend"]),
     script=st.lists(ACTION, min_size=20, max_size=60),
 )
 def test_intervals_tile_the_steps(rule, script):
@@ -144,7 +209,7 @@ def test_intervals_tile_the_steps(rule, script):
     settled = [0, 0]  # [0, settled) is merged or lost, by the ledger's rules.
     outstanding = [None, None]
     resets = set()  # Fragments whose open steps went with their values.
-    for action, fragment in script:
+    for action, fragment, ahead in script:
         refusal = ("refused", "stale") if action == "refused" else None
         if action == "step":
             step += 1
@@ -160,7 +225,8 @@ def test_intervals_tile_the_steps(rule, script):
                 resets.add(fragment)
             taken = outstanding[fragment].tick
             verdict, reason = refusal or (action, "")
-            books.settle(fragment, taken, verdict, reason, step)
+            newest = V[versions[fragment] + ahead]
+            books.settle(fragment, taken, verdict, reason, step, newest)
             if verdict == "merged":
                 settled[fragment] = outstanding[fragment].step
                 outstanding[fragment] = None
@@ -207,5 +273,5 @@ def test_a_new_term_drops_takes_for_good_and_says_what_is_for_its_books():
     assert books.settle(0, 1, "refused", "stale", 9) == "none", "an old verdict"
     assert books.must_wait(0), "its local values hold the dropped steps"
     assert books.take(1, 8, 10).start == 6
-    assert books.adopt(0, Version(2, 3), 11)
+    assert books.adopt(0, Version(2, 3), 11) == "adopted"
     assert books.take(0, 7, 12).start == 4

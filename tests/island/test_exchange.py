@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import IslandConfig, SyncConfig
-from diloco_jax.core.adopt import adopt
+from diloco_jax.core.adopt import adopt, moved
 from diloco_jax.core.codec import encode_with_feedback, get_codec
 from diloco_jax.core.delta import delta
 from diloco_jax.core.fragments import get_piece, plan_fragments
@@ -131,6 +131,44 @@ def test_a_chain_is_adopted_once_against_the_old_base():
     same(get_piece(params, piece), want)
 
 
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_a_version_without_the_last_take_is_adopted_beside_it(memory):
+    """The take stays in the parameters until the version after it, in whose place it
+    leaves them; taken again meanwhile, it is in the delta."""
+    first, taken, later, *anchors = map(random_params, range(5))
+    sync, params = SyncConfig(fragments=3, codec_up="f32"), place(first)
+    exchange = Exchange(PLAN, sync, params, memory)
+    whole = (
+        {f: exchange.put_anchor(f, full_payload(a, f)) for f in range(3)}
+        for a in (first, *anchors)
+    )
+    exchange.start(next(whole))
+    exchange.take(0, place(taken))
+    arrivals = [Arrival(fragment=0, version=V1, anchor=a[0]) for a in whole]
+    params = exchange.adopt(arrivals[0], place(later), keep=True)
+    of_piece = [get_piece(x, PLAN.fragments[0][0]) for x in (first, taken, later)]
+    before, base, local = map(jnp.asarray, of_piece)
+    beside, after = (jnp.asarray(get_piece(a, PLAN.fragments[0][0])) for a in anchors)
+    kept = moved(local, before, beside)
+    same(get_piece(params, PLAN.fragments[0][0]), kept)
+    params = exchange.adopt(arrivals[1], params)
+    want = adopt("rebase", kept, moved(base, before, beside), after, 0.5)
+    same(get_piece(params, PLAN.fragments[0][0]), want)
+
+
+def test_a_kept_take_that_is_reopened_is_in_the_next_one():
+    first, taken, later, second = map(random_params, range(4))
+    exchange = start(SyncConfig(fragments=3, codec_up="f32"), first)
+    exchange.take(0, place(taken))
+    anchor = exchange.put_anchor(0, full_payload(second, 0))
+    arrival = Arrival(fragment=0, version=V1, anchor=anchor)
+    params = exchange.adopt(arrival, place(later), keep=True)
+    exchange.reopen(0)
+    piece = PLAN.fragments[0][0]
+    change = delta(get_piece(second, piece), get_piece(params, piece))
+    same(exchange.take(0, params)[0], get_codec("f32").encode(change))
+
+
 def test_reopened_take_leaves_no_trace():
     sync = SyncConfig(fragments=3, codec_up="int4")
     anchor, first, second = map(random_params, range(3))
@@ -206,6 +244,7 @@ def test_nothing_compiles_after_the_warm_up(caplog):
             exchange.take(fragment, params)
             publishes = (zero_publish(exchange, fragment),) * 2
             arrival = Arrival(fragment=fragment, version=V1, publishes=publishes)
+            params = exchange.adopt(arrival, params, keep=True)
             params = exchange.adopt(arrival, params)
             params = exchange.reset(fragment, params)
     assert [r.message for r in caplog.records if "Compiling" in r.message] == []

@@ -102,6 +102,7 @@ def test_bytes_of_another_incarnation_are_dropped(
 
 @pytest.mark.parametrize(("staleness", "refused"), [(0, True), (1, False)])
 def test_a_take_against_an_old_version(staleness: int, refused: bool) -> None:
+    """Its island is told at once, since it may be about to adopt the newer one."""
     d = Driver(fragment_sizes=(5,), steps_per_cycle=2, max_staleness=staleness)
     d.join("a", "b")
     d.report("b", 1)
@@ -109,8 +110,27 @@ def test_a_take_against_an_old_version(staleness: int, refused: bool) -> None:
     d.merge(0, a=2)
     effects = d.take("b", 0, 2, base=Version(1, 0))
     verdicts = [(v.verdict, v.reason) for v in of(effects, TellVerdict)]
-    assert verdicts == ([("refused", "stale")] if refused else [])
+    assert verdicts == [("refused", "stale") if refused else ("pending", "")]
     assert len(of(effects, DropDelta)) == 2 * refused, "once here, once on arrival"
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_who_comes_back_is_told_which_versions_its_delta_is_not_in(
+    *, arrived: bool
+) -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    held = d.held("b", 0, 0, 2)
+    d.take("b", 0, 2, arrive=arrived)
+    assert only(d.computed(0), Publish).verdicts["b"] == (1, "pending", "")
+    d.disconnect("b")
+    told = d.hello("b", steps=2, phase="training", outstanding=(held,))
+    verdict = only(told, TellVerdict)
+    assert (verdict.verdict, verdict.version) == ("pending", Version(1, 1))
+    assert bool(of(told, AskResend)) is not arrived
 
 
 def test_a_take_of_another_term_is_stale(open_for_a: Driver) -> None:

@@ -31,7 +31,7 @@ RUN = RunConfig(
     model=ModelConfig(
         d_model=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=16
     ),
-    sync=SyncConfig(fragments=2),
+    sync=SyncConfig(fragments=2, adopt="keep"),
     sequence_length=16,
     total_tokens=100_000,
 )
@@ -131,16 +131,16 @@ class Here:
         self.send = self.ask = Copies(run).carry_out
 
 
-def judged(fragment, tick, verdict, reason=""):
+def judged(fragment, tick, verdict, reason="", version=V[0]):
     return TakeVerdict(
-        fragment=fragment, tick=tick, verdict=verdict, reason=reason, version=V[0]
+        fragment=fragment, tick=tick, verdict=verdict, reason=reason, version=version
     )
 
 
 @functools.cache
 def live(run):
-    """Takes that are merged, reopened, dropped and reset; adoptions in chains; changes
-    of progress; a grant in the middle."""
+    """Takes that are merged, reopened, dropped and reset; adoptions in chains, and one
+    beside a pending take; changes of progress; a grant in the middle."""
     lived = Lived(run)
     lived.act(grants=(Span(0, 9),))
     lived.train(3)
@@ -157,14 +157,23 @@ def live(run):
     lived.act(verdicts=(judged(0, 3, "refused", "stale"),))
     lived.act(verdicts=(judged(1, 4, "refused", "non_finite"),))
     lived.train(2)
+    lived.act(takes={0: 7})
+    lived.train(1)
+    pending = judged(0, 7, "pending", version=V[4])
+    lived.act(verdicts=(pending,), arrivals=(lived.arrival(0, V[4]),))
+    lived.train(1)
+    merged = judged(0, 7, "merged", version=V[5])
+    lived.act(verdicts=(merged,), arrivals=(lived.arrival(0, V[5]),))
+    lived.train(1)
     lived.act(takes={0: 5, 1: 6})
     lived.records = lived.books.drain()
     return lived
 
 
-OVERWRITE = dataclasses.replace(
-    RUN, sync=dataclasses.replace(RUN.sync, adopt="overwrite")
-)
+OTHERS = [
+    dataclasses.replace(RUN, sync=dataclasses.replace(RUN.sync, adopt=rule))
+    for rule in ("rebase", "overwrite")
+]
 here = functools.cache(Here)
 
 
@@ -172,7 +181,7 @@ def repeated(life, run):
     return ReplayedIsland(life, run, WINDOWS, live(run).published, here(run))
 
 
-@pytest.mark.parametrize("run", [RUN, OVERWRITE], ids=lambda run: run.sync.adopt)
+@pytest.mark.parametrize("run", [RUN, *OTHERS], ids=lambda run: run.sync.adopt)
 def test_every_delta_has_the_same_bytes(run):
     lived = live(run)
     life = lived.life()
@@ -182,6 +191,9 @@ def test_every_delta_has_the_same_bytes(run):
     assert island.delta(0, 1).tobytes() == lived.sent[0, 1]
     assert island.steps == 3, "no further than was asked for"
     island.merged(0, 1)
+    assert island.delta(0, 7).tobytes() == lived.sent[0, 7]
+    island.merged(0, 7)
+    assert island.steps < lived.steps - 1, "before it adopts beside it"
     for take in [(0, 5), (1, 6)]:
         assert island.delta(*take).tobytes() == lived.sent[take], take
     assert island.steps == lived.steps

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -121,16 +121,23 @@ class _Local:
     """As it was before the outstanding take."""
 
 
+class Adopted(Protocol):
+    """Is told of every anchor that an island takes over."""
+
+    def __call__(self, fragment: int, anchor: Anchor, *, kept: bool) -> None:
+        """kept: beside the delta of its last take."""
+
+
 class DigestBody:
     """`body.Body` of one incarnation.
 
-    adopted, trained: told of every anchor that it takes over, and of every step.
+    trained: told of every step.
     """
 
     def __init__(
         self,
         rule: AdoptRule,
-        adopted: Callable[[int, Anchor], None],
+        adopted: Adopted,
         trained: Callable[[int, np.ndarray], None],
     ) -> None:
         self.finite = True
@@ -143,7 +150,7 @@ class DigestBody:
         """See Body."""
         for fragment, whole in fetched.items():
             self._locals[fragment] = _Local(whole.data)
-            self._adopted(fragment, whole.data)
+            self._adopted(fragment, whole.data, kept=False)
 
     def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
         """See Body."""
@@ -174,7 +181,7 @@ class DigestBody:
         local.start_before, local.start = local.start, self._steps
         return delta
 
-    def adopt(self, arrival: Arrival) -> None:
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
         """See Arrays."""
         local = self._locals[arrival.fragment]
         if arrival.anchor is not None:
@@ -183,7 +190,10 @@ class DigestBody:
             local.anchor = local.anchor.next(publish)
         if self._rule == "overwrite":
             local.start = self._steps
-        self._adopted(arrival.fragment, local.anchor)
+        if not keep:
+            # The last take is no more in the local value, and cannot be reopened.
+            local.start_before = local.start
+        self._adopted(arrival.fragment, local.anchor, kept=keep)
 
     def settle(self, fragment: int) -> None:
         """See Arrays."""

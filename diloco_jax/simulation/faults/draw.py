@@ -32,6 +32,7 @@ def draw(seed: int) -> Schedule:
     names = "abcd"[: rng.choice([3, 3, 3, 4])]
     # Apart, so that a seed's other choices are what they were before there were any.
     hosts = random.Random(f"hosts {seed}")
+    lossless = random.Random(f"lossless {seed}").choice(["keep", "rebase"])
     fragments = rng.choice([1, 2, 2, 3])
     schedule = Schedule(
         islands={
@@ -50,7 +51,7 @@ def draw(seed: int) -> Schedule:
         quorum=rng.choice([1, 1, 2, 2, len(names)]),
         grace=rng.choice([0.0, 0.8]),
         max_staleness=rng.choice([0, 1, 1, 2]),
-        adopt=rng.choice(["rebase", "overwrite", "blend"]),
+        adopt=rng.choice([lossless, "overwrite", "blend"]),
         outage_s=rng.choice([20.0, 110.0, 125.0]),
         transfer_s=rng.choice([0.1, 0.4, 1.2]),
         merge_s=rng.choice([0.0, 0.1, 0.8]),

@@ -21,6 +21,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_versions.AnchorsEqual,
     safe_versions.TicksOnce,
     safe_merges.MergedOnce,
+    safe_merges.KeptOnce,
     safe_merges.DeltasExact,
     safe_merges.QuorumHeld,
     safe_merges.RecordedFirst,
@@ -79,8 +80,8 @@ class Monitor(Invariant):
 
 
 def _all(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
-    def observe(*observation: Any) -> None:
+    def observe(*observation: Any, **facts: Any) -> None:
         for call in calls:
-            call(*observation)
+            call(*observation, **facts)
 
     return observe

@@ -58,8 +58,10 @@ class Invariant:
     def published(self, fragment: int, anchor: Anchor) -> None:
         """The coordinator holds a version, and sends it to whoever asks."""
 
-    def adopted(self, who: Incarnation, fragment: int, anchor: Anchor) -> None:
-        """An island took over an anchor."""
+    def adopted(
+        self, who: Incarnation, fragment: int, anchor: Anchor, *, kept: bool
+    ) -> None:
+        """An island took over an anchor; kept: beside the delta of its last take."""
 
     def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
         """An island took a fragment: what its books say, and what is in the arrays."""

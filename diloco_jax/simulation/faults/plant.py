@@ -14,6 +14,7 @@ from unittest import mock
 from msgspec.structs import replace
 
 from diloco_jax.config import ConfigError, suggest
+from diloco_jax.island.books import Books
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.policy import (
     admission,
@@ -68,6 +69,15 @@ def _keeps_the_take(book: Callable[..., Any]) -> Callable[..., Any]:
         account = replace(after.accounts[c.island], take=take)
         accounts = {**after.accounts, c.island: account}
         return replace(after, accounts=accounts)
+
+    return broken
+
+
+def _keeps_what_is_merged(adopt: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(books: Any, fragment: int, version: Any, step: int) -> Any:
+        taken = books.must_wait(fragment)
+        adoption = adopt(books, fragment, version, step)
+        return "kept" if taken and adoption == "adopted" else adoption
 
     return broken
 
@@ -174,6 +184,7 @@ PLANTS = {
         "data", gathering, "first_state", _begins_with_all_data
     ),
     "takes_stay_after_a_merge": Plant("merged_once", ledger, "book", _keeps_the_take),
+    "merged_deltas_are_kept": Plant("kept", Books, "adopt", _keeps_what_is_merged),
     "a_step_is_left_out": Plant("deltas", takes, "known", _loses_a_step),
     "one_less_than_quorum": Plant("quorum", fragment, "settle", _needs_one_less),
     "takes_are_not_on_the_tape": Plant("recorded", policy, "_record", _tapes_no_takes),

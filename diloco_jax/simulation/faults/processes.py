@@ -98,7 +98,9 @@ class FaultyIsland(VirtualIsland):
         super().turned_away(reason)
         self._refused(self)
 
-    def _seen(self, observe: Callable[..., None], *observation: Any) -> None:
+    def _seen(
+        self, observe: Callable[..., None], *observation: Any, **facts: Any
+    ) -> None:
         """Of a process that is in the run."""
         if self._monitor.names.belong_to(self.who, self.session):
-            observe(self.who, *observation)
+            observe(self.who, *observation, **facts)

@@ -17,7 +17,7 @@ from diloco_jax.policy.events import (
     Version,
 )
 from diloco_jax.policy.state import PolicyConfig, State
-from diloco_jax.simulation.faults.arrays import Delta
+from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
 
@@ -46,6 +46,41 @@ class MergedOnce(Invariant):
                 whose = (c["island"], c["incarnation"], record["fragment"])
                 self.hold(c["start"] >= self._through[whose], "merged again:", c)
                 self._through[whose] = c["end"]
+
+
+class KeptOnce(Invariant):
+    """An island adopts no version beside a delta that is in it, which would then be in
+    its parameters twice."""
+
+    name = "kept"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._last_takes: dict[tuple[Incarnation, int], Key] = {}
+        self._merged: dict[Key, Version] = {}
+
+    def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
+        """See Invariant."""
+        self._last_takes[who, take.fragment] = (*who, take.fragment, take.tick)
+
+    def persisted(self, record: dict[str, Any]) -> None:
+        """See Invariant."""
+        if record["kind"] == "merged":
+            for c in record["contributions"]:
+                key = (c["island"], c["incarnation"], record["fragment"], c["tick"])
+                self._merged[key] = Version(*record["version"])
+
+    def adopted(
+        self, who: Incarnation, fragment: int, anchor: Anchor, *, kept: bool
+    ) -> None:
+        """See Invariant."""
+        if kept:
+            take = self._last_takes[who, fragment]
+            merged = self._merged.get(take)
+            self.hold(
+                merged is None or merged > anchor.version,
+                f"{who} adopts {anchor.version} beside {take}, which is in {merged}",
+            )
 
 
 class DeltasExact(Invariant):

@@ -70,7 +70,9 @@ class AdoptedStays(Invariant):
         self._newest = [Version()] * config.fragments
         self._by_island: dict[tuple[Incarnation, int], Version] = {}
 
-    def adopted(self, who: Incarnation, fragment: int, anchor: Anchor) -> None:
+    def adopted(
+        self, who: Incarnation, fragment: int, anchor: Anchor, *, kept: bool
+    ) -> None:
         """See Invariant."""
         before = self._by_island.get((who, fragment))
         self.hold(
@@ -122,7 +124,9 @@ class AnchorsEqual(Invariant):
             f"{value.hex()}",
         )
 
-    def adopted(self, who: Incarnation, fragment: int, anchor: Anchor) -> None:
+    def adopted(
+        self, who: Incarnation, fragment: int, anchor: Anchor, *, kept: bool
+    ) -> None:
         """See Invariant."""
         self._adopted.add((fragment, anchor.version))
         self.published(fragment, anchor)

@@ -43,6 +43,7 @@ def test_schedules_differ() -> None:
     schedules = [draw(seed) for seed in SEEDS]
     assert len({schedule.json() for schedule in schedules}) == len(SEEDS)
     assert Counter(s.adopt for s in schedules).keys() == {
+        "keep",
         "rebase",
         "overwrite",
         "blend",
