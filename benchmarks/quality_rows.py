@@ -3,7 +3,7 @@
 All rows of one size train the same model on as many tokens of the same text, with as
 many sequences in all islands' batches together; seeds give init and order of the data.
 What a row leaves unsaid is as in `decoupled`: 8 equal islands, H = P = 12, overlap of 2
-steps, K = 1 with grace, RDA, rebase, weights by tokens, int8 both ways, an outer step
+steps, K = 1 with grace, RDA, keep, weights by tokens, int8 both ways, an outer step
 of 1 without momentum.
 """
 

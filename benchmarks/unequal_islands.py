@@ -11,7 +11,7 @@ as long. The floor under every step is many times its compute, so that two cores
 not the limit; the CPU time of every process is sampled to show it.
 
 Prediction: step times within 1 % (the floor hides what fits below it), mean gaps
-within 2 %; shares equal but for rounding, since under `rebase` no step is lost and the
+within 2 %; shares equal but for rounding, since adoptions lose no step and the
 flush at the end merges what is open.
 
 Command: `python benchmarks/unequal_islands.py`. Cost: about 17 minutes on two cores.

@@ -139,8 +139,8 @@ class SyncConfig:
     all tokens per second that is in it, or "full"."""
     merge: MergeRule = "rda"
     adopt: AdoptRule = "keep"
-    """What an adoption does with the island's own steps: "keep" and "rebase" lose none,
-    and differ where its last delta missed the merge; see `core/adopt.py`."""
+    """What an adoption does with the island's own steps. "keep" and "rebase" lose none;
+    they differ where its last delta missed the merge: see `core/adopt.py`."""
     blend_alpha: float = 0.5
     """Share of the local value kept by `adopt = "blend"`."""
     codec_up: CodecName = "int8"

@@ -3,7 +3,7 @@
 Each fragment on an island has a base: a take sets base = local, an adoption sets
 base = anchor. What `local` has moved away from its base since is not in any delta yet.
 
-- `rebase`: anchor + (local - base): nothing is lost.
+- `rebase`: anchor + (local - base): no step is lost by it.
 - `keep`: as `rebase`; but a version that the island's last delta is known not to be in
   moves local and base alike (`moved`). So the island trains on from its own delta, too,
   until a version has it.

@@ -35,7 +35,8 @@ Outcome = Literal["none", "settled", "reopened", "dropped", "reset"]
 """What a verdict means for the arrays of the fragment.
 
 none: nothing. settled: the delta is merged, the residual after it stands. reopened: as
-if the take had not been. dropped: the steps are lost, the residual before it returns.
+if the take had not been. dropped: the steps are lost, the residual before it returns; a
+kept delta leaves the local value with the next version.
 reset: as dropped, and the local value, which is unusable or has steps in it that the
 anchor has too, goes back to the anchor."""
 
@@ -50,8 +51,11 @@ class _Account:
     tick: int = -1
     take: Outstanding | None = None
     unsettled: bool = False
-    pending_at: Version | None = None
-    """Newest version that is known not to have the last take."""
+    late: int = -1
+    """Tick of a take, made or to be made, that is known to be in no version up to"""
+    pending_at: Version = FIRST_VERSION
+    kept: bool = False
+    """The last take is in the local value beside a version that has it not."""
 
 
 class Books:
@@ -107,7 +111,7 @@ class Books:
             seq=self._next_seq,
         )
         account.take, account.tick = take, tick
-        account.start, account.unsettled, account.pending_at = step, True, None
+        account.start, account.unsettled, account.kept = step, True, False
         self._record(
             "took",
             step,
@@ -124,12 +128,13 @@ class Books:
         if version <= account.version:
             return "none"
         account.version = version
-        pending_at = account.pending_at
-        if self._rule == "keep" and pending_at is not None and version <= pending_at:
-            kept = account.tick
-            self._record("adopted", step, fragment=fragment, version=version, tick=kept)
+        late = account.late == account.tick and version <= account.pending_at
+        account.kept = self._rule == "keep" and account.unsettled and late
+        if account.kept:
+            tick = account.tick
+            self._record("adopted", step, fragment=fragment, version=version, tick=tick)
             return "kept"
-        account.unsettled, account.pending_at = False, None
+        account.unsettled = False
         if self._rule == "overwrite":
             account.start = step
         self._record("adopted", step, fragment=fragment, version=version)
@@ -148,22 +153,22 @@ class Books:
         unless it ends the outstanding one."""
         account = self._accounts[fragment]
         take = account.take
-        if verdict == "pending" and tick == account.tick and account.unsettled:
-            account.pending_at = version
+        if verdict == "pending":
+            account.late, account.pending_at = tick, version
         if take is None or take.tick != tick or verdict in ("pending", "none"):
             return "none"
         account.take = None
         if verdict == "merged":
             return "settled"
-        account.pending_at = None
         if reason == NON_FINITE or (reason == OVERLAP and account.unsettled):
             account.start, account.unsettled = step, False
             self._record("reset", step, fragment=fragment, tick=tick)
             return "reset"
-        if account.unsettled:
-            # While a newer version is on its way, the next one would be stale again.
-            behind = reason == STALE and account.version < version
+        # While a newer version is on its way, the next one would be stale again.
+        behind = reason == STALE and account.version < version
+        if account.unsettled and not (account.kept and behind):
             account.start, account.unsettled = take.start, behind
+            account.late = -1
             self._record("reopened", step, fragment=fragment, tick=tick)
             return "reopened"
         self._record("dropped", step, fragment=fragment, tick=tick)
@@ -175,7 +180,7 @@ class Books:
         Notes from which step on this incarnation's steps are for its new books."""
         dropped = []
         for fragment, account in enumerate(self._accounts):
-            account.pending_at = None
+            account.late = -1
             if account.take is not None:
                 dropped.append(account.take)
                 self._record("dropped", step, fragment=fragment, tick=account.take.tick)

@@ -1,9 +1,9 @@
 """Takes and adoptions on the device: the island's end of the data's path.
 
-Per piece it holds the anchor, from a take to the adoption of a version that it is in
-the base (a copy of the local values at the take), and with error feedback the residual,
-before and after an outstanding take. All of them lie as the piece does, in device or
-host memory. Parameters are donated to an adoption, which changes them in place.
+Per piece it holds the anchor; the base, a copy of the local values at a take, from then
+until a version takes the delta's place; and with error feedback the residual, before
+and after an outstanding take. All of them lie as the piece does, in device or host
+memory. Parameters are donated to an adoption, which changes them in place.
 """
 
 from __future__ import annotations

@@ -30,6 +30,9 @@ class Hbm:
     """Of the error feedback."""
     open_takes: int
     """Bases, and residuals as they were, of the fragments under way."""
+    late_takes: int
+    """Likewise of all others, where every delta of the island misses its merge. Counted
+    in no other figure: beside these there is to be room for it."""
     temporaries: int | None
     """Activations, gradients, gathered weights: what the compiler adds to all of
     these. None where it refuses."""
@@ -51,8 +54,9 @@ class Resident:
     anchors: int
     residuals: int
     open_takes: int
+    late_takes: int
     in_host_memory: bool
-    """Anchors, residuals and open takes are."""
+    """Anchors, residuals and takes are."""
 
     @property
     def beside(self) -> int:
@@ -82,12 +86,15 @@ def resident(
     anchors = sum(share.values())
     fragments = [sum(share[p] for p in pieces) for pieces in plan.fragments]
     feedback = bool(sync.error_feedback)
+    under_way = max(fragments) * open_fragments(sync)
+    is_late = (sync.adopt == "keep") + feedback
     return Resident(
         parameters=_bytes(state.params),
         optimizer=_bytes(state.opt_state),
         anchors=anchors,
         residuals=anchors * feedback,
-        open_takes=max(fragments) * open_fragments(sync) * (1 + feedback),
+        open_takes=under_way * (1 + feedback),
+        late_takes=max(0, anchors - under_way) * is_late,
         in_host_memory=in_host_memory,
     )
 
@@ -122,6 +129,7 @@ def _hbm(held: Resident, used: int, available: int, temporaries: int | None) -> 
         anchors=held.anchors,
         residuals=held.residuals,
         open_takes=held.open_takes,
+        late_takes=held.late_takes,
         temporaries=temporaries,
         used=used,
         available=available,

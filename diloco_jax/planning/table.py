@@ -86,6 +86,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("  anchors", lambda i: _size(i.compiled.hbm.anchors)),
     ("  residuals", lambda i: _size(i.compiled.hbm.residuals)),
     ("  open takes", lambda i: _size(i.compiled.hbm.open_takes)),
+    ("  late takes, more at most", lambda i: _size(i.compiled.hbm.late_takes)),
     ("  of these, on the host", lambda i: _size(i.compiled.hbm.pinned_host)),
     ("  activations and the rest", lambda i: _size(i.compiled.hbm.temporaries)),
     ("tokens per step", lambda i: f"{i.compiled.tokens_per_step:,}"),

@@ -217,12 +217,15 @@ def computed(
             )
             fragment = with_account(fragment, name, account)
         take = account.take
-        if take is None or take.end is None:
+        if take is None:
             continue
-        fragment, refusals = takes.refuse_if_stale(config, fragment, name)
-        effects += [e for e in refusals if not isinstance(e, TellVerdict)]
-        take = fragment.accounts[name].take
-        assert take is not None
+        # Where the record of a take is not here its island may have taken by now, and
+        # must know before it adopts.
+        if take.end is not None:
+            fragment, refusals = takes.refuse_if_stale(config, fragment, name)
+            effects += [e for e in refusals if not isinstance(e, TellVerdict)]
+            take = fragment.accounts[name].take
+            assert take is not None
         if take.refused:
             verdicts[name] = (take.tick, "refused", take.refused)
         else:

@@ -77,15 +77,33 @@ def test_a_version_that_may_have_the_delta_takes_its_place():
     assert not books.must_wait(0)
 
 
-def test_a_kept_delta_that_is_refused_is_open_again():
+def test_what_is_known_of_a_take_before_it_is_made_counts():
+    """It was asked for, and the merge did not wait."""
+    books = Books([V[0]], "keep")
+    books.settle(0, 1, "pending", "", 3, V[1])
+    books.take(0, 1, 4)
+    assert books.adopt(0, V[1], 6) == "kept"
+
+
+def test_a_kept_delta_that_is_stale_leaves_with_the_next_version():
+    """Open again, it would grow for as long as the island is late."""
     books = Books([V[0]], "keep")
     books.take(0, 1, 4)
     books.settle(0, 1, "pending", "", 5, V[1])
     books.adopt(0, V[1], 6)
-    assert books.settle(0, 1, "refused", "stale", 7, V[2]) == "reopened"
-    assert books.must_wait(0)
+    assert books.settle(0, 1, "refused", "stale", 7, V[2]) == "dropped"
+    assert books.must_wait(0), "it is in the local value still"
     assert books.adopt(0, V[2], 8) == "adopted"
-    assert books.take(0, 2, 9).start == 0
+    assert books.take(0, 2, 9).start == 4
+
+
+def test_a_kept_delta_without_steps_keeps_nobody_waiting():
+    books = Books([V[0]], "keep")
+    books.settle(0, 1, "pending", "", 0, V[1])
+    books.take(0, 1, 0)
+    assert books.adopt(0, V[1], 0) == "kept"
+    assert books.settle(0, 1, "refused", "empty", 0, V[1]) == "reopened"
+    assert not books.must_wait(0)
 
 
 def test_what_was_known_of_one_take_is_not_of_the_next():

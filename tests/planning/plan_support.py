@@ -33,6 +33,7 @@ HBM = Hbm(
     anchors=2 * GB,
     residuals=2 * GB,
     open_takes=1 * GB,
+    late_takes=3 * GB,
     temporaries=9 * GB,
     used=20 * GB,
     available=30 * GB,

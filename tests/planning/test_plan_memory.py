@@ -1,5 +1,6 @@
 """Memory by kind, and the compiler's refusals."""
 
+import dataclasses
 import types
 
 import jax
@@ -18,6 +19,7 @@ HELD = Resident(
     anchors=100,
     residuals=100,
     open_takes=20,
+    late_takes=180,
     in_host_memory=False,
 )
 
@@ -46,14 +48,18 @@ def test_each_chip_holds_its_share(feedback, on_host):
     sync = SyncConfig(
         steps_per_cycle=3, fragments=3, overlap_steps=1, error_feedback=feedback
     )
-    held = memory.resident(
-        plan, sync, state, dict.fromkeys(plan.pieces, kind), in_host_memory=on_host
-    )
+    kinds = dict.fromkeys(plan.pieces, kind)
+    held = memory.resident(plan, sync, state, kinds, in_host_memory=on_host)
     share = 6 * 64 * 8 * 4 // 4
     assert (held.parameters, held.optimizer) == (share, share + share // 2)
     assert (held.anchors, held.residuals) == (share, share * feedback)
     # Two of the six layers, and with error feedback their residuals as they were.
     assert held.open_takes == share // 3 * (1 + feedback)
+    # The other four; nobody holds bases of pending deltas under other rules.
+    assert held.late_takes == share * 2 // 3 * (1 + feedback)
+    rebase = dataclasses.replace(sync, adopt="rebase")
+    other = memory.resident(plan, rebase, state, kinds, in_host_memory=on_host)
+    assert other.late_takes == share * 2 // 3 * feedback
     exchange = held.anchors + held.residuals + held.open_takes
     assert (held.beside, held.pinned_host) == (
         (0, exchange) if on_host else (exchange, 0)

@@ -114,6 +114,16 @@ def test_a_take_against_an_old_version(staleness: int, refused: bool) -> None:
     assert len(of(effects, DropDelta)) == 2 * refused, "once here, once on arrival"
 
 
+def test_who_may_have_taken_is_told_that_the_merge_has_it_not() -> None:
+    """What it says of the take may be on its way still."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    assert only(d.computed(0), Publish).verdicts["b"] == (1, "pending", "")
+
+
 @pytest.mark.parametrize("arrived", [True, False])
 def test_who_comes_back_is_told_which_versions_its_delta_is_not_in(
     *, arrived: bool

@@ -187,6 +187,8 @@ def test_every_delta_has_the_same_bytes(run):
     life = lived.life()
     kinds = [w.record.kind for w in life.records]
     assert {"reopened", "dropped", "reset", "progress"} < set(kinds)
+    kept = [w.record.tick for w in life.records if w.record.kind == "adopted"][2:]
+    assert [tick for tick in kept if tick >= 0] == [7] * (run is RUN)
     island = repeated(life, run)
     assert island.delta(0, 1).tobytes() == lived.sent[0, 1]
     assert island.steps == 3, "no further than was asked for"

@@ -118,7 +118,7 @@ class _Local:
     start: int = 0
     """First step with an effect in (local - base)."""
     start_before: int = 0
-    """As it was before the outstanding take."""
+    """As it was before the outstanding take, as long as that can be reopened."""
 
 
 class Adopted(Protocol):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from diloco_jax.core.choices import AdoptRule
 from diloco_jax.island.following import LEAD
 from diloco_jax.simulation.faults import kinds, liveness
 from diloco_jax.simulation.faults.kinds import AnyFault, Restart
@@ -32,7 +33,8 @@ def draw(seed: int) -> Schedule:
     names = "abcd"[: rng.choice([3, 3, 3, 4])]
     # Apart, so that a seed's other choices are what they were before there were any.
     hosts = random.Random(f"hosts {seed}")
-    lossless = random.Random(f"lossless {seed}").choice(["keep", "rebase"])
+    keeps = random.Random(f"lossless {seed}").choice([True, False])
+    lossless: AdoptRule = "keep" if keeps else "rebase"
     fragments = rng.choice([1, 2, 2, 3])
     schedule = Schedule(
         islands={

@@ -1,0 +1,187 @@
+"""Whatever becomes of takes, and whenever the island hears of it: each delta holds the
+steps that the books say, and no others, as values."""
+
+import random
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from diloco_jax.config import IslandConfig, SyncConfig
+from diloco_jax.core.codec import get_codec
+from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.island.books import Books
+from diloco_jax.island.boundary import Boundary
+from diloco_jax.island.exchange import Exchange
+from diloco_jax.island.mailbox import Arrival, Inbox
+from diloco_jax.island.mesh import make_mesh, param_shardings
+from diloco_jax.policy.events import Version
+from diloco_jax.wire.messages import TakeVerdict
+
+SHAPES, AXES = {"w": (4,)}, {"w": ("embed",)}
+PLAN = plan_fragments(SHAPES, AXES, 1)
+F32 = get_codec("f32")
+STALENESS = 1
+SEEDS = 30
+
+
+class Island:
+    """`boundary.Arrays` and `Outgoing`; every step adds 1, so a value tells how many
+    steps are in it."""
+
+    def __init__(self, rule):
+        sync = SyncConfig(fragments=1, adopt=rule, codec_up="f32", error_feedback=False)
+        mesh = make_mesh(IslandConfig())
+        zeros = {"w": np.zeros(4, np.float32)}
+        shardings = param_shardings(mesh, AXES, zeros)
+        self.params = jax.device_put(zeros, shardings, may_alias=False)
+        self.exchange = Exchange(PLAN, sync, self.params)
+        self.exchange.start({0: self.whole(0)})
+        self.books = Books([Version(1, 0)], rule)
+        self.boundary = Boundary(self.books, self, None, self, rule)
+        self.steps, self.sent = 0, {}
+        self.seen = Counter()
+
+    def whole(self, value):
+        return self.exchange.put_anchor(0, np.full(4, value, np.float32).tobytes())
+
+    def step(self):
+        self.params = jax.tree.map(lambda x: x + 1, self.params)
+        self.steps += 1
+
+    def act(self, **inbox):
+        self.boundary.act(Inbox(**inbox), self.steps)
+
+    def take(self, fragment):
+        (encoded,) = self.exchange.take(fragment, self.params)
+        return np.asarray(F32.decode(encoded, (4,)))
+
+    def put(self, fragment, tick, delta):
+        (take,) = self.books.outstanding()
+        np.testing.assert_array_equal(delta, np.float32(take.start - take.end))
+        self.sent[tick] = take
+
+    def forget(self, fragment, tick):
+        self.seen["settled"] += 1
+
+    def adopt(self, arrival, *, keep):
+        self.params = self.exchange.adopt(arrival, self.params, keep=keep)
+        self.seen["kept" if keep else "adopted"] += 1
+
+    def settle(self, fragment):
+        self.exchange.settle(fragment)
+
+    def reopen(self, fragment):
+        self.exchange.reopen(fragment)
+        self.seen["reopened"] += 1
+
+    def drop(self, fragment):
+        self.exchange.drop(fragment)
+        self.seen["dropped"] += 1
+
+    def reset(self, fragment):
+        raise AssertionError("nothing here overlaps, and all is finite")
+
+
+class Coordinator:
+    """Asks, merges and publishes; the values of its versions have nothing to do with
+    what it merges. Verdicts come in order, each before its version."""
+
+    def __init__(self, rng):
+        self.rng, self.number, self.tick = rng, 0, 0
+        self.open = False
+        self.mail = []
+
+    def ask(self):
+        if not self.open:
+            self.tick, self.open = self.tick + 1, True
+            self.mail.append(("take", self.tick))
+
+    def merge(self, island):
+        """Another island's deltas, and perhaps this one's."""
+        take = island.sent.get(self.tick)
+        self.number += 1
+        if self.open:
+            verdict, reason = "pending", ""
+            if take is not None:
+                if self.rng.random() < 0.4:
+                    verdict = "merged"
+                elif self.number - take.base.number > STALENESS:
+                    verdict, reason = "refused", "stale"
+            self.open = verdict == "pending"
+            told = TakeVerdict(
+                fragment=0,
+                tick=self.tick,
+                verdict=verdict,
+                reason=reason,
+                version=Version(1, self.number),
+            )
+            self.mail.append(("verdict", told))
+        self.mail.append(("version", self.number))
+
+
+def deliver(island, mail, count):
+    """The first so many messages, at one boundary."""
+    takes, verdicts, newest = {}, [], None
+    for kind, what in mail[:count]:
+        if kind == "take":
+            takes = {0: what}
+        elif kind == "verdict":
+            verdicts.append(what)
+        else:
+            newest = what
+    del mail[:count]
+    arrivals = ()
+    if newest is not None:
+        whole = island.whole(1000 * newest)
+        arrivals = (Arrival(fragment=0, version=Version(1, newest), anchor=whole),)
+    island.act(takes=takes, verdicts=tuple(verdicts), arrivals=arrivals)
+
+
+def live(rule, seed):
+    rng = random.Random(seed)
+    island, coordinator = Island(rule), Coordinator(rng)
+    for _ in range(60):
+        action = rng.choice(["step", "step", "ask", "merge", "deliver", "deliver"])
+        if action == "step":
+            island.step()
+        elif action == "ask":
+            coordinator.ask()
+        elif action == "merge":
+            coordinator.merge(island)
+        else:
+            waiting = len(coordinator.mail)
+            deliver(island, coordinator.mail, rng.randint(min(1, waiting), waiting))
+    deliver(island, coordinator.mail, len(coordinator.mail))
+    return island, coordinator
+
+
+@pytest.mark.parametrize("rule", ["keep", "rebase"])
+def test_deltas_hold_what_the_books_say(rule):
+    seen = Counter()
+    for seed in range(SEEDS):
+        island, coordinator = live(rule, seed)
+        # And it is not stuck: what is open is merged, then all that it has since done.
+        for _ in range(2):
+            coordinator.ask()
+            deliver(island, coordinator.mail, len(coordinator.mail))
+            island.step()
+            coordinator.rng = Always()
+            coordinator.merge(island)
+            deliver(island, coordinator.mail, len(coordinator.mail))
+        assert not island.books.outstanding()
+        value = np.asarray(island.params["w"])
+        last = island.sent[coordinator.tick]
+        here = 1000 * coordinator.number + island.steps - last.end
+        np.testing.assert_array_equal(value, np.float32(here))
+        seen += island.seen
+    assert seen["kept"] > SEEDS if rule == "keep" else seen["kept"] == 0
+    assert min(seen["reopened"], seen["dropped"], seen["settled"]) > 0, seen
+
+
+class Always:
+    """Merges whatever there is."""
+
+    def random(self):
+        return 0.0
