@@ -14,6 +14,7 @@ import json
 import os
 import re
 import runpy
+import tempfile
 import traceback
 import typing
 from collections.abc import Mapping, Sequence
@@ -147,7 +148,7 @@ def read_config(path: str | Path) -> Config:
         )
     try:
         names = runpy.run_path(str(path))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} cannot be executed{_reason(error, path)}") from error
     make = names.get("config")
     if not callable(make):
@@ -156,7 +157,7 @@ def read_config(path: str | Path) -> Config:
         )
     try:
         config = make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"config() of {path} failed{_reason(error, path)}") from error
     if not isinstance(config, Config):
         raise ConfigError(
@@ -246,6 +247,21 @@ def write_json(value: Mapping[str, Any], path: str | Path) -> None:
     scratch.replace(path)
 
 
+def require_writable(folder: Path, option: str) -> None:
+    """Raises ConfigError, naming the option that gave it, unless files can be made in
+    this folder: before long work, and not after it."""
+    if not folder.is_dir():
+        raise ConfigError(f"{option} {folder} is not a folder; make it first")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {folder}: no file can be made there ({error.strerror}); make it "
+            f"writable, or give another folder"
+        ) from error
+
+
 def add_text_option(parser: argparse.ArgumentParser) -> None:
     """`--data.paths`, as `paths`, of commands that read the text of a run again."""
     parser.add_argument(
@@ -274,7 +290,7 @@ def _refuse_unknown(expected: Any, value: Any, where: str, path: Path) -> None:
         _refuse_unknown(known[name], item, f"{where}{name}.", path)
 
 
-def _reason(error: Exception, path: Path) -> str:
+def _reason(error: BaseException, path: Path) -> str:
     """Where in a configs file it came from, and what is wrong."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]

@@ -109,7 +109,7 @@ def read_facts(workdir: Path) -> RunFacts:
         )
     try:
         facts = msgspec.json.decode(path.read_bytes(), type=RunFacts)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error}); restore it from a copy"
         ) from error

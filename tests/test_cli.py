@@ -99,6 +99,7 @@ ISLAND = ("island", "PATH", "--workdir", "w", "--name", "v6e")
         (["run"], "CONFIG comes first"),
         (["run", "--workdir", "x"], "CONFIG comes first"),
         (["run", "missing.py"], "no config file 'missing.py'"),
+        (["run", "EXITS"], "exits.py cannot be executed in line 1: SystemExit: 0"),
         (["run", "PATH", "--sync.quorum", "3"], "2 islands (v6e, v5p)"),
         (["coordinator", "PATH"], "--workdir is missing"),
         ([*ISLAND], "--coordinator is missing"),
@@ -128,7 +129,9 @@ def test_bad_arguments_and_configs_end_with_code_2(
     path, tmp_path, capsys, monkeypatch, arguments, shown
 ):
     monkeypatch.chdir(tmp_path)
-    known = {"PATH": path, "FOLDER": str(tmp_path)}
+    exits = tmp_path / "exits.py"
+    exits.write_text("raise SystemExit(0)")
+    known = {"PATH": path, "FOLDER": str(tmp_path), "EXITS": str(exits)}
     assert cli.main([known.get(a, a) for a in arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from diloco_jax.config import ConfigError
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.policy.events import Record
 from diloco_jax.wire.messages import Measures
@@ -75,9 +76,14 @@ class Roster:
         self._path = path
         self.members: dict[str, Member] = {}
         if path is not None and path.exists():
-            self.members = msgspec.msgpack.decode(
-                path.read_bytes(), type=dict[str, Member]
-            )
+            try:
+                self.members = msgspec.msgpack.decode(
+                    path.read_bytes(), type=dict[str, Member]
+                )
+            except msgspec.DecodeError as error:
+                raise ConfigError(
+                    f"{path} cannot be read ({error}); restore it from a copy"
+                ) from error
 
     def hello(
         self, hello: Incarnation, now: float, *, steps_before: int | None = None

@@ -19,7 +19,13 @@ import dataclasses
 from diloco_jax.config import ConfigError, SyncConfig
 from diloco_jax.core.choices import CodecName
 from diloco_jax.core.codec import Codec
-from diloco_jax.simulation.checks import at_least_one, positive
+from diloco_jax.simulation.checks import (
+    FRAGMENTS,
+    PARAMS,
+    at_least_one,
+    positive,
+    within,
+)
 
 PUBLISHED_CASE = "published for 8 sites, 7 B, 1 s"
 PUBLISHED_DATA_PARALLEL_GBIT_PER_S = 198.0
@@ -49,8 +55,10 @@ class BandwidthConfig:
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
-        positive(self, "params", "step_seconds", "overlap")
-        at_least_one(self, "sites", "cycle", "fragments")
+        positive(self, "step_seconds", "overlap")
+        at_least_one(self, "sites", "cycle")
+        within(self, FRAGMENTS, "fragments")
+        within(self, PARAMS, "params")
         if self.fragments > self.params:
             raise ConfigError(
                 f"fragments = {self.fragments}, but params = {self.params:g}; lower "

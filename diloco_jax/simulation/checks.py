@@ -8,6 +8,12 @@ from typing import Any
 from diloco_jax.config import ConfigError
 from diloco_jax.validation import Bound
 
+MOST_EVENTS = 1e8
+"""That a simulation may have: hours on one core."""
+PARAMS = Bound(0, 1e15, above=True)
+FRAGMENTS = Bound(1, 100_000)
+GBIT_PER_S = Bound(1e-6, 1e6)
+
 
 def within(config: Any, bound: Bound, *fields: str) -> None:
     """Raises ConfigError unless all are in these bounds."""
@@ -32,6 +38,15 @@ def positive(config: Any, *fields: str) -> None:
             raise ConfigError(
                 f"{field} = {getattr(config, field)}; it must be finite and above 0"
             )
+
+
+def in_reach(what: str, count: float, remedy: str) -> None:
+    """Raises ConfigError if there is more of it than a simulation gets through."""
+    if not count <= MOST_EVENTS:
+        raise ConfigError(
+            f"that is {count:.2g} {what} to simulate, more than {MOST_EVENTS:.0e}; "
+            f"{remedy}"
+        )
 
 
 def at_least_one(config: Any, *fields: str) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco_jax.config import ConfigError, suggest
-from diloco_jax.loading import numbers
+from diloco_jax.loading import numbers, require_writable
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.simulation.progress import Progress
 
@@ -67,8 +67,7 @@ def goodput_command(arguments: Sequence[str]) -> int:
             result = goodput.simulate_goodput(config, progress)
         _show(output.json, _goodput_json(result), _goodput_text(result))
         return 0
-    if not output.out.is_dir():
-        raise ConfigError(f"--out {output.out} is not a folder; make it first")
+    require_writable(output.out, "--out")
     with _bar("sweep") as progress:
         results = sweep.sweep_goodput(config, sweep.CHIPS, sweep.ISLANDS, progress)
     sweep.write_csv(results, output.out / "goodput.csv")
@@ -148,6 +147,10 @@ def faults_command(arguments: Sequence[str]) -> int:
 
 def calibrate_command(arguments: Sequence[str]) -> int:
     """`diloco simulate calibrate WORKDIR`."""
+    from diloco_jax.island.environment import skip_absent_tpu
+
+    # Before anything imports jax.
+    skip_absent_tpu()
     from diloco_jax.simulation import calibrate_command as command
 
     return command.calibrate_command(arguments)

@@ -128,7 +128,8 @@ def run(
                 options=options,
                 show=lambda status: dashboard.show(status, time.monotonic()),
             )
-        except ConfigError:
+        except BaseException:
+            # Ctrl-C, too: nothing came of it, and the next one may have the folder.
             if workdir:
                 begun.undo(Path(config.placement.workdir))
             raise

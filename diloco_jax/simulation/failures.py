@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diloco_jax.simulation.checks import at_least_one, not_negative
+from diloco_jax.simulation.checks import at_least_one, not_negative, within
+from diloco_jax.validation import SECONDS
 
 SECONDS_PER_YEAR = 365.25 * 24 * 3600
 TOUCHING_S = 1e-6
@@ -49,8 +50,9 @@ class FailureModel:
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
         at_least_one(self, "slice_chips")
-        not_negative(self, "mtbi_years", "down_seconds", "up_seconds")
-        not_negative(self, "return_seconds", "restart_seconds")
+        not_negative(self, "mtbi_years")
+        within(self, SECONDS, "down_seconds", "up_seconds")
+        within(self, SECONDS, "return_seconds", "restart_seconds")
 
     @property
     def interruptions_per_chip_second(self) -> float:

@@ -23,13 +23,21 @@ from diloco_jax.core.codec import Codec
 from diloco_jax.observability.measures import IslandMeasure, participation
 from diloco_jax.policy import ledger
 from diloco_jax.policy.state import State
-from diloco_jax.simulation.checks import at_least_one, not_negative, positive
+from diloco_jax.simulation.checks import (
+    FRAGMENTS,
+    GBIT_PER_S,
+    PARAMS,
+    at_least_one,
+    not_negative,
+    within,
+)
 from diloco_jax.simulation.failures import Capacity, Segment
 from diloco_jax.simulation.island import IslandSpec
 from diloco_jax.simulation.line import LineSpeed
 from diloco_jax.simulation.merging import NoArrays
 from diloco_jax.simulation.progress import Progress, nobody
 from diloco_jax.simulation.world import World
+from diloco_jax.validation import SECONDS
 
 TOKENS_PER_STEP = 1000
 """Of every island: only shares are asked for."""
@@ -82,10 +90,12 @@ class Exchange:
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
-        at_least_one(self, "cycle", "fragments")
-        not_negative(self, "overlap", "latency_seconds", "merge_seconds")
-        not_negative(self, "join_seconds")
-        positive(self, "params", "link_gbit_per_s")
+        at_least_one(self, "cycle")
+        not_negative(self, "overlap")
+        within(self, SECONDS, "latency_seconds", "merge_seconds", "join_seconds")
+        within(self, FRAGMENTS, "fragments")
+        within(self, PARAMS, "params")
+        within(self, GBIT_PER_S, "link_gbit_per_s")
         if self.fragments > self.params:
             raise ConfigError(
                 f"fragments = {self.fragments}, but params = {self.params:g}; lower "

@@ -17,7 +17,13 @@ import numpy as np
 from diloco_jax.config import ConfigError, SyncConfig
 from diloco_jax.observability import measures
 from diloco_jax.simulation import dataparallel
-from diloco_jax.simulation.checks import at_least_one, not_negative, positive, within
+from diloco_jax.simulation.checks import (
+    at_least_one,
+    in_reach,
+    not_negative,
+    positive,
+    within,
+)
 from diloco_jax.simulation.failures import FailureModel, segments
 from diloco_jax.simulation.fleet import Exchange, Fleet
 from diloco_jax.simulation.progress import Progress, nobody, part
@@ -74,6 +80,11 @@ class GoodputConfig:
                 f"hours = {self.hours:g} over seeds = {self.seeds} is {self.seconds:g} "
                 f"s each, less than step_seconds = {self.step_seconds:g}; raise hours"
             )
+        steps = self.hours * 3600 / self.step_seconds * self.islands
+        in_reach("steps of islands", steps, "lower hours, or raise step_seconds")
+        rate = self.chips * self.failures.interruptions_per_chip_second
+        interruptions = rate * self.hours * 3600
+        in_reach("interruptions", interruptions, "lower hours, or raise mtbi_years")
         if self.quorum > self.islands:
             raise ConfigError(
                 f"quorum = {self.quorum}, but islands = {self.islands}: no fragment "

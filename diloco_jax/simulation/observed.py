@@ -131,6 +131,12 @@ def read_timeline(workdir: Path) -> Timeline:
             f"('finished'), or there is no summary.json beside it: it was cut off, or "
             f"the run is not over; calibrate on a run that has ended"
         )
+    summary = read_summary(workdir)
+    if "wall_seconds" not in summary or "islands" not in summary:
+        raise ConfigError(
+            f"{workdir}/summary.json is not what a run leaves (no wall_seconds, or no "
+            f"islands); restore it from a copy"
+        )
     return Timeline(
         workdir=workdir,
         config=config,
@@ -143,13 +149,13 @@ def read_timeline(workdir: Path) -> Timeline:
         recoveries=reader.recoveries,
         resumed_after_s=reader.resumed_after_s,
         roster=Roster(workdir / "roster.msgpack"),
-        summary=read_summary(workdir),
+        summary=summary,
     )
 
 
 def _merge_seconds(path: Path) -> Iterator[tuple[tuple[int, int], float]]:
     """By fragment and version."""
-    for number, text in enumerate(path.read_text().splitlines(), start=1):
+    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             line = json.loads(text)
             if line["kind"] == "merge":

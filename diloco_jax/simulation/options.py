@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diloco_jax.config import ConfigError, suggest
-from diloco_jax.simulation.checks import within
+from diloco_jax.simulation.checks import not_negative, within
 from diloco_jax.simulation.line import LineSpeed
 from diloco_jax.validation import SHARE
 
@@ -49,6 +49,7 @@ class EmulationOptions:
     def validate(self, islands: Mapping[str, Any]) -> None:
         """Raises ConfigError naming field, value and remedy. islands: by name."""
         within(self, SHARE, "step_spread")
+        not_negative(self, "chance_seed")
         values = {**dataclasses.asdict(self), **dataclasses.asdict(self.line)}
         for name in (
             *("latency_s", "merge_seconds", "join_seconds"),

@@ -16,6 +16,17 @@ from diloco_jax.policy.events import Contribution, Record, Version
 
 Environment = Mapping[str, Any]
 """What `diloco_jax.environment.describe` said there and then."""
+SAME_BITS = (
+    "diloco_jax",
+    "jax",
+    "jaxlib",
+    "platform",
+    "device_kind",
+    "cpu",
+    "processes",
+    "threads",
+)
+"""Facts of `environment.describe` without which bits need not be the same."""
 
 
 class Who(NamedTuple):
@@ -158,6 +169,14 @@ class Recording:
         jax."""
         like = environment_like(self.coordinators[0])
         os.environ.update({**coordinator_environment(), **like})
+
+
+def environment_of(record: Mapping[str, Any]) -> Environment:
+    """Of a `begun`, `hello` or `recovered`. Raises KeyError for what replay needs."""
+    found: Environment = record["environment"]
+    for fact in (*SAME_BITS, "xla_flags"):
+        found[fact]
+    return found
 
 
 def environment_like(recorded: Environment) -> dict[str, str]:

@@ -31,13 +31,14 @@ from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.windows import Windows
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.loading import write_config_json
+from diloco_jax.loading import require_writable, write_config_json
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.policy.events import FIRST_VERSION
 from diloco_jax.simulation.published import Published
 from diloco_jax.simulation.recording import (
+    SAME_BITS,
     Environment,
     RecordedMerge,
     Recording,
@@ -47,18 +48,6 @@ from diloco_jax.simulation.recording import (
 )
 from diloco_jax.simulation.replay_island import ReplayedIsland
 from diloco_jax.simulation.replay_pipe import Worker
-
-SAME_BITS = (
-    "diloco_jax",
-    "jax",
-    "jaxlib",
-    "platform",
-    "device_kind",
-    "cpu",
-    "processes",
-    "threads",
-)
-"""Facts of `environment.describe` without which bits need not be the same."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +91,9 @@ def run(recording: Recording, console: Console, save: Path | None = None) -> Out
     """
     if save is not None and save.exists():
         raise ConfigError(f"--save {save} exists already; name a new folder")
+    if save is not None:
+        there = next(path for path in save.absolute().parents if path.exists())
+        require_writable(there, f"--save {save}: in")
     began = time.monotonic()
     merges, mismatch = 0, None
     with Replay(recording) as replay, _bar(console) as bar:

@@ -24,6 +24,7 @@ from diloco_jax.simulation.recording import (
     Who,
     Written,
     check_origin,
+    environment_of,
     refuse_term,
 )
 from diloco_jax.workdir import read_config
@@ -131,7 +132,7 @@ class _Reader:
     def _begun(self, record: Mapping[str, Any]) -> None:
         check_origin(self._path, record, self._config)
         self._plan_digest = record["plan"]
-        self._coordinators.append(record["environment"])
+        self._coordinators.append(environment_of(record))
 
     def _joined(self, record: Mapping[str, Any]) -> None:
         who = Who(record["island"], record["incarnation"])
@@ -143,7 +144,7 @@ class _Reader:
         self._lives[who] = Life(
             who=who,
             config=msgspec.convert(hello["config"], IslandConfig),
-            environment=hello["environment"],
+            environment=environment_of(hello),
         )
 
     def _told(self, record: Mapping[str, Any]) -> None:
@@ -183,6 +184,8 @@ class _Reader:
             )
         for part in record["contributions"]:
             self._life(part)
+        if not record["contributions"]:
+            raise self._wrong(f"a merge of fragment {fragment} without a delta")
         self._versions[fragment] = version
         merge = RecordedMerge(
             line=self._line,
@@ -194,7 +197,7 @@ class _Reader:
                 Contribution(**{**part, "base": Version(*part["base"])})
                 for part in record["contributions"]
             ),
-            share=record["share"],
+            share=msgspec.convert(record["share"], float),
             digest=record["digest"],
         )
         self._merges.append(merge)
@@ -217,7 +220,7 @@ class _Reader:
                 f"are {recovery.merges}"
             )
         self._recoveries.append(recovery)
-        self._coordinators.append(record["environment"])
+        self._coordinators.append(environment_of(record))
 
     def _life(self, record: Mapping[str, Any]) -> Life:
         who = Who(record["island"], record["incarnation"])

@@ -14,7 +14,13 @@ import math
 import numpy as np
 
 from diloco_jax.config import ConfigError, SyncConfig
-from diloco_jax.simulation.checks import at_least_one, not_negative, positive, within
+from diloco_jax.simulation.checks import (
+    at_least_one,
+    in_reach,
+    not_negative,
+    positive,
+    within,
+)
 from diloco_jax.simulation.failures import undisturbed
 from diloco_jax.simulation.fleet import TOKENS_PER_STEP, Exchange, Fleet
 from diloco_jax.simulation.progress import Progress, nobody, part
@@ -64,6 +70,15 @@ class ScavengeConfig:
                 f"tokens_share = {self.tokens_share}; choose a share above 0 and at "
                 f"most 1"
             )
+        if not self.extra:
+            raise ConfigError("extra is empty; give shares of the islands, such as 0.5")
+        if self.hours * 3600 < self.step_seconds:
+            raise ConfigError(
+                f"hours = {self.hours:g} is less than step_seconds = "
+                f"{self.step_seconds:g}; raise hours"
+            )
+        steps = self.hours * 3600 / self.step_seconds * self.islands
+        in_reach("steps of islands", steps, "lower hours, or raise step_seconds")
         if self.quorum > self.islands:
             raise ConfigError(
                 f"quorum = {self.quorum}, but islands = {self.islands}: without the "

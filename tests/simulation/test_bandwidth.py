@@ -74,6 +74,7 @@ def test_the_formula_is_printed_with_its_terms():
     ("fields", "message"),
     [
         ({"params": -1}, r"params = -1; .* above 0"),
+        ({"params": 1e308}, r"params = 1e\+308; .* at most 1e\+15"),
         ({"sites": 0}, r"sites = 0; .* at least 1"),
         ({"overlap": 0}, r"overlap = 0; .* above 0"),
         ({"params": 3, "fragments": 24}, r"fragments = 24, but params = 3"),

@@ -263,6 +263,20 @@ def test_a_folder_without_a_run_is_refused(copied, capsys, name):
     assert f"has no {name}; give the workdir of a run" in refusal(capsys, str(copied))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run.json", b"\xff{}", "run.json cannot be read"),
+        ("roster.msgpack", b"", "roster.msgpack cannot be read"),
+        ("metrics.jsonl", b"\xff\n", "metrics.jsonl, line 1: not a line of metrics"),
+        ("summary.json", b"{}", "summary.json is not what a run leaves"),
+    ],
+)
+def test_damaged_files_are_named(copied, capsys, name, content, message):
+    (copied / name).write_bytes(content)
+    assert message in refusal(capsys, str(copied))
+
+
 def test_what_cannot_be_predicted_is_refused(workdir, capsys):
     faults = ["--faults", "coordinator@9:pause3"]
     assert "paused is not predicted" in refusal(capsys, str(workdir), *faults)

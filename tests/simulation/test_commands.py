@@ -98,6 +98,7 @@ def test_bandwidth_has_its_stated_keys(capsys):
         (["scavenge", "--step-spread", "nan"], "step_spread = nan; it must be at"),
         (["goodput", "--quorum", "9"], "quorum = 9, but islands = 8"),
         (["gooput"], "did you mean 'goodput'"),
+        (["goodput", "--sweep", "--out", "/proc"], "/proc: no file can be made there"),
     ],
 )
 def test_bad_input_ends_with_code_2(capsys, arguments, message):

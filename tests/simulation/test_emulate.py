@@ -236,6 +236,7 @@ def test_history_says_who_computed_sent_and_adopted_when(text) -> None:
     ("change", "message"),
     [
         ({"step_spread": -1.0}, r"step_spread = -1.0; .*at least 0, at most 1"),
+        ({"chance_seed": -1}, r"chance_seed = -1; .*at least 0"),
         ({"joins": {"c": (0.0, 1.0)}}, r"'c', which is no island.*there are b, a"),
         ({"joins": {"a": (2.0, 1.0)}}, r"joins.a = 2 to 1; choose 0 <= from < to"),
         ({"line": LineSpeed(up_bytes_per_s=0.0)}, r"up_bytes_per_s = 0.0; .* above 0"),
@@ -274,6 +275,21 @@ def test_the_command_leaves_config_history_and_summary(text, tmp_path, capsys) -
     assert "validation loss" in output.err
     assert cli.main(arguments) == 2
     assert "holds another run" in capsys.readouterr().err
+
+
+def test_what_ended_early_leaves_its_folder_to_the_next(text, tmp_path, monkeypatch):
+    from diloco_jax.loading import write_config_json
+
+    path, workdir = tmp_path / "config.json", tmp_path / "run"
+    write_config_json(make_config(text), path)
+
+    def interrupted(*arguments, **options):
+        assert (workdir / "config.json").exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("diloco_jax.simulation.emulate.emulate", interrupted)
+    assert cli.main(["emulate", str(path), "--workdir", str(workdir)]) != 0
+    assert not workdir.exists()
 
 
 def test_the_package_is_light_until_it_is_used() -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from diloco_jax.config import ConfigError
 from diloco_jax.policy.state import Island
+from diloco_jax.simulation.failures import FailureModel
+from diloco_jax.simulation.fleet import Exchange
 from diloco_jax.simulation.goodput import GoodputConfig, simulate_goodput
 
 SHORT = GoodputConfig(hours=0.25, seeds=1)
@@ -121,6 +123,15 @@ def test_spread_makes_one_program_wait_but_not_islands():
         ({"grace": 5}, r"grace = 5; .* below 1"),
         ({"quorum": 9}, r"quorum = 9, but islands = 8: .* lower quorum or add islands"),
         ({"chips": 8000}, r"chips = 8000 on islands = 8 .*slice_chips = 4096.*; lower"),
+        ({"hours": 1e300}, r"e\+303 steps of islands to simulate, .*; lower hours"),
+        ({"chips": 10**18}, r"interruptions to simulate, .*; .* or raise mtbi_years"),
+        ({"exchange": Exchange(params=1e300)}, r"params = 1e\+300; .* at most 1e\+15"),
+        (
+            {"exchange": Exchange(fragments=10**9)},
+            r"fragments = 1000000000; .* at most",
+        ),
+        ({"exchange": Exchange(join_seconds=1e300)}, r"join_seconds = 1e\+300; .* at "),
+        ({"failures": FailureModel(down_seconds=1e308)}, r"down_seconds = 1e\+308; .*"),
         ({"hours": 0.001}, r"hours = 0.001 over seeds = 3 .*step_seconds = 10; raise"),
     ],
 )

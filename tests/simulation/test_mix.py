@@ -34,6 +34,14 @@ def test_a_quorum_of_all_merges_at_the_pace_of_the_slowest(rows):
     assert rows["K = M"].merges_per_hour < rows["K = 1"].merges_per_hour
 
 
-def test_one_island_is_no_mix():
-    with pytest.raises(ConfigError, match="v6e = 1 and v5p = 0 islands"):
-        simulate_mix(MixConfig(v6e=1, v5p=0))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"v6e": 1, "v5p": 0}, "v6e = 1 and v5p = 0 islands"),
+        ({"hours": 1e-4}, "hours = 0.0001 is less than a step of .* 10 with gap = 0.1"),
+        ({"step_seconds": 1e-300}, "steps of islands to simulate, more than"),
+    ],
+)
+def test_bad_numbers_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate_mix(MixConfig(**fields))

@@ -1,8 +1,10 @@
 """Where bits need not be the same, they are not compared."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from diloco_jax import environment
 from diloco_jax.config import (
@@ -131,6 +133,11 @@ def test_fewer_devices_are_refused(recording):
         pytest.raises(ConfigError, match="incarnation 1 computed on 99 devices, here"),
     ):
         next(repeated.merges())
+
+
+def test_a_folder_that_cannot_be_made_is_refused_first(recording):
+    with pytest.raises(ConfigError, match="--save /proc/x/y: in /proc: no file can"):
+        replay.run(recording, Console(), Path("/proc/x/y"))
 
 
 def test_other_text_is_refused(recording, tmp_path):

@@ -11,11 +11,15 @@ from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
 from diloco_jax.loading import write_config_json
 from diloco_jax.observability.tape import Tape, TapeError
 from diloco_jax.policy.events import Version
-from diloco_jax.simulation.recording import Who
+from diloco_jax.simulation.recording import SAME_BITS, Who
 from diloco_jax.simulation.replay_tape import read_recording
 
 CONFIG = Config(run=RunConfig(), islands={"a": IslandConfig(batch_size=2)})
-ENVIRONMENT = {"diloco_jax": metadata.version("diloco-jax"), "threads": 2}
+ENVIRONMENT = {
+    **dict.fromkeys((*SAME_BITS, "xla_flags"), ""),
+    "diloco_jax": metadata.version("diloco-jax"),
+    "threads": 2,
+}
 
 
 def of_island(seq, kind, step, incarnation=1, **fields):
@@ -212,6 +216,13 @@ def altered(number, change):
         (altered(6, lambda r: r["record"].pop("seq")), "line 7: not a record 'island'"),
         (altered(FIRST_MERGE, lambda r: r.update(version=[1, 2])), "line 8:.*missing"),
         (altered(FIRST_MERGE, lambda r: r.pop("digest")), "line 8:.*digest"),
+        (altered(FIRST_MERGE, lambda r: r.update(share="1")), "line 8:.*float"),
+        (
+            altered(FIRST_MERGE, lambda r: r["contributions"].clear()),
+            "line 8: a merge of fragment 0 without a delta",
+        ),
+        (altered(0, lambda r: r["environment"].pop("threads")), "line 1:.*threads"),
+        (altered(1, lambda r: r.update(environment={})), "line 3:.*'diloco_jax'"),
         (altered(RECOVERED, lambda r: r.update(snapshot_merges=3)), "line 12:.*3"),
         (
             [*TAPE[:-1], merged(1, 2, 0, 8, tick=2), TAPE[-1]],

@@ -31,6 +31,9 @@ def test_published_figures_are_for_half_of_the_tokens_only():
         ({"extra": (-1.0,)}, "extra = -1 of islands = 8"),
         ({"tokens_share": 0}, "tokens_share = 0; choose"),
         ({"quorum": 9}, "quorum = 9, but islands = 8"),
+        ({"extra": ()}, "extra is empty; give"),
+        ({"hours": 0.001}, "hours = 0.001 is less than step_seconds = 10; raise hours"),
+        ({"hours": 1e300}, "steps of islands to simulate, more than .* lower hours"),
     ],
 )
 def test_bad_numbers_are_refused(fields, message):

@@ -24,7 +24,7 @@ class FaultsConfig:
     schedule: str = ""
     """Play this one instead, as a violation printed it (JSON)."""
     plant: str = ""
-    """Break the code on purpose, to see a violation: a name of `plant.PLANTS`."""
+    """Break the code on purpose, to see a violation; `--plant ?` lists the names."""
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""

@@ -8,7 +8,9 @@ from diloco_jax.config import ConfigError, Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.choices import AdoptRule
 from diloco_jax.policy.state import PolicyConfig
-from diloco_jax.simulation.faults.kinds import AnyFault
+from diloco_jax.simulation.checks import at_least_one, not_negative, within
+from diloco_jax.simulation.faults.kinds import AnyFault, Restart
+from diloco_jax.validation import BELOW_1, SECONDS, SOME_SECONDS
 
 SEQUENCE_LENGTH = 8
 LEASE_S = 4.0
@@ -126,9 +128,39 @@ def from_json(text: str) -> Schedule:
             f"--schedule has faults of islands {sorted(unknown)}, its islands are "
             f"{sorted(schedule.islands)}"
         )
+    _check_values(schedule)
     if not 1 <= schedule.quorum <= len(schedule.islands):
         raise ConfigError(
             f"--schedule has quorum {schedule.quorum} and {len(schedule.islands)} "
             f"islands; choose a quorum from 1 to {len(schedule.islands)}"
         )
     return schedule
+
+
+def _check_values(schedule: Schedule) -> None:
+    if not schedule.islands or not schedule.fragment_sizes:
+        raise ConfigError(
+            f"--schedule has {len(schedule.islands)} islands and "
+            f"{len(schedule.fragment_sizes)} fragments; give at least one of each"
+        )
+    if min(schedule.fragment_sizes) < 1:
+        raise ConfigError(
+            f"--schedule has fragment_sizes {schedule.fragment_sizes}; each must be at "
+            f"least 1"
+        )
+    at_least_one(schedule, "total_tokens", "steps_per_cycle")
+    not_negative(schedule, "overlap_steps", "max_staleness")
+    within(schedule, BELOW_1, "grace")
+    within(schedule, SECONDS, "outage_s", "latency_s", "transfer_s", "merge_s")
+    for plan in schedule.islands.values():
+        within(plan, SOME_SECONDS, "step_s")
+        at_least_one(plan, "batch_size")
+        within(plan, SECONDS, "join_s")
+        not_negative(plan, "lead")
+    for fault in schedule.faults:
+        for field in fault.__struct_fields__:
+            if isinstance(getattr(fault, field), float):
+                within(fault, SECONDS, field)
+            elif isinstance(getattr(fault, field), Restart):
+                for part in ("down_s", "clock_s", "noticed_s"):
+                    within(getattr(fault, field), SECONDS, part)

@@ -7,6 +7,8 @@ import pytest
 
 from diloco_jax.cli import main
 
+SCHEDULE = {"islands": {"a": {}}, "total_tokens": 100}
+LEAVE = {"kind": "leave", "at_s": 1, "island": "a", "away_s": 1}
 KEYS = {"schedules", "violations", "seconds", "schedules_per_minute", "faults"}
 
 
@@ -41,6 +43,23 @@ def test_a_violation_is_exit_1_and_its_command_repeats_it(
         (["--first-seed", "-1"], "--first-seed -1"),
         (["--schedule", "{}"], "--schedule is not a schedule"),
         (["--plant", "x"], "--plant 'x' is not known"),
+        *(
+            (["--schedule", json.dumps({**SCHEDULE, **changes})], message)
+            for changes, message in (
+                ({"islands": {}}, "0 islands and 2 fragments"),
+                ({"fragment_sizes": []}, "1 islands and 0 fragments"),
+                ({"fragment_sizes": [1, 0]}, "fragment_sizes (1, 0)"),
+                ({"steps_per_cycle": 0}, "steps_per_cycle = 0"),
+                ({"total_tokens": -5}, "total_tokens = -5"),
+                ({"grace": -3}, "grace = -3"),
+                ({"latency_s": -1}, "latency_s = -1"),
+                ({"islands": {"a": {"step_s": 0}}}, "step_s = 0"),
+                ({"islands": {"a": {"batch_size": 0}}}, "batch_size = 0"),
+                ({"quorum": 2}, "quorum 2 and 1 islands"),
+                ({"faults": [{**LEAVE, "away_s": -9}]}, "away_s = -9"),
+                ({"faults": [{**LEAVE, "island": "x"}]}, "faults of islands ['x']"),
+            )
+        ),
     ],
 )
 def test_bad_input_is_exit_2(
