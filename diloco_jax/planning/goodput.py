@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from diloco_jax.config import SyncConfig
+from diloco_jax.island.following import lead_of
 from diloco_jax.observability import measures
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.planning.options import Assumptions
@@ -38,6 +39,7 @@ class Machine:
     chips: int
     tokens_per_step: int
     step_seconds: float
+    hosts: int = 1
 
     @property
     def tokens_per_second(self) -> float:
@@ -134,7 +136,8 @@ def _simulate(
     for (name, machine), rng in zip(machines.items(), rngs, strict=True):
         life = _interrupted(*outages[name]) if name in outages else undisturbed()
         steps = durations(machine.step_seconds, spread, rng)
-        fleet.join(name, machine.step_seconds, steps, life)
+        lead = lead_of(machine.hosts)
+        fleet.join(name, machine.step_seconds, steps, life, lead)
     fleet.begin()
     fleet.run(horizon)
     fleet.end()

@@ -62,6 +62,7 @@ def plan_run(
             step_seconds=max(
                 island.roofline.step_seconds, config.islands[name].step_seconds
             ),
+            hosts=island.hosts,
         )
         for name, island in compiled.items()
     }

@@ -166,15 +166,18 @@ class Fleet:
         step_seconds: float,
         steps: Iterator[float],
         life: Iterator[Segment],
+        lead: int = 0,
     ) -> None:
         """An island says hello. step_seconds: of its undisturbed steps; steps: seconds
-        of each one on all chips; life: of its chips, on this fleet's clock."""
+        of each one on all chips; life: of its chips, on this fleet's clock; lead: see
+        `IslandSpec`."""
         spec = IslandSpec(
             name=name,
             batch_size=1,
             step_seconds=lambda _: self._step(member, next(steps)),
             join_seconds=self._join_seconds,
             bytes_up=self._bytes_up,
+            lead=lead,
         )
         member = _Member(spec, step_seconds, Capacity(life), self._world.clock.now)
         self._members[name] = member

@@ -99,6 +99,25 @@ def test_an_island_with_more_chips_is_interrupted_more_often():
     assert found.goodput < 0.8
 
 
+def test_islands_of_several_hosts_take_later():
+    """By two of their own steps: a slow one's delta is late where cycles are short."""
+    sync = dataclasses.replace(CONFIG.run.sync, steps_per_cycle=4, fragments=4)
+    found = [
+        expected_goodput(
+            sync,
+            10**6,
+            {
+                "a": Machine(chips=1, tokens_per_step=1, step_seconds=1.0),
+                "b": Machine(chips=1, tokens_per_step=1, step_seconds=2.5, hosts=hosts),
+            },
+            0.0,
+            CALM,
+        )
+        for hosts in (1, 4)
+    ]
+    assert found[1].participation < 0.8 * found[0].participation
+
+
 def test_the_pace_is_that_of_the_quorum():
     sync = dataclasses.replace(CONFIG.run.sync, quorum=2)
     assert pacing_seconds(CONFIG.run.sync, [3.0, 1.0, 2.0]) == 1.0
