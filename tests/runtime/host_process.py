@@ -61,8 +61,8 @@ def note_adoptions(path: Path) -> None:
 
     adopt = Replica.adopt
 
-    def noted(self, arrival):
-        adopt(self, arrival)
+    def noted(self, arrival, *, keep):
+        adopt(self, arrival, keep=keep)
         digest = hashlib.sha256()
         for leaf in jax.tree.leaves(self.params):
             shards = {str(s.index): s.data for s in leaf.addressable_shards}
