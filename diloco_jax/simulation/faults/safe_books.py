@@ -103,7 +103,11 @@ class LedgerExact(Invariant):
 
 class DataOnce(Invariant):
     """An island trains on what it was durably granted, in order. A share of the data
-    is granted to one incarnation at a time, and no more once a merge has it."""
+    is granted to one incarnation at a time, and no more once a merge has it.
+
+    A term that was lost before anybody who offers heard of it comes again, under the
+    same number. What was granted in it is lost with it: an incarnation that joined only
+    there comes in if it did not hear of that either, and begins anew."""
 
     name = "data"
 
@@ -114,6 +118,20 @@ class DataOnce(Invariant):
         self._held: dict[Incarnation, set[int]] = {}
         self._per_step: dict[Incarnation, int] = {}
         self._merged: dict[int, Incarnation] = {}
+        self._term = 0
+        self._carried: dict[Incarnation, int] = {}
+        """Of those that joined this term: granted before it."""
+        self._void: set[Incarnation] = set()
+
+    def opened(self, opened: Opened) -> None:
+        """See Invariant."""
+        term = opened.anchors[0].version.term
+        if term == self._term:
+            for who, carried in self._carried.items():
+                self._held[who] = set(self._granted[who][:carried])
+                if not carried:
+                    self._void.add(who)
+        self._term, self._carried = term, {}
 
     def persisted(self, record: dict[str, Any]) -> None:
         """See Invariant."""
@@ -123,6 +141,9 @@ class DataOnce(Invariant):
                 self._current[record["island"]] = record["incarnation"]
                 # Of what it was granted in an earlier term, as far as it heard.
                 carried = record.get("carried", {}).get("sequences_granted", 0)
+                self.hold(not carried or who not in self._void, "void:", record)
+                self._void.discard(who)
+                self._carried[who] = carried
                 self._granted[who] = self._granted.get(who, [])[:carried]
                 self._held[who] = set(self._granted[who])
                 self._per_step[who] = record["sequences_per_step"]
@@ -161,6 +182,7 @@ class DataOnce(Invariant):
 
     def _merge(self, c: dict[str, Any]) -> None:
         who = (c["island"], c["incarnation"])
+        self.hold(who not in self._void, "void:", c)
         count = self._per_step[who]
         for position in self._granted[who][c["start"] * count : c["end"] * count]:
             merged = self._merged.setdefault(position, who)

@@ -12,11 +12,14 @@ from diloco_jax.policy import ledger
 from diloco_jax.policy.events import Version
 from diloco_jax.simulation.faults.kinds import (
     AnyFault,
+    DiskFailure,
     DiskGone,
     DiskLost,
     Impostor,
     IslandCrash,
+    Leave,
     Partition,
+    Replacement,
     Restart,
     TornWrite,
 )
@@ -144,3 +147,30 @@ def test_it_would_be_if_an_island_opened_it_again() -> None:
         _, wrong = play(schedule(DEAF, THEN_LOST, quorum=2))
     assert wrong is not None
     assert wrong.invariant == "merged_once"
+
+
+def test_what_a_term_granted_that_nobody_heard_of_is_lost_with_it() -> None:
+    """b joins the first term 2 alone, and its welcome gets lost with the disk. So the
+    next one is term 2 again, grants the same data, and b begins anew in it."""
+    world = played(
+        DiskLost(at_s=4.47, restart=Restart(down_s=0.12, noticed_s=4.0)),
+        DiskGone(at_s=6.4, restart=Restart(down_s=1.59, noticed_s=4.0), gone_s=4.51),
+        TornWrite(at_s=8.27, restart=Restart(down_s=7.18), appends=2),
+        DiskFailure(at_s=21.27, restart=Restart(down_s=2.78), appends=2, written=True),
+        Leave(at_s=22.46, island="b", away_s=1.58, notice_s=3.0),
+        Replacement(at_s=25.78, island="c"),
+        DiskLost(at_s=31.5, restart=Restart(down_s=2.65)),
+        islands={
+            "a": IslandPlan(step_s=1.5, batch_size=2, join_s=1.5, lead=2),
+            "b": IslandPlan(join_s=0.7),
+            "c": IslandPlan(step_s=1.5, batch_size=2, join_s=1.6),
+        },
+        total_tokens=192,
+        fragment_sizes=(7,),
+        steps_per_cycle=5,
+        overlap_steps=1,
+        outage_s=125.0,
+        transfer_s=1.2,
+    )
+    assert world.struck["disk_lost"] == 2
+    assert {version.term for version in versions(world)} == {2}
