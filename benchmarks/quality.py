@@ -30,9 +30,10 @@ text is 7 files with 90 kB, so tenths of a percent are about these.
   scaled, both under `rebase`: unequal batches and speeds +8.2 % +- 1.3 (uniform
   weights: +5.6 +- 2.7), no time for grace +6.8 +- 1.8, 4 fast + 4 slow +1.1 +- 2.8,
   failures +1.0 +- 1.5. Rows whose islands are in all merges are as they were.
-- Over synchronous DiLoCo, 8 M tokens: decoupled +0.4 % +- 0.5 (seven pairs), 4 fast + 4
-  slow islands -0.3 % +- 0.6 (thirteen), failures -1.0 % +- 0.6 (six). So islands of two
-  speeds and failures cost nothing that is as large as half a percent.
+- Over synchronous DiLoCo, 8 M tokens: decoupled +0.5 % +- 0.3 (thirteen pairs), 4 fast
+  + 4 slow islands -0.3 % +- 0.6 (thirteen), failures -1.0 % +- 0.6 (six). So overlap
+  and fragments cost half a percent there, and islands of two speeds and failures
+  nothing on top that is as large.
 - With 2 M tokens: 4 fast + 4 slow -0.3 % +- 1.3, failures -2.5 +- 1.7, decoupled +0.3
   +- 1.7 (three pairs). Failures leave fewer islands at a time, so smaller batches and
   more merges: against seven of the eight islands, which have that too, +0.8 +- 1.8.
@@ -43,9 +44,10 @@ text is 7 files with 90 kB, so tenths of a percent are about these.
   tokens: no difference is shown. At full length uniform was ahead, in four pairs of
   four, and tokens x rate 4.5 and 0.2 % behind: there weights said, too, how much too
   far a merge went.
-- int8 both ways: +0.2 % +- 0.3 over bf16, seven pairs with 8 M tokens; int4 +0.4 % +-
-  0.5. If they cost anything there, it is a few tenths of a percent. Without error
-  feedback both end where they do with it (two pairs, 2 M tokens, within a percent).
+- int8 both ways: +0.14 % +- 0.14 over bf16, fourteen pairs with 8 M tokens (as many as
+  there was time for; seven showed +0.2 +- 0.3); int4 +0.4 % +- 0.5, seven pairs.
+  Without error feedback both end where they do with it (two pairs, 2 M tokens, within a
+  percent).
 - With the outer step of the preset (Nesterov 0.4 / 0.6) everywhere, 8 M tokens, three
   pairs: synchronous DiLoCo gains 2.0 % +- 2.0; decoupled is 0.35 % +- 0.30 behind it, 4
   fast + 4 slow islands 1.2 % +- 2.2 (under `rebase` 0.9 +- 1.0).
@@ -57,7 +59,7 @@ text is 7 files with 90 kB, so tenths of a percent are about these.
   pairs, 2 M tokens). With Nesterov 0.4 / 0.6 it is ahead of plain training by 1.6 % +-
   1.1 with 8 M tokens (eight pairs).
 - The gap of 8 islands to data-parallel: 16.7 % +- 8.3 with 2 M tokens (three
-  pairs), 7.7 % +- 1.0 with 8 M (seven), 5.3 % +- 1.7 with 0.4 / 0.6. Below 2 M it
+  pairs), 7.7 % +- 0.9 with 8 M (eight), 5.3 % +- 1.7 with 0.4 / 0.6. Below 2 M it
   rises with tokens, for 2, 4 and 8 islands (one seed). By model size, 20 tokens for
   each parameter: 12.0 % +- 3.3 at 0.04 M (three pairs), 17 % at 0.1 M, 8 % at 0.3 M
   (one pair, rates not swept there). With smaller batches, which make more steps of as
@@ -92,8 +94,8 @@ The defaults, and what each follows from:
 - partial merges scaled: better in every pair with 2 M tokens. With 8 M no difference is
   shown where islands are in nearly all merges (4 fast + 4 slow +0.6 % +- 0.8, failures
   -0.0 +- 0.8 at full length); the others were not run.
-- codecs int8 both ways: at most half a percent behind bf16 at 8 M tokens (upper end of
-  the interval), half its bytes. int4 halves them again, with 0.9 % as that end.
+- codecs int8 both ways: at most 0.3 % behind bf16 at 8 M tokens (upper end of the
+  interval), half its bytes. int4 halves them again, with 0.9 % as that end.
 - merge `rda`: ahead of the mean in three pairs of three with 8 islands (1.3 to 1.8
   points in the paper).
 - adopt `keep`: ahead of `rebase` where many deltas are late, by 1 to 5 %; where few are
