@@ -52,7 +52,7 @@ class _Account:
     take: Outstanding | None = None
     unsettled: bool = False
     late: int = -1
-    """Tick of a take, made or to be made, that is known to be in no version up to"""
+    """Tick of a take, made or to be made, that is in no version up to `pending_at`."""
     pending_at: Version = FIRST_VERSION
     kept: bool = False
     """The last take is in the local value beside a version that has it not."""

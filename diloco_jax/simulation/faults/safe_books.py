@@ -131,6 +131,8 @@ class DataOnce(Invariant):
                 self._held[who] = set(self._granted[who][:carried])
                 if not carried:
                     self._void.add(who)
+            for position in [p for p, who in self._merged.items() if who in self._void]:
+                del self._merged[position]
         self._term, self._carried = term, {}
 
     def persisted(self, record: dict[str, Any]) -> None:
