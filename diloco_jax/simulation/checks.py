@@ -49,6 +49,13 @@ def in_reach(what: str, count: float, remedy: str) -> None:
         )
 
 
+def steps_in_reach(hours: float, step_seconds: float, islands: int) -> None:
+    """Raises ConfigError if islands make more steps in these hours than a simulation
+    gets through."""
+    steps = hours * 3600 / step_seconds * islands
+    in_reach("steps of islands", steps, "lower hours, or raise step_seconds")
+
+
 def at_least_one(config: Any, *fields: str) -> None:
     """Raises ConfigError unless all are 1 or more."""
     for field in fields:

@@ -22,6 +22,7 @@ from diloco_jax.simulation.checks import (
     in_reach,
     not_negative,
     positive,
+    steps_in_reach,
     within,
 )
 from diloco_jax.simulation.failures import FailureModel, segments
@@ -80,8 +81,7 @@ class GoodputConfig:
                 f"hours = {self.hours:g} over seeds = {self.seeds} is {self.seconds:g} "
                 f"s each, less than step_seconds = {self.step_seconds:g}; raise hours"
             )
-        steps = self.hours * 3600 / self.step_seconds * self.islands
-        in_reach("steps of islands", steps, "lower hours, or raise step_seconds")
+        steps_in_reach(self.hours, self.step_seconds, self.islands)
         rate = self.chips * self.failures.interruptions_per_chip_second
         interruptions = rate * self.hours * 3600
         in_reach("interruptions", interruptions, "lower hours, or raise mtbi_years")

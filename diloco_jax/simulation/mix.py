@@ -17,7 +17,12 @@ import numpy as np
 
 from diloco_jax.config import ConfigError, SyncConfig
 from diloco_jax.observability import measures
-from diloco_jax.simulation.checks import in_reach, not_negative, positive, within
+from diloco_jax.simulation.checks import (
+    not_negative,
+    positive,
+    steps_in_reach,
+    within,
+)
 from diloco_jax.simulation.failures import undisturbed
 from diloco_jax.simulation.fleet import Exchange, Fleet
 from diloco_jax.simulation.progress import Progress, nobody, part
@@ -61,8 +66,7 @@ class MixConfig:
                 f"hours = {self.hours:g} is less than a step of step_seconds = "
                 f"{self.step_seconds:g} with gap = {self.gap:g}; raise hours"
             )
-        steps = self.hours * 3600 / self.step_seconds * (self.v6e + self.v5p)
-        in_reach("steps of islands", steps, "lower hours, or raise step_seconds")
+        steps_in_reach(self.hours, self.step_seconds, self.v6e + self.v5p)
         self.exchange.validate()
 
     def mean_step_seconds(self) -> dict[str, float]:

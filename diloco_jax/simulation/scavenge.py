@@ -16,9 +16,9 @@ import numpy as np
 from diloco_jax.config import ConfigError, SyncConfig
 from diloco_jax.simulation.checks import (
     at_least_one,
-    in_reach,
     not_negative,
     positive,
+    steps_in_reach,
     within,
 )
 from diloco_jax.simulation.failures import undisturbed
@@ -77,8 +77,7 @@ class ScavengeConfig:
                 f"hours = {self.hours:g} is less than step_seconds = "
                 f"{self.step_seconds:g}; raise hours"
             )
-        steps = self.hours * 3600 / self.step_seconds * self.islands
-        in_reach("steps of islands", steps, "lower hours, or raise step_seconds")
+        steps_in_reach(self.hours, self.step_seconds, self.islands)
         if self.quorum > self.islands:
             raise ConfigError(
                 f"quorum = {self.quorum}, but islands = {self.islands}: without the "

@@ -143,7 +143,8 @@ class DataOnce(Invariant):
                 self._current[record["island"]] = record["incarnation"]
                 # Of what it was granted in an earlier term, as far as it heard.
                 carried = record.get("carried", {}).get("sequences_granted", 0)
-                self.hold(not carried or who not in self._void, "void:", record)
+                is_void = bool(carried) and who in self._void
+                self.hold(not is_void, "nobody heard of the term it is from:", record)
                 self._void.discard(who)
                 self._carried[who] = carried
                 self._granted[who] = self._granted.get(who, [])[:carried]
@@ -184,7 +185,7 @@ class DataOnce(Invariant):
 
     def _merge(self, c: dict[str, Any]) -> None:
         who = (c["island"], c["incarnation"])
-        self.hold(who not in self._void, "void:", c)
+        self.hold(who not in self._void, "nobody heard of the term it is from:", c)
         count = self._per_step[who]
         for position in self._granted[who][c["start"] * count : c["end"] * count]:
             merged = self._merged.setdefault(position, who)
