@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+def signals() -> tuple[signal.Signals, ...]:
+    """What asks this process to end; SIGHUP not where it is ignored, as by `nohup`."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return (signal.SIGINT, signal.SIGTERM)
+    return (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt:
@@ -22,7 +29,7 @@ class Interrupt:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        for number in SIGNALS:
+        for number in signals():
             self._previous[number] = signal.signal(number, self._arrived)
         return self
 
@@ -43,3 +50,20 @@ class Interrupt:
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         self._event.set()
+
+
+@contextlib.contextmanager
+def as_keyboard_interrupt() -> Iterator[None]:
+    """Inside, all of `signals` raise `KeyboardInterrupt`.
+
+    For the main thread, of work that cleans up behind itself when it is interrupted.
+    """
+    previous = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in signals()
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from diloco_jax.cluster.interrupt import as_keyboard_interrupt
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.inbox import DeltaKey
@@ -121,7 +122,7 @@ def run(
 
         config, begun = resolve(config), Beginning(workdir)
         config = create_workdir(config, config_path)
-    with Dashboard(console) as dashboard:
+    with as_keyboard_interrupt(), Dashboard(console) as dashboard:
         try:
             result = emulate(
                 config,
@@ -129,7 +130,7 @@ def run(
                 show=lambda status: dashboard.show(status, time.monotonic()),
             )
         except BaseException:
-            # Ctrl-C, too: nothing came of it, and the next one may have the folder.
+            # Interrupted, too: nothing came of it, the next one may have the folder.
             if workdir:
                 begun.undo(Path(config.placement.workdir))
             raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -277,7 +279,10 @@ def test_the_command_leaves_config_history_and_summary(text, tmp_path, capsys) -
     assert "holds another run" in capsys.readouterr().err
 
 
-def test_what_ended_early_leaves_its_folder_to_the_next(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_ended_early_leaves_its_folder_to_the_next(
+    text, tmp_path, monkeypatch, number
+):
     from diloco_jax.loading import write_config_json
 
     path, workdir = tmp_path / "config.json", tmp_path / "run"
@@ -285,10 +290,15 @@ def test_what_ended_early_leaves_its_folder_to_the_next(text, tmp_path, monkeypa
 
     def interrupted(*arguments, **options):
         assert (workdir / "config.json").exists()
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), number)
+        pytest.fail("goes on after the signal")
 
     monkeypatch.setattr("diloco_jax.simulation.emulate.emulate", interrupted)
-    assert cli.main(["emulate", str(path), "--workdir", str(workdir)]) != 0
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert cli.main(["emulate", str(path), "--workdir", str(workdir)]) == 1
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert not workdir.exists()
 
 
