@@ -54,6 +54,7 @@ NOT_NEGATIVE = Bound()
 POSITIVE = Bound(above=True)
 AT_LEAST_1 = Bound(1)
 SHARE = Bound(0, 1)
+SOME_SHARE = Bound(0, 1, above=True)
 BELOW_1 = Bound(0, 1, below=True)
 BETWEEN = Bound(0, 1, above=True, below=True)
 SECONDS = Bound(0, LONGEST_S)
@@ -180,9 +181,19 @@ def _check_values(config: Any, prefix: str, bounds: Mapping[str, Bound]) -> None
         bound = bounds.get(field)
         if bound is None or value is None:
             continue
-        if not bound.holds(value):
-            finite = "" if math.isfinite(value) else "finite, "
-            raise ConfigError(f"{prefix}{field} = {value}; it must be {finite}{bound}")
+        _require(f"{prefix}{field}", value, bound)
+
+
+def within(config: Any, bound: Bound, *fields: str) -> None:
+    """Raises ConfigError unless all of these fields are in these bounds."""
+    for field in fields:
+        _require(field, getattr(config, field), bound)
+
+
+def _require(name: str, value: float, bound: Bound) -> None:
+    if not bound.holds(value):
+        finite = "" if math.isfinite(value) else "finite, "
+        raise ConfigError(f"{name} = {value}; it must be {finite}{bound}")
 
 
 def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
-from diloco_jax.config import ConfigError
-from diloco_jax.simulation.checks import within
-from diloco_jax.validation import SHARE
+from diloco_jax.validation import NOT_NEGATIVE, POSITIVE, SHARE, within
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,15 +24,8 @@ class Assumptions:
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
         within(self, SHARE, "step_spread")
-        for name in ("mtbi_years", "return_minutes"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(
-                    f"{name} = {getattr(self, name)}; it must be finite and at least 0"
-                )
-        if not 0 < self.link_gbit_per_s < math.inf:
-            raise ConfigError(
-                f"link_gbit_per_s = {self.link_gbit_per_s}; it must be above 0"
-            )
+        within(self, NOT_NEGATIVE, "mtbi_years", "return_minutes")
+        within(self, POSITIVE, "link_gbit_per_s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

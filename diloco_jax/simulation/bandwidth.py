@@ -16,16 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from diloco_jax.config import ConfigError, SyncConfig
+from diloco_jax.config import SyncConfig
 from diloco_jax.core.choices import CodecName
 from diloco_jax.core.codec import Codec
-from diloco_jax.simulation.checks import (
-    FRAGMENTS,
-    PARAMS,
-    at_least_one,
-    positive,
-    within,
-)
+from diloco_jax.simulation.checks import cut_in_reach
+from diloco_jax.validation import AT_LEAST_1, POSITIVE, SOME_SHARE, within
 
 PUBLISHED_CASE = "published for 8 sites, 7 B, 1 s"
 PUBLISHED_DATA_PARALLEL_GBIT_PER_S = 198.0
@@ -55,20 +50,10 @@ class BandwidthConfig:
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
-        positive(self, "step_seconds", "overlap")
-        at_least_one(self, "sites", "cycle")
-        within(self, FRAGMENTS, "fragments")
-        within(self, PARAMS, "params")
-        if self.fragments > self.params:
-            raise ConfigError(
-                f"fragments = {self.fragments}, but params = {self.params:g}; lower "
-                f"fragments"
-            )
-        if not 0 < self.link_utilisation <= 1:
-            raise ConfigError(
-                f"link_utilisation = {self.link_utilisation}; choose a share above 0 "
-                f"and at most 1"
-            )
+        within(self, POSITIVE, "step_seconds", "overlap")
+        within(self, AT_LEAST_1, "sites", "cycle")
+        cut_in_reach(self)
+        within(self, SOME_SHARE, "link_utilisation")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from diloco_jax.config import ConfigError
-from diloco_jax.validation import Bound
+from diloco_jax.validation import Bound, within
 
 MOST_EVENTS = 1e8
 """That a simulation may have: hours on one core."""
@@ -15,29 +14,15 @@ FRAGMENTS = Bound(1, 100_000)
 GBIT_PER_S = Bound(1e-6, 1e6)
 
 
-def within(config: Any, bound: Bound, *fields: str) -> None:
-    """Raises ConfigError unless all are in these bounds."""
-    for field in fields:
-        if not bound.holds(value := getattr(config, field)):
-            raise ConfigError(f"{field} = {value}; it must be {bound}")
-
-
-def not_negative(config: Any, *fields: str) -> None:
-    """Raises ConfigError unless all are finite and at least 0."""
-    for field in fields:
-        if not 0 <= getattr(config, field) < math.inf:
-            raise ConfigError(
-                f"{field} = {getattr(config, field)}; it must be finite and at least 0"
-            )
-
-
-def positive(config: Any, *fields: str) -> None:
-    """Raises ConfigError unless all are finite and above 0."""
-    for field in fields:
-        if not 0 < getattr(config, field) < math.inf:
-            raise ConfigError(
-                f"{field} = {getattr(config, field)}; it must be finite and above 0"
-            )
+def cut_in_reach(config: Any) -> None:
+    """Raises ConfigError unless `fragments` can be cut from `params`, and simulated."""
+    within(config, FRAGMENTS, "fragments")
+    within(config, PARAMS, "params")
+    if config.fragments > config.params:
+        raise ConfigError(
+            f"fragments = {config.fragments}, but params = {config.params:g}; lower "
+            f"fragments"
+        )
 
 
 def in_reach(what: str, count: float, remedy: str) -> None:
@@ -54,12 +39,3 @@ def steps_in_reach(hours: float, step_seconds: float, islands: int) -> None:
     gets through."""
     steps = hours * 3600 / step_seconds * islands
     in_reach("steps of islands", steps, "lower hours, or raise step_seconds")
-
-
-def at_least_one(config: Any, *fields: str) -> None:
-    """Raises ConfigError unless all are 1 or more."""
-    for field in fields:
-        if getattr(config, field) < 1:
-            raise ConfigError(
-                f"{field} = {getattr(config, field)}; it must be at least 1"
-            )

@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diloco_jax.simulation.checks import at_least_one, not_negative, within
-from diloco_jax.validation import SECONDS
+from diloco_jax.validation import AT_LEAST_1, NOT_NEGATIVE, SECONDS, within
 
 SECONDS_PER_YEAR = 365.25 * 24 * 3600
 TOUCHING_S = 1e-6
@@ -49,8 +48,8 @@ class FailureModel:
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
-        at_least_one(self, "slice_chips")
-        not_negative(self, "mtbi_years")
+        within(self, AT_LEAST_1, "slice_chips")
+        within(self, NOT_NEGATIVE, "mtbi_years")
         within(self, SECONDS, "down_seconds", "up_seconds")
         within(self, SECONDS, "return_seconds", "restart_seconds")
 

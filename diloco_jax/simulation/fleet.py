@@ -16,28 +16,21 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from diloco_jax.config import ConfigError, Placement, RunConfig, SyncConfig
+from diloco_jax.config import Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.choices import CodecName
 from diloco_jax.core.codec import Codec
 from diloco_jax.observability.measures import IslandMeasure, participation
 from diloco_jax.policy import ledger
 from diloco_jax.policy.state import State
-from diloco_jax.simulation.checks import (
-    FRAGMENTS,
-    GBIT_PER_S,
-    PARAMS,
-    at_least_one,
-    not_negative,
-    within,
-)
+from diloco_jax.simulation.checks import GBIT_PER_S, cut_in_reach
 from diloco_jax.simulation.failures import Capacity, Segment
 from diloco_jax.simulation.island import IslandSpec
 from diloco_jax.simulation.line import LineSpeed
 from diloco_jax.simulation.merging import NoArrays
 from diloco_jax.simulation.progress import Progress, nobody
 from diloco_jax.simulation.world import World
-from diloco_jax.validation import SECONDS
+from diloco_jax.validation import AT_LEAST_1, NOT_NEGATIVE, SECONDS, within
 
 TOKENS_PER_STEP = 1000
 """Of every island: only shares are asked for."""
@@ -90,17 +83,11 @@ class Exchange:
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
-        at_least_one(self, "cycle")
-        not_negative(self, "overlap")
+        within(self, AT_LEAST_1, "cycle")
+        within(self, NOT_NEGATIVE, "overlap")
         within(self, SECONDS, "latency_seconds", "merge_seconds", "join_seconds")
-        within(self, FRAGMENTS, "fragments")
-        within(self, PARAMS, "params")
+        cut_in_reach(self)
         within(self, GBIT_PER_S, "link_gbit_per_s")
-        if self.fragments > self.params:
-            raise ConfigError(
-                f"fragments = {self.fragments}, but params = {self.params:g}; lower "
-                f"fragments"
-            )
 
 
 @dataclasses.dataclass

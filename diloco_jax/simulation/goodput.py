@@ -17,19 +17,19 @@ import numpy as np
 from diloco_jax.config import ConfigError, SyncConfig
 from diloco_jax.observability import measures
 from diloco_jax.simulation import dataparallel
-from diloco_jax.simulation.checks import (
-    at_least_one,
-    in_reach,
-    not_negative,
-    positive,
-    steps_in_reach,
-    within,
-)
+from diloco_jax.simulation.checks import in_reach, steps_in_reach
 from diloco_jax.simulation.failures import FailureModel, segments
 from diloco_jax.simulation.fleet import Exchange, Fleet
 from diloco_jax.simulation.progress import Progress, nobody, part
 from diloco_jax.simulation.steps import durations, lockstep_share
-from diloco_jax.validation import BELOW_1, SHARE
+from diloco_jax.validation import (
+    AT_LEAST_1,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    within,
+)
 
 Method = Literal["decoupled", "elastic", "rigid"]
 PUBLISHED: dict[tuple[Method, int, int], float] = {
@@ -69,9 +69,9 @@ class GoodputConfig:
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
-        at_least_one(self, "chips", "islands", "quorum", "seeds")
-        positive(self, "step_seconds", "hours")
-        not_negative(self, "seed")
+        within(self, AT_LEAST_1, "chips", "islands", "quorum", "seeds")
+        within(self, POSITIVE, "step_seconds", "hours")
+        within(self, NOT_NEGATIVE, "seed")
         within(self, SHARE, "step_spread")
         within(self, BELOW_1, "grace")
         self.failures.validate()

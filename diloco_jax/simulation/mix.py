@@ -17,17 +17,12 @@ import numpy as np
 
 from diloco_jax.config import ConfigError, SyncConfig
 from diloco_jax.observability import measures
-from diloco_jax.simulation.checks import (
-    not_negative,
-    positive,
-    steps_in_reach,
-    within,
-)
+from diloco_jax.simulation.checks import steps_in_reach
 from diloco_jax.simulation.failures import undisturbed
 from diloco_jax.simulation.fleet import Exchange, Fleet
 from diloco_jax.simulation.progress import Progress, nobody, part
 from diloco_jax.simulation.steps import durations, lockstep_share
-from diloco_jax.validation import BELOW_1, SHARE
+from diloco_jax.validation import BELOW_1, NOT_NEGATIVE, POSITIVE, SHARE, within
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,10 +48,10 @@ class MixConfig:
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
-        not_negative(self, "v6e", "v5p", "gap", "seed")
+        within(self, NOT_NEGATIVE, "v6e", "v5p", "gap", "seed")
         within(self, SHARE, "step_spread")
         within(self, BELOW_1, "grace")
-        positive(self, "step_seconds", "hours")
+        within(self, POSITIVE, "step_seconds", "hours")
         if self.v6e + self.v5p < 2:
             raise ConfigError(
                 f"v6e = {self.v6e} and v5p = {self.v5p} islands; a mix has at least 2"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from diloco_jax.config import ConfigError, suggest
-from diloco_jax.simulation.checks import not_negative, within
 from diloco_jax.simulation.line import LineSpeed
-from diloco_jax.validation import SHARE
+from diloco_jax.validation import NOT_NEGATIVE, SHARE, within
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,20 +47,14 @@ class EmulationOptions:
     def validate(self, islands: Mapping[str, Any]) -> None:
         """Raises ConfigError naming field, value and remedy. islands: by name."""
         within(self, SHARE, "step_spread")
-        not_negative(self, "chance_seed")
-        values = {**dataclasses.asdict(self), **dataclasses.asdict(self.line)}
-        for name in (
-            *("latency_s", "merge_seconds", "join_seconds"),
-            *("failure_every_seconds", "down_seconds", "evaluate_every_tokens"),
-        ):
-            if not 0 <= values[name] < math.inf:
-                raise ConfigError(
-                    f"{name} = {values[name]}; it must be finite and >= 0"
-                )
+        within(self, NOT_NEGATIVE, "chance_seed")
+        within(self, NOT_NEGATIVE, "merge_seconds", "join_seconds", "down_seconds")
+        within(self, NOT_NEGATIVE, "failure_every_seconds", "evaluate_every_tokens")
+        within(self.line, NOT_NEGATIVE, "latency_s")
         for name in ("up_bytes_per_s", "down_bytes_per_s"):
-            if not values[name] > 0:
+            if not (speed := getattr(self.line, name)) > 0:
                 raise ConfigError(
-                    f"{name} = {values[name]}; it must be above 0 (inf = no limit)"
+                    f"{name} = {speed}; it must be above 0 (inf = no limit)"
                 )
         for name, (start, stop) in self.joins.items():
             if name not in islands:

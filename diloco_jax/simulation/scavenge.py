@@ -14,18 +14,19 @@ import math
 import numpy as np
 
 from diloco_jax.config import ConfigError, SyncConfig
-from diloco_jax.simulation.checks import (
-    at_least_one,
-    not_negative,
-    positive,
-    steps_in_reach,
-    within,
-)
+from diloco_jax.simulation.checks import steps_in_reach
 from diloco_jax.simulation.failures import undisturbed
 from diloco_jax.simulation.fleet import TOKENS_PER_STEP, Exchange, Fleet
 from diloco_jax.simulation.progress import Progress, nobody, part
 from diloco_jax.simulation.steps import durations
-from diloco_jax.validation import BELOW_1, SHARE
+from diloco_jax.validation import (
+    AT_LEAST_1,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    within,
+)
 
 PUBLISHED = {
     0.25: (0.90, 1.07),
@@ -60,9 +61,9 @@ class ScavengeConfig:
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
-        at_least_one(self, "islands", "quorum")
-        positive(self, "step_seconds", "hours")
-        not_negative(self, "seed")
+        within(self, AT_LEAST_1, "islands", "quorum")
+        within(self, POSITIVE, "step_seconds", "hours")
+        within(self, NOT_NEGATIVE, "seed")
         within(self, SHARE, "step_spread")
         within(self, BELOW_1, "grace")
         if not 0 < self.tokens_share <= 1:

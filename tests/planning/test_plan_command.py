@@ -56,7 +56,7 @@ def changed(**changes):
         ({"mesh_fsdp": 3, "batch_size": 15}, (), "its mesh has 3 devices, and v5p:2x2"),
         ({"batch_size": 15}, (), "batch_size = 15 is not divided by"),
         ({}, ("--link-gbit-per-s", "0"), "link_gbit_per_s = 0.0; it must be above 0"),
-        ({}, ("--mtbi-years", "-1"), "mtbi_years = -1.0; it must be finite"),
+        ({}, ("--mtbi-years", "-1"), "mtbi_years = -1.0; it must be at least 0"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_compiled(

@@ -78,7 +78,10 @@ def test_the_formula_is_printed_with_its_terms():
         ({"sites": 0}, r"sites = 0; .* at least 1"),
         ({"overlap": 0}, r"overlap = 0; .* above 0"),
         ({"params": 3, "fragments": 24}, r"fragments = 24, but params = 3"),
-        ({"link_utilisation": 1.5}, r"link_utilisation = 1.5; choose a share"),
+        (
+            {"link_utilisation": 1.5},
+            r"link_utilisation = 1.5; it must be above",
+        ),
     ],
 )
 def test_bad_terms_are_refused_by_name(fields, message):

@@ -95,7 +95,15 @@ def test_bandwidth_has_its_stated_keys(capsys):
     [
         (["goodput", "--chips", "-5"], "chips = -5"),
         (["mix", "--grace", "1"], "grace = 1.0; it must be at least 0, below 1"),
-        (["scavenge", "--step-spread", "nan"], "step_spread = nan; it must be at"),
+        (
+            ["scavenge", "--step-spread", "nan"],
+            "step_spread = nan; it must be finite, at",
+        ),
+        (["bandwidth", "--overlap", "inf"], "overlap = inf; it must be finite"),
+        (
+            ["bandwidth", "--fragments", "9", "--params", "8"],
+            "but params = 8",
+        ),
         (["goodput", "--quorum", "9"], "quorum = 9, but islands = 8"),
         (["gooput"], "did you mean 'goodput'"),
         (["goodput", "--sweep", "--out", "/proc"], "/proc: no file can be made there"),

@@ -8,9 +8,15 @@ from diloco_jax.config import ConfigError, Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.choices import AdoptRule
 from diloco_jax.policy.state import PolicyConfig
-from diloco_jax.simulation.checks import at_least_one, not_negative, within
 from diloco_jax.simulation.faults.kinds import AnyFault, Restart
-from diloco_jax.validation import BELOW_1, SECONDS, SOME_SECONDS
+from diloco_jax.validation import (
+    AT_LEAST_1,
+    BELOW_1,
+    NOT_NEGATIVE,
+    SECONDS,
+    SOME_SECONDS,
+    within,
+)
 
 SEQUENCE_LENGTH = 8
 LEASE_S = 4.0
@@ -148,15 +154,15 @@ def _check_values(schedule: Schedule) -> None:
             f"--schedule has fragment_sizes {schedule.fragment_sizes}; each must be at "
             f"least 1"
         )
-    at_least_one(schedule, "total_tokens", "steps_per_cycle")
-    not_negative(schedule, "overlap_steps", "max_staleness")
+    within(schedule, AT_LEAST_1, "total_tokens", "steps_per_cycle")
+    within(schedule, NOT_NEGATIVE, "overlap_steps", "max_staleness")
     within(schedule, BELOW_1, "grace")
     within(schedule, SECONDS, "outage_s", "latency_s", "transfer_s", "merge_s")
     for plan in schedule.islands.values():
         within(plan, SOME_SECONDS, "step_s")
-        at_least_one(plan, "batch_size")
+        within(plan, AT_LEAST_1, "batch_size")
         within(plan, SECONDS, "join_s")
-        not_negative(plan, "lead")
+        within(plan, NOT_NEGATIVE, "lead")
     for fault in schedule.faults:
         for field in fault.__struct_fields__:
             if isinstance(getattr(fault, field), float):
