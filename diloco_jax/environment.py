@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 
 import jax
-import jaxlib.version
 
 VECTOR_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
 """Instruction sets for which XLA compiles different code, as Linux names them."""
@@ -23,7 +22,7 @@ def describe() -> dict[str, str | int]:
         "diloco_jax": metadata.version("diloco-jax"),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.version.__version__,
+        "jaxlib": metadata.version("jaxlib"),
         "platform": device.platform,
         "device_kind": device.device_kind,
         "devices": jax.device_count(),

@@ -1,6 +1,8 @@
 """What each layer may import: `core/` and `policy/` stay pure."""
 
 import ast
+import configparser
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,13 @@ ALLOWED = {
     "core": {"jax", "optax", "numpy", "diloco_jax.core"},
     "policy": {"msgspec", "diloco_jax.policy"},
 }
+MODULES = {
+    "orbax-checkpoint": "orbax",
+    "grpcio": "grpc",
+    "pyyaml": "yaml",
+    "jax[tpu]": "jax",
+}
+"""Imported under another name than the one they are installed by."""
 IMPURE = {"asyncio", "logging", "socket", "ssl", "subprocess", "threading", "time"}
 
 
@@ -42,6 +51,58 @@ def test_layer_imports_only_what_it_may(layer: str) -> None:
         if not is_allowed(module, layer)
     ]
     assert not wrong
+
+
+def declared(extra: str | None = None) -> set[str]:
+    """Top modules of what setup.cfg installs."""
+    setup = configparser.ConfigParser()
+    setup.read(PACKAGE.parent / "setup.cfg")
+    lines = (
+        setup["options.extras_require"][extra]
+        if extra
+        else setup["options"]["install_requires"]
+    )
+    names = [re.split(r"[><=]", line)[0] for line in lines.split()]
+    return {MODULES.get(name, name).split("[")[0] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("folder", "extras"),
+    [("diloco_jax", ()), ("tests", ("test",)), ("benchmarks", ("test",))],
+)
+def test_what_is_imported_is_declared(folder: str, extras: tuple[str, ...]) -> None:
+    files = list((PACKAGE.parent / folder).rglob("*.py"))
+    scripts = (*files, *(PACKAGE.parent / "benchmarks").glob("*.py"))
+    ours = {"diloco_jax", "", *(path.stem for path in scripts)}
+    known = declared().union(*(declared(extra) for extra in extras))
+    wrong = [
+        f"{path.relative_to(PACKAGE.parent)} imports {module}"
+        for path in files
+        for module in imported_modules(path.read_text(encoding="utf-8"))
+        if module.split(".")[0] not in {*sys.stdlib_module_names, *known, *ours}
+    ]
+    assert not wrong
+
+
+def test_what_is_declared_is_justified() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(PACKAGE.parent / "setup.cfg")
+    lines = [setup["options"]["install_requires"]]
+    lines += setup["options.extras_require"].values()
+    names = {re.split(r"[><=\[]", line)[0] for part in lines for line in part.split()}
+    page = (PACKAGE.parent / "docs" / "dependencies.md").read_text()
+    cells = " ".join(line.split("|")[1] for line in page.splitlines() if "|" in line)
+    assert not names - set(re.findall(r"[\w-]+", cells))
+
+
+def test_only_models_see_flax() -> None:
+    seen = {
+        path.relative_to(PACKAGE).parts[0]
+        for path in PACKAGE.rglob("*.py")
+        for module in imported_modules(path.read_text(encoding="utf-8"))
+        if module.split(".")[0] == "flax"
+    }
+    assert seen == {"models"}
 
 
 def test_policies_have_no_arrays() -> None:

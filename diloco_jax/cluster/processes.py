@@ -76,11 +76,6 @@ class ManagedProcess:
         self._kill_at = float("inf")
 
     @property
-    def pid(self) -> int:
-        """The first child's process id; 0 if there is none."""
-        return self._processes[0].pid if self._processes else 0
-
-    @property
     def pids(self) -> list[int]:
         """Of all children, in the order of their commands."""
         return [process.pid for process in self._processes]

@@ -228,7 +228,7 @@ class Store:
         anchor's values.
 
         Raises ValueError if there is no such part; VersionGone if the anchor of
-        version `want` is not kept any more and no newer one may stand in for it.
+        version `want` is not kept any more.
         """
         layout = self._down_layouts[fragment]
         with self._lock:

@@ -1,4 +1,4 @@
-"""Tiles of an array, and where they lie in a fragment's payload.
+"""Tiles of an array, the units that are encoded, sent and put on a mesh.
 
 Tiles are chosen from an array's shape alone, so every island and the coordinator cut
 it alike, whatever their meshes. A mesh whose shards end on tile boundaries encodes
@@ -56,11 +56,6 @@ class TileGrid:
     def elements(self) -> int:
         """Elements of one tile."""
         return math.prod(self.tile)
-
-    @property
-    def tiles(self) -> int:
-        """Number of tiles."""
-        return math.prod(self.grid)
 
     # Axes are split and merged one at a time: explicit sharding allows no more.
 

@@ -182,8 +182,9 @@ def merged_by_fragment(state: State, name: str = "") -> list[int]:
 
 
 def progress_tokens(config: PolicyConfig, state: State) -> int:
-    """Computed tokens that are not lost, over all islands (see DESIGN, Inner) and
-    terms."""
+    """Computed tokens that are not lost, over all islands and terms: by these the
+    learning rate goes. A fragment's lost tokens count by its share of the parameters.
+    """
     computed, lost = state.carried_progress, 0
     for island in state.islands.values():
         computed += island.tokens_before + island.steps * island.tokens_per_step

@@ -1,7 +1,7 @@
 """The policy: every decision of a run, as one pure function of events and time.
 
-`step(config, state, event, now) -> (state, effects)`; the service, the virtual-time
-simulator and replay all drive it. `next_deadline` says when a `Timer` is due;
+`step(config, state, event, now) -> (state, effects)`; the service and the virtual-time
+simulator both drive it. `next_deadline` says when a `Timer` is due;
 `recovery.recover` rebuilds the state from what was durable.
 
 Phases of a run: running -> stopping (islands end their steps) -> flushing (what is

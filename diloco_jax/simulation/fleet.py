@@ -171,7 +171,7 @@ class Fleet:
         self._world.start(spec)
 
     def leave(self, name: str) -> None:
-        """An island says goodbye; what is open of its work is lost."""
+        """An island says goodbye; what has not arrived of its work is lost."""
         self._members[name].until = self._world.clock.now
         self._world.islands[name].leave("preempted")
 

@@ -248,7 +248,7 @@ class Replay(contextlib.ExitStack):
             self._snapshots[merges] = (self._store.arrays(), list(self._versions))
 
     def _recover(self, recovery: Recovery) -> None:
-        """As `coordinator.main` does it: a snapshot, and the log after it."""
+        """As `coordinator.origin` does it: a snapshot, and the log after it."""
         first = recovery.snapshot_merges
         self._store.load(*self._snapshots[first])
         for merge in self._recording.merges[first : recovery.merges]:
@@ -264,7 +264,7 @@ class Replay(contextlib.ExitStack):
 
 
 def _new_store(recording: Recording) -> Store:
-    """As `coordinator.main` begins a run."""
+    """As `coordinator.origin` begins a run."""
     run, placement = recording.config.run, recording.config.placement
     model = build(run)
     plan = build_plan(run, model)

@@ -68,9 +68,9 @@ def test_a_crashed_child_is_restarted_as_the_next_attempt(make, until):
 
 def test_a_killed_child_is_restarted(make, until):
     process = make(FOREVER)
-    first = process.pid
-    os.kill(first, signal.SIGKILL)
-    until(lambda: process.poll() == "running" and process.pid != first, "restart")
+    first = process.pids
+    os.kill(first[0], signal.SIGKILL)
+    until(lambda: process.poll() == "running" and process.pids != first, "restart")
     assert process.exit_code == -signal.SIGKILL
 
 
@@ -134,7 +134,7 @@ def test_stop_cancels_a_restart(make, until):
 def test_a_stopped_process_is_ended_too(make, until, alive):
     process = make(FOREVER)
     until(lambda: "up" in text(process), "start")
-    pid = process.pid
+    (pid,) = process.pids
     os.kill(pid, signal.SIGSTOP)
     process.kill()
     assert not alive(pid)
@@ -174,7 +174,7 @@ def test_children_do_not_outlive_a_killed_launcher(tmp_path, until, alive, child
         f" pathlib.Path({str(log)!r}), environment={{}}, restarts=0,"
         " restart_delay_s=1.0, stop_s=1.0)\n"
         "p.start()\n"
-        "print(p.pid, flush=True)\n"
+        "print(p.pids[0], flush=True)\n"
         "time.sleep(600)"
     )
     with subprocess.Popen(
