@@ -176,9 +176,12 @@ def main() -> int:
 
 def run_one(size: str, name: str, seed: int) -> dict[str, Any]:
     """One run in this process."""
+    from diloco_jax import compilation
+
     row = {r.name: r for r in (*rows(SIZES[size]), *rates(SIZES[size]))}[name]
     run = dataclasses.replace(row.config.run, seed=seed)
     config = dataclasses.replace(row.config, run=run)
+    compilation.use_cache(compilation.of_user())
     began = time.monotonic()
     if row.plain:
         from diloco_jax import baseline
@@ -275,9 +278,6 @@ def _start(job: tuple[str, str, int]) -> subprocess.Popen[str]:
     """One thread each: two runs side by side are faster than one on two cores."""
     command = [sys.executable, __file__, "--run", *map(str, job)]
     environment = {**os.environ, **HUGE_PAGES, "NPROC": "1", "JAX_PLATFORMS": "cpu"}
-    environment.setdefault(
-        "JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache/diloco_jax/jax")
-    )
     return subprocess.Popen(
         command,
         env=environment,

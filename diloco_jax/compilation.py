@@ -6,14 +6,27 @@ import contextlib
 import os
 from pathlib import Path
 
-import jax
-
+VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 MAX_BYTES = 2 << 30
 """What a process that starts leaves of the cache: the entries used last."""
 
 
-def use_cache(workdir: Path) -> None:
-    """Caches every compilation in `JAX_COMPILATION_CACHE_DIR`, or in the workdir."""
+def of_user() -> Path:
+    """The cache that a user's commands share on this machine."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = os.environ.get(VARIABLE)
+    return Path(folder or Path(home).expanduser() / "diloco_jax" / "jax")
+
+
+def of_run(workdir: Path) -> Path:
+    """The cache that goes with a run's folder."""
+    return workdir / "jax-cache"
+
+
+def use_cache(folder: Path) -> None:
+    """Caches every compilation in `JAX_COMPILATION_CACHE_DIR`, or in this folder."""
+    import jax  # Late: a launcher that asks where the cache is needs none.
+
     settings: dict[str, int | str] = {
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -21,11 +34,11 @@ def use_cache(workdir: Path) -> None:
         # that all processes wait for: 0.2 s for each of them where there are 2400.
         "jax_compilation_cache_max_size": -1,
     }
-    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    if not folder:
-        folder = str(workdir / "jax-cache")
-        settings["jax_compilation_cache_dir"] = folder
-    _tidy(Path(folder))
+    if named := os.environ.get(VARIABLE):
+        folder = Path(named)
+    else:
+        settings["jax_compilation_cache_dir"] = str(folder)
+    _tidy(folder)
     for name, value in settings.items():
         jax.config.update(name, value)  # type: ignore[no-untyped-call]
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from diloco_jax import compilation
@@ -52,7 +53,7 @@ def entries(tmp_path, monkeypatch):
     """Makes files of a size, used at some second, in the folder of the cache."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compilation, "MAX_BYTES", 100)
-    monkeypatch.setattr(compilation.jax.config, "update", lambda name, value: None)
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
 
     def make(**files):
         for name, (size, read, written) in files.items():
@@ -74,3 +75,14 @@ def test_a_folder_that_is_not_there_is_empty(entries, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "none"))
     compilation.use_cache(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_user_s_cache_is_where_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "named"))
+    assert compilation.of_user() == tmp_path / "named"
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert compilation.of_user() == tmp_path / "xdg" / "diloco_jax" / "jax"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert compilation.of_user() == tmp_path / "home" / ".cache" / "diloco_jax" / "jax"

@@ -7,6 +7,8 @@ import socket
 import sys
 from pathlib import Path
 
+from diloco_jax.compilation import VARIABLE, of_user
+
 DILOCO = (sys.executable, "-m", "diloco_jax.cli")
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """For what computes on the CPU: XLA allocates its temporaries anew at every call, and
@@ -49,7 +51,7 @@ def eval_command(workdir: Path) -> list[str]:
 
 def coordinator_environment() -> dict[str, str]:
     """What is added to this process's environment for the coordinator."""
-    return {**_compilation_cache(), **HUGE_PAGES, "JAX_PLATFORMS": "cpu"}
+    return {VARIABLE: str(of_user()), **HUGE_PAGES, "JAX_PLATFORMS": "cpu"}
 
 
 def island_environment() -> dict[str, str]:
@@ -58,14 +60,4 @@ def island_environment() -> dict[str, str]:
     Islands on one machine compute on its CPU, unless JAX_PLATFORMS says otherwise.
     """
     platforms = os.environ.get("JAX_PLATFORMS") or "cpu"
-    return {**_compilation_cache(), **HUGE_PAGES, "JAX_PLATFORMS": platforms}
-
-
-def _compilation_cache() -> dict[str, str]:
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(home).expanduser() / "diloco_jax" / "jax"
-    return {
-        "JAX_COMPILATION_CACHE_DIR": os.environ.get(
-            "JAX_COMPILATION_CACHE_DIR", str(folder)
-        )
-    }
+    return {VARIABLE: str(of_user()), **HUGE_PAGES, "JAX_PLATFORMS": platforms}

@@ -142,7 +142,7 @@ class Coordinator:
                 f"{workdir} holds a run again, which it did not when this coordinator "
                 f"came up; start it once more, to go on with that"
             )
-        compilation.use_cache(workdir)
+        compilation.use_cache(compilation.of_run(workdir))
         self.policy_config = policy_config(
             run, placement, self._facts.run_id, self._plan.sizes
         )

@@ -51,7 +51,7 @@ class Host:
         """Reads the corpus; raises ConfigError or SecurityError."""
         folder = checkpoint.island_folder(config.placement, workdir, name)
         self.checkpoints = Checkpoints(config, name, folder)
-        compilation.use_cache(workdir)
+        compilation.use_cache(compilation.of_run(workdir))
         placement, run = config.placement, config.run
         self.config, self.name, self.island = config, name, config.island(name)
         self.deadlines = Deadlines(placement.time_budget_s)

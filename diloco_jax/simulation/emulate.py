@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from diloco_jax import compilation
 from diloco_jax.cluster.interrupt import as_keyboard_interrupt
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator import summary
@@ -115,6 +116,7 @@ def run(
     """`diloco emulate`: progress and report go to `console`; with a workdir, what
     came of it goes there. Returns the summary."""
     check(config, options)
+    compilation.use_cache(compilation.of_user())
     workdir = config.placement.workdir
     if workdir:
         from diloco_jax.cluster.beginning import Beginning

@@ -129,7 +129,7 @@ class Replay(contextlib.ExitStack):
         """Inner steps done."""
         for recorded in recording.coordinators:
             _refuse_other_bits("the coordinator", recorded, environment.describe())
-        compilation.use_cache(recording.workdir)
+        compilation.use_cache(compilation.of_user())
         self._recording = recording
         self._run = run = recording.config.run
         corpus = load_checked_corpus(run.data)

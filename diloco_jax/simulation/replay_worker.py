@@ -12,7 +12,6 @@ import functools
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,8 +59,7 @@ def serve(connection: Connection) -> None:
     """Carries out commands until the other end is closed."""
     setup = decode(connection.recv_bytes())
     assert isinstance(setup, Setup)
-    # In the folder that the environment names.
-    compilation.use_cache(Path())
+    compilation.use_cache(compilation.of_user())
     hosts = None
     if setup.hosts > 1:
         where = WorldAddress(address=setup.address, index=setup.index)
