@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
-
+from diloco_jax.observability.curves import Curves, Point
 from diloco_jax.observability.tape import JsonLines
 
 CURVES = {
@@ -18,7 +17,6 @@ CURVES = {
     "merge": ("norm", "tokens", "seconds"),
 }
 """Fields drawn, by kind of line."""
-FLUSH_S = 5
 
 
 class Metrics:
@@ -26,7 +24,7 @@ class Metrics:
 
     def __init__(self, workdir: Path) -> None:
         self._lines = JsonLines(workdir / "metrics.jsonl")
-        self._curves = SummaryWriter(str(workdir / "tensorboard"), flush_secs=FLUSH_S)
+        self._curves = Curves(workdir / "tensorboard")
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes a line, and a point of each of its curves: an island's over its own
@@ -40,9 +38,8 @@ class Metrics:
         for field in CURVES[kind]:
             value = record[field]
             if value is not None:
-                self._curves.add_scalar(
-                    f"{kind}/{field}/{name}", value, step, record["time"]
-                )
+                curve = f"{kind}/{field}/{name}"
+                self._curves.add(Point(curve, value, step, record["time"]))
 
     def close(self) -> None:
         """Closes the files."""

@@ -1,9 +1,13 @@
 """Lines and curves hold the same numbers."""
 
+import errno
 import json
+import threading
 
 import pytest
+from tensorboardX.event_file_writer import EventsWriter
 
+from diloco_jax.observability import curves
 from diloco_jax.observability.metrics import Metrics
 
 ISLAND = {
@@ -40,17 +44,17 @@ def test_lines_and_curves(tmp_path):
     metrics.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [ISLAND, MERGE]
-    curves = points(tmp_path / "tensorboard")
-    assert curves["island/loss/a"] == (3, 5.0, 2.5)
-    assert curves["merge/norm/fragment-1"] == (4, 6.0, 0.25)
-    assert "island/eval_loss/a" not in curves, "there was none"
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    drawn = points(file)
+    assert drawn["island/loss/a"] == (3, 5.0, 2.5)
+    assert drawn["merge/norm/fragment-1"] == (4, 6.0, 0.25)
+    assert "island/eval_loss/a" not in drawn, "there was none"
 
 
-def points(folder):
-    """(step, time, value) of every curve's only point."""
+def points(path):
+    """(step, time, value) of every curve's last point."""
     from tensorboardX.proto.event_pb2 import Event
 
-    (path,) = folder.glob("events.*")
     raw, found = path.read_bytes(), {}
     while raw:
         length = int.from_bytes(raw[:8], "little")
@@ -60,3 +64,45 @@ def points(folder):
             number = pytest.approx(value.simple_value)
             found[value.tag] = (event.step, event.wall_time, number)
     return found
+
+
+def test_a_disk_that_was_full_for_a_moment_costs_points_and_holds_up_nobody(
+    tmp_path, monkeypatch, caplog
+):
+    """The first file fails when it is flushed; a second one has what comes later."""
+    flush, failed = EventsWriter.flush, threading.Event()
+
+    def full_once(self):
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return flush(self)
+
+    monkeypatch.setattr(EventsWriter, "flush", full_once)
+    monkeypatch.setattr(curves, "FLUSH_S", 0.0)
+    metrics = Metrics(tmp_path)
+    metrics.append(ISLAND)
+    assert failed.wait(10)
+    for step in range(100):
+        metrics.append({**ISLAND, "step": step})
+    metrics.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 101
+    assert points(max((tmp_path / "tensorboard").iterdir()))["island/loss/a"][0] == 99
+    assert "No space left on device" in caplog.text
+
+
+def test_a_disk_that_hangs_holds_up_nobody(tmp_path, monkeypatch, caplog):
+    hang = threading.Event()
+    monkeypatch.setattr(EventsWriter, "flush", lambda self: hang.wait(60))
+    monkeypatch.setattr(curves, "FLUSH_S", 0.0)
+    monkeypatch.setattr(curves, "CLOSE_S", 0.1)
+    monkeypatch.setattr(curves, "MOST_WAITING", 10)
+    metrics = Metrics(tmp_path)
+    try:
+        for _ in range(20):
+            metrics.append(ISLAND)
+        metrics.close()
+        assert not hang.is_set()
+        assert "10 points wait for the disk" in caplog.text
+    finally:
+        hang.set()

@@ -1,0 +1,127 @@
+"""Points of curves for TensorBoard, written by a thread that nobody waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 5.0
+"""A point is in the file after so long; flushing waits for the disk."""
+CLOSE_S = 10.0
+"""So long for the last points; what hangs then is left behind."""
+MOST_WAITING = 100_000
+"""Points that may wait for a slow disk; later ones are left out."""
+
+
+class Point(NamedTuple):
+    """One value of one curve."""
+
+    curve: str
+    value: float
+    step: int
+    time: float
+
+
+class Curves:
+    """Event files in one folder. `add` never waits, and no error comes out of it.
+
+    Not tensorboardX's own `SummaryWriter`: the thread in it ends at the first error of
+    the disk, and then whoever adds a point waits forever.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._points: queue.Queue[Point | None] = queue.Queue(MOST_WAITING)
+        self._files = itertools.count()
+        self._left_out = False
+        self._thread = threading.Thread(target=self._run, name="curves", daemon=True)
+        self._thread.start()
+
+    def add(self, point: Point) -> None:
+        """Queues a point, or leaves it out where too many wait."""
+        try:
+            self._points.put_nowait(point)
+        except queue.Full:
+            if not self._left_out:
+                self._left_out = True
+                logger.warning(
+                    "%s: %d points wait for the disk; curves leave out what comes now, "
+                    "metrics.jsonl has it",
+                    self._folder,
+                    MOST_WAITING,
+                )
+
+    def close(self) -> None:
+        """Writes what is queued, if the disk lets it."""
+        try:
+            self._points.put(None, timeout=CLOSE_S)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_S)
+
+    # ---- the thread -------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Goes on with another file after an error: the one before may end in half a
+        point, at which its readers stop."""
+        told = False
+        while True:
+            try:
+                self._write_file()
+                return
+            except OSError as error:
+                if not told:
+                    told = True
+                    logger.warning(
+                        "curves in %s are not complete (%s); metrics.jsonl has all",
+                        self._folder,
+                        error,
+                    )
+
+    def _write_file(self) -> None:
+        """Returns when `close` is called."""
+        point = self._points.get()
+        if point is None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # The name has seconds; a file that is there would be begun anew.
+        suffix = f".{next(self._files)}"
+        file = EventsWriter(str(self._folder / "events"), suffix)
+        try:
+            self._write_points(file, point)
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.close()
+            raise
+        file.close()
+
+    def _write_points(self, file: EventsWriter, first: Point) -> None:
+        """Until `close` is called."""
+        point: Point | None = first
+        flush_at = time.monotonic() + FLUSH_S
+        while point is not None:
+            file.write_event(
+                Event(
+                    step=point.step,
+                    wall_time=point.time,
+                    summary=summary.scalar(point.curve, point.value),
+                )
+            )
+            try:
+                point = self._points.get(timeout=max(0.0, flush_at - time.monotonic()))
+            except queue.Empty:
+                file.flush()
+                point = self._points.get()
+                flush_at = time.monotonic() + FLUSH_S
