@@ -48,7 +48,7 @@ def begin_run(config: Config, workdir: Path) -> RunFacts:
     """Draws the id of a new run there; ConfigError if the workdir holds one."""
     if (workdir / "run.json").exists():
         facts = find_run(config, workdir)
-        if (workdir / "log").exists():
+        if has_begun(workdir):
             raise ConfigError(
                 f"{workdir} holds run {facts.run_id} already; choose another "
                 f"--workdir, or leave --init out to go on with it"
@@ -59,6 +59,11 @@ def begin_run(config: Config, workdir: Path) -> RunFacts:
     facts = RunFacts(run_id=uuid.uuid4().hex[:16], begun_unix=time.time())
     facts.write(workdir)
     return facts
+
+
+def has_begun(workdir: Path) -> bool:
+    """Whether the run there has its first snapshot: its log is made after that."""
+    return (workdir / "log").exists()
 
 
 def find_run(config: Config, workdir: Path) -> RunFacts:

@@ -21,6 +21,7 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_CONFIG
 from diloco_jax.loading import write_json
+from diloco_jax.workdir import has_begun
 
 ADDRESS_FILE = "coordinator.address"
 PROCESSES_FILE = "processes.json"
@@ -171,7 +172,7 @@ class Cluster:
         if bind.endswith(":0") and self.address:
             # The same port again: islands know no other.
             bind = bind.removesuffix("0") + self.address.rpartition(":")[2]
-        how = self._first if start == 1 else ""
+        how = self._first if start == 1 or not has_begun(self.workdir) else ""
         return [commands.coordinator_command(self.workdir, bind, how)]
 
     def _read_address(self) -> str:

@@ -44,7 +44,7 @@ class RecordLog:
         """after: a snapshot's number, which no segment of this log may have."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.segment = max([0, after + 1, *_segments(folder)])
+        self.segment = next_number(folder, after)
         self._file = _path(folder, self.segment).open("ab")
 
     def append(self, record: Mapping[str, Any], payload: bytes = b"") -> None:
@@ -71,6 +71,12 @@ class RecordLog:
     def close(self) -> None:
         """Closes the newest segment."""
         self._file.close()
+
+
+def next_number(folder: Path, after: int) -> int:
+    """Of a new segment or snapshot: no segment of the folder has a higher one, and none
+    up to `after` is meant."""
+    return max([0, after + 1, *_segments(folder)])
 
 
 def read(folder: Path, after: int) -> Iterator[Entry]:

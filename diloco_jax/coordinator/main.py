@@ -150,17 +150,25 @@ class Coordinator:
         self._open.callback(self._snapshots.close)
         found = self._snapshots.newest()
         if found is None and not self._init and gathered is None:
+            remedy = "start it with --init again: it ended before its first one"
+            if workdirs.has_begun(workdir):
+                remedy = (
+                    "bring that folder back, or begin a new run with --init in another "
+                    "--workdir"
+                )
             raise ConfigError(
                 f"{workdir} holds run {self._facts.run_id} but no snapshot of it in "
-                f"{self._folder}, and without --init nothing is initialised; bring "
-                f"that folder back, or begin a new run with --init in another --workdir"
+                f"{self._folder}, and without --init nothing is initialised; {remedy}"
             )
+        if found is None and gathered is None:
+            # Of a start that came to nothing: before the first snapshot, no run is.
+            (workdir / "tape.jsonl").unlink(missing_ok=True)
         self._tape = Tape(workdir / "tape.jsonl")
         self._open.callback(self._tape.close)
         state = self._make_state(gathered, found)
         self._metrics = Metrics(workdir)
         self._open.callback(self._metrics.close)
-        self._roster = Roster(workdir / "roster.msgpack")
+        self._roster = Roster.begin_from(workdir / "roster.msgpack")
         spared = SPARED_BYTES * self.policy_config.parameters
         rooms = Rooms(placement.merge_buffer_bytes, workdir, spared)
         inbox = Inbox(self.store.layouts_up, rooms)
@@ -277,6 +285,7 @@ class Coordinator:
         had, of a new run, or of this one as far as it was durable. What is new is
         durable before anyone can ask for it."""
         config, policy, plan = self._config, self.policy_config, self._plan
+        workdir = self._workdir
         if gathered is None and found is not None:
             self.store, state = origin.recover(
                 config,
@@ -285,7 +294,7 @@ class Coordinator:
                 plan,
                 self._snapshots,
                 found,
-                self._workdir / "log",
+                workdir / "log",
                 self._tape,
             )
             self._log = self._open_log()
@@ -298,12 +307,16 @@ class Coordinator:
             self.store, state = origin.initialise(
                 config, policy, self._model, plan, self._tape
             )
-        self._log = self._open_log(-1 if found is None else found)
-        self._save(self._log.rotate(), state, self.store.arrays())
+        # The log comes after the snapshot that it goes on from: where it is, the run
+        # has begun.
+        number = durable.next_number(workdir / "log", -1 if found is None else found)
+        self._snapshots.save(number, state, self.store.arrays())
+        self._log = self._open_log(number)
+        self._log.forget(number)
         if gathered is not None:
             # run.json comes last: before it, the workdir holds no run.
-            write_config_json(config, self._workdir / "config.json")
-            self._facts.write(self._workdir)
+            write_config_json(config, workdir / "config.json")
+            self._facts.write(workdir)
         return state
 
     def _open_log(self, after: int = -1) -> durable.RecordLog:
@@ -336,7 +349,10 @@ class Coordinator:
             self._snapshots.write(now, functools.partial(self._save, *now_saved))
         if ending:
             if self._end_by is None:
-                self._end_by = now + self._deadlines.stop_s
+                # Asked to end alone, it is not waited for: islands train on without it.
+                deadlines = self._deadlines
+                patience = deadlines.stop_s if engine.finished else deadlines.report_s
+                self._end_by = now + patience
             if not self._sessions.connected() or now >= self._end_by:
                 engine.stop()
 

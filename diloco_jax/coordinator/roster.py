@@ -6,6 +6,7 @@ replaced about once a second, so that a coordinator's crash costs the summary no
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ from diloco_jax.config import ConfigError
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.policy.events import Record
 from diloco_jax.wire.messages import Measures
+
+logger = logging.getLogger(__name__)
 
 INTERVALS_KEPT = 64
 """Activity intervals per island; when there are more, the oldest two become one."""
@@ -84,6 +87,23 @@ class Roster:
                 raise ConfigError(
                     f"{path} cannot be read ({error}); restore it from a copy"
                 ) from error
+
+    @classmethod
+    def begin_from(cls, path: Path) -> Roster:
+        """What the last life of the coordinator left there. A file that does not read,
+        as after a power cut, is put aside: no decision depends on it."""
+        try:
+            return cls(path)
+        except ConfigError as error:
+            damaged = path.with_suffix(".damaged")
+            os.replace(path, damaged)
+            logger.warning(
+                "%s; it is %s now, and what islands measured before is missing in "
+                "status and summary",
+                error,
+                damaged,
+            )
+            return cls(path)
 
     def hello(
         self, hello: Incarnation, now: float, *, steps_before: int | None = None

@@ -67,6 +67,7 @@ class Link:
         self._generation = 0
         self._inbound: Inbound | None = None
         self._closing = threading.Event()
+        self._sending = threading.Lock()
         self._threads = [
             threading.Thread(target=self._receive, name="link", daemon=True),
             threading.Thread(target=self._report, name="reports", daemon=True),
@@ -102,17 +103,29 @@ class Link:
     def close(self, ending: Ending, timeout_s: float) -> None:
         """Reports what is left, says goodbye and hangs up. Never raises."""
         self._closing.set()
+        # At once: the threads may take a while to end, and the machine may be gone.
+        stream = self._stream
+        said = stream is not None and self._say_goodbye(stream, ending)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(timeout_s)
         if self._stream is None:
             return
-        try:
-            self._send_reports(self._stream, sent_through=0)
-            self._stream.send(Goodbye(reason=ending.reason, text=ending.text))
-        except WireError as error:
-            logger.warning("left without a goodbye: %s", error)
+        if self._stream is not stream:  # Connected again meanwhile.
+            said = self._say_goodbye(self._stream, ending)
+        if not said:
+            logger.warning("left without a goodbye: the coordinator is away")
         self._stream.close(timeout_s)
+
+    def _say_goodbye(self, stream: ControlStream, ending: Ending) -> bool:
+        """The last that is said on this stream."""
+        with self._sending:
+            try:
+                self._send_reports(stream, sent_through=0)
+                stream.send(Goodbye(reason=ending.reason, text=ending.text))
+            except WireError:
+                return False
+            return True
 
     # ---- receiving --------------------------------------------------------------
 
@@ -126,7 +139,8 @@ class Link:
                     self._refused(refused)
                     return
                 except WireError as error:
-                    self._reconnect(error)
+                    if not self._closing.is_set():
+                        self._reconnect(error)
                     continue
                 if message is not None:
                     assert self._inbound is not None
@@ -190,7 +204,10 @@ class Link:
                 assert self._stream is not None
                 pause_s = MIN_REPORT_INTERVAL_S
                 try:
-                    sent_through = self._send_reports(self._stream, sent_through)
+                    with self._sending:
+                        if self._closing.is_set():
+                            return
+                        sent_through = self._send_reports(self._stream, sent_through)
                 except WireError:
                     # The receiving thread finds out too, and reconnects.
                     pause_s = self._deadlines.retry_min_s

@@ -162,14 +162,12 @@ class Island:
         script: another source of decisions than what comes in.
         """
         welcome = self._link.connect(self._config.placement.outage_budget_s)
-        path = self._host.client.probe()
         logger.info(
-            "island %s, incarnation %d: in run %s, %.1f ms and %.1f MB/s away",
+            "island %s, incarnation %d: in run %s, %s",
             self._name,
             self._incarnation,
             welcome.run_id,
-            path.rtt_s * 1e3,
-            path.bytes_per_s / 1e6,
+            self._distance(),
         )
         lead = lead_of(self._host.island.hosts) if script is None else 0
         self._tell_begin(welcome.run_id, lead)
@@ -196,12 +194,14 @@ class Island:
         return self._loop is not None and self._loop.ended_together
 
     def stop(self, ending: Ending) -> None:
-        """Says goodbye, within `stop_s`."""
+        """Says goodbye, within `stop_s`; at once where the machine is taken away: what
+        was under way has had the time of the notice."""
         timeout_s = self._deadlines.stop_s / 4
+        patience_s = 0.0 if ending.reason == "preempted" else timeout_s
         if self._loop is not None:
-            self._host.sender.close(timeout_s)
+            self._host.sender.close(patience_s)
         if self._receiver is not None:
-            self._receiver.close(timeout_s)
+            self._receiver.close(patience_s)
         self._link.close(ending, timeout_s)
         if self._hosts is not None:
             with contextlib.suppress(HostsError):
@@ -210,6 +210,15 @@ class Island:
     def close(self) -> None:
         """Frees sockets and threads."""
         self._host.close()
+
+    def _distance(self) -> str:
+        """To the coordinator, for people."""
+        try:
+            path = self._host.client.probe()
+        except WireError as error:
+            # As where many islands start at once: it serves few tests at a time.
+            return f"the path to the coordinator was not tested ({error})"
+        return f"{path.rtt_s * 1e3:.1f} ms and {path.bytes_per_s / 1e6:.1f} MB/s away"
 
     def _end(self, who: str) -> None:
         self.mailbox.end(EXIT_DONE, f"asked to end by {who}", "stopped")

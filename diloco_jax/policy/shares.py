@@ -20,6 +20,9 @@ from diloco_jax.policy.state import (
     with_island,
 )
 
+SHORTEST_STEP_S = 1e-4
+"""Whoever says that its steps are shorter is granted no more for it."""
+
 
 def top_up(config: PolicyConfig, state: State, name: str) -> tuple[State, list[Effect]]:
     """Grants until the island holds at least `outage_budget_s` of its speed."""
@@ -47,6 +50,7 @@ def largest_grant(
     it is to hold."""
     steps = FIRST_LEASE_STEPS
     if step_seconds > 0:
+        step_seconds = max(step_seconds, SHORTEST_STEP_S)
         steps = math.ceil(config.outage_budget_s / step_seconds) + 1
     return 2 * steps * sequences_per_step
 

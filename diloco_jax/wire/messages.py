@@ -7,15 +7,22 @@ elsewhere, as raw chunks: see `frames.py`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from diloco_jax.core.payload import Part
 from diloco_jax.policy.events import Outstanding, Phase, Record, Span, Verdict, Version
 from diloco_jax.policy.reasons import EndReason
 
 MAX_CONTROL_BYTES = 4 << 20
+# What decisions are computed from: more than any run has, and far from where whole
+# numbers of 64 bits end.
+Count = Annotated[int, Meta(ge=0, le=2**48)]
+Sequences = Annotated[int, Meta(ge=1, le=2**24)]
+Tokens = Annotated[int, Meta(ge=1, le=2**40)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -40,25 +47,25 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     session: str
     environment: dict[str, Any]
     """Versions, device kind, host, thread and process counts: for the tape."""
-    tokens_per_step: int
-    sequences_per_step: int
+    tokens_per_step: Tokens
+    sequences_per_step: Sequences
     phase: Phase
-    steps: int
-    step_seconds: float
+    steps: Count
+    step_seconds: Seconds
     outstanding: tuple[Outstanding, ...] = ()
-    sequences_granted: int = 0
-    records_through: int = 0
+    sequences_granted: Count = 0
+    records_through: Count = 0
     """Its records up to this number are acknowledged."""
     term: int = 0
     """The newest one in which it was welcomed; 0: in none."""
     versions: tuple[Version, ...] = ()
     """Of its anchors, by fragment; empty until it has all of them. With what follows,
     it is what a coordinator without its state goes by."""
-    tokens: int = 0
+    tokens: Count = 0
     """Progress of the run, as it last heard."""
-    next_position: int = 0
+    next_position: Count = 0
     """Up to which data was granted to anybody, as far as it heard."""
-    lead: int = 0
+    lead: Annotated[int, Meta(ge=0, le=2**16)] = 0
     """Boundaries from a request to its take: its hosts agree on it ahead."""
 
 
@@ -91,8 +98,8 @@ class Report(Message, frozen=True, kw_only=True, tag=True):
     """Where the island is; sent as often as `Deadlines.report_s` says."""
 
     phase: Phase
-    steps: int
-    step_seconds: float
+    steps: Count
+    step_seconds: Seconds
     """Running median, 0 before the second step."""
     records: tuple[Record, ...] = ()
     measures: Measures = Measures()

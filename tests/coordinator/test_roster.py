@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from diloco_jax.config import Config, IslandConfig
+from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator.roster import INTERVALS_KEPT, Roster
 from diloco_jax.coordinator.summary import missing
 from diloco_jax.policy.events import Record, Version
@@ -89,6 +89,23 @@ def test_all_comes_back_from_the_file_losses_that_are_no_numbers_too(roster, tmp
         roster.members
     )
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_file_that_does_not_read_is_put_aside(roster, tmp_path, caplog):
+    two_lives(roster)
+    roster.save()
+    path = tmp_path / "roster.msgpack"
+    damaged = path.read_bytes()[:-5]
+    path.write_bytes(damaged)
+    with pytest.raises(ConfigError, match=r"roster.msgpack cannot be read"):
+        Roster(path)
+    again = Roster.begin_from(path)
+    assert again.members == {}
+    assert "it is" in caplog.text
+    assert (tmp_path / "roster.damaged").read_bytes() == damaged
+    again.hello(hello(3), 1050.0)
+    again.save()
+    assert list(Roster.begin_from(path).members) == ["a"]
 
 
 def test_sums_and_extremes_are_over_all_incarnations(roster):

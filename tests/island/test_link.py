@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from link_support import (
 
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.fetcher import Fetcher
+from diloco_jax.island.inbound import Targets
 from diloco_jax.island.link import Link
 from diloco_jax.island.mailbox import Ending, Status
 from diloco_jax.island.receiver import Receiver
@@ -128,6 +131,21 @@ def test_goodbye_is_the_last_word(coordinator, link):
     link.close(Ending(0, "the run is over", "finished"), 5.0)
     goodbye = coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
     assert (goodbye.reason, goodbye.text) == ("finished", "the run is over")
+
+
+def test_goodbye_does_not_wait_for_the_threads(stack, client, coordinator, mailbox):
+    """They look every six seconds whether it ends, with this budget."""
+    link = Link(client, hello, mailbox, Deadlines(60.0))
+    link.connect(WAIT_S)
+    link.start(Targets(want=lambda *a: None, resend=lambda *a: None))
+    coordinator.until_report(lambda m: isinstance(m, messages.Report))
+    began = time.monotonic()
+    ending = Ending(1, "the machine is taken away", "preempted")
+    closing = threading.Thread(target=link.close, args=(ending, 15.0))
+    closing.start()
+    coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
+    assert time.monotonic() - began < 3
+    closing.join(WAIT_S)
 
 
 def test_deltas_are_sent_and_sent_again(coordinator, sender, mailbox):

@@ -1,5 +1,6 @@
 """Leases of data: enough for an outage, never twice, back only if without effect."""
 
+import pytest
 from kit import Driver, of, persisted
 from msgspec.structs import replace
 
@@ -101,6 +102,14 @@ def test_what_an_island_holds_at_most_is_twice_an_outage_budget() -> None:
     assert first == Span(0, 2 * 31 * 2), "30 steps and one, twice, of 2 sequences"
     assert spans(d.report("a", 30)) == [], "a half is left"
     assert spans(d.report("a", 32)) == [Span(124, 124 + 64)], "and is filled up"
+
+
+@pytest.mark.parametrize("step_seconds", [1e-300, 5e-324])
+def test_no_step_time_gives_a_lease_without_bound(step_seconds) -> None:
+    d = Driver(outage_budget_s=30.0)
+    d.hello("a", sequences_per_step=2, step_seconds=step_seconds)
+    (first,) = spans(d.effects)
+    assert first == Span(0, 2 * 300_001 * 2), "as of steps of 0.1 ms"
 
 
 def test_only_steps_of_no_merge_are_free_whichever_lease_they_are_of() -> None:

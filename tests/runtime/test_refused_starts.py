@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,12 +112,40 @@ def test_a_run_that_was_stopped_as_a_whole_has_no_islands_to_wait_for(config, tm
 
 
 def test_a_workdir_without_its_snapshots_is_not_initialised(config, tmp_path):
-    Coordinator(config, tmp_path, init=True)  # begun, and never served
+    with coordinator(config, tmp_path):
+        pass
+    shutil.rmtree(tmp_path / "checkpoints")
+    tape = (tmp_path / "tape.jsonl").read_bytes()
     survivor = Coordinator(config, tmp_path, init=False)
     with pytest.raises(ConfigError, match=r"no snapshot .* with --init in another"):
         survivor.start()
-    assert not (tmp_path / "log").exists()
-    assert not (tmp_path / "tape.jsonl").exists()
+    assert (tmp_path / "tape.jsonl").read_bytes() == tape
+
+
+def test_a_run_whose_first_snapshot_was_not_written_begins_again(
+    config, tmp_path, monkeypatch
+):
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killing:
+        killing.setattr("diloco_jax.coordinator.snapshots.Snapshots.save", killed)
+        first = Coordinator(config, tmp_path, init=True)
+        with pytest.raises(KeyboardInterrupt):
+            first.start()
+        first.close()
+    second = Coordinator(config, tmp_path, init=False)
+    with pytest.raises(ConfigError, match=r"no snapshot .* start it with --init again"):
+        second.start()
+    second.close()
+    with coordinator(config, tmp_path):
+        pass
+    lines = (tmp_path / "tape.jsonl").read_text().splitlines()
+    kinds = [json.loads(line)["kind"] for line in lines]
+    assert kinds[0] == "begun"
+    assert kinds.count("begun") == 1
+    third = refused_start(config, tmp_path, init=True)
+    assert "leave --init out to go on with it" in third
 
 
 def test_a_workdir_of_another_run_is_refused(config, tmp_path):

@@ -85,6 +85,9 @@ def test_refusal_in_mid_session_comes_after_what_was_queued(serve, connect, hand
         (messages.encode({"type": "Nonsense"}), "Nonsense"),
         (messages.encode({"type": "Hello", "island": 7}), "Hello|island|field"),
         (messages.encode(report(1)), "is Report, expected Hello"),
+        (messages.encode(hello(sequences_per_step=2**60)), "sequences_per_step"),
+        (messages.encode(hello(step_seconds=float("inf"))), "step_seconds"),
+        (messages.encode(hello(next_position=-1)), "next_position"),
     ],
 )
 def test_a_broken_peer_is_told_and_disturbs_nobody(
