@@ -87,9 +87,11 @@ class Engine:
         self._log, self._tape, self._metrics = log, tape, metrics
         self._sessions, self._faults = sessions, faults
         self._housekeeping = housekeeping
-        self._queue: queue.Queue[tuple[Event | None, Before | None]] = queue.Queue(
-            EVENTS_WAITING
+        self._queue: queue.Queue[tuple[Event | None, Before | None, float]] = (
+            queue.Queue(EVENTS_WAITING)
         )
+        self._now = time.monotonic()
+        """Of the last step of the policy."""
         self._merger = ThreadPoolExecutor(1, "diloco-merge")
         self._computed: dict[int, Merged] = {}
         self._merges = sum(fragment.merges for fragment in state.fragments)
@@ -97,8 +99,9 @@ class Engine:
         self._failure: BaseException | None = None
 
     def post(self, event: Event | None, before: Before | None = None) -> None:
-        """Queues an event; `before` is called on the engine's thread just ahead."""
-        self._queue.put((event, before))
+        """Queues an event of now; `before` is called on the engine's thread just
+        ahead."""
+        self._queue.put((event, before, time.monotonic()))
 
     def stop(self) -> None:
         """Ends `run` after what is queued. Safe in a signal handler."""
@@ -124,25 +127,27 @@ class Engine:
         self._tape.append({**record, "time": time.time()})
 
     def _turn(self) -> None:
-        now = time.monotonic()
-        due = policy.next_deadline(self.state, now)
-        wait = LONGEST_WAIT_S if due is None else min(LONGEST_WAIT_S, due - now)
+        due = policy.next_deadline(self.state, self._now)
+        wait = LONGEST_WAIT_S
+        if due is not None:
+            wait = min(wait, due - time.monotonic())
         event: Event | None = None
         before: Before | None = None
         try:
-            event, before = self._queue.get(timeout=max(wait, 0.0))
+            event, before, at = self._queue.get(timeout=max(wait, 0.0))
         except queue.Empty:
-            event = Timer()
+            event, at = Timer(), time.monotonic()
         if before is not None:
             before()
         if event is not None:
-            self._step(event)
+            self._step(event, at)
         self._housekeeping(self)
 
-    def _step(self, event: Event) -> None:
-        self.state, effects = policy.step(
-            self.config, self.state, event, time.monotonic()
-        )
+    def _step(self, event: Event, at: float) -> None:
+        """The policy sees an event at the time at which it came: what waited here while
+        this thread was held up (by a disk, or with the whole machine) is not late."""
+        self._now = max(self._now, at)
+        self.state, effects = policy.step(self.config, self.state, event, self._now)
         for effect in effects:
             self._carry_out(effect)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from diloco_jax.coordinator import durable
+from diloco_jax.coordinator import engine as engine_module
 from diloco_jax.coordinator.durable import RecordLog, read
 from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox
@@ -99,6 +102,18 @@ def report(steps, *records):
     )
 
 
+def hello(name, session=None):
+    return Hello(
+        island=name,
+        incarnation=1,
+        session=session or name,
+        run_id="",
+        fingerprint="f",
+        tokens_per_step=10,
+        sequences_per_step=1,
+    )
+
+
 @pytest.fixture
 def island(tmp_path):
     return Island(tmp_path / "log")
@@ -151,16 +166,7 @@ def make_engine(tmp_path, store, island):
             housekeeping=keep_house,
         )
         island.engine = engine
-        hello = Hello(
-            island="a",
-            incarnation=1,
-            session="s",
-            run_id="",
-            fingerprint="f",
-            tokens_per_step=10,
-            sequences_per_step=1,
-        )
-        for event in (hello, report(0), report(2)):
+        for event in (hello("a", "s"), report(0), report(2)):
             engine.post(event)
         return engine
 
@@ -270,6 +276,33 @@ def test_a_fault_strikes_after_the_merge_is_durable_and_before_it_is_told(
     ]
     make_engine(done=lambda: island.told(messages.Published), faults=faults).run()
     assert struck == [(1, "merged", 0)]
+
+
+def test_a_thread_that_was_held_up_does_not_take_islands_for_silent(
+    make_engine, tmp_path, monkeypatch
+):
+    """As by a disk that hangs: reports of ten leases wait in the queue."""
+    over, ahead = [], [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
+    monkeypatch.setattr(clock, "time", time.time, raising=False)
+    monkeypatch.setattr(engine_module, "time", clock)
+    engine = make_engine(done=lambda: over)
+
+    def held_up():
+        for _ in range(20):
+            ahead[0] += engine.config.lease_s / 2
+            for name in ("c", "b"):
+                engine.post(replace(report(0), island=name, session=name))
+        engine.post(None, lambda: over.append(True))
+
+    for name in ("b", "c"):
+        engine.post(hello(name))
+        engine.post(replace(report(0), island=name, session=name))
+    engine.post(None, held_up)
+    engine.run()
+    tape = list(read_tape(tmp_path / "tape.jsonl"))
+    assert [r["kind"] for r in tape].count("joined") == 3
+    assert {r["island"] for r in tape if r["kind"] == "absent"} == {"a"}, "is silent"
 
 
 def island_params(island):
