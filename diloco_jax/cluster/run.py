@@ -297,6 +297,15 @@ def _evaluate(
     if process.poll() is None:
         kill_group(process)
         process.communicate()
+        if not interrupt.count:
+            console.print(
+                f"evaluation took longer than placement.compile_budget_s = "
+                f"{config.placement.compile_budget_s:g}; "
+                f"`diloco eval {workdir}` has all the time that it takes",
+                highlight=False,
+                soft_wrap=True,
+                markup=False,
+            )
     if process.returncode != 0:
         tail = "\n".join(f"  {line}" for line in log_tail(log, 15))
         console.print(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import struct
 import zlib
@@ -104,7 +105,8 @@ def read_frames(file: BinaryIO, name: str, *, last: bool) -> Iterator[Entry]:
     size, offset = file.seek(0, os.SEEK_END), file.seek(0)
     while offset < size:
         raw = file.read(_HEADER.size)
-        torn = len(raw) < _HEADER.size
+        end = offset + _HEADER.size
+        torn = end > size
         if not torn:
             magic, head_bytes, payload_bytes, crc = _HEADER.unpack(raw)
             if magic != _MAGIC:
@@ -113,7 +115,7 @@ def read_frames(file: BinaryIO, name: str, *, last: bool) -> Iterator[Entry]:
                     f"{_MAGIC!r} begins; the log is damaged, restore the workdir "
                     f"from a copy"
                 )
-            end = offset + _HEADER.size + head_bytes + payload_bytes
+            end += head_bytes + payload_bytes
             torn = end > size
         if torn:
             if not last:
@@ -121,6 +123,12 @@ def read_frames(file: BinaryIO, name: str, *, last: bool) -> Iterator[Entry]:
                     f"{name} ends inside the record at byte {offset}, but later "
                     f"segments exist; the log is damaged, restore the workdir "
                     f"from a copy"
+                )
+            if _has_record(file, offset + 1):
+                raise DurableError(
+                    f"{name}, byte {offset}: a record of {end - offset:,} bytes, which "
+                    f"is more than the file has, and whole ones after its beginning; "
+                    f"the log is damaged, restore the workdir from a copy"
                 )
             _cut_off(file, name, offset)
             return
@@ -136,6 +144,22 @@ def read_frames(file: BinaryIO, name: str, *, last: bool) -> Iterator[Entry]:
             )
         yield Entry(json.loads(head), payload)
         offset = end
+
+
+def _has_record(file: BinaryIO, start: int) -> bool:
+    """Whether a whole record begins there or later: each was on disk before the next
+    one was written, so none does after one that a crash left unfinished."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        while (start := data.find(_MAGIC, start)) >= 0:
+            body = start + _HEADER.size
+            if body > len(data):
+                return False
+            _, head_bytes, payload_bytes, crc = _HEADER.unpack(data[start:body])
+            end = body + head_bytes + payload_bytes
+            if end <= len(data) and zlib.crc32(data[body:end]) == crc:
+                return True
+            start += 1
+    return False
 
 
 def _cut_off(file: BinaryIO, name: str, offset: int) -> None:

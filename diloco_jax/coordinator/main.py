@@ -363,7 +363,7 @@ class Coordinator:
             engine.state,
             self._roster,
             seconds=now - self._facts.begun_unix,
-            alerts=engine.alerts,
+            alerts=[*engine.alerts, *self._snapshots.alerts(time.monotonic())],
             now=now,
         )
 

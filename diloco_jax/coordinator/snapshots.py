@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_ASKED_S = 0.2
 """How often it is asked how long to wait still."""
+LATE_AFTER = 10
+"""Times the interval of snapshots."""
 
 
 class Snapshots:
@@ -36,6 +38,8 @@ class Snapshots:
         self._whose = checkpoint.whose(run, run_id)
         self._due = time.monotonic() + self._every_s
         self._thread: threading.Thread | None = None
+        self._began = 0.0
+        self._failure = ""
 
     def newest(self) -> int | None:
         """The number of the newest one, if there is any."""
@@ -72,17 +76,32 @@ class Snapshots:
             try:
                 save()
             except Exception as error:
+                self._failure = checkpoint.cannot_write(self._folder, error)
                 logger.error(
                     "no snapshot was written, the log keeps what it holds: %s",
-                    checkpoint.cannot_write(self._folder, error),
+                    self._failure,
                 )
+            else:
+                self._failure = ""
 
-        self._due = now + self._every_s
+        self._due, self._began = now + self._every_s, now
         # A coordinator that has ended must not stay for a disk that hangs.
         self._thread = threading.Thread(
             target=attempt, name="diloco-snapshot", daemon=True
         )
         self._thread.start()
+
+    def alerts(self, now: float) -> list[str]:
+        """What people should know: without snapshots, the record log grows."""
+        grows = "until one is, the record log grows"
+        if self._writing() and now - self._began > LATE_AFTER * self._every_s:
+            return [
+                f"a snapshot in {self._folder} is not written after "
+                f"{now - self._began:.0f} s; {grows}"
+            ]
+        return [f"no snapshot was written: {self._failure}; {grows}"] * bool(
+            self._failure
+        )
 
     def wait(self, patience_s: Callable[[], float]) -> bool:
         """For the one that is being written, so long since the call, which may change

@@ -48,7 +48,7 @@ def make_certificates(
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _name("diloco authority")
     certificate = (
-        _builder(subject, subject, key.public_key(), CA_DAYS)
+        _builder(subject, subject, key.public_key(), key.public_key(), CA_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(authority=True), critical=True)
         .sign(key, hashes.SHA256())
@@ -103,7 +103,13 @@ def _leaves(
     ):
         key = ec.generate_private_key(ec.SECP256R1())
         builder = (
-            _builder(_name(f"diloco {role}"), authority.subject, key.public_key(), days)
+            _builder(
+                _name(f"diloco {role}"),
+                authority.subject,
+                key.public_key(),
+                authority_key.public_key(),
+                days,
+            )
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
             .add_extension(_key_usage(authority=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
@@ -118,6 +124,7 @@ def _builder(
     subject: x509.Name,
     issuer: x509.Name,
     public_key: ec.EllipticCurvePublicKey,
+    issuer_key: ec.EllipticCurvePublicKey,
     days: int,
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
@@ -130,6 +137,11 @@ def _builder(
         # An hour back, for machines whose clocks are late.
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(days=days))
+        # By RFC 5280, on which some, as Python from 3.13 on, insist.
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), False
+        )
     )
 
 

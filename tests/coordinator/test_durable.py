@@ -55,6 +55,19 @@ def test_a_torn_last_record_of_full_length_is_cut_off(tmp_path):
     assert numbers(tmp_path) == [0, 1]
 
 
+@pytest.mark.parametrize("record", [0, 1])
+@pytest.mark.parametrize("field", [4, 8])
+def test_a_damaged_length_is_no_unfinished_record(tmp_path, record, field):
+    filled(tmp_path)
+    path = tmp_path / "log-000000.bin"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3 * record + field + 1] ^= 0x40  # longer by 16 KiB
+    path.write_bytes(data)
+    with pytest.raises(DurableError, match="whole ones after its beginning"):
+        numbers(tmp_path)
+    assert path.read_bytes() == data
+
+
 def test_damage_in_the_middle_is_an_error_that_names_the_place(tmp_path):
     filled(tmp_path)
     path = tmp_path / "log-000000.bin"

@@ -71,6 +71,12 @@ def test_a_failure_is_told_and_the_next_one_is_due_in_time(opened, tmp_path, cap
     assert f"{tmp_path}/snapshots" in caplog.text
     assert "no space left on device" in caplog.text
     assert (snapshots.due(1009.0), snapshots.due(1010.0)) == (False, True)
+    (alert,) = snapshots.alerts(1010.0)
+    assert "no space left on device" in alert
+    assert "the record log grows" in alert
+    snapshots.write(1010.0, lambda: None)
+    snapshots.wait(lambda: PIN_S)
+    assert snapshots.alerts(1010.0) == []
 
 
 def test_one_that_hangs_is_neither_joined_by_another_nor_waited_for(opened):
@@ -79,6 +85,9 @@ def test_one_that_hangs_is_neither_joined_by_another_nor_waited_for(opened):
     snapshots.write(1000.0, lambda: hangs.wait(PIN_S) and None)
     assert not snapshots.wait(lambda: 0.01)
     assert not snapshots.due(math.inf)
+    assert snapshots.alerts(1100.0) == []
+    (alert,) = snapshots.alerts(1101.0)
+    assert "is not written after 101 s" in alert
     began = time.monotonic()
     snapshots.close()
     assert time.monotonic() - began < PIN_S / 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import shutil
 import socket
+import ssl
 import time
 from pathlib import Path
 
@@ -33,6 +34,22 @@ def test_control_over_tls(serve, connect, handlers, tls):
     _, address = serve(tls=tls["coordinator"])
     stream = connect(address, tls=tls["island"]).open_control(hello())
     assert stream.welcome.run_id == "r"
+
+
+def test_certificates_are_good_enough_for_the_strictest(serve, tls):
+    """As Python is from 3.13 on by default."""
+    _, address = serve(tls=tls["coordinator"])
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context(cadata=tls["island"].authority_pem.decode())
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    context.set_alpn_protocols(["h2"])
+    folder = tls["island"].folder
+    context.load_cert_chain(folder / "island.pem", folder / "island.key")
+    with (
+        socket.create_connection((host, int(port)), WAIT_S) as connection,
+        context.wrap_socket(connection, server_hostname=host) as secured,
+    ):
+        assert secured.selected_alpn_protocol() == "h2"
 
 
 def test_private_keys_are_private(certificates):
