@@ -34,6 +34,8 @@ class RunFacts:
     run_id: str
     begun_unix: float
     """Moved on by the time for which the run was stopped."""
+    stopped_seconds: float = 0.0
+    """By which it was moved on in all."""
     format: int = FORMAT
     written_by: str = dataclasses.field(
         default_factory=lambda: f"diloco_jax {metadata.version('diloco-jax')}"

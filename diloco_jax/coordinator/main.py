@@ -330,7 +330,11 @@ class Coordinator:
         stopped_s = max(0.0, time.time() - self._roster.saved_unix())
         steps = self._roster.resume(stopped_s)
         begun = self._facts.begun_unix + stopped_s
-        self._facts = dataclasses.replace(self._facts, begun_unix=begun)
+        self._facts = dataclasses.replace(
+            self._facts,
+            begun_unix=begun,
+            stopped_seconds=self._facts.stopped_seconds + stopped_s,
+        )
         self._facts.write(self._workdir)
         self._roster.save()
         # Before any hello.

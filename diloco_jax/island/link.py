@@ -19,7 +19,12 @@ from diloco_jax.exit_codes import EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.inbound import Inbound, Targets
 from diloco_jax.island.mailbox import MAX_RECORDS_PER_REPORT, Ending, Mailbox, Status
 from diloco_jax.wire.control import ControlStream
-from diloco_jax.wire.errors import Refused, SecurityError, WireError
+from diloco_jax.wire.errors import (
+    ProtocolError,
+    Refused,
+    SecurityError,
+    WireError,
+)
 from diloco_jax.wire.messages import (
     Goodbye,
     Hello,
@@ -30,6 +35,8 @@ from diloco_jax.wire.messages import (
 logger = logging.getLogger(__name__)
 
 MIN_REPORT_INTERVAL_S = 0.02
+MISUNDERSTANDINGS = 5
+"""So many in a row are no accident: the two ends are of different versions."""
 
 
 class Connects(Protocol):
@@ -65,6 +72,10 @@ class Link:
         self._targets: Targets | None = None
         self._stream: ControlStream | None = None
         self._generation = 0
+        self._connected = 0.0
+        self._misunderstood = 0
+        """Connections in a row that ended at once since one end sent what the other
+        does not understand."""
         self._inbound: Inbound | None = None
         self._closing = threading.Event()
         self._sending = threading.Lock()
@@ -139,8 +150,9 @@ class Link:
                     self._refused(refused)
                     return
                 except WireError as error:
-                    if not self._closing.is_set():
-                        self._reconnect(error)
+                    if self._closing.is_set() or self._given_up(error):
+                        return
+                    self._reconnect(error)
                     continue
                 if message is not None:
                     assert self._inbound is not None
@@ -149,10 +161,27 @@ class Link:
             logger.exception("the control stream's thread failed")
             self._mailbox.end(EXIT_FAILED, f"the control stream failed: {error!r}")
 
+    def _given_up(self, error: WireError) -> bool:
+        """Whether the two ends do not understand each other, which no connection
+        cures."""
+        if (
+            not isinstance(error, ProtocolError)
+            or time.monotonic() - self._connected > self._deadlines.lease_s
+        ):
+            self._misunderstood = 0
+            return False
+        self._misunderstood += 1
+        if self._misunderstood < MISUNDERSTANDINGS:
+            return False
+        text = f"{self._misunderstood} connections in a row ended at once: {error}"
+        self._mailbox.end(EXIT_REFUSED, text, "refused")
+        self._closing.set()
+        return True
+
     def _reconnect(self, error: WireError) -> None:
         began = time.monotonic()
         logger.warning("the coordinator is away (%s); training goes on", error)
-        pause_s = self._deadlines.retry_min_s
+        pause_s = self._deadlines.retry_min_s * 2**self._misunderstood
         while not self._closing.wait(pause_s):
             try:
                 welcome = self._try_to_connect()
@@ -176,7 +205,7 @@ class Link:
             raise
         except WireError as error:
             return error
-        self._stream = stream
+        self._stream, self._connected = stream, time.monotonic()
         self._generation += 1
         self.run_id, term = stream.welcome.run_id, stream.welcome.term
         if 0 < self.term < term:

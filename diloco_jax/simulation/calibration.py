@@ -203,7 +203,9 @@ def calibrate(timeline: Timeline) -> Calibration:
     ]
     compiling = [c.at - timeline.begun_at for c in timeline.compiled if not c.again]
     again = [c.at - c.up_at for c in timeline.compiled if c.again]
-    summed_up_at = timeline.begun_at + timeline.summary["wall_seconds"]
+    summed_up_at = (
+        timeline.begun_at + timeline.stopped_s + timeline.summary["wall_seconds"]
+    )
     return Calibration(
         run=config.run,
         steps=steps,

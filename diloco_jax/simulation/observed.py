@@ -18,7 +18,7 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.observability.tape import TapeError, read_tape
 from diloco_jax.policy.events import Version
 from diloco_jax.simulation.recording import check_origin, refuse_term
-from diloco_jax.workdir import read_config, read_summary
+from diloco_jax.workdir import read_config, read_facts, read_summary
 
 STOPPED = "stopped"
 """Why incarnations end when a run is resumed (`membership.resumed`)."""
@@ -89,11 +89,13 @@ class Recovered(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True)
 class Timeline:
-    """All of a finished run. `begun_at`: when its coordinator was started."""
+    """All of a finished run. `begun_at`: when its coordinator was first started;
+    `stopped_s`: between ends of the whole run and its resumptions, in all."""
 
     workdir: Path
     config: Config
     begun_at: float
+    stopped_s: float
     finished_at: float
     lives: Mapping[str, list[Observed]]
     """Incarnations in order, by island."""
@@ -131,7 +133,7 @@ def read_timeline(workdir: Path) -> Timeline:
             f"('finished'), or there is no summary.json beside it: it was cut off, or "
             f"the run is not over; calibrate on a run that has ended"
         )
-    summary = read_summary(workdir)
+    summary, facts = read_summary(workdir), read_facts(workdir)
     if "wall_seconds" not in summary or "islands" not in summary:
         raise ConfigError(
             f"{workdir}/summary.json is not what a run leaves (no wall_seconds, or no "
@@ -140,7 +142,8 @@ def read_timeline(workdir: Path) -> Timeline:
     return Timeline(
         workdir=workdir,
         config=config,
-        begun_at=json.loads((workdir / "run.json").read_bytes())["begun_unix"],
+        begun_at=facts.begun_unix - facts.stopped_seconds,
+        stopped_s=facts.stopped_seconds,
         finished_at=reader.finished_at,
         lives=reader.lives,
         ticks=reader.ticks,

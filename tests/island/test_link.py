@@ -27,7 +27,12 @@ from diloco_jax.island.mailbox import Ending, Status
 from diloco_jax.island.receiver import Receiver
 from diloco_jax.policy.events import Outstanding, Record, Span, Version
 from diloco_jax.wire import messages
-from diloco_jax.wire.errors import Busy, Refused, VersionGone
+from diloco_jax.wire.errors import (
+    Busy,
+    Refused,
+    RemoteProtocolError,
+    VersionGone,
+)
 from diloco_jax.wire.server import FetchSource
 
 
@@ -146,6 +151,24 @@ def test_goodbye_does_not_wait_for_the_threads(stack, client, coordinator, mailb
     coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
     assert time.monotonic() - began < 3
     closing.join(WAIT_S)
+
+
+def test_ends_that_do_not_understand_each_other_part(coordinator, link, mailbox):
+    """As of two versions: every connection ends at the first report."""
+
+    def broken(session, message):
+        raise RemoteProtocolError("record 1 cannot be understood")
+
+    coordinator.receive = broken
+    deadline = time.monotonic() + WAIT_S
+    while mailbox.ending is None and time.monotonic() < deadline:
+        mailbox.post(Status(phase="training", steps=1))
+        time.sleep(0.01)
+    ending = mailbox.ending
+    assert (ending.exit_code, ending.reason) == (3, "refused")
+    assert "5 connections in a row ended at once" in ending.text
+    assert "record 1 cannot be understood" in ending.text
+    assert coordinator.hellos.qsize() == 5
 
 
 def test_deltas_are_sent_and_sent_again(coordinator, sender, mailbox):

@@ -236,6 +236,17 @@ def test_the_time_until_somebody_resumed_the_run_is_no_outage(copied):
     assert read_timeline(copied).recoveries == []
 
 
+def test_when_a_run_began_is_known_although_it_was_stopped(copied, calibration):
+    facts = json.loads((copied / "run.json").read_text())
+    facts |= {"begun_unix": facts["begun_unix"] + 500, "stopped_seconds": 500.0}
+    (copied / "run.json").write_text(json.dumps(facts))
+    summary = json.loads((copied / "summary.json").read_text())
+    summary["wall_seconds"] -= 500
+    (copied / "summary.json").write_text(json.dumps(summary))
+    again = dataclasses.asdict(calibrate(read_timeline(copied)))
+    np.testing.assert_equal(again, dataclasses.asdict(calibration))
+
+
 def test_an_edited_tape_is_refused(copied, capsys):
     lines = (copied / "tape.jsonl").read_bytes().splitlines(keepends=True)
     del lines[40]
