@@ -8,6 +8,7 @@ Nothing heavy is imported before a command needs it.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import sys
@@ -20,6 +21,10 @@ from diloco_jax.config import Config, ConfigError, suggest
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_REFUSED
 
 T = TypeVar("T")
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR)
+"""Of a path that a user gave."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,6 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), error.exit_code)
     except WireError as error:
         return _fail(str(error), EXIT_FAILED)
+    except OSError as error:
+        if error.errno in FULL:
+            return _fail(
+                f"{_what(error)}: make room there; what was running goes on after "
+                f"that, a local run with `diloco run --resume WORKDIR`",
+                EXIT_FAILED,
+            )
+        if error.errno in UNUSABLE:
+            return _fail(f"{_what(error)}; choose another place", EXIT_CONFIG)
+        raise
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_FAILED)
 
@@ -362,6 +377,11 @@ def _help() -> str:
         "Exit codes: 0 done, 2 bad arguments or config, 3 refused, 1 anything else.",
     ]
     return "\n".join(lines)
+
+
+def _what(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename is not None else ""
+    return f"{where}{error.strerror}"
 
 
 def _fail(message: str, code: int) -> int:

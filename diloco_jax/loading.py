@@ -34,6 +34,7 @@ from diloco_jax.config import (
     RunConfig,
     suggest,
 )
+from diloco_jax.validation import require_sections
 
 if TYPE_CHECKING:
     from diloco_jax.core.outer import OuterPreset
@@ -164,6 +165,7 @@ def read_config(path: str | Path) -> Config:
             f"config() of {path} returned {type(config).__name__}; it must return a "
             f"diloco_jax.config.Config"
         )
+    require_sections(config)
     return config
 
 
@@ -239,12 +241,17 @@ def write_json(value: Mapping[str, Any], path: str | Path) -> None:
     """Writes JSON so that the file is, at any moment, the old one or the new one."""
     path = Path(path)
     scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with scratch.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            json.dump(value, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)
+        raise
 
 
 def require_writable(folder: Path, option: str) -> None:

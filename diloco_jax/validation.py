@@ -124,8 +124,39 @@ LAUNCH = {"coordinator_disk_gb": AT_LEAST_1}
 """By field; None, where a field may be it, is always right."""
 
 
+def require_sections(config: Any, path: str = "") -> None:
+    """Raises ConfigError unless the parts of a config are of the classes they are to
+    be: whatever reads one relies on it."""
+    for field in dataclasses.fields(config):
+        name, value = f"{path}{field.name}", getattr(config, field.name)
+        kind = typing.get_type_hints(type(config))[field.name]
+        if name == "islands":
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"islands = {value!r}; it must be a dict of IslandConfig by name"
+                )
+            for island, part in value.items():
+                _require_section(f"islands[{island!r}]", part, IslandConfig)
+                if not isinstance(island, str):
+                    raise ConfigError(
+                        f"islands has {island!r} as a name; it must be a str"
+                    )
+        elif dataclasses.is_dataclass(kind):
+            _require_section(name, value, kind)
+            require_sections(value, f"{name}.")
+
+
+def _require_section(name: str, value: Any, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(
+            f"{name} = {value!r}; it must be a diloco_jax.config.{kind.__name__}"
+        )
+
+
 def validate(config: Config) -> None:
     """Raises ConfigError naming field, values and remedy."""
+    _require_section("config", config, Config)
+    require_sections(config)
     run, sync, islands = config.run, config.run.sync, config.islands
     if not islands:
         raise ConfigError("islands is empty; name at least one island")
@@ -177,7 +208,10 @@ def _check_values(config: Any, prefix: str, bounds: Mapping[str, Bound]) -> None
         try:
             msgspec.convert(value, hint)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{prefix}{field} = {value!r}: {error}") from error
+            meant = ""
+            if isinstance(value, str) and typing.get_origin(hint) is tuple:
+                meant = f"; write ({value!r},), which is a tuple of one"
+            raise ConfigError(f"{prefix}{field} = {value!r}: {error}{meant}") from error
         bound = bounds.get(field)
         if bound is None or value is None:
             continue

@@ -1,5 +1,6 @@
 """The `diloco` command: exit codes, what goes where, and what is imported when."""
 
+import errno
 import json
 import os
 import subprocess
@@ -224,12 +225,26 @@ def test_exit_codes_follow_the_cause(path, fake, tmp_path, capsys):
         (ConnectionLost("nobody answers"), 1),
         (ClusterError(process, "did not start", 2), 2),
         (KeyboardInterrupt(), 1),
+        (OSError(errno.ENOSPC, "No space left on device"), 1),
+        (OSError(errno.EROFS, "Read-only file system", "ro/c"), 2),
+        (FileExistsError(errno.EEXIST, "File exists", "a-file"), 2),
     ):
         fake("diloco_jax.cluster.run", error)
         assert cli.main(["run", path]) == code
     shown = capsys.readouterr().err
-    for text in ("a newer incarnation", "nobody answers", "last words", "interrupted"):
+    for text in (
+        *("a newer incarnation", "nobody answers", "last words", "interrupted"),
+        "No space left on device: make room there",
+        "ro/c: Read-only file system; choose another place",
+        "a-file: File exists; choose another place",
+    ):
         assert text in shown
+
+
+def test_an_error_that_nobody_thought_of_keeps_its_traceback(path, fake):
+    fake("diloco_jax.cluster.run", OSError(errno.EIO, "Input/output error"))
+    with pytest.raises(OSError, match="Input/output error"):
+        cli.main(["run", path])
 
 
 def test_output_that_nobody_reads_ends_without_a_traceback():

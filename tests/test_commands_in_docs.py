@@ -17,6 +17,7 @@ import tyro
 from diloco_jax import cli, loading
 from diloco_jax.loading import read_config, write_config_json
 from diloco_jax.simulation import calibrate_command
+from diloco_jax.workdir import RunFacts
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -96,6 +97,7 @@ def parse(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
     for workdir in (a for a in arguments if a.startswith("runs/")):
         Path(workdir).mkdir(parents=True, exist_ok=True)
         write_config_json(read_config(CONFIG), Path(workdir) / "config.json")
+        RunFacts(run_id="r", begun_unix=0.0).write(Path(workdir))
 
     def parsed(real):
         def wrapped(*arguments, **options):

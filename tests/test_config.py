@@ -313,10 +313,10 @@ def test_a_text_too_short_for_a_window_is_refused(read, known):
     assert len(read) == 2
 
 
-def test_a_text_without_anything_held_out_is_refused(tmp_path):
-    (tmp_path / "b.txt").write_text("all of it is trained on")
-    data = DataConfig(paths=(str(tmp_path / "b.txt"),), validation_fraction=1e-7)
-    with pytest.raises(ConfigError, match=r"0 bytes.*raise data\.validation_fraction"):
+def test_a_text_of_which_too_little_is_trained_on_is_refused(tmp_path):
+    (tmp_path / "b.txt").write_text("nearly all of it is held out")
+    data = DataConfig(paths=(str(tmp_path / "b.txt"),), validation_fraction=0.9)
+    with pytest.raises(ConfigError, match=r"training text has 3 bytes, .* takes 9"):
         resolve(Config(run=RunConfig(data=data, sequence_length=8)))
 
 

@@ -6,6 +6,7 @@ import typing
 
 import pytest
 
+from diloco_jax import emulate
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -128,6 +129,26 @@ def test_a_number_outside_its_row_is_refused(section, field, bound):
 )
 def test_what_could_not_train_is_refused(section, field, value):
     assert f"{section}{field} = {value}; " in refusal(with_value(section, field, value))
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"islands": [IslandConfig()]}, "must be a dict of IslandConfig by name"),
+        ({"islands": {"a": {"batch_size": 4}}}, r"islands\['a'\] = .*IslandConfig"),
+        ({"islands": {1: IslandConfig()}}, "islands has 1 as a name"),
+        ({"run": None}, "run = None; it must be a diloco_jax.config.RunConfig"),
+        ({"run": RunConfig(model={"d_model": 32})}, r"run\.model = .*ModelConfig"),
+    ],
+)
+def test_a_part_of_another_class_is_refused(fields, shown):
+    with pytest.raises(ConfigError, match=shown):
+        Config(**fields).validate()
+
+
+def test_what_is_no_config_is_refused():
+    with pytest.raises(ConfigError, match=r"'my.py'; it must be a .*Config"):
+        emulate("my.py")
 
 
 def test_bounds_tell_which_ends_are_in():

@@ -40,6 +40,11 @@ def with_config(arguments: Sequence[str]) -> list[str]:
         value = arguments[1] if len(arguments) > 1 else ""
     if not value or value.startswith("-"):
         raise ConfigError(f"{OPTION} takes the workdir of the run that is to go on")
+    if Path(value).is_dir() and not workdirs.holds_run(Path(value)):
+        raise ConfigError(
+            f"{OPTION} {value}: no run is there (there is no run.json); give the "
+            f"workdir of a run, or begin one with diloco run CONFIG"
+        )
     # Before the config is read: one of another format may have other fields.
     workdirs.require_format(Path(value))
     return [str(Path(value) / "config.json"), *arguments]

@@ -27,7 +27,13 @@ from diloco_jax.cluster.resume import (
     tell_resumed,
 )
 from diloco_jax.cluster.status import status_client
-from diloco_jax.config import Config, ConfigError, Placement
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    Placement,
+    differences,
+    shared_fields,
+)
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.loading import read_config_json, resolve, write_config_json
@@ -108,6 +114,7 @@ def _run(
             code = _evaluate(config, workdir, summary, console, interrupt)
     if not summary:
         console.print(f"no summary: see {workdir / 'logs'}", highlight=False)
+        _say_how_to_go_on(workdir, console, interrupt)
         return code or EXIT_FAILED, {}
     report = closing_report(summary, cluster.outages.by_island())
     console.print(f"\n{report}", highlight=False, soft_wrap=True)
@@ -118,10 +125,14 @@ def _run(
         workdirs.add_to_summary(workdir, {"baseline": summary["baseline"]})
         text = comparison(summary, summary["baseline"])
         console.print(f"\n{text}", highlight=False, soft_wrap=True)
-    if interrupt.count:
+    _say_how_to_go_on(workdir, console, interrupt)
+    return code, summary
+
+
+def _say_how_to_go_on(workdir: Path, console: Console, interrupt: Interrupt) -> None:
+    if interrupt.count and workdirs.has_begun(workdir):
         text = f"go on with: diloco run --resume {workdir}"
         console.print(text, highlight=False, soft_wrap=True)
-    return code, summary
 
 
 def _processes(
@@ -164,8 +175,8 @@ def create_workdir(config: Config, config_path: str) -> Config:
     workdir = Path(placement.workdir or Path("runs") / name).absolute()
     if any((workdir / file).exists() for file in RUN_FILES):
         raise ConfigError(
-            f"workdir {workdir} holds {_described(workdir, config, config_path)}, give "
-            f"another --workdir, or remove that folder"
+            f"workdir {workdir} holds {_described(workdir, config)}; give another "
+            f"--workdir{_or_go_on(workdir)}"
         )
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -336,15 +347,19 @@ def _baseline_lines(console: Console) -> Callable[[int, int, float], None]:
     return report
 
 
-def _described(workdir: Path, config: Config, config_path: str) -> str:
+def _described(workdir: Path, config: Config) -> str:
     """The run that is there, beside the one that was to begin there."""
     try:
-        there = read_config_json(workdir / "config.json").run.fingerprint()
+        there = read_config_json(workdir / "config.json").run
     except ConfigError:
         return "another run (its config.json cannot be read)"
-    here = config.run.fingerprint()
-    if there != here:
-        return f"another run (fingerprint {there}; {config_path} has {here})"
-    if workdirs.holds_run(workdir):
-        return f"this run: go on with it by `diloco run --resume {workdir}`"
-    return "another run of the same config"
+    lines = differences(shared_fields(there), shared_fields(config.run))
+    if lines:
+        return f"another run, with {'; '.join(lines)} (here: that folder)"
+    return "this run" if workdirs.holds_run(workdir) else "another run of this config"
+
+
+def _or_go_on(workdir: Path) -> str:
+    if not workdirs.holds_run(workdir):
+        return ""
+    return f", or go on with that run: diloco run --resume {workdir}"

@@ -20,7 +20,7 @@ def status_client(address: str, placement: Placement) -> Client:
     folder = placement.certificates
     return Client(
         address,
-        tls=TlsFiles.load(folder, "island") if folder else None,
+        tls=TlsFiles.load_any(folder) if folder else None,
         deadlines=Deadlines(placement.time_budget_s),
         bulk_channels=0,
         insecure=placement.insecure,

@@ -69,7 +69,8 @@ class Service:
                 f"the run's config has fingerprint {self._fingerprint}, island "
                 f"{hello.island!r} has {hello.fingerprint}; they differ in "
                 f"{'; '.join(lines) or 'nothing that was sent'} (here: the "
-                f"coordinator). Start the island with the run's config.json",
+                f"coordinator). Start the island with the run's config.json, and on "
+                f"the run's text (--data.paths)",
             )
         if gathering.is_superseded(self._engine.state, hello.term):
             # Not refused, since the fault is here: the island goes on, and comes again.

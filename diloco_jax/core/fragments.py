@@ -123,9 +123,9 @@ def plan_fragments(
         dealt.setdefault(_kept_with(piece, by), []).append(piece)
     if not 1 <= num_fragments <= len(dealt):
         raise ValueError(
-            f"num_fragments = {num_fragments}, but by {by} the parameters make at most "
+            f"fragments = {num_fragments}, but by {by} the parameters make at most "
             f"{len(dealt)} fragments of {len(pieces)} pieces (tensors, stacked ones "
-            f"counted by layer); choose num_fragments between 1 and {len(dealt)}"
+            f"counted by layer); choose fragments between 1 and {len(dealt)}"
             f"{'' if by == 'size' else ', or deal them out by size'}"
         )
     names = {piece.name for piece in pieces}

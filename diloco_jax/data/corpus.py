@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
+import math
 import os
 import pathlib
 import sysconfig
@@ -17,6 +19,8 @@ import numpy as np
 
 from diloco_jax.config import ConfigError, DataConfig
 from diloco_jax.data.tokenizer import SEPARATOR
+
+logger = logging.getLogger(__name__)
 
 # Not every installation has these, or they differ between builds, or they are tables
 # and test data rather than text.
@@ -50,31 +54,30 @@ def load_corpus(paths: tuple[str, ...], validation_fraction: float) -> Corpus:
       paths: text files, and folders in which every regular file counts, hidden ones
         apart; none = the Python standard library's own sources.
       validation_fraction: share of the documents held out. A document's side depends
-        on its name alone, so new documents move no others.
+        on its name alone, so new documents move no others. Where that leaves a side
+        without any, as with one file, the end of every document is held out.
 
     Raises:
       ConfigError: a path that is missing, empty or not text.
     """
-    train: list[bytes] = []
-    validation: list[bytes] = []
-    names: list[str] = []
+    documents: dict[str, bytes] = {}
     digest = hashlib.sha256()
-    documents = _user_files(paths) if paths else _library_files()
-    for name, path in documents:
+    for name, path in _user_files(paths) if paths else _library_files():
         data = _read_text(path)
         if not data:
             continue
-        digest.update(f"{len(name.encode())}:{name}:{len(data)}:".encode())
+        digest.update(f"{len(_encoded(name, path))}:{name}:{len(data)}:".encode())
         digest.update(data)
-        side = validation if is_validation(name, validation_fraction) else train
-        side.append(data + bytes((SEPARATOR,)))
-        names.append(name)
-    if not names:
+        documents[name] = data
+    if not documents:
         where = ", ".join(paths) or sysconfig.get_path("stdlib")
         raise ConfigError(
             f"data.paths: no text in {where}; name files or folders with text"
         )
-    return Corpus(_row(train), _row(validation), digest.hexdigest()[:16], tuple(names))
+    train, validation = _split(documents, validation_fraction)
+    return Corpus(
+        _row(train), _row(validation), digest.hexdigest()[:16], tuple(documents)
+    )
 
 
 def load_checked_corpus(data: DataConfig) -> Corpus:
@@ -87,6 +90,12 @@ def load_checked_corpus(data: DataConfig) -> Corpus:
             f"{corpus.digest}; give the run's text (--data.paths), of the same Python "
             f"version if it is the standard library"
         )
+    logger.info(
+        "text: %d documents, %s bytes to train on, %s to validate on",
+        len(corpus.names),
+        f"{len(corpus.train):,}",
+        f"{len(corpus.validation):,}",
+    )
     return corpus
 
 
@@ -106,7 +115,7 @@ def require_prediction(nbytes: int) -> None:
     if nbytes < 2:
         raise ConfigError(
             f"the validation text has {nbytes} bytes, but 2 are needed to "
-            f"predict one; raise data.validation_fraction or give more documents "
+            f"predict one; raise data.validation_fraction or give more text "
             f"(data.paths)"
         )
 
@@ -117,8 +126,41 @@ def is_validation(name: str, fraction: float) -> bool:
     return int.from_bytes(head, "big") < fraction * 2**64
 
 
+def _split(
+    documents: dict[str, bytes], fraction: float
+) -> tuple[list[bytes], list[bytes]]:
+    """Documents to train on, and to validate on."""
+    held = {name for name in documents if is_validation(name, fraction)}
+    if 0 < len(held) < len(documents):
+        return (
+            [data for name, data in documents.items() if name not in held],
+            [data for name, data in documents.items() if name in held],
+        )
+    parts = [_cut(data, fraction) for data in documents.values()]
+    return [head for head, _ in parts if head], [tail for _, tail in parts if tail]
+
+
+def _cut(data: bytes, fraction: float) -> tuple[bytes, bytes]:
+    """At the beginning of a character."""
+    at = len(data) - math.ceil(len(data) * fraction)
+    while at > 0 and data[at] & 0xC0 == 0x80:
+        at -= 1
+    return data[:at], data[at:]
+
+
 def _row(documents: list[bytes]) -> np.ndarray:
-    return np.frombuffer(b"".join(documents), np.uint8)
+    ended = [data + bytes((SEPARATOR,)) for data in documents]
+    return np.frombuffer(b"".join(ended), np.uint8)
+
+
+def _encoded(name: str, path: pathlib.Path) -> bytes:
+    try:
+        return name.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"data.paths: the name of {os.fsencode(path)!r} is not UTF-8, and the "
+            f"split goes by names; rename it"
+        ) from error
 
 
 def _library_files() -> Iterator[tuple[str, pathlib.Path]]:
@@ -159,6 +201,13 @@ def _walk(
     found = []
     for folder, folders, files in os.walk(root, onerror=_refuse):
         folders[:] = [f for f in folders if f not in skipped and f[0] != "."]
+        for path in (pathlib.Path(folder, name) for name in folders):
+            if path.is_symlink():
+                logger.warning(
+                    "data.paths: %s is a link to a folder, which is not entered; name "
+                    "it as a path of its own if it is meant",
+                    path,
+                )
         for path in (pathlib.Path(folder, file) for file in files if file[0] != "."):
             if path.is_file():
                 found.append((path.relative_to(root).as_posix(), path))

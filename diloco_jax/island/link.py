@@ -99,7 +99,7 @@ class Link:
                 if suspicious:
                     raise welcome
                 suspicious = True
-            if not told:
+            if not told and not suspicious:
                 told = True
                 logger.warning("%s; trying for %.0f s", welcome, patience_s)
             self._closing.wait(self._deadlines.retry_max_s)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco_jax.observability.terminal import bytes_text, duration_text
+from diloco_jax.policy.reasons import STOPPED
 
 
 def closing_report(
@@ -85,10 +86,12 @@ def _outage_lines(
         times = max(1, len(seen), island.get("joins", 1) - 1)
         lost = _lost(island)
         share = lost / max(1, island.get("tokens_computed", 0))
+        stopped = island.get("tokens_lost", {}).get(STOPPED, 0)
+        of_stop = f" ({stopped:,} of them when the run was stopped)" if stopped else ""
         lines.append(
             f"{name} went away {times} time(s)"
             f"{f' ({away})' if away else ''}: it lost {lost:,} tokens of its own, "
-            f"{share:.1%} of what it computed"
+            f"{share:.1%} of what it computed{of_stop}"
         )
     others = [name for name in islands if name not in victims]
     if victims and others:

@@ -26,6 +26,7 @@ Refusal = RefusalReason | Literal[""]
 LossReason = EndReason | RefusalReason | Literal["coordinator", "overwritten"]
 """coordinator: it was killed with what it had not merged; overwritten: by adopting."""
 
+STOPPED: Final = "stopped"
 STALE: Final = "stale"
 # It leaves the local value unusable.
 NON_FINITE: Final = "non_finite"

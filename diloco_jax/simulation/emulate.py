@@ -8,6 +8,7 @@ reports go on meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import Counter
@@ -45,6 +46,7 @@ from diloco_jax.simulation.bodies import StoreMerging, TrainedBody, trainer_of
 from diloco_jax.simulation.history import History
 from diloco_jax.simulation.options import EmulationOptions
 from diloco_jax.simulation.world import World
+from diloco_jax.validation import validate
 
 Show = Callable[[dict[str, Any]], None]
 """Told about once a second how the run stands, as `diloco status` is."""
@@ -93,7 +95,7 @@ def emulate(
 
 def check(config: Config, options: EmulationOptions) -> None:
     """Raises ConfigError if this cannot be emulated."""
-    config.validate()
+    validate(config)
     options.validate(config.islands)
     for name, island in config.islands.items():
         if not island.step_seconds > 0:
@@ -133,6 +135,7 @@ def run(
             )
         except BaseException:
             # Interrupted, too: nothing came of it, the next one may have the folder.
+            _settle()
             if workdir:
                 begun.undo(Path(config.placement.workdir))
             raise
@@ -141,6 +144,13 @@ def run(
     report = closing_report(result.summary, history.outages(result.history))
     console.print(f"\n{report}", highlight=False, soft_wrap=True)
     return result.summary
+
+
+def _settle() -> None:
+    """Waits for what is dispatched: a process that ends under it ends by a signal."""
+    for array in jax.live_arrays():  # type: ignore[no-untyped-call]
+        with contextlib.suppress(Exception):  # It may be donated.
+            array.block_until_ready()
 
 
 class _Emulator:

@@ -17,10 +17,10 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.observability.tape import TapeError, read_tape
 from diloco_jax.policy.events import Version
+from diloco_jax.policy.reasons import STOPPED
 from diloco_jax.simulation.recording import check_origin, refuse_term
 from diloco_jax.workdir import read_config, read_facts, read_summary
 
-STOPPED = "stopped"
 """Why incarnations end when a run is resumed (`membership.resumed`)."""
 
 

@@ -97,10 +97,9 @@ def _leaves(
     days: int,
 ) -> dict[str, _Signed]:
     signed = {}
-    for role, usage in (
-        ("coordinator", ExtendedKeyUsageOID.SERVER_AUTH),
-        ("island", ExtendedKeyUsageOID.CLIENT_AUTH),
-    ):
+    server, client = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+    # On the coordinator's machine people ask for its status.
+    for role, usages in (("coordinator", [server, client]), ("island", [client])):
         key = ec.generate_private_key(ec.SECP256R1())
         builder = (
             _builder(
@@ -112,7 +111,7 @@ def _leaves(
             )
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
             .add_extension(_key_usage(authority=False), critical=True)
-            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         )
         if role == "coordinator":
             builder = builder.add_extension(_alternative_names(names), critical=False)

@@ -43,6 +43,18 @@ class TlsFiles:
         files._check()
         return files
 
+    @classmethod
+    def load_any(cls, folder: str | Path) -> TlsFiles:
+        """As `load`, the island's or, where only these are, the coordinator's: for
+        whoever asks how the run stands."""
+        islands = (Path(folder) / "island.pem").exists()
+        return cls.load(
+            folder,
+            "coordinator"
+            if not islands and (Path(folder) / "coordinator.pem").exists()
+            else "island",
+        )
+
     def server_credentials(self) -> Any:
         """`grpc.ServerCredentials` that let in only what the authority signed."""
         return grpc.ssl_server_credentials(

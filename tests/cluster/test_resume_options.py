@@ -40,8 +40,16 @@ def workdir(config, tmp_path):
         ([], []),
     ],
 )
-def test_the_workdirs_config_stands_in_for_one_that_is_not_given(given, meant):
+def test_the_workdirs_config_stands_in_for_one_that_is_not_given(
+    given, meant, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     assert with_config(given) == meant
+
+
+def test_a_folder_without_a_run_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"no run is there .*diloco run CONFIG"):
+        with_config(["--resume", str(tmp_path)])
 
 
 @pytest.mark.parametrize("given", [["--resume"], ["--resume", "--json"]])

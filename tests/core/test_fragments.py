@@ -107,7 +107,7 @@ def test_more_fragments_than_there_is_to_deal_out(
     by: FragmentBy, count: int, most: str
 ) -> None:
     plan_fragments(SHAPES, AXES, count - 1, by)
-    said = f"num_fragments = {count}, but by {by} .* {most} of 8 pieces.* by size"
+    said = f"fragments = {count}, but by {by} .* {most} of 8 pieces.* by size"
     with pytest.raises(ValueError, match=said):
         plan_fragments(SHAPES, AXES, count, by)
 
@@ -146,7 +146,7 @@ def test_digest_tells_plans_apart() -> None:
 
 @pytest.mark.parametrize("count", [0, 9])
 def test_impossible_number_of_fragments_names_both_values(count: int) -> None:
-    with pytest.raises(ValueError, match=rf"num_fragments = {count}.* 8 pieces"):
+    with pytest.raises(ValueError, match=rf"fragments = {count}.* 8 pieces"):
         plan_fragments(SHAPES, AXES, count)
 
 

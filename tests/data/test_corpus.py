@@ -1,6 +1,7 @@
 """Which text there is, and on which side of the split."""
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -40,6 +41,43 @@ def test_documents_are_split_whole_and_appear_once(tmp_path):
         f"text of {n}".encode() for n in sorted(names) if is_validation(n, 0.3)
     ]
     assert abs(len(held) / 200 - 0.3) < 4 * math.sqrt(0.3 * 0.7 / 200)
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.3, 0.9])
+def test_of_one_document_the_end_is_held_out(tmp_path, fraction):
+    path = tmp_path / "all.txt"
+    path.write_text("é" * 500)
+    corpus = load_corpus((str(path),), fraction)
+    (train,), (held,) = documents(corpus.train), documents(corpus.validation)
+    assert train + held == path.read_bytes()
+    assert set(held.decode()) == {"é"}, "cut between characters"
+    assert 0 <= len(held) - 1000 * fraction < 2
+
+
+def test_where_no_document_is_held_out_the_end_of_each_is(tmp_path):
+    names = [f"{i}.txt" for i in range(3)]
+    assert not any(is_validation(name, 0.02) for name in names)
+    write(tmp_path, names, "ten " * 25 + "{}")
+    corpus = load_corpus((str(tmp_path),), 0.02)
+    assert [len(d) for d in documents(corpus.validation)] == [3, 3, 3]
+    assert [d[-5:] for d in documents(corpus.validation)] == [
+        name[-3:].encode() for name in names
+    ]
+    assert len(documents(corpus.train)) == 3
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / os.fsdecode(b"bad\xff.txt")).write_text("text")
+    with pytest.raises(ConfigError, match=r"bad.*is not UTF-8.*rename it"):
+        load_corpus((str(tmp_path),), 0.5)
+
+
+def test_links_to_folders_are_told_and_left_out(tmp_path, caplog):
+    write(tmp_path, ["here/a.txt", "there/b.txt"])
+    (tmp_path / "here/link").symlink_to(tmp_path / "there")
+    corpus = load_corpus((str(tmp_path / "here"),), 0.5)
+    assert corpus.names == ("a.txt",)
+    assert f"{tmp_path}/here/link is a link to a folder" in caplog.text
 
 
 def test_a_new_document_moves_no_other(tmp_path):

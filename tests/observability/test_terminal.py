@@ -161,6 +161,14 @@ def test_report_names_an_island_that_did_not_return():
     assert "v5p went away 2 time(s) (for 7.2 s, to the end)" in report
 
 
+def test_report_tells_what_a_stop_of_the_run_cost():
+    island = tokens(400, 300, 100, joins=2)
+    island["tokens_lost"] = {"died": 60, "stopped": 40}
+    report = closing_report({"islands": {"v6e": tokens(1, 1, 0), "v5p": island}}, {})
+    assert "it lost 100 tokens of its own" in report
+    assert "(40 of them when the run was stopped)" in report
+
+
 def test_report_without_outages_or_evaluation():
     summary = {"islands": {"v6e": tokens(1, 1, 0)}}
     report = closing_report(summary, {})

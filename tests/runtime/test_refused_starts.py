@@ -79,7 +79,7 @@ def test_more_fragments_than_the_model_has_are_refused(config, tmp_path):
     many = with_run(config, sync=sync)
     message = refused_start(many, tmp_path / "run", init=True)
     assert "sync.fragments = 99, sync.fragment_by = 'layer': " in message
-    assert re.search(r"choose num_fragments between 1 and \d+, or deal them", message)
+    assert re.search(r"choose fragments between 1 and \d+, or deal them", message)
 
 
 def test_deltas_that_find_no_room_are_refused(config, tmp_path):
@@ -229,7 +229,11 @@ def test_init_does_not_begin_twice_a_run_that_nobody_joined(config, tmp_path):
         ),
         (
             ["--workdir", "FOLDER/used"],
-            ["FOLDER/used holds another run (fingerprint", "give another --workdir"],
+            [
+                "FOLDER/used holds another run, with ",
+                "seed: 7 here",
+                "another --workdir",
+            ],
         ),
     ],
     ids=lambda value: "" if "FOLDER" in value[0] else value[0],

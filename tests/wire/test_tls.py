@@ -52,6 +52,19 @@ def test_certificates_are_good_enough_for_the_strictest(serve, tls):
         assert secured.selected_alpn_protocol() == "h2"
 
 
+def test_the_coordinators_certificate_asks_for_status(
+    serve, connect, certificates, tmp_path
+):
+    """On its machine there is no other."""
+    for name in ("ca.pem", "coordinator.pem", "coordinator.key"):
+        shutil.copy(certificates / name, tmp_path)
+    _, address = serve(tls=TlsFiles.load(tmp_path, "coordinator"))
+    visitor = TlsFiles.load_any(tmp_path)
+    assert visitor.role == "coordinator"
+    assert "islands" in connect(address, tls=visitor).status(WAIT_S)
+    assert TlsFiles.load_any(certificates).role == "island"
+
+
 def test_private_keys_are_private(certificates):
     keys = sorted(path.name for path in certificates.glob("*.key"))
     assert keys == ["ca.key", "coordinator.key", "island.key"]
