@@ -36,9 +36,9 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.models.presets import preset
-from diloco_jax.simulation.calibrate_command import Row, fitted, predict
-from diloco_jax.simulation.calibration import Calibration, calibrate
-from diloco_jax.simulation.observed import read_timeline
+from diloco_jax.simulation.calibration.command import Row, fitted, predict
+from diloco_jax.simulation.calibration.fit import Calibration, calibrate
+from diloco_jax.simulation.calibration.observed import read_timeline
 
 ERROR_MAX = 0.05
 """Of goodput and step times, relative."""

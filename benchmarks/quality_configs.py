@@ -18,7 +18,7 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.models.presets import preset
-from diloco_jax.simulation.options import EmulationOptions
+from diloco_jax.simulation.emulation.options import EmulationOptions
 
 SEQUENCES = 32
 SEQUENCE = 128

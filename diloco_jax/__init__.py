@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diloco_jax.cluster.local import LocalCluster
     from diloco_jax.evaluation import load_params
-    from diloco_jax.simulation.emulate import Emulation, emulate
-    from diloco_jax.simulation.history import History
-    from diloco_jax.simulation.options import EmulationOptions
+    from diloco_jax.simulation.emulation.emulate import Emulation, emulate
+    from diloco_jax.simulation.emulation.history import History
+    from diloco_jax.simulation.emulation.options import EmulationOptions
 
 __all__ = [
     "Emulation",
@@ -28,10 +28,10 @@ __all__ = [
 
 # Nothing heavy is imported before it is needed: jax looks at the environment then.
 _HOMES = {
-    "Emulation": "diloco_jax.simulation.emulate",
-    "emulate": "diloco_jax.simulation.emulate",
-    "EmulationOptions": "diloco_jax.simulation.options",
-    "History": "diloco_jax.simulation.history",
+    "Emulation": "diloco_jax.simulation.emulation.emulate",
+    "emulate": "diloco_jax.simulation.emulation.emulate",
+    "EmulationOptions": "diloco_jax.simulation.emulation.options",
+    "History": "diloco_jax.simulation.emulation.history",
     "LocalCluster": "diloco_jax.cluster.local",
     "load_params": "diloco_jax.evaluation",
 }

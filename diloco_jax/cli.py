@@ -203,7 +203,7 @@ def island_command(arguments: Sequence[str]) -> int:
 
 def emulate_command(arguments: Sequence[str]) -> int:
     """`diloco emulate CONFIG`: all islands in this process, in virtual time."""
-    from diloco_jax.simulation.options import CommandOptions
+    from diloco_jax.simulation.emulation.options import CommandOptions
 
     path, config, options = _config_and_options("emulate", arguments, CommandOptions())
     from diloco_jax.island.environment import prepare_environment, skip_absent_tpu
@@ -213,7 +213,7 @@ def emulate_command(arguments: Sequence[str]) -> int:
     prepare_environment(max(island.devices for island in config.islands.values()))
     from rich.console import Console
 
-    from diloco_jax.simulation.emulate import run
+    from diloco_jax.simulation.emulation.emulate import run
 
     summary = run(config, path, Console(stderr=True), options)
     if options.json:
@@ -295,7 +295,7 @@ def replay_command(arguments: Sequence[str]) -> int:
 
     # Before anything imports jax.
     skip_absent_tpu()
-    from diloco_jax.simulation import replay_command
+    from diloco_jax.simulation.replay import command as replay_command
 
     return replay_command.replay_command(arguments)
 

@@ -227,7 +227,9 @@ def within(config: Any, bound: Bound, *fields: str) -> None:
 def _require(name: str, value: float, bound: Bound) -> None:
     if not bound.holds(value):
         finite = "" if math.isfinite(value) else "finite, "
-        raise ConfigError(f"{name} = {value}; it must be {finite}{bound}")
+        # Otherwise nobody comes near it, and it is not worth a word.
+        most = f", at most {LARGEST:.1e}" if LARGEST < value < math.inf else ""
+        raise ConfigError(f"{name} = {value}; it must be {finite}{bound}{most}")
 
 
 def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

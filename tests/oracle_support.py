@@ -14,7 +14,7 @@ from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.step import TrainState
 from diloco_jax.models.plan import build_plan
-from diloco_jax.simulation.bodies import trainer_of
+from diloco_jax.simulation.emulation.bodies import trainer_of
 
 
 def expected_history(

@@ -20,9 +20,9 @@ from diloco_jax.island.following import lead_of
 from diloco_jax.observability import measures
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.planning.options import Assumptions
-from diloco_jax.simulation.failures import FailureModel, Segment, undisturbed
-from diloco_jax.simulation.fleet import TIME_BUDGET_STEPS, Exchange, Fleet
-from diloco_jax.simulation.steps import durations
+from diloco_jax.simulation.fleets.failures import FailureModel, Segment, undisturbed
+from diloco_jax.simulation.fleets.fleet import TIME_BUDGET_STEPS, Exchange, Fleet
+from diloco_jax.simulation.virtual.steps import durations
 
 CYCLES, STEPS = 6, 300
 """Simulated, of the slowest island: the more of both."""

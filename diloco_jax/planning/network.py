@@ -6,7 +6,7 @@ import dataclasses
 
 from diloco_jax.config import SyncConfig
 from diloco_jax.core.choices import CodecName
-from diloco_jax.simulation.bandwidth import BandwidthConfig, simulate_bandwidth
+from diloco_jax.simulation.fleets.bandwidth import BandwidthConfig, simulate_bandwidth
 
 LINK_UTILISATION = BandwidthConfig.link_utilisation
 

@@ -6,13 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco_jax.simulation.bandwidth import BandwidthConfig, simulate_bandwidth
-    from diloco_jax.simulation.failures import FailureModel
-    from diloco_jax.simulation.fleet import Exchange
-    from diloco_jax.simulation.goodput import GoodputConfig, simulate_goodput
-    from diloco_jax.simulation.mix import MixConfig, simulate_mix
-    from diloco_jax.simulation.scavenge import ScavengeConfig, simulate_scavenge
-    from diloco_jax.simulation.sweep import sweep_goodput
+    from diloco_jax.simulation.fleets.bandwidth import (
+        BandwidthConfig,
+        simulate_bandwidth,
+    )
+    from diloco_jax.simulation.fleets.failures import FailureModel
+    from diloco_jax.simulation.fleets.fleet import Exchange
+    from diloco_jax.simulation.fleets.goodput import GoodputConfig, simulate_goodput
+    from diloco_jax.simulation.fleets.mix import MixConfig, simulate_mix
+    from diloco_jax.simulation.fleets.scavenge import ScavengeConfig, simulate_scavenge
+    from diloco_jax.simulation.fleets.sweep import sweep_goodput
 
 __all__ = [
     "BandwidthConfig",
@@ -30,17 +33,17 @@ __all__ = [
 
 # Nothing heavy is imported before it is needed: jax looks at the environment then.
 _HOMES = {
-    "BandwidthConfig": "bandwidth",
-    "Exchange": "fleet",
-    "FailureModel": "failures",
-    "GoodputConfig": "goodput",
-    "MixConfig": "mix",
-    "ScavengeConfig": "scavenge",
-    "simulate_bandwidth": "bandwidth",
-    "simulate_goodput": "goodput",
-    "simulate_mix": "mix",
-    "simulate_scavenge": "scavenge",
-    "sweep_goodput": "sweep",
+    "BandwidthConfig": "fleets.bandwidth",
+    "Exchange": "fleets.fleet",
+    "FailureModel": "fleets.failures",
+    "GoodputConfig": "fleets.goodput",
+    "MixConfig": "fleets.mix",
+    "ScavengeConfig": "fleets.scavenge",
+    "simulate_bandwidth": "fleets.bandwidth",
+    "simulate_goodput": "fleets.goodput",
+    "simulate_mix": "fleets.mix",
+    "simulate_scavenge": "fleets.scavenge",
+    "sweep_goodput": "fleets.sweep",
 }
 
 

@@ -58,7 +58,7 @@ class SweepOutput(Output):
 
 def goodput_command(arguments: Sequence[str]) -> int:
     """`diloco simulate goodput`."""
-    from diloco_jax.simulation import goodput, sweep
+    from diloco_jax.simulation.fleets import goodput, sweep
 
     default = goodput.GoodputConfig()
     config, output = _parse("goodput", arguments, default, SweepOutput())
@@ -80,7 +80,7 @@ def goodput_command(arguments: Sequence[str]) -> int:
 
 def mix_command(arguments: Sequence[str]) -> int:
     """`diloco simulate mix`."""
-    from diloco_jax.simulation.mix import MixConfig, simulate_mix
+    from diloco_jax.simulation.fleets.mix import MixConfig, simulate_mix
 
     config, output = _parse("mix", arguments, MixConfig(), Output())
     with _bar("mix") as progress:
@@ -104,7 +104,7 @@ def mix_command(arguments: Sequence[str]) -> int:
 
 def scavenge_command(arguments: Sequence[str]) -> int:
     """`diloco simulate scavenge`."""
-    from diloco_jax.simulation.scavenge import ScavengeConfig, simulate_scavenge
+    from diloco_jax.simulation.fleets.scavenge import ScavengeConfig, simulate_scavenge
 
     config, output = _parse("scavenge", arguments, ScavengeConfig(), Output())
     with _bar("scavenge") as progress:
@@ -124,7 +124,10 @@ def scavenge_command(arguments: Sequence[str]) -> int:
 
 def bandwidth_command(arguments: Sequence[str]) -> int:
     """`diloco simulate bandwidth`."""
-    from diloco_jax.simulation.bandwidth import BandwidthConfig, simulate_bandwidth
+    from diloco_jax.simulation.fleets.bandwidth import (
+        BandwidthConfig,
+        simulate_bandwidth,
+    )
 
     config, output = _parse("bandwidth", arguments, BandwidthConfig(), Output())
     result = simulate_bandwidth(config)
@@ -151,7 +154,7 @@ def calibrate_command(arguments: Sequence[str]) -> int:
 
     # Before anything imports jax.
     skip_absent_tpu()
-    from diloco_jax.simulation import calibrate_command as command
+    from diloco_jax.simulation.calibration import command
 
     return command.calibrate_command(arguments)
 

@@ -9,8 +9,8 @@ from diloco_jax.launch.order import slice_of
 from diloco_jax.loading import load_config
 from diloco_jax.planning.options import Assumptions, PlanOptions
 from diloco_jax.planning.report import fragments_of
-from diloco_jax.simulation.failures import FailureModel
-from diloco_jax.simulation.fleet import Exchange
+from diloco_jax.simulation.fleets.failures import FailureModel
+from diloco_jax.simulation.fleets.fleet import Exchange
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = ["mixed_toy", "mixed_12b"]

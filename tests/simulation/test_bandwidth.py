@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from diloco_jax.config import ConfigError
-from diloco_jax.simulation.bandwidth import (
+from diloco_jax.simulation.fleets.bandwidth import (
     PUBLISHED_DECOUPLED_GBIT_PER_S,
     BandwidthConfig,
     simulate_bandwidth,

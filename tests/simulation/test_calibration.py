@@ -14,9 +14,9 @@ from diloco_jax import cli
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.loading import write_config_json
 from diloco_jax.observability.tape import Tape, read_tape
-from diloco_jax.simulation.calibrate_command import fitted, predict
-from diloco_jax.simulation.calibration import calibrate, of_intervals
-from diloco_jax.simulation.observed import read_timeline
+from diloco_jax.simulation.calibration.command import fitted, predict
+from diloco_jax.simulation.calibration.fit import calibrate, of_intervals
+from diloco_jax.simulation.calibration.observed import read_timeline
 
 
 @pytest.fixture(scope="module")

@@ -53,8 +53,8 @@ def test_every_stated_option_of_goodput_is_there(capsys):
 
 
 def test_a_sweep_writes_table_and_plot(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("diloco_jax.simulation.sweep.CHIPS", (100_000,))
-    monkeypatch.setattr("diloco_jax.simulation.sweep.ISLANDS", (1,))
+    monkeypatch.setattr("diloco_jax.simulation.fleets.sweep.CHIPS", (100_000,))
+    monkeypatch.setattr("diloco_jax.simulation.fleets.sweep.ISLANDS", (1,))
     arguments = ["--sweep", "--out", str(tmp_path), "--hours", "0.1", "--json"]
     code, out, _ = run(capsys, "goodput", *arguments)
     assert code == 0

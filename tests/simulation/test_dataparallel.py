@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from diloco_jax.observability.measures import goodput, uptime
-from diloco_jax.simulation.dataparallel import elastic, rigid
-from diloco_jax.simulation.failures import FailureModel
+from diloco_jax.simulation.fleets.dataparallel import elastic, rigid
+from diloco_jax.simulation.fleets.failures import FailureModel
 
 DAY_S = 86_400.0
 NEVER = FailureModel(mtbi_years=0)

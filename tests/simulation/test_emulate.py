@@ -29,8 +29,8 @@ from diloco_jax.config import (
 )
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.windows import Windows
-from diloco_jax.simulation.bodies import TrainedBody
-from diloco_jax.simulation.line import LineSpeed
+from diloco_jax.simulation.emulation.bodies import TrainedBody
+from diloco_jax.simulation.virtual.line import LineSpeed
 
 CYCLES = 3
 
@@ -293,7 +293,7 @@ def test_what_ended_early_leaves_its_folder_to_the_next(
         os.kill(os.getpid(), number)
         pytest.fail("goes on after the signal")
 
-    monkeypatch.setattr("diloco_jax.simulation.emulate.emulate", interrupted)
+    monkeypatch.setattr("diloco_jax.simulation.emulation.emulate.emulate", interrupted)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         assert cli.main(["emulate", str(path), "--workdir", str(workdir)]) == 1

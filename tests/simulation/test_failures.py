@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import ConfigError
-from diloco_jax.simulation.failures import (
+from diloco_jax.simulation.fleets.failures import (
     SECONDS_PER_YEAR,
     Capacity,
     FailureModel,

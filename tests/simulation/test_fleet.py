@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from diloco_jax.observability import measures
-from diloco_jax.simulation.failures import Segment, undisturbed
-from diloco_jax.simulation.fleet import TOKENS_PER_STEP, Exchange, Fleet
+from diloco_jax.simulation.fleets.failures import Segment, undisturbed
+from diloco_jax.simulation.fleets.fleet import TOKENS_PER_STEP, Exchange, Fleet
 
 EXCHANGE = Exchange(
     cycle=4, fragments=4, params=1000, latency_seconds=0.01, merge_seconds=0.1

@@ -8,9 +8,9 @@ import pytest
 
 from diloco_jax.config import ConfigError
 from diloco_jax.policy.state import Island
-from diloco_jax.simulation.failures import FailureModel
-from diloco_jax.simulation.fleet import Exchange
-from diloco_jax.simulation.goodput import GoodputConfig, simulate_goodput
+from diloco_jax.simulation.fleets.failures import FailureModel
+from diloco_jax.simulation.fleets.fleet import Exchange
+from diloco_jax.simulation.fleets.goodput import GoodputConfig, simulate_goodput
 
 SHORT = GoodputConfig(hours=0.25, seeds=1)
 
@@ -123,7 +123,8 @@ def test_spread_makes_one_program_wait_but_not_islands():
         ({"grace": 5}, r"grace = 5; .* below 1"),
         ({"quorum": 9}, r"quorum = 9, but islands = 8: .* lower quorum or add islands"),
         ({"chips": 8000}, r"chips = 8000 on islands = 8 .*slice_chips = 4096.*; lower"),
-        ({"hours": 1e300}, r"e\+303 steps of islands to simulate, .*; lower hours"),
+        ({"hours": 1e15}, r"e\+18 steps of islands to simulate, .*; lower hours"),
+        ({"hours": 1e300}, r"hours = 1e\+300; it must be above 0, at most 9\.2e\+18"),
         ({"chips": 10**18}, r"interruptions to simulate, .*; .* or raise mtbi_years"),
         ({"exchange": Exchange(params=1e300)}, r"params = 1e\+300; .* at most 1e\+15"),
         (

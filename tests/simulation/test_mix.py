@@ -3,7 +3,7 @@
 import pytest
 
 from diloco_jax.config import ConfigError
-from diloco_jax.simulation.mix import MixConfig, simulate_mix
+from diloco_jax.simulation.fleets.mix import MixConfig, simulate_mix
 
 
 @pytest.fixture(scope="module")

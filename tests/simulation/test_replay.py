@@ -21,8 +21,14 @@ from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.models import transformer
 from diloco_jax.policy.events import Contribution, Record, Version
-from diloco_jax.simulation import replay
-from diloco_jax.simulation.recording import Life, RecordedMerge, Recording, Who, Written
+from diloco_jax.simulation.replay import replay
+from diloco_jax.simulation.replay.recording import (
+    Life,
+    RecordedMerge,
+    Recording,
+    Who,
+    Written,
+)
 
 WHO = Who("a", 1)
 RUN = RunConfig(

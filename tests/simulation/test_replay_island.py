@@ -21,9 +21,9 @@ from diloco_jax.island.pace import Pace
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.policy.events import Span, Version
-from diloco_jax.simulation.recording import Life, Who, Written
-from diloco_jax.simulation.replay_island import ReplayedIsland
-from diloco_jax.simulation.replay_worker import Copies
+from diloco_jax.simulation.replay.island import ReplayedIsland
+from diloco_jax.simulation.replay.recording import Life, Who, Written
+from diloco_jax.simulation.replay.worker import Copies
 from diloco_jax.wire.messages import TakeVerdict
 
 ISLAND = IslandConfig(batch_size=2)

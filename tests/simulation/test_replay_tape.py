@@ -11,8 +11,8 @@ from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
 from diloco_jax.loading import write_config_json
 from diloco_jax.observability.tape import Tape, TapeError
 from diloco_jax.policy.events import Version
-from diloco_jax.simulation.recording import SAME_BITS, Who
-from diloco_jax.simulation.replay_tape import read_recording
+from diloco_jax.simulation.replay.recording import SAME_BITS, Who
+from diloco_jax.simulation.replay.tape import read_recording
 
 CONFIG = Config(run=RunConfig(), islands={"a": IslandConfig(batch_size=2)})
 ENVIRONMENT = {

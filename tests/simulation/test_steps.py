@@ -5,7 +5,12 @@ import itertools
 import numpy as np
 import pytest
 
-from diloco_jax.simulation.steps import DRAWN_AT_ONCE, drawn, durations, lockstep_share
+from diloco_jax.simulation.virtual.steps import (
+    DRAWN_AT_ONCE,
+    drawn,
+    durations,
+    lockstep_share,
+)
 
 
 def test_steps_without_spread_take_what_they_usually_take():

@@ -4,8 +4,8 @@ import csv
 
 import pytest
 
-from diloco_jax.simulation.goodput import GoodputConfig
-from diloco_jax.simulation.sweep import sweep_goodput, write_csv, write_plot
+from diloco_jax.simulation.fleets.goodput import GoodputConfig
+from diloco_jax.simulation.fleets.sweep import sweep_goodput, write_csv, write_plot
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ import pytest
 from diloco_jax.config import Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.policy import ledger
-from diloco_jax.simulation.island import IslandSpec
-from diloco_jax.simulation.line import Line, LineSpeed
-from diloco_jax.simulation.merging import NoArrays
-from diloco_jax.simulation.world import World
+from diloco_jax.simulation.virtual.island import IslandSpec
+from diloco_jax.simulation.virtual.line import Line, LineSpeed
+from diloco_jax.simulation.virtual.merging import NoArrays
+from diloco_jax.simulation.virtual.world import World
 
 BATCH, LENGTH = 8, 128
 PER_STEP = BATCH * LENGTH

@@ -25,10 +25,10 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.loading import write_config_json, write_json
 from diloco_jax.observability.tape import Tape
 from diloco_jax.policy.events import Merge
-from diloco_jax.simulation import prediction
-from diloco_jax.simulation.calibration import Calibration, Fitted, Steps
-from diloco_jax.simulation.island import IslandSpec, VirtualIsland
-from diloco_jax.simulation.mortal import MortalWorld
+from diloco_jax.simulation.calibration import prediction
+from diloco_jax.simulation.calibration.fit import Calibration, Fitted, Steps
+from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
+from diloco_jax.simulation.virtual.mortal import MortalWorld
 
 BEGUN = 1e6
 STEP_S = {"a": 0.5, "b": 0.7, "c": 1.3}

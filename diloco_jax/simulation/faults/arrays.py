@@ -21,7 +21,7 @@ from diloco_jax.core.choices import AdoptRule
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.policy.events import FIRST_VERSION, Merge, Version
 from diloco_jax.policy.reasons import NON_FINITE, Refusal
-from diloco_jax.simulation.merging import Fetched
+from diloco_jax.simulation.virtual.merging import Fetched
 
 FIRST_ANCHOR = b"first"
 

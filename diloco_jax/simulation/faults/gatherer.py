@@ -25,10 +25,10 @@ from diloco_jax.policy.offers import (
 )
 from diloco_jax.policy.offers import Event as Gathered
 from diloco_jax.policy.state import PolicyConfig, State
-from diloco_jax.simulation.clock import Clock
-from diloco_jax.simulation.connection import Connection
 from diloco_jax.simulation.faults.arrays import Anchor
-from diloco_jax.simulation.merging import Fetched
+from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.virtual.connection import Connection
+from diloco_jax.simulation.virtual.merging import Fetched
 from diloco_jax.wire.messages import AnchorRequest, Welcome
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diloco_jax.simulation.clock import Clock
 from diloco_jax.simulation.faults.gatherer import Gatherer
 from diloco_jax.simulation.faults.network import FaultyLine, Network, Way
 from diloco_jax.simulation.faults.processes import FaultyCoordinator, FaultyIsland
 from diloco_jax.simulation.faults.schedule import LEASE_S, RETRY_S
+from diloco_jax.simulation.virtual.clock import Clock
 
 
 class Links:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.simulation.clock import Clock
 from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
@@ -15,6 +14,7 @@ from diloco_jax.simulation.faults.schedule import (
     SEQUENCE_LENGTH,
     Schedule,
 )
+from diloco_jax.simulation.virtual.clock import Clock
 
 NAME = "liveness"
 

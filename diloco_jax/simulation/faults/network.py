@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from diloco_jax.simulation.clock import Clock
-from diloco_jax.simulation.line import Line, LineSpeed
+from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.virtual.line import Line, LineSpeed
 
 Way = Literal["up", "down"]
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from diloco_jax.config import RunConfig
 from diloco_jax.policy.events import Effect, Event, Publish
-from diloco_jax.simulation.clock import Clock
-from diloco_jax.simulation.coordinator import VirtualCoordinator
 from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
 from diloco_jax.simulation.faults.disk import DiskError
 from diloco_jax.simulation.faults.gatherer import Gatherer
 from diloco_jax.simulation.faults.invariants import Monitor
-from diloco_jax.simulation.island import IslandSpec, VirtualIsland
+from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
+from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
 
 
 @dataclasses.dataclass

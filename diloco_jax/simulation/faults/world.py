@@ -15,8 +15,6 @@ from diloco_jax.coordinator.inbox import left_behind
 from diloco_jax.policy import recovery
 from diloco_jax.policy.gathering import LEASES_AWAITED
 from diloco_jax.policy.state import initial
-from diloco_jax.simulation.clock import Clock
-from diloco_jax.simulation.connection import Connection
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import Anchors, first_anchors, loaded
 from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
@@ -33,7 +31,9 @@ from diloco_jax.simulation.faults.schedule import (
     RETRY_S,
     Schedule,
 )
-from diloco_jax.simulation.island import IslandSpec
+from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.virtual.connection import Connection
+from diloco_jax.simulation.virtual.island import IslandSpec
 
 REPORT_S = LEASE_S / 3
 MOST_CALLS = 100_000

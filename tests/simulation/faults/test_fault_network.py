@@ -1,7 +1,7 @@
 """A network in trouble: what arrives, when, and how often."""
 
-from diloco_jax.simulation.clock import Clock
 from diloco_jax.simulation.faults.network import RESEND_S, FaultyLine, Network
+from diloco_jax.simulation.virtual.clock import Clock
 
 
 class Wire:

@@ -1,0 +1,1 @@
+"""Virtual time fitted to what a run left, and what another run would come to."""

@@ -1,0 +1,201 @@
+"""`diloco simulate calibrate WORKDIR`: what a recorded run's times predict."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from diloco_jax.config import Config, ConfigError
+from diloco_jax.loading import load_config
+from diloco_jax.simulation.calibration.fit import Calibration, Fitted, calibrate
+from diloco_jax.simulation.calibration.observed import Timeline, read_timeline
+
+RUN_FIELDS = ("goodput", "compute_goodput", "uptime", "wall_seconds", "merges")
+ISLAND_FIELDS = ("median_step_seconds", "steps", "tokens_merged", "participation")
+
+
+class Row(NamedTuple):
+    """One number, predicted as the mean over seeds. measured: None if unknown."""
+
+    what: str
+    predicted: float
+    low: float
+    high: float
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Of the prediction, relative to what was measured."""
+        if not self.measured:
+            return None
+        return self.predicted / self.measured - 1
+
+
+def calibrate_command(arguments: Sequence[str]) -> int:
+    """Raises ConfigError if a workdir or config cannot be used."""
+    options, overrides = _parser().parse_known_args(arguments)
+    if options.seeds < 1:
+        raise ConfigError(f"--seeds {options.seeds}; choose at least 1")
+    timeline = read_timeline(options.workdir)
+    against = read_timeline(options.against) if options.against else None
+    config = _config(timeline, against, options.config, overrides)
+    if against is None and config == timeline.config:
+        against = timeline
+    calibration = calibrate(timeline)
+    measured = against.summary if against is not None else None
+    rows = predict(calibration, config, options.seeds, measured)
+    if options.json:
+        print(json.dumps(_as_json(calibration, rows)))
+    else:
+        console = Console(stderr=True)
+        for table in (_fitted_table(calibration), _prediction_table(rows)):
+            console.print(table, highlight=False, soft_wrap=True)
+    return 0
+
+
+def predict(
+    calibration: Calibration,
+    config: Config,
+    seeds: int,
+    measured: Mapping[str, Any] | None,
+) -> list[Row]:
+    """What `config` comes to, over as many orders of the recorded step times, beside
+    the summary of a run of it."""
+    # jax is imported by it.
+    from diloco_jax.simulation.calibration.prediction import Prediction
+
+    played = [
+        dict(_numbers(Prediction(calibration, config, seed).summary()))
+        for seed in range(seeds)
+    ]
+    known = dict(_numbers(measured)) if measured else {}
+    return [
+        Row(
+            what,
+            statistics.fmean(one[what] for one in played),
+            min(one[what] for one in played),
+            max(one[what] for one in played),
+            known.get(what),
+        )
+        for what in played[0]
+    ]
+
+
+def fitted(calibration: Calibration) -> Iterator[tuple[str, Fitted]]:
+    """Everything that was fitted, by name."""
+    for name, steps in calibration.steps.items():
+        yield f"{name}: step", steps.fitted
+    for what, by_island in (
+        ("control message", calibration.latency_s),
+        ("delta's way up", calibration.up_s),
+        ("publish's way down", calibration.down_s),
+        ("start", calibration.start_s),
+        ("first join", calibration.join_s),
+        ("of it, compiling", calibration.compile_s),
+        ("later join", calibration.rejoin_s),
+    ):
+        for name in calibration.steps:
+            yield f"{name}: {what}", by_island[name]
+    yield "start after an end", calibration.restart_s
+    yield "merge", calibration.merge_s
+    yield "coordinator's start, compiling included", calibration.compiled_s
+    yield "its compiling after a return", calibration.recompiled_s
+    yield "coordinator's outage", calibration.outage_s
+    yield "return to it", calibration.resume_s
+
+
+def _numbers(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for field in RUN_FIELDS:
+        yield field, summary[field]
+    for name, island in summary["islands"].items():
+        for field in ISLAND_FIELDS:
+            yield f"{name}: {field}", island[field]
+
+
+def _config(
+    timeline: Timeline,
+    against: Timeline | None,
+    path: str | None,
+    overrides: Sequence[str],
+) -> Config:
+    """Of the run to predict: what --config says, or that of --against, or the run's
+    own; changed by the overrides."""
+    if against is not None:
+        if path or overrides:
+            raise ConfigError(
+                f"--against {against.workdir} brings its own config; leave out "
+                f"{' '.join(['--config', path] if path else overrides)}"
+            )
+        return against.config
+    return load_config(path or timeline.workdir / "config.json", overrides)
+
+
+def _as_json(calibration: Calibration, rows: Sequence[Row]) -> dict[str, Any]:
+    return {
+        "fitted": {what: one._asdict() for what, one in fitted(calibration)},
+        "held_up_steps": {n: s.held_up for n, s in calibration.steps.items()},
+        "predicted": [{**row._asdict(), "error": row.error} for row in rows],
+    }
+
+
+def _fitted_table(calibration: Calibration) -> Table:
+    table = _table("fitted, seconds", "value", "from", "to", "observed")
+    for what, one in fitted(calibration):
+        table.add_row(what, *(f"{value:.4f}" for value in one[:3]), str(one.observed))
+    return table
+
+
+def _prediction_table(rows: Sequence[Row]) -> Table:
+    table = _table("predicted", "value", "from", "to", "measured", "error")
+    for row in rows:
+        error = row.error
+        table.add_row(
+            row.what,
+            *(f"{value:.4g}" for value in row[1:4]),
+            "-" if row.measured is None else f"{row.measured:.4g}",
+            "-" if error is None else f"{error:+.1%}",
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    return table
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="diloco simulate calibrate",
+        description="Fits the simulator to a recorded run, and predicts another one: "
+        "goodput, step times, participation, merges. Options such as "
+        "--islands.NAME.step-seconds 2 or --faults NAME@40:kill change the "
+        "config.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("workdir", type=Path, metavar="WORKDIR")
+    parser.add_argument(
+        "--config", metavar="CONFIG", help="of the run to predict; default: the same"
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="WORKDIR",
+        help="the run to predict, which has ended: shows measurements and errors",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        help="orders of the recorded step times (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="one object, on stdout")
+    return parser

@@ -1,0 +1,1 @@
+"""All islands of a config with real gradients, in virtual time."""

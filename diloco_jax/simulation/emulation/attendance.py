@@ -1,0 +1,167 @@
+"""Which island of an emulation is there when: starts, failures, leaving."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from diloco_jax.config import Config
+from diloco_jax.coordinator.roster import Roster
+from diloco_jax.faults import Fault, parse_faults
+from diloco_jax.island.following import lead_of
+from diloco_jax.simulation.emulation.history import Diary
+from diloco_jax.simulation.emulation.options import EmulationOptions
+from diloco_jax.simulation.virtual.island import IslandSpec
+from diloco_jax.simulation.virtual.steps import durations
+from diloco_jax.simulation.virtual.world import World
+
+
+class Attendance:
+    """Starts islands, ends them and starts them again, as config and options say.
+
+    bytes_up: of an encoded delta, by fragment.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        options: EmulationOptions,
+        world: World,
+        bytes_up: tuple[int, ...],
+    ) -> None:
+        self.diaries: dict[str, list[Diary]] = {n: [] for n in sorted(config.islands)}
+        """Of all incarnations, by island."""
+        self._config, self._options, self._world = config, options, world
+        self._clock, self._bytes_up = world.clock, bytes_up
+        self._faults = parse_faults(config.placement.faults, config.islands).faults
+        for name in self.diaries:
+            start, stop = self._stay(name)
+            self._clock.at(start, functools.partial(self._start, name))
+            if stop < math.inf:
+                self._clock.at(stop, functools.partial(self._leave, name))
+
+    def update(self) -> None:
+        """Brings the diaries of those that live up to date."""
+        for name, diaries in self.diaries.items():
+            for diary in diaries[-1:]:
+                if diary.ended is None:
+                    diary.steps = self._world.islands[name].steps
+
+    def close(self) -> None:
+        """The run is over."""
+        for name in self.diaries:
+            self._close(name, "finished")
+
+    def roster(self) -> Roster:
+        """What a coordinator's would hold by now."""
+        self.update()
+        roster = Roster()
+        for name, diaries in self.diaries.items():
+            for diary in diaries:
+                now = self._clock.now if diary.ended is None else diary.ended
+                roster.hello(diary, diary.began)
+                roster.report(name, diary.measures(), (), now)
+                roster.members[name].adopted = dict(diary.versions)
+                if diary.end == "left":
+                    roster.left(name, now)
+        return roster
+
+    # ---- what islands are like ------------------------------------------------------
+
+    def usual_steps(self, name: str, chance: np.random.Generator) -> Iterator[float]:
+        """Seconds of one undisturbed step of an incarnation after the other."""
+        seconds = self._config.islands[name].step_seconds
+        return durations(seconds, self._options.step_spread, chance)
+
+    def join_seconds(self, name: str, incarnation: int) -> float:
+        """From the welcome to the first step, fetching apart."""
+        return self._options.join_seconds
+
+    def compile_seconds(self, name: str, incarnation: int) -> float:
+        """Of the join."""
+        return self.join_seconds(name, incarnation)
+
+    @property
+    def down_seconds(self) -> float:
+        """From a failure to the new start."""
+        return self._options.down_seconds
+
+    # ---- what happens ---------------------------------------------------------------
+
+    def _stay(self, name: str) -> tuple[float, float]:
+        return self._options.joins.get(name, (0.0, math.inf))
+
+    def _start(self, name: str) -> None:
+        if self._world.coordinator.finished or self._clock.now >= self._stay(name)[1]:
+            return
+        options, island = self._options, self._config.islands[name]
+        incarnation = len(self.diaries[name]) + 1
+        self.diaries[name].append(
+            Diary(
+                island=name,
+                incarnation=incarnation,
+                tokens_per_step=island.batch_size * self._config.run.sequence_length,
+                began=self._clock.now,
+                compile_seconds=self.compile_seconds(name, incarnation),
+            )
+        )
+        chance = np.random.default_rng(
+            (options.chance_seed, list(self.diaries).index(name), incarnation)
+        )
+        if options.failure_every_seconds:
+            self._kill_after(
+                chance.exponential(options.failure_every_seconds), name, incarnation
+            )
+        seconds = self.usual_steps(name, chance)
+        self._world.start(
+            IslandSpec(
+                name=name,
+                batch_size=island.batch_size,
+                step_seconds=functools.partial(self._step_seconds, name, seconds),
+                join_seconds=self.join_seconds(name, incarnation),
+                bytes_up=self._bytes_up,
+                lead=lead_of(island.hosts),
+            )
+        )
+
+    def _step_seconds(self, name: str, usual: Iterator[float], step: int) -> float:
+        """Of a step that begins now; what kills the island after it is on its way."""
+        diary = self.diaries[name][-1]
+        faults = [fault for fault in self._faults if _strikes(fault, diary)]
+        pauses = [f.pause_s for f in faults if f.step == step and f.pause_s is not None]
+        seconds = next(usual) + sum(pauses)
+        if any(f.step == step + 1 and f.pause_s is None for f in faults):
+            self._kill_after(seconds, name, diary.incarnation)
+        diary.step_seconds.append(seconds)
+        return seconds
+
+    def _kill_after(self, seconds: float, name: str, incarnation: int) -> None:
+        self._clock.after(seconds, functools.partial(self._kill, name, incarnation))
+
+    def _kill(self, name: str, incarnation: int) -> None:
+        island = self._world.islands[name]
+        if island.incarnation == incarnation and island.ended is None:
+            self._world.kill(name)
+            self._close(name, "died")
+            again = functools.partial(self._start, name)
+            self._clock.after(self.down_seconds, again)
+
+    def _leave(self, name: str) -> None:
+        island = self._world.islands[name]
+        if island.ended is None:
+            island.leave("stopped")
+            self._close(name, "left")
+
+    def _close(self, name: str, why: str) -> None:
+        self.update()
+        for diary in self.diaries[name][-1:]:
+            if diary.ended is None:
+                diary.ended, diary.end = self._clock.now, why
+
+
+def _strikes(fault: Fault, diary: Diary) -> bool:
+    """A fault of one host is one of its island."""
+    return (fault.who, fault.incarnation) == (diary.island, diary.incarnation)

@@ -1,0 +1,224 @@
+"""Real arrays in virtual time: the runtime's own parts behind `Body` and `Merging`.
+
+Bytes are those of the payloads, without headers.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh
+
+from diloco_jax.config import IslandConfig, RunConfig
+from diloco_jax.coordinator.inbox import DeltaKey
+from diloco_jax.coordinator.store import Merged, Store
+from diloco_jax.core.payload import Buffer, PayloadLayout
+from diloco_jax.data.windows import Windows
+from diloco_jax.island.build import build_exchange, build_trainer, join
+from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.replica import Replica
+from diloco_jax.island.step import Trainer
+from diloco_jax.models.model import Model
+from diloco_jax.models.plan import build_plan
+from diloco_jax.policy.events import Merge, Version
+from diloco_jax.policy.reasons import Refusal
+from diloco_jax.simulation.emulation.history import Diary
+from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.virtual.merging import Fetched
+from diloco_jax.wire.server import FetchSource
+
+
+class Encoded(NamedTuple):
+    """A delta on its way, by piece; packed when it arrives, so that nobody waits for
+    the device before."""
+
+    layout: PayloadLayout
+    pieces: tuple[jax.Array, ...]
+
+
+class Published:
+    """A fetch that is the same for several islands: its publishes go to the devices of
+    a mesh once."""
+
+    def __init__(self, source: FetchSource) -> None:
+        self.source = source
+        self._placed: dict[Mesh, tuple[tuple[jax.Array, ...], ...]] = {}
+
+    def on(
+        self, mesh: Mesh, put: Callable[[Buffer], tuple[jax.Array, ...]]
+    ) -> tuple[tuple[jax.Array, ...], ...]:
+        """The publishes by piece, oldest first; `put` puts one there."""
+        if mesh not in self._placed:
+            self._placed[mesh] = tuple(map(put, self.source.buffers))
+        return self._placed[mesh]
+
+
+def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
+    """Model and compiled steps; what computes alike, in this emulation or another one
+    of this process, shares them."""
+    rate = RunConfig().inner.learning_rate
+    if not run.model.factory:
+        inner = dataclasses.replace(run.inner, learning_rate=rate)
+        run = RunConfig(model=run.model, inner=inner)
+    alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
+    return _trainer_of(run, alike)
+
+
+_trainer_of = functools.lru_cache(maxsize=32)(build_trainer)
+
+
+class TrainedBody:
+    """An incarnation's model copy (see `body.Body`), and its diary."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        model: Model,
+        trainer: Trainer,
+        windows: Windows,
+        clock: Clock,
+        diary: Diary,
+    ) -> None:
+        self._plan, self._trainer = build_plan(run, model), trainer
+        self._exchange, _ = build_exchange(run, model, trainer)
+        self._windows, self._clock, self._diary = windows, clock, diary
+        self._replica: Replica
+
+    def begin(self, fetched: Mapping[int, Fetched]) -> None:
+        """See Body."""
+        anchors = {}
+        for fragment, part in fetched.items():
+            self._diary.bytes_join += part.nbytes
+            anchors[fragment] = self._anchor(fragment, part.data)
+        self._replica = join(self._plan, self._trainer, self._exchange, anchors)
+
+    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
+        """See Body."""
+        published: Published = fetched.data
+        version = fetched.version
+        if published.source.full:
+            self._diary.bytes_join += fetched.nbytes
+            anchor = self._anchor(fragment, published)
+            return Arrival(fragment=fragment, version=version, anchor=anchor)
+        self._diary.bytes_down += fetched.nbytes
+        put = functools.partial(self._exchange.put_publish, fragment)
+        publishes = published.on(self._trainer.mesh, put)
+        return Arrival(fragment=fragment, version=version, publishes=publishes)
+
+    def train(self, positions: np.ndarray, learning_rate: float) -> None:
+        """See Body."""
+        self._diary.step_began.append(self._clock.now)
+        self._diary.learning_rates.append(learning_rate)
+        metrics = self._replica.step(self._windows.batch(positions), learning_rate)
+        losses = self._diary.losses
+        losses.append(metrics["loss"])
+        if len(losses) > 1:
+            # One step late: the devices have the new one to do meanwhile.
+            losses[-2] = float(losses[-2])
+
+    def take(self, fragment: int) -> Encoded:
+        """See Arrays."""
+        layout = self._exchange.layouts_up[fragment]
+        self._diary.took(fragment, self._clock.now)
+        self._diary.bytes_up += layout.total_bytes
+        return Encoded(layout, self._replica.take(fragment))
+
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
+        """See Arrays."""
+        version = arrival.version.number
+        self._diary.adopted(arrival.fragment, version, self._clock.now)
+        self._replica.adopt(arrival, keep=keep)
+
+    def settle(self, fragment: int) -> None:
+        """See Arrays."""
+        self._replica.settle(fragment)
+
+    def reopen(self, fragment: int) -> None:
+        """See Arrays."""
+        self._replica.reopen(fragment)
+
+    def drop(self, fragment: int) -> None:
+        """See Arrays."""
+        self._replica.drop(fragment)
+
+    def reset(self, fragment: int) -> None:
+        """See Arrays."""
+        self._replica.reset(fragment)
+
+    def _anchor(self, fragment: int, published: Published) -> tuple[jax.Array, ...]:
+        payload = b"".join(published.source.buffers)
+        return self._exchange.put_anchor(fragment, payload)
+
+
+class StoreMerging:
+    """The coordinator's `Store` (see `merging.Merging`).
+
+    arrived: told of every delta. committed: told of every merge once it is current.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        arrived: Callable[[DeltaKey], None],
+        committed: Callable[[Merge, Merged], None],
+    ) -> None:
+        self._store = store
+        self._tell_arrived, self._tell_committed = arrived, committed
+        self._payloads: dict[DeltaKey, npt.NDArray[np.uint8]] = {}
+        self._computed: dict[int, tuple[Merge, Merged]] = {}
+        self._fetched: dict[int, dict[Version | None, Fetched]] = (
+            collections.defaultdict(dict)
+        )
+        """By fragment and what is there already; of the current version."""
+
+    def put(self, key: DeltaKey, encoded: Encoded) -> Refusal:
+        """See Merging."""
+        self._tell_arrived(key)
+        packed = encoded.layout.pack(encoded.pieces)
+        payload = self._payloads[key] = np.frombuffer(packed, np.uint8)
+        finite = self._store.is_finite(key.fragment, payload)
+        return "" if finite else "non_finite"
+
+    def drop(self, key: DeltaKey) -> None:
+        """See Merging."""
+        self._payloads.pop(key, None)
+
+    def compute(self, merge: Merge) -> str:
+        """See Merging."""
+        merged = self._store.merge(
+            merge.fragment,
+            merge.version,
+            merge.contributions,
+            [
+                self._payloads[
+                    DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
+                ]
+                for c in merge.contributions
+            ],
+            share=merge.share,
+            final=merge.final,
+        )
+        self._computed[merge.fragment] = merge, merged
+        return merged.digest
+
+    def commit(self, fragment: int, version: Version) -> None:
+        """See Merging."""
+        merge, merged = self._computed.pop(fragment)
+        self._store.commit(fragment, merged)
+        self._fetched[fragment].clear()
+        self._tell_committed(merge, merged)
+
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> Fetched:
+        """See Merging."""
+        fetched = self._fetched[fragment]
+        if have not in fetched:
+            source = self._store.fetch(fragment, want, have)
+            fetched[have] = Fetched(source.version, source.total, Published(source))
+        return fetched[have]

@@ -1,0 +1,293 @@
+"""`diloco emulate`: all islands of a config with real gradients, in virtual time.
+
+Everything is done by the runtime's own parts: policy, boundaries, books, steps, takes,
+merges. What is missing: wire, threads, disks, failures of the coordinator. Equal
+inputs give equal bits. A pause among the faults makes one step longer; the island's
+reports go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from diloco_jax import compilation
+from diloco_jax.cluster.interrupt import as_keyboard_interrupt
+from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.coordinator import summary
+from diloco_jax.coordinator.inbox import DeltaKey
+from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.coordinator.store import Merged, Store
+from diloco_jax.core.fragments import Params
+from diloco_jax.data.corpus import load_checked_corpus
+from diloco_jax.data.validation import ValidationBatches
+from diloco_jax.data.windows import Windows
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.evaluation import BATCH_SIZE, as_json
+from diloco_jax.faults import COORDINATOR, parse_faults
+from diloco_jax.island.evaluate import Evaluator, evaluate_all
+from diloco_jax.loading import resolve, write_json
+from diloco_jax.models.plan import build_plan
+from diloco_jax.observability.report import closing_report
+from diloco_jax.observability.terminal import Dashboard
+from diloco_jax.policy.events import Merge
+from diloco_jax.simulation.emulation import history
+from diloco_jax.simulation.emulation.attendance import Attendance
+from diloco_jax.simulation.emulation.bodies import StoreMerging, TrainedBody, trainer_of
+from diloco_jax.simulation.emulation.history import History
+from diloco_jax.simulation.emulation.options import EmulationOptions
+from diloco_jax.simulation.virtual.world import World
+from diloco_jax.validation import validate
+
+Show = Callable[[dict[str, Any]], None]
+"""Told about once a second how the run stands, as `diloco status` is."""
+
+RUN_ID = "emulated"
+SHOW_EVERY_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Emulation:
+    """What came of it."""
+
+    config: Config
+    """Resolved."""
+    history: History
+    summary: dict[str, Any]
+    """As a run's `summary.json`. Seconds are virtual, bytes those of the payloads."""
+    params: Params
+    """The flushed global parameters Theta (numpy, f32)."""
+
+    def write(self, workdir: Path) -> None:
+        """Writes `history/*.csv` and `summary.json`."""
+        self.history.write(workdir / "history")
+        write_json(self.summary, workdir / "summary.json")
+
+
+def emulate(
+    config: Config,
+    *,
+    options: EmulationOptions | None = None,
+    show: Show | None = None,
+) -> Emulation:
+    """Runs `config` to its end in this process.
+
+    Args:
+      config: resolved here, if it is not. Every island needs `step_seconds` > 0.
+      options: the network, chance, who comes and goes; by default nothing of these.
+
+    Raises:
+      ConfigError: naming field, values and remedy.
+    """
+    options = options or EmulationOptions()
+    check(config, options)
+    return _Emulator(resolve(config), options, show or (lambda status: None)).run()
+
+
+def check(config: Config, options: EmulationOptions) -> None:
+    """Raises ConfigError if this cannot be emulated."""
+    validate(config)
+    options.validate(config.islands)
+    for name, island in config.islands.items():
+        if not island.step_seconds > 0:
+            raise ConfigError(
+                f"islands.{name}.step_seconds = {island.step_seconds:g}; virtual time "
+                f"goes by it: give the seconds of a step, as in "
+                f"--islands.{name}.step-seconds 0.5"
+            )
+    for fault in parse_faults(config.placement.faults, config.islands).faults:
+        if fault.who == COORDINATOR:
+            raise ConfigError(
+                f"placement.faults has {COORDINATOR}@{fault.step}, but an emulated "
+                f"coordinator does not fail; leave it out, or use diloco run"
+            )
+
+
+def run(
+    config: Config, config_path: str, console: Console, options: EmulationOptions
+) -> dict[str, Any]:
+    """`diloco emulate`: progress and report go to `console`; with a workdir, what
+    came of it goes there. Returns the summary."""
+    check(config, options)
+    compilation.use_cache(compilation.of_user())
+    workdir = config.placement.workdir
+    if workdir:
+        from diloco_jax.cluster.beginning import Beginning
+        from diloco_jax.cluster.run import create_workdir
+
+        config, begun = resolve(config), Beginning(workdir)
+        config = create_workdir(config, config_path)
+    with as_keyboard_interrupt(), Dashboard(console) as dashboard:
+        try:
+            result = emulate(
+                config,
+                options=options,
+                show=lambda status: dashboard.show(status, time.monotonic()),
+            )
+        except BaseException:
+            # Interrupted, too: nothing came of it, the next one may have the folder.
+            _settle()
+            if workdir:
+                begun.undo(Path(config.placement.workdir))
+            raise
+    if workdir:
+        result.write(Path(workdir))
+    report = closing_report(result.summary, history.outages(result.history))
+    console.print(f"\n{report}", highlight=False, soft_wrap=True)
+    return result.summary
+
+
+def _settle() -> None:
+    """Waits for what is dispatched: a process that ends under it ends by a signal."""
+    for array in jax.live_arrays():  # type: ignore[no-untyped-call]
+        with contextlib.suppress(Exception):  # It may be donated.
+            array.block_until_ready()
+
+
+class _Emulator:
+    """One emulation: make it, `run` it."""
+
+    def __init__(self, config: Config, options: EmulationOptions, show: Show) -> None:
+        run, placement = config.run, config.placement
+        self._config, self._options, self._show = config, options, show
+        corpus = load_checked_corpus(run.data)
+        self._windows = _windows(config, corpus.train, options.unlike_shards)
+        model, self._judge = trainer_of(run, IslandConfig(batch_size=BATCH_SIZE))
+        self._validation = ValidationBatches(
+            corpus.validation, run.sequence_length, BATCH_SIZE
+        )
+        self._evaluator = Evaluator(
+            self._judge, self._validation, 1, placement.evaluate_batches
+        )
+        plan = build_plan(run, model)
+        deadlines = Deadlines(placement.time_budget_s)
+        params = jax.jit(model.init)(jax.random.key(run.seed))
+        self._store = Store(run, plan, params, deadlines.pin_s)
+        self._world = World(
+            run,
+            policy_config(run, placement, RUN_ID, plan.sizes),
+            StoreMerging(self._store, self._arrived, self._committed),
+            report_s=deadlines.report_s,
+            line_speed=options.line,
+            make_body=self._make_body,
+            record=self._record,
+            merge_seconds=lambda merge: options.merge_seconds,
+        )
+        self._clock, self._coordinator = self._world.clock, self._world.coordinator
+        bytes_up = tuple(layout.total_bytes for layout in self._store.layouts_up)
+        self._attendance = Attendance(config, options, self._world, bytes_up)
+        self._merges: list[tuple[Any, ...]] = []
+        self._evaluations: list[tuple[float, int, float]] = []
+        self._evaluate_at_tokens = options.evaluate_every_tokens
+        self._alerts: list[str] = []
+        self._next_show_s = 0.0
+
+    def run(self) -> Emulation:
+        """Until every token is merged or lost."""
+        self._world.run()
+        coordinator, now = self._coordinator, self._clock.now
+        if not coordinator.finished:
+            raise ConfigError(
+                f"joins: at {now:g} s no island is left, and the run has "
+                f"{coordinator.state.progress_tokens} of its "
+                f"{self._config.run.total_tokens} tokens; let an island stay to the "
+                f"end, or lower total_tokens"
+            )
+        self._attendance.close()
+        self._show({**self._status(), "phase": "evaluating"})
+        params = self._store.params()
+        placed = self._judge.place_params(params)
+        evaluation = evaluate_all(self._judge, placed, self._validation)
+        result = summary.summary(
+            coordinator.config,
+            coordinator.state,
+            self._attendance.roster(),
+            wall_seconds=now,
+            alerts=self._alerts,
+            now=now,
+        )
+        return Emulation(
+            config=self._config,
+            history=history.collect(
+                self._attendance.diaries, self._merges, self._evaluations
+            ),
+            summary={**result, **as_json(evaluation)},
+            params=params,
+        )
+
+    def _make_body(self, name: str) -> TrainedBody:
+        run, diary = self._config.run, self._attendance.diaries[name][-1]
+        model, trainer = trainer_of(run, self._config.islands[name])
+        windows = self._windows[name]
+        return TrainedBody(run, model, trainer, windows, self._clock, diary)
+
+    # ---- what is told ---------------------------------------------------------------
+
+    def _record(self, record: dict[str, Any], durable: bool) -> None:
+        if record["kind"] == "alert":
+            self._alerts.append(record["text"])
+
+    def _arrived(self, key: DeltaKey) -> None:
+        diary = self._attendance.diaries[key.island][key.incarnation - 1]
+        diary.delivered(key.fragment, self._clock.now)
+
+    def _committed(self, merge: Merge, merged: Merged) -> None:
+        now, tokens = self._clock.now, self._coordinator.state.progress_tokens
+        parts: Counter[str] = Counter()
+        for c in merge.contributions:
+            parts[c.island] += c.tokens
+        self._merges.append(
+            (
+                now,
+                tokens,
+                merge.fragment,
+                merge.version.number,
+                merge.final,
+                [parts.get(name, 0) for name in self._attendance.diaries],
+                merge.share,
+                merged.norm,
+                merged.digest,
+            )
+        )
+        every = self._options.evaluate_every_tokens
+        if every and tokens >= self._evaluate_at_tokens:
+            self._evaluate_at_tokens = tokens - tokens % every + every
+            self._evaluations.append((now, tokens, self._evaluate()))
+        if time.monotonic() >= self._next_show_s:
+            self._show(self._status())
+            self._next_show_s = time.monotonic() + SHOW_EVERY_S
+
+    def _evaluate(self) -> float:
+        params = self._judge.place_params(self._store.params())
+        while (loss := self._evaluator.advance(params)) is None:
+            pass
+        return loss
+
+    def _status(self) -> dict[str, Any]:
+        return summary.status(
+            self._coordinator.config,
+            self._coordinator.state,
+            self._attendance.roster(),
+            seconds=self._clock.now,
+            alerts=self._alerts,
+            now=self._clock.now,
+        )
+
+
+def _windows(config: Config, text: np.ndarray, unlike: bool) -> dict[str, Windows]:
+    """What each island's positions mean: of the whole text, or of a part of its own."""
+    names, run = sorted(config.islands), config.run
+    parts = np.array_split(text, len(names)) if unlike else [text] * len(names)
+    return {
+        name: Windows(part, run.sequence_length, run.seed)
+        for name, part in zip(names, parts, strict=True)
+    }

@@ -1,0 +1,76 @@
+"""What an emulation adds to a config: the network, chance, and who comes and goes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from diloco_jax.config import ConfigError, suggest
+from diloco_jax.simulation.virtual.line import LineSpeed
+from diloco_jax.validation import NOT_NEGATIVE, SHARE, within
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmulationOptions:
+    """Times are virtual seconds. By default everything but the steps takes no time, so
+    that equal islands are in lockstep: a delta taken at a step boundary is merged and
+    adopted at that boundary."""
+
+    line: LineSpeed = dataclasses.field(default_factory=LineSpeed)
+    """Of every island's connection."""
+    merge_seconds: float = 0.0
+    """From the last delta to the published merge. To emulate an overlap of tau steps
+    whatever the network: (tau - 0.5) steps' seconds, so that the adoption is tau
+    boundaries after the take."""
+    join_seconds: float = 0.0
+    """Compiling, at every start of an island."""
+    step_spread: float = 0.0
+    """Standard deviation of step times over their mean (log-normal)."""
+    failure_every_seconds: float = 0.0
+    """Mean time between random failures of one island (Poisson); 0 = none."""
+    down_seconds: float = 10.0
+    """From a failure, random or in `placement.faults`, to the new start."""
+    chance_seed: int = 0
+    """Draws step times and failures. Parameters and data follow the run's seed."""
+    joins: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    """From when until when an island takes part, by name; inf = to the end. Islands
+    not named: from 0 to the end."""
+    unlike_shards: bool = False
+    """Every island trains on a part of its own: the documents in the order of their
+    names, cut into as many parts of one length as there are islands. A part is gone
+    through at the pace of the run's epochs; few of its windows come twice."""
+    evaluate_every_tokens: int = 0
+    """Tokens between two evaluations of the global parameters, each on
+    `placement.evaluate_batches` batches; 0 = only at the end."""
+
+    def validate(self, islands: Mapping[str, Any]) -> None:
+        """Raises ConfigError naming field, value and remedy. islands: by name."""
+        within(self, SHARE, "step_spread")
+        within(self, NOT_NEGATIVE, "chance_seed")
+        within(self, NOT_NEGATIVE, "merge_seconds", "join_seconds", "down_seconds")
+        within(self, NOT_NEGATIVE, "failure_every_seconds", "evaluate_every_tokens")
+        within(self.line, NOT_NEGATIVE, "latency_s")
+        for name in ("up_bytes_per_s", "down_bytes_per_s"):
+            if not (speed := getattr(self.line, name)) > 0:
+                raise ConfigError(
+                    f"{name} = {speed}; it must be above 0 (inf = no limit)"
+                )
+        for name, (start, stop) in self.joins.items():
+            if name not in islands:
+                raise ConfigError(
+                    f"joins has {name!r}, which is no island{suggest(name, islands)}; "
+                    f"there are {', '.join(islands)}"
+                )
+            if not 0 <= start < stop:
+                raise ConfigError(
+                    f"joins.{name} = {start:g} to {stop:g}; choose 0 <= from < to"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommandOptions(EmulationOptions):
+    """Of `diloco emulate`."""
+
+    json: bool = False
+    """Print the summary to standard output as one JSON object."""

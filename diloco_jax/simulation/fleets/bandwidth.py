@@ -1,0 +1,130 @@
+"""`diloco simulate bandwidth`: what links must carry, from one formula.
+
+Data-parallel: a ring all-reduce of bf16 gradients at every step. Of B bits, each of n
+sites sends 2 (n - 1) / n B, and receives as much. For 7 B parameters, 8 sites and 1 s
+steps that is 196.0 Gbit/s of payload; the published 198 is this with links that carry
+payload for 99 % of the time, which is our reading: the paper's own terms are not known
+to us. The same share applies to both methods.
+
+Decoupled: in one cycle of H steps a site sends every parameter once, encoded, and gets
+every parameter once. Rates are one site's in one direction, as for data-parallel; the
+coordinator has `sites` times as much. At its peak a fragment goes up and comes back
+down within the overlap window, half of which each direction may use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diloco_jax.config import SyncConfig
+from diloco_jax.core.choices import CodecName
+from diloco_jax.core.codec import Codec
+from diloco_jax.simulation.fleets.checks import cut_in_reach
+from diloco_jax.validation import AT_LEAST_1, POSITIVE, SOME_SHARE, within
+
+PUBLISHED_CASE = "published for 8 sites, 7 B, 1 s"
+PUBLISHED_DATA_PARALLEL_GBIT_PER_S = 198.0
+PUBLISHED_DECOUPLED_GBIT_PER_S = 0.84
+GRADIENT_CODEC: CodecName = "bf16"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BandwidthConfig:
+    """The terms of the formula."""
+
+    params: float = 7e9
+    """Parameters of the model."""
+    sites: int = 8
+    """Data centres, an island each."""
+    step_seconds: float = 1.0
+    cycle: int = SyncConfig.steps_per_cycle
+    """H: inner steps in which every fragment is exchanged once."""
+    fragments: int = SyncConfig.fragments
+    """P."""
+    overlap: float = SyncConfig.overlap_steps
+    """tau: steps between a take and its adoption."""
+    codec: CodecName = SyncConfig.codec_up
+    """Of deltas and publishes."""
+    link_utilisation: float = 0.99
+    """Share of the time in which a link carries payload."""
+
+    def validate(self) -> None:
+        """Raises ConfigError naming field, value and remedy."""
+        within(self, POSITIVE, "step_seconds", "overlap")
+        within(self, AT_LEAST_1, "sites", "cycle")
+        cut_in_reach(self)
+        within(self, SOME_SHARE, "link_utilisation")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bandwidth:
+    """Gbit/s of one site in one direction, unless it says otherwise."""
+
+    config: BandwidthConfig
+    data_parallel_gbit_per_s: float
+    decoupled_gbit_per_s: float
+    """Mean over a cycle."""
+    peak_gbit_per_s: float
+    """While a fragment is under way."""
+    coordinator_gbit_per_s: float
+    """Mean over a cycle, of all sites together."""
+    bytes_per_parameter: float
+    """Encoded, block scales included."""
+    published_at_cycle: float
+    """H at which the formula gives the published decoupled figure, all else equal."""
+    published_at_utilisation: float
+    """Link utilisation at which it does; above 1: none does."""
+
+    def formulas(self) -> list[str]:
+        """The results with the terms that they come from."""
+        c = self.config
+        gradient = _bytes_per_parameter(GRADIENT_CODEC)
+        encoded = f"{self.bytes_per_parameter:.5g} B ({c.codec})"
+        seconds = f"{c.step_seconds:g} s"
+        none = "; no link has it" if self.published_at_utilisation > 1 else ""
+        return [
+            f"data-parallel: 2 ({c.sites} - 1) / {c.sites} x {c.params:.4g} parameters "
+            f"x {gradient:g} B x 8 / {seconds} / {c.link_utilisation:g} utilisation "
+            f"= {self.data_parallel_gbit_per_s:.4g} Gbit/s "
+            f"({PUBLISHED_CASE}: {PUBLISHED_DATA_PARALLEL_GBIT_PER_S:g})",
+            f"decoupled: {c.params:.4g} parameters x {encoded} x 8 / ({c.cycle} steps "
+            f"x {seconds}) / {c.link_utilisation:g} utilisation "
+            f"= {self.decoupled_gbit_per_s:.4g} Gbit/s "
+            f"({PUBLISHED_CASE}: {PUBLISHED_DECOUPLED_GBIT_PER_S:g})",
+            f"peak: {c.params:.4g} / {c.fragments} parameters x {encoded} x 8 / "
+            f"({c.overlap:g} / 2 steps x {seconds}) / {c.link_utilisation:g} "
+            f"utilisation, not below the mean = {self.peak_gbit_per_s:.4g} Gbit/s",
+            f"coordinator: {c.sites} sites x decoupled "
+            f"= {self.coordinator_gbit_per_s:.4g} Gbit/s",
+            f"the published {PUBLISHED_DECOUPLED_GBIT_PER_S:g} Gbit/s: this formula "
+            f"gives it with a cycle of {self.published_at_cycle:.1f} steps, or with "
+            f"{self.published_at_utilisation:.2f} utilisation{none}",
+        ]
+
+
+def simulate_bandwidth(config: BandwidthConfig) -> Bandwidth:
+    """Evaluates the formulas of this module. Raises ConfigError."""
+    config.validate()
+    per_second = 8e-9 / config.step_seconds / config.link_utilisation
+    each = _bytes_per_parameter(config.codec)
+    ring = 2 * (config.sites - 1) / config.sites
+    gradient_bytes = config.params * _bytes_per_parameter(GRADIENT_CODEC)
+    mean = config.params * each / config.cycle * per_second
+    fragment = config.params / config.fragments * each / (config.overlap / 2)
+    relative = mean / PUBLISHED_DECOUPLED_GBIT_PER_S
+    return Bandwidth(
+        config=config,
+        data_parallel_gbit_per_s=ring * gradient_bytes * per_second,
+        decoupled_gbit_per_s=mean,
+        peak_gbit_per_s=max(mean, fragment * per_second),
+        coordinator_gbit_per_s=config.sites * mean,
+        bytes_per_parameter=each,
+        published_at_cycle=config.cycle * relative,
+        published_at_utilisation=config.link_utilisation * relative,
+    )
+
+
+def _bytes_per_parameter(codec: CodecName) -> float:
+    """Of a large tensor."""
+    elements = 1 << 20
+    return Codec(codec).tile_bytes(elements) / elements

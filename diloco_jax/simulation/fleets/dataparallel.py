@@ -1,0 +1,80 @@
+"""What decoupling is measured against: one data-parallel program on all chips.
+
+No policy decides anything here, so both are closed loops over interruptions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from diloco_jax.observability.measures import IslandMeasure
+from diloco_jax.simulation.fleets.failures import FailureModel, segments
+
+
+def elastic(
+    chips: float,
+    step_seconds: float,
+    model: FailureModel,
+    seconds: float,
+    rng: np.random.Generator,
+    *,
+    computing: float = 1.0,
+) -> IslandMeasure:
+    """One island of all chips that goes on with the slices that are left.
+
+    computing: share of its time in steps in which a chip computes; it waits in the
+    rest (`steps.lockstep_share`).
+    """
+    worked, active = 0.0, []
+    for segment in segments(chips, model, rng):
+        if segment.start >= seconds:
+            break
+        if segment.share:
+            stop = min(segment.stop, seconds)
+            worked += (stop - segment.start) * segment.share
+            active.append((segment.start, stop))
+    return _measure(worked * computing, step_seconds, seconds, active)
+
+
+def rigid(
+    chips: float,
+    step_seconds: float,
+    model: FailureModel,
+    seconds: float,
+    rng: np.random.Generator,
+    *,
+    computing: float = 1.0,
+) -> IslandMeasure:
+    """Everything stops for `restart_seconds` after a step with an interruption, be it
+    one or several; that step counts. computing: as for `elastic`."""
+    step = step_seconds / computing
+    interrupted = -math.expm1(-chips * model.interruptions_per_chip_second * step)
+    now, steps = 0.0, 0
+    active: list[tuple[float, float]] = []
+    while now < seconds:
+        left = math.ceil((seconds - now) / step)
+        run = min(left, int(rng.geometric(interrupted))) if interrupted else left
+        active.append((now, min(now + run * step, seconds)))
+        steps += run
+        now += run * step + model.restart_seconds
+    return _measure(steps * step_seconds, step_seconds, seconds, active)
+
+
+def _measure(
+    worked_seconds: float,
+    step_seconds: float,
+    seconds: float,
+    active: list[tuple[float, float]],
+) -> IslandMeasure:
+    """A token per step: only shares are asked for, and every step is merged."""
+    steps = round(worked_seconds / step_seconds)
+    return IslandMeasure(
+        provisioned_seconds=seconds,
+        tokens_per_step=1,
+        median_step_seconds=step_seconds,
+        computed_tokens=steps,
+        merged_tokens=steps,
+        active=tuple(active),
+    )

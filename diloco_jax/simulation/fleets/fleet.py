@@ -1,0 +1,284 @@
+"""Islands that fail, differ and come back, under the production policy.
+
+An island's batch is fixed for its incarnation, as in the runtime. So a stop of some
+seconds is one long step; with w of n slices left a step takes n / w as long, on as many
+tokens; and only an island without any slice left dies, to come back as its next
+incarnation. Nothing is lost with a slice, since the others hold the same parameters.
+
+What the first islands' compilation and fetch take is not counted, a later join is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from diloco_jax.config import Placement, RunConfig, SyncConfig
+from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.core.choices import CodecName
+from diloco_jax.core.codec import Codec
+from diloco_jax.observability.measures import IslandMeasure, participation
+from diloco_jax.policy import ledger
+from diloco_jax.policy.state import State
+from diloco_jax.simulation.fleets.checks import GBIT_PER_S, cut_in_reach
+from diloco_jax.simulation.fleets.failures import Capacity, Segment
+from diloco_jax.simulation.progress import Progress, nobody
+from diloco_jax.simulation.virtual.island import IslandSpec
+from diloco_jax.simulation.virtual.line import LineSpeed
+from diloco_jax.simulation.virtual.merging import NoArrays
+from diloco_jax.simulation.virtual.world import World
+from diloco_jax.validation import AT_LEAST_1, NOT_NEGATIVE, SECONDS, within
+
+TOKENS_PER_STEP = 1000
+"""Of every island: only shares are asked for."""
+ENDLESS_TOKENS = 1 << 60
+TIME_BUDGET_STEPS = 100
+"""No sign of life between steps is simulated, so leases are as long as many steps; a
+dead island's connection is seen to break at once."""
+PROGRESS_CALLS = 200
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What islands and coordinator exchange, how often and how fast."""
+
+    cycle: int = SyncConfig.steps_per_cycle
+    """H: inner steps between two merges of a fragment."""
+    fragments: int = SyncConfig.fragments
+    """P."""
+    overlap: int = SyncConfig.overlap_steps
+    """tau: steps an island may do between its take and the adoption."""
+    codec: CodecName = SyncConfig.codec_up
+    """Of deltas and publishes."""
+    params: float = 12e9
+    """Parameters of the model."""
+    link_gbit_per_s: float = 5.0
+    """Of an island's link, each way."""
+    latency_seconds: float = 0.05
+    """One way."""
+    merge_seconds: float = 0.5
+    """From the last delta of a merge to its publish."""
+    join_seconds: float = 60.0
+    """What a new incarnation takes for compiling, its fetch of the parameters apart."""
+
+    def sync(self, quorum: int, grace: float) -> SyncConfig:
+        """The part that a run's config holds."""
+        return SyncConfig(
+            steps_per_cycle=self.cycle,
+            fragments=self.fragments,
+            overlap_steps=self.overlap,
+            quorum=quorum,
+            grace=grace,
+            codec_up=self.codec,
+            codec_down=self.codec,
+        )
+
+    def fragment_sizes(self) -> tuple[int, ...]:
+        """Parameters by fragment, balanced."""
+        each, rest = divmod(int(self.params), self.fragments)
+        return tuple(each + (f < rest) for f in range(self.fragments))
+
+    def validate(self) -> None:
+        """Raises ConfigError naming field, value and remedy."""
+        within(self, AT_LEAST_1, "cycle")
+        within(self, NOT_NEGATIVE, "overlap")
+        within(self, SECONDS, "latency_seconds", "merge_seconds", "join_seconds")
+        cut_in_reach(self)
+        within(self, GBIT_PER_S, "link_gbit_per_s")
+
+
+@dataclasses.dataclass
+class _Member:
+    spec: IslandSpec
+    step_seconds: float
+    capacity: Capacity
+    since: float
+    until: float = math.inf
+
+
+class Fleet:
+    """Islands and their coordinator.
+
+    sync: of the run; cycle, fragments and overlap as in `exchange`.
+    step_seconds: of a usual step; the time budget follows from it.
+    total_tokens: at which the run ends by itself.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        sync: SyncConfig,
+        step_seconds: float,
+        total_tokens: int = ENDLESS_TOKENS,
+    ) -> None:
+        run = RunConfig(
+            sync=sync,
+            sequence_length=TOKENS_PER_STEP,
+            total_tokens=total_tokens,
+        )
+        budget_s = TIME_BUDGET_STEPS * step_seconds
+        placement = Placement(time_budget_s=budget_s, outage_budget_s=budget_s)
+        sizes = exchange.fragment_sizes()
+        self._config = policy_config(run, placement, "simulation", sizes)
+        self._bytes_up, bytes_down, full = (
+            tuple(Codec(codec).tile_bytes(size) for size in sizes)
+            for codec in (sync.codec_up, sync.codec_down, "f32")
+        )
+        bytes_per_s = exchange.link_gbit_per_s * 1e9 / 8
+        self._world = World(
+            run,
+            self._config,
+            NoArrays(bytes_down=bytes_down, bytes_full=full),
+            report_s=budget_s / 2,
+            line_speed=LineSpeed(
+                latency_s=exchange.latency_seconds,
+                up_bytes_per_s=bytes_per_s,
+                down_bytes_per_s=bytes_per_s,
+            ),
+            merge_seconds=lambda merge: exchange.merge_seconds,
+        )
+        self._join_seconds = exchange.join_seconds
+        self._members: dict[str, _Member] = {}
+        self._began = 0.0
+        self._ended: float | None = None
+
+    # ---- what happens -----------------------------------------------------------
+
+    def join(
+        self,
+        name: str,
+        step_seconds: float,
+        steps: Iterator[float],
+        life: Iterator[Segment],
+        lead: int = 0,
+    ) -> None:
+        """An island says hello. step_seconds: of its undisturbed steps; steps: seconds
+        of each one on all chips; life: of its chips, on this fleet's clock; lead: see
+        `IslandSpec`."""
+        spec = IslandSpec(
+            name=name,
+            batch_size=1,
+            step_seconds=lambda _: self._step(member, next(steps)),
+            join_seconds=self._join_seconds,
+            bytes_up=self._bytes_up,
+            lead=lead,
+        )
+        member = _Member(spec, step_seconds, Capacity(life), self._world.clock.now)
+        self._members[name] = member
+        self._world.start(spec)
+
+    def leave(self, name: str) -> None:
+        """An island says goodbye; what has not arrived of its work is lost."""
+        self._members[name].until = self._world.clock.now
+        self._world.islands[name].leave("preempted")
+
+    def begin(self) -> None:
+        """Goes on until all islands are about to step; from here on time counts."""
+        islands = self._world.islands.values()
+        self._world.clock.run(done=lambda: all(i.boundary for i in islands))
+        self._began = self._world.clock.now
+        for member in self._members.values():
+            member.since = self._began
+
+    def run(self, seconds: float, progress: Progress = nobody) -> None:
+        """Goes on for that long. progress: called with the share that is done."""
+        began = self._world.clock.now
+        for call in range(1, PROGRESS_CALLS + 1):
+            self._world.run(began + seconds * call / PROGRESS_CALLS)
+            progress(call / PROGRESS_CALLS)
+
+    def run_to(self, tokens: float) -> None:
+        """Goes on until the coordinator has that many tokens, or the run is over."""
+        coordinator = self._world.coordinator
+        self._world.clock.run(
+            done=lambda: (
+                coordinator.finished or coordinator.state.progress_tokens >= tokens
+            )
+        )
+
+    def end(self) -> None:
+        """The run has its tokens: islands end their steps, and what is open is merged,
+        in seconds that do not count."""
+        coordinator = self._world.coordinator
+        tokens = max(1, coordinator.state.progress_tokens)
+        coordinator.config = replace(coordinator.config, total_tokens=tokens)
+        self._ended = self._world.clock.now
+        self._world.run()
+
+    def _step(self, member: _Member, work_seconds: float) -> float:
+        clock = self._world.clock
+        until, done = member.capacity.use(clock.now, work_seconds)
+        seconds = until - clock.now
+        if not done:
+            # Before the end of the step, which is due at the same time.
+            clock.after(seconds, lambda: self._lost(member))
+        return seconds
+
+    def _lost(self, member: _Member) -> None:
+        clock = self._world.clock
+        self._world.kill(member.spec.name)
+        clock.at(
+            member.capacity.back_at(clock.now), lambda: self._come_back(member.spec)
+        )
+
+    def _come_back(self, spec: IslandSpec) -> None:
+        self._world.start(spec)
+
+    # ---- what came of it --------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        """From `begin` to now, or to `end`."""
+        return self._now - self._began
+
+    @property
+    def totals(self) -> ledger.Totals:
+        """Of all islands' tokens."""
+        return ledger.run_totals(self._config, self._state)
+
+    @property
+    def merges(self) -> int:
+        """Over all fragments."""
+        return sum(fragment.merges for fragment in self._state.fragments)
+
+    def participation(self) -> float:
+        """Over all islands and fragments."""
+        accounts = [a for f in self._state.fragments for a in f.accounts.values()]
+        return participation(
+            sum(a.merges_in for a in accounts), sum(a.merges_alive for a in accounts)
+        )
+
+    def measures(self) -> list[IslandMeasure]:
+        """Of every island."""
+        return [self._measure(name) for name in self._members]
+
+    @property
+    def _now(self) -> float:
+        return self._world.clock.now if self._ended is None else self._ended
+
+    @property
+    def _state(self) -> State:
+        return self._world.coordinator.state
+
+    def _measure(self, name: str) -> IslandMeasure:
+        member = self._members[name]
+        totals = ledger.island_totals(self._config, self._state, name)
+        until = min(member.until, self._now)
+        if self._ended is not None and member.capacity.active:
+            # With the step that was under way.
+            until = min(member.until, max(until, member.capacity.active[-1][1]))
+        return IslandMeasure(
+            provisioned_seconds=until - member.since,
+            tokens_per_step=TOKENS_PER_STEP,
+            median_step_seconds=member.step_seconds,
+            computed_tokens=totals.computed,
+            merged_tokens=totals.merged,
+            active=tuple(
+                (start, min(stop, self._now))
+                for start, stop in member.capacity.active
+                if start < self._now
+            ),
+        )

@@ -1,0 +1,223 @@
+"""`diloco simulate goodput`: what interruptions leave of a fleet's chip time.
+
+The published figures (arXiv 2604.21428), at one interruption per chip and year and 1.2
+million chips: 27 % without elasticity, 58 % for elastic data-parallel, 88 % decoupled
+with 8 islands. The defaults are the calibration of docs/results/goodput.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from diloco_jax.config import ConfigError, SyncConfig
+from diloco_jax.observability import measures
+from diloco_jax.simulation.fleets import dataparallel
+from diloco_jax.simulation.fleets.checks import in_reach, steps_in_reach
+from diloco_jax.simulation.fleets.failures import FailureModel, segments
+from diloco_jax.simulation.fleets.fleet import Exchange, Fleet
+from diloco_jax.simulation.progress import Progress, nobody, part
+from diloco_jax.simulation.virtual.steps import durations, lockstep_share
+from diloco_jax.validation import (
+    AT_LEAST_1,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    within,
+)
+
+Method = Literal["decoupled", "elastic", "rigid"]
+PUBLISHED: dict[tuple[Method, int, int], float] = {
+    ("rigid", 1_200_000, 1): 0.27,
+    ("elastic", 1_200_000, 1): 0.58,
+    ("decoupled", 1_200_000, 8): 0.88,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GoodputConfig:
+    """Chips, how they fail, and how they work together."""
+
+    method: Method = "decoupled"
+    """rigid, elastic: one data-parallel program on all chips, which at every step
+    waits for the slowest of as many groups as there are islands."""
+    chips: int = 1_200_000
+    """Of all islands together, shared out evenly."""
+    islands: int = 8
+    step_seconds: float = 10.0
+    """Of a step on all chips of an island."""
+    step_spread: float = 0.0
+    """Standard deviation of the step time over its mean."""
+    quorum: int = SyncConfig.quorum
+    """K (decoupled)."""
+    grace: float = SyncConfig.grace
+    """gamma (decoupled)."""
+    hours: float = 24.0
+    """Simulated time, shared out over the seeds."""
+    seed: int = 0
+    """The first of `seeds` seeds."""
+    seeds: int = 3
+    """Runs, each with its own failures; results are means, with the lowest and the
+    highest run as bounds."""
+    failures: FailureModel = dataclasses.field(default_factory=FailureModel)
+    exchange: Exchange = dataclasses.field(default_factory=Exchange)
+
+    def validate(self) -> None:
+        """Raises ConfigError naming field, value and remedy."""
+        within(self, AT_LEAST_1, "chips", "islands", "quorum", "seeds")
+        within(self, POSITIVE, "step_seconds", "hours")
+        within(self, NOT_NEGATIVE, "seed")
+        within(self, SHARE, "step_spread")
+        within(self, BELOW_1, "grace")
+        self.failures.validate()
+        self.exchange.validate()
+        if self.seconds < self.step_seconds:
+            raise ConfigError(
+                f"hours = {self.hours:g} over seeds = {self.seeds} is {self.seconds:g} "
+                f"s each, less than step_seconds = {self.step_seconds:g}; raise hours"
+            )
+        steps_in_reach(self.hours, self.step_seconds, self.islands)
+        rate = self.chips * self.failures.interruptions_per_chip_second
+        interruptions = rate * self.hours * 3600
+        in_reach("interruptions", interruptions, "lower hours, or raise mtbi_years")
+        if self.quorum > self.islands:
+            raise ConfigError(
+                f"quorum = {self.quorum}, but islands = {self.islands}: no fragment "
+                f"could ever merge; lower quorum or add islands"
+            )
+        if self.chips < self.islands * self.failures.slice_chips:
+            raise ConfigError(
+                f"chips = {self.chips} on islands = {self.islands} are fewer than one "
+                f"slice each (slice_chips = {self.failures.slice_chips}); lower "
+                f"slice_chips or islands, or add chips"
+            )
+
+    @property
+    def seconds(self) -> float:
+        """Simulated time of one seed."""
+        return self.hours * 3600 / self.seeds
+
+    @property
+    def label(self) -> str:
+        """The way in which the chips work together."""
+        if self.method != "decoupled":
+            return f"{self.method} data-parallel"
+        return f"decoupled, {self.islands} island{'s' * (self.islands > 1)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GoodputSample:
+    """What one run comes to; shares but for `merges`."""
+
+    goodput: float
+    compute_goodput: float
+    uptime: float
+    participation: float
+    """0 where nothing merges."""
+    merges: float
+    lost_tokens_fraction: float
+    """Of the computed tokens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GoodputResult:
+    """Over all seeds."""
+
+    config: GoodputConfig
+    mean: GoodputSample
+    low: GoodputSample
+    high: GoodputSample
+    samples: tuple[GoodputSample, ...]
+
+    @property
+    def published(self) -> float | None:
+        """The published compute goodput of this setting, if there is one."""
+        config = self.config
+        islands = config.islands if config.method == "decoupled" else 1
+        return PUBLISHED.get((config.method, config.chips, islands))
+
+
+def simulate_goodput(
+    config: GoodputConfig, progress: Progress = nobody
+) -> GoodputResult:
+    """Simulates every seed. progress: called with the share that is done.
+
+    Raises ConfigError, or an error of the simulated parts.
+    """
+    config.validate()
+    samples = []
+    for i in range(config.seeds):
+        rng = np.random.default_rng(config.seed + i)
+        sample = _decoupled if config.method == "decoupled" else _data_parallel
+        samples.append(sample(config, rng, part(progress, i, config.seeds)))
+    return GoodputResult(
+        config=config,
+        mean=_each(statistics.fmean, samples),
+        low=_each(min, samples),
+        high=_each(max, samples),
+        samples=tuple(samples),
+    )
+
+
+def _decoupled(
+    config: GoodputConfig, rng: np.random.Generator, progress: Progress
+) -> GoodputSample:
+    sync = config.exchange.sync(config.quorum, config.grace)
+    fleet = Fleet(config.exchange, sync, config.step_seconds)
+    chips = config.chips / config.islands
+    for name, own in zip(range(config.islands), rng.spawn(config.islands), strict=True):
+        failing, varying = own.spawn(2)
+        fleet.join(
+            f"island-{name}",
+            config.step_seconds,
+            durations(config.step_seconds, config.step_spread, varying),
+            segments(chips, config.failures, failing),
+        )
+    fleet.begin()
+    fleet.run(config.seconds, progress)
+    fleet.end()
+    islands, totals = fleet.measures(), fleet.totals
+    return GoodputSample(
+        goodput=measures.goodput(islands),
+        compute_goodput=measures.compute_goodput(islands),
+        uptime=measures.uptime(islands, fleet.seconds),
+        participation=fleet.participation(),
+        merges=fleet.merges,
+        lost_tokens_fraction=sum(totals.lost.values()) / max(totals.computed, 1),
+    )
+
+
+def _data_parallel(
+    config: GoodputConfig, rng: np.random.Generator, progress: Progress
+) -> GoodputSample:
+    run = dataparallel.elastic if config.method == "elastic" else dataparallel.rigid
+    steps = [config.step_seconds] * config.islands
+    island = run(
+        config.chips,
+        config.step_seconds,
+        config.failures,
+        config.seconds,
+        rng,
+        computing=lockstep_share(steps, config.step_spread, rng),
+    )
+    progress(1.0)
+    return GoodputSample(
+        goodput=measures.goodput([island]),
+        compute_goodput=measures.compute_goodput([island]),
+        uptime=measures.uptime([island], config.seconds),
+        participation=measures.participation(0, 0),
+        merges=0,
+        lost_tokens_fraction=0.0,
+    )
+
+
+def _each(
+    how: Callable[[Sequence[float]], float], samples: Sequence[GoodputSample]
+) -> GoodputSample:
+    fields = [field.name for field in dataclasses.fields(GoodputSample)]
+    return GoodputSample(**{n: how([getattr(s, n) for s in samples]) for n in fields})

@@ -1,0 +1,163 @@
+"""`diloco simulate scavenge`: extra islands for a part of the token budget.
+
+Islands join when the first half of the rest of the budget is done, and leave when their
+part is. The published training times (arXiv 2604.21428), relative to the same run
+without them, are for half of the budget; as many tokens at a speed higher by a share x
+take at best 0.5 + 0.5 / (1 + x).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from diloco_jax.config import ConfigError, SyncConfig
+from diloco_jax.simulation.fleets.checks import steps_in_reach
+from diloco_jax.simulation.fleets.failures import undisturbed
+from diloco_jax.simulation.fleets.fleet import TOKENS_PER_STEP, Exchange, Fleet
+from diloco_jax.simulation.progress import Progress, nobody, part
+from diloco_jax.simulation.virtual.steps import durations
+from diloco_jax.validation import (
+    AT_LEAST_1,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    within,
+)
+
+PUBLISHED = {
+    0.25: (0.90, 1.07),
+    0.5: (0.83, 1.09),
+    1.0: (0.75, 1.02),
+    3.0: (0.62, 0.80),
+}
+"""Decoupled and elastic data-parallel, by share of extra compute."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScavengeConfig:
+    """A run, and what comes on top."""
+
+    islands: int = 8
+    """Of the whole run."""
+    extra: tuple[float, ...] = tuple(PUBLISHED)
+    """Islands on top, as shares of `islands`; one simulation each."""
+    tokens_share: float = 0.5
+    """Share of the token budget in whose time they take part."""
+    step_seconds: float = 10.0
+    step_spread: float = 0.0
+    """Standard deviation of the step time over its mean."""
+    quorum: int = SyncConfig.quorum
+    """K."""
+    grace: float = SyncConfig.grace
+    """gamma."""
+    hours: float = 6.0
+    """Of the run without extra islands."""
+    seed: int = 0
+    exchange: Exchange = dataclasses.field(default_factory=Exchange)
+
+    def validate(self) -> None:
+        """Raises ConfigError naming field, value and remedy."""
+        within(self, AT_LEAST_1, "islands", "quorum")
+        within(self, POSITIVE, "step_seconds", "hours")
+        within(self, NOT_NEGATIVE, "seed")
+        within(self, SHARE, "step_spread")
+        within(self, BELOW_1, "grace")
+        if not 0 < self.tokens_share <= 1:
+            raise ConfigError(
+                f"tokens_share = {self.tokens_share}; choose a share above 0 and at "
+                f"most 1"
+            )
+        if not self.extra:
+            raise ConfigError("extra is empty; give shares of the islands, such as 0.5")
+        if self.hours * 3600 < self.step_seconds:
+            raise ConfigError(
+                f"hours = {self.hours:g} is less than step_seconds = "
+                f"{self.step_seconds:g}; raise hours"
+            )
+        steps_in_reach(self.hours, self.step_seconds, self.islands)
+        if self.quorum > self.islands:
+            raise ConfigError(
+                f"quorum = {self.quorum}, but islands = {self.islands}: without the "
+                f"extra ones no fragment could merge; lower quorum or add islands"
+            )
+        for extra in self.extra:
+            if extra <= 0 or not float(extra * self.islands).is_integer():
+                raise ConfigError(
+                    f"extra = {extra:g} of islands = {self.islands} is "
+                    f"{extra * self.islands:g} islands; choose a share that gives a "
+                    f"whole number of them"
+                )
+        self.exchange.validate()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScavengeRow:
+    """One amount of extra compute."""
+
+    extra: float
+    """Share of the usual islands."""
+    hours: float
+    time_ratio: float
+    """Training time over that without extra islands."""
+    best_ratio: float
+    """What it would be if nothing were lost by joining and leaving."""
+    published_ratio: float | None
+    published_elastic_ratio: float | None
+    """Of elastic data-parallel training."""
+
+
+def simulate_scavenge(
+    config: ScavengeConfig, progress: Progress = nobody
+) -> tuple[ScavengeRow, ...]:
+    """Simulates the run with and without each amount of islands. Raises ConfigError."""
+    config.validate()
+    parts = 1 + len(config.extra)
+    without_s = _training_seconds(config, 0.0)
+    rows = []
+    for i, extra in enumerate(config.extra):
+        part(progress, i, parts)(1.0)
+        seconds = _training_seconds(config, extra)
+        published = PUBLISHED.get(extra) if config.tokens_share == 0.5 else None
+        rows.append(
+            ScavengeRow(
+                extra=extra,
+                hours=seconds / 3600,
+                time_ratio=seconds / without_s,
+                best_ratio=1 - config.tokens_share * extra / (1 + extra),
+                published_ratio=published[0] if published else None,
+                published_elastic_ratio=published[1] if published else None,
+            )
+        )
+    progress(1.0)
+    return tuple(rows)
+
+
+def _training_seconds(config: ScavengeConfig, extra: float) -> float:
+    """Until everything is merged."""
+    each = round(config.hours * 3600 / config.step_seconds)
+    tokens = config.islands * each * TOKENS_PER_STEP
+    sync = config.exchange.sync(config.quorum, config.grace)
+    fleet = Fleet(config.exchange, sync, config.step_seconds, tokens)
+    chance = np.random.default_rng(config.seed)
+
+    def join(name: str) -> None:
+        varying = chance.spawn(1)[0]
+        steps = durations(config.step_seconds, config.step_spread, varying)
+        fleet.join(name, config.step_seconds, steps, undisturbed())
+
+    for i in range(config.islands):
+        join(f"island-{i}")
+    fleet.begin()
+    fleet.run_to(round(tokens * (1 - config.tokens_share) / 2))
+    names = [f"extra-{i}" for i in range(round(extra * config.islands))]
+    for name in names:
+        join(name)
+    fleet.run_to(round(tokens * (1 + config.tokens_share) / 2))
+    for name in names:
+        fleet.leave(name)
+    fleet.run_to(math.inf)
+    return fleet.seconds

@@ -1,0 +1,95 @@
+"""Goodput and uptime over chips and islands: table, CSV and plot."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from diloco_jax.simulation.fleets.goodput import (
+    GoodputConfig,
+    GoodputResult,
+    GoodputSample,
+    Method,
+    simulate_goodput,
+)
+from diloco_jax.simulation.progress import Progress, nobody, part
+
+CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
+ISLANDS = (1, 2, 4, 8, 16)
+MEASURES = tuple(field.name for field in dataclasses.fields(GoodputSample))
+
+
+def sweep_goodput(
+    config: GoodputConfig,
+    chips: Sequence[int],
+    islands: Sequence[int],
+    progress: Progress = nobody,
+) -> list[GoodputResult]:
+    """Both data-parallel methods, and decoupled with each number of islands, at each
+    number of chips; all else as in `config`. Raises ConfigError."""
+    ways: list[tuple[Method, int]] = [("rigid", 1), ("elastic", 1)]
+    ways += [("decoupled", count) for count in islands]
+    points = [
+        dataclasses.replace(config, method=method, islands=count, chips=total)
+        for total in chips
+        for method, count in ways
+    ]
+    for point in points:
+        point.validate()
+    return [
+        simulate_goodput(point, part(progress, i, len(points)))
+        for i, point in enumerate(points)
+    ]
+
+
+def write_csv(results: Sequence[GoodputResult], path: Path) -> None:
+    """One line per point; every measure with its bounds over seeds."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        bounded = [f"{m}{end}" for m in MEASURES for end in ("", "_low", "_high")]
+        writer.writerow(["method", "chips", "islands", *bounded])
+        for result in results:
+            config = result.config
+            values = [
+                getattr(sample, measure)
+                for measure in MEASURES
+                for sample in (result.mean, result.low, result.high)
+            ]
+            writer.writerow([config.method, config.chips, config.islands, *values])
+
+
+def write_plot(results: Sequence[GoodputResult], path: Path) -> None:
+    """Compute goodput and uptime over chips, a line per way to use them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    axes = figure.subplots(1, 2, sharex=True)
+    lines: dict[str, list[GoodputResult]] = {}
+    for result in results:
+        lines.setdefault(result.config.label, []).append(result)
+    for measure, axis in zip(("compute_goodput", "uptime"), axes, strict=True):
+        for name, line in lines.items():
+            chips = [result.config.chips for result in line]
+            axis.plot(
+                chips,
+                [getattr(result.mean, measure) for result in line],
+                marker="o",
+                linestyle="-" if name.startswith("decoupled") else "--",
+                label=name,
+            )
+            axis.fill_between(
+                chips,
+                [getattr(result.low, measure) for result in line],
+                [getattr(result.high, measure) for result in line],
+                alpha=0.2,
+            )
+        axis.set(xscale="log", xlabel="chips", ylabel=measure.replace("_", " "))
+        totals = sorted({result.config.chips for result in results})
+        axis.set_xticks(totals, [f"{total / 1000:g} k" for total in totals])
+        axis.minorticks_off()
+        axis.set_ylim(0, 1.02)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize="small")
+    figure.savefig(path, dpi=150)

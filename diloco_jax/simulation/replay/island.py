@@ -1,0 +1,216 @@
+"""One incarnation of an island, repeated: the tape decides in place of the network.
+
+Books, boundary, pace and model copy are the runtime's. Each record of the tape is acted
+upon alone, at its step, and the books must write down that same record again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from diloco_jax.config import RunConfig
+from diloco_jax.data.positions import LeasedPositions
+from diloco_jax.data.windows import Windows
+from diloco_jax.island.books import Books
+from diloco_jax.island.boundary import Boundary
+from diloco_jax.island.mailbox import Arrival, Inbox
+from diloco_jax.island.pace import Pace
+from diloco_jax.observability.tape import TapeError
+from diloco_jax.policy.events import Record, Span, Verdict, Version
+from diloco_jax.policy.reasons import NON_FINITE
+from diloco_jax.simulation.replay.pipe import Begin, RemoteReplica, Worker
+from diloco_jax.simulation.replay.published import Published
+from diloco_jax.simulation.replay.recording import Life
+from diloco_jax.wire.messages import TakeVerdict
+
+
+class ReplayedIsland:
+    """Goes on only as far as the delta needs that is asked for.
+
+    Raises TapeError, from any method, naming the first line that cannot be repeated.
+    """
+
+    def __init__(
+        self,
+        life: Life,
+        run: RunConfig,
+        windows: Windows,
+        published: Published,
+        worker: Worker,
+        source: ReplayedIsland | None = None,
+    ) -> None:
+        """source: the incarnation whose moments this one began with."""
+        self.steps = 0
+        """Inner steps done."""
+        versions = life.begins()
+        self._life, self._windows, self._published = life, windows, published
+        self._moments: dict[int, list[bytes]] = {}
+        rule = run.sync.adopt
+        self._books = Books(versions, rule)
+        self._books.begin()
+        begin = Begin(
+            who=life.who,
+            island=life.config,
+            anchors=[self._anchor(f, version) for f, version in enumerate(versions)],
+        )
+        restored = life.restored()
+        if restored is not None:
+            assert source is not None
+            self._books.restored(
+                restored.who.incarnation, restored.steps, restored.fragments
+            )
+            begin = msgspec.structs.replace(
+                begin,
+                moments=source.moments(restored.steps),
+                residuals={f: source.residual(f) for f in restored.fragments},
+            )
+        self._next = len(self._books.drain())
+        self._replica = RemoteReplica(worker, begin)
+        self._positions = LeasedPositions()
+        self._boundary = Boundary(
+            self._books, self._replica, self._positions, self, rule
+        )
+        tokens_per_step = life.config.batch_size * run.sequence_length
+        self._pace = Pace(run, tokens_per_step, warm=restored is not None)
+        self._others_tokens = 0
+        self._deltas: dict[tuple[int, int], bytes] = {}
+
+    def delta(self, fragment: int, tick: int) -> npt.NDArray[np.uint8]:
+        """The encoded delta of a take that is merged."""
+        while (fragment, tick) not in self._deltas:
+            line, record = self._life.records[self._next]
+            self._next += 1
+            self._repeat(line, record)
+        return np.frombuffer(self._deltas[fragment, tick], np.uint8)
+
+    def moments(self, steps: int) -> list[bytes]:
+        """The inner optimizer's state after so many steps: see `saves`."""
+        while steps not in self._moments:
+            if self._next == len(self._life.records):
+                self._train_until(steps, self._life.records[-1].line)
+                self._keep_moments()
+                break
+            line, record = self._life.records[self._next]
+            self._next += 1
+            self._repeat(line, record)
+        return self._moments[steps]
+
+    def residual(self, fragment: int) -> bytes:
+        """What its merged takes of the fragment left unsaid."""
+        return self._replica.residual(fragment)
+
+    def merged(self, fragment: int, tick: int) -> None:
+        """That take is in a merge."""
+        here = self._books.version(fragment)
+        verdict = _verdict(fragment, tick, "merged", here)
+        self._act(Inbox(verdicts=(verdict,)), self.steps)
+
+    def end(self) -> None:
+        """No more deltas are needed."""
+        self._replica.end()
+
+    def put(self, fragment: int, tick: int, encoded: bytes) -> None:
+        """See boundary.Outgoing."""
+        self._deltas[fragment, tick] = encoded
+
+    def forget(self, fragment: int, tick: int) -> None:
+        """See boundary.Outgoing."""
+        del self._deltas[fragment, tick]
+
+    # ---- one record -------------------------------------------------------------
+
+    def _repeat(self, line: int, record: Record) -> None:
+        self._train_until(record.step, line)
+        fragment, tick = record.fragment, record.tick
+        inbox = Inbox()
+        match record.kind:
+            case "granted":
+                inbox = Inbox(grants=(Span(record.start, record.stop),))
+            case "progress":
+                self._others_tokens = record.value
+            case "took":
+                inbox = Inbox(takes={fragment: tick})
+            case "adopted":
+                pending = _verdict(fragment, tick, "pending", record.version)
+                inbox = Inbox(
+                    arrivals=(self._arrival(line, record),),
+                    verdicts=(pending,) if tick >= 0 else (),
+                )
+            case "reopened" | "dropped" | "reset":
+                reason = NON_FINITE if record.kind == "reset" else "refused"
+                here = self._books.version(fragment)
+                verdict = _verdict(fragment, tick, "refused", here, reason)
+                inbox = Inbox(verdicts=(verdict,))
+        self._act(inbox, record.step)
+        found = self._books.drain()
+        if found != (record,):
+            raise TapeError(
+                f"line {line}: {self._life.who} noted {record}, but after what it "
+                f"noted before comes {found or 'nothing'}; a record was altered or is "
+                f"missing"
+            )
+
+    def _train_until(self, steps: int, line: int) -> None:
+        while self.steps < steps:
+            self._keep_moments()
+            self._train(line)
+
+    def _keep_moments(self) -> None:
+        """If a later incarnation begins with them."""
+        if self.steps in self._life.saves:
+            self._moments.setdefault(self.steps, self._replica.moments())
+
+    def _train(self, line: int) -> None:
+        positions = self._positions.draw(self._life.config.batch_size)
+        if positions is None:
+            raise TapeError(
+                f"line {line}: {self._life.who} did step {self.steps} without data, "
+                f"with {self._positions.granted} sequences granted; a record of a "
+                f"grant was altered or is missing"
+            )
+        rate = self._pace.learning_rate(self.steps, self._boundary.others_tokens)
+        self._replica.step(self._windows.batch(positions), rate)
+        self.steps += 1
+
+    def _act(self, inbox: Inbox, step: int) -> None:
+        others = self._others_tokens
+        self._boundary.act(dataclasses.replace(inbox, others_tokens=others), step)
+
+    def _arrival(self, line: int, record: Record) -> Arrival:
+        fragment, version = record.fragment, record.version
+        try:
+            payloads = self._published.chain(
+                fragment, self._books.version(fragment), version
+            )
+        except KeyError as error:
+            raise self._unmerged(line, fragment, version) from error
+        return Arrival(
+            fragment=fragment,
+            version=version,
+            publishes=tuple((payload,) for payload in payloads),
+        )
+
+    def _anchor(self, fragment: int, version: Version) -> bytes:
+        try:
+            return self._published.anchor(fragment, version)
+        except KeyError as error:
+            line = self._life.records[fragment].line
+            raise self._unmerged(line, fragment, version) from error
+
+    def _unmerged(self, line: int, fragment: int, version: Version) -> TapeError:
+        return TapeError(
+            f"line {line}: {self._life.who} adopted version {tuple(version)} of "
+            f"fragment {fragment} before it was merged; a record is out of order"
+        )
+
+
+def _verdict(
+    fragment: int, tick: int, verdict: Verdict, version: Version, reason: str = ""
+) -> TakeVerdict:
+    return TakeVerdict(
+        fragment=fragment, tick=tick, verdict=verdict, reason=reason, version=version
+    )

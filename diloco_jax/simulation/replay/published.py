@@ -1,0 +1,87 @@
+"""What a repeated coordinator published, kept for as long as the tape needs it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from diloco_jax.coordinator.store import Arrays, Merged
+from diloco_jax.policy.events import FIRST_VERSION, Version
+from diloco_jax.simulation.replay.recording import Life, Recording
+
+Key = tuple[int, Version]
+"""Fragment and version."""
+
+
+class Published:
+    """Anchors for the incarnations that begin with them, encoded publishes for those
+    that adopt them and for a coordinator that comes back.
+
+    first: A of the first version, by fragment. All methods raise KeyError for what has
+    not been merged yet.
+    """
+
+    def __init__(self, recording: Recording, first: Sequence[Arrays]) -> None:
+        self._anchor_uses: Counter[Key] = Counter()
+        self._publish_uses: Counter[Key] = Counter()
+        for life in recording.lives.values():
+            self._anchor_uses.update(enumerate(life.begins()))
+            self._publish_uses.update(_adopted(life))
+        for recovery in recording.recoveries:
+            logged = recording.merges[recovery.snapshot_merges : recovery.merges]
+            self._publish_uses.update((m.fragment, m.version) for m in logged)
+        self._anchors: dict[Key, Arrays] = {}
+        self._publishes: dict[Key, bytes] = {}
+        for fragment, anchor in enumerate(first):
+            self._keep_anchor((fragment, FIRST_VERSION), anchor)
+
+    def keep(self, fragment: int, merged: Merged) -> None:
+        """A merge was committed."""
+        key = (fragment, merged.version)
+        self._keep_anchor(key, merged.anchor)
+        if self._publish_uses[key]:
+            self._publishes[key] = merged.payload
+
+    def anchor(self, fragment: int, version: Version) -> bytes:
+        """A_v in full, f32, piece after piece; once for every incarnation."""
+        key = (fragment, version)
+        arrays = self._anchors[key]
+        self._anchor_uses[key] -= 1
+        if not self._anchor_uses[key]:
+            del self._anchors[key]
+        return b"".join(np.asarray(array).tobytes() for array in arrays)
+
+    def publish(self, fragment: int, version: Version) -> bytes:
+        """The encoded publish of a version; once for every use on the tape."""
+        key = (fragment, version)
+        payload = self._publishes[key]
+        self._publish_uses[key] -= 1
+        if not self._publish_uses[key]:
+            del self._publishes[key]
+        return payload
+
+    def chain(self, fragment: int, have: Version, want: Version) -> list[bytes]:
+        """The publishes that lead from one version to another, oldest first."""
+        return [self.publish(fragment, version) for version in _between(have, want)]
+
+    def _keep_anchor(self, key: Key, anchor: Arrays) -> None:
+        if self._anchor_uses[key]:
+            self._anchors[key] = anchor
+
+
+def _adopted(life: Life) -> Iterator[Key]:
+    """Every publish that the incarnation adopts."""
+    have = life.begins()
+    for _, record in life.records[len(have) :]:
+        if record.kind == "adopted":
+            for version in _between(have[record.fragment], record.version):
+                yield record.fragment, version
+            have[record.fragment] = record.version
+
+
+def _between(have: Version, want: Version) -> Iterator[Version]:
+    while have < want:
+        have = have.next()
+        yield have

@@ -1,0 +1,318 @@
+"""`diloco replay`: a recorded run once more, from config, text and tape alone.
+
+The tape says who took, adopted and was merged when. Everything else is computed anew,
+by the runtime's own parts: steps, deltas, merges, and what a crash of the coordinator
+made of its state. Each merge must have the digest that the tape has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from diloco_jax import checkpoint, compilation, environment
+from diloco_jax.config import ConfigError
+from diloco_jax.coordinator.store import Merged, Store
+from diloco_jax.data.corpus import load_checked_corpus
+from diloco_jax.data.windows import Windows
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.loading import require_writable, write_config_json
+from diloco_jax.models.build import build
+from diloco_jax.models.plan import build_plan
+from diloco_jax.observability.tape import TapeError
+from diloco_jax.policy.events import FIRST_VERSION
+from diloco_jax.simulation.replay.island import ReplayedIsland
+from diloco_jax.simulation.replay.pipe import Worker
+from diloco_jax.simulation.replay.published import Published
+from diloco_jax.simulation.replay.recording import (
+    SAME_BITS,
+    Environment,
+    RecordedMerge,
+    Recording,
+    Recovery,
+    Who,
+    environment_like,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What `diloco replay --json` prints."""
+
+    merges: int
+    """Repeated, with the tape's digest."""
+    merges_on_tape: int
+    identical: bool
+    first_mismatch: dict[str, Any] | None
+    """merge (from 1), line, fragment, version, digest_on_tape, digest."""
+    steps: int
+    """Inner steps of all islands."""
+    seconds: float
+
+    def __str__(self) -> str:
+        done = f"{self.merges} of {self.merges_on_tape} merges"
+        effort = f"{self.steps} steps in {self.seconds:.1f} s"
+        wrong = self.first_mismatch
+        if wrong is None:
+            return f"{done} repeated, all with the same bits ({effort})"
+        return (
+            f"{done} repeated with the same bits ({effort}); merge {wrong['merge']} "
+            f"(line {wrong['line']}: fragment {wrong['fragment']}, version "
+            f"{tuple(wrong['version'])}) has digest {wrong['digest_on_tape']} on the "
+            f"tape, {wrong['digest']} here: the tape, the text or the program was "
+            f"altered before it"
+        )
+
+
+def run(recording: Recording, console: Console, save: Path | None = None) -> Outcome:
+    """Repeats the recording up to the first merge that differs, with a progress bar.
+
+    save: a new folder for config and global parameters after the last merge that was
+    the same; `diloco eval` reads it.
+
+    Raises:
+      ConfigError: other text, another version or machine than the run had.
+      TapeError: the tape contradicts itself.
+    """
+    if save is not None and save.exists():
+        raise ConfigError(f"--save {save} exists already; name a new folder")
+    if save is not None:
+        there = next(path for path in save.absolute().parents if path.exists())
+        require_writable(there, f"--save {save}: in")
+    began = time.monotonic()
+    merges, mismatch = 0, None
+    with Replay(recording) as replay, _bar(console) as bar:
+        task = bar.add_task("merges", total=len(recording.merges))
+        try:
+            for merge, digest in replay.merges():
+                if digest != merge.digest:
+                    mismatch = _mismatch(merge, digest)
+                    break
+                merges = merge.number
+                bar.update(task, completed=merges)
+        except TapeError as error:
+            raise TapeError(f"{recording.workdir / 'tape.jsonl'}, {error}") from error
+        if save is not None:
+            replay.save(save, merges)
+    return Outcome(
+        merges=merges,
+        merges_on_tape=recording.merges_on_tape,
+        identical=mismatch is None,
+        first_mismatch=mismatch,
+        steps=replay.steps,
+        seconds=time.monotonic() - began,
+    )
+
+
+class Replay(contextlib.ExitStack):
+    """The coordinator's state, here, and the islands, in worker processes."""
+
+    def __init__(self, recording: Recording) -> None:
+        """Raises ConfigError if this is not the text, version or machine of the run."""
+        super().__init__()
+        self.steps = 0
+        """Inner steps done."""
+        for recorded in recording.coordinators:
+            _refuse_other_bits("the coordinator", recorded, environment.describe())
+        compilation.use_cache(compilation.of_user())
+        self._recording = recording
+        self._run = run = recording.config.run
+        corpus = load_checked_corpus(run.data)
+        self._windows = Windows(corpus.train, run.sequence_length, run.seed)
+        self._store = _new_store(recording)
+        self._versions = [FIRST_VERSION] * len(self._store.plan.fragments)
+        first = [tuple(anchor) for anchor in self._store.arrays()["anchor"]]
+        self._published = Published(recording, first)
+        self._workers: dict[str, Worker] = {}
+        self._islands: dict[Who, ReplayedIsland] = {}
+        self._needs = Counter(
+            Who(part.island, part.incarnation)
+            for merge in recording.merges
+            for part in merge.contributions
+        )
+        for life in recording.lives.values():
+            # As long as an incarnation may begin with its moments.
+            if (restored := life.restored()) is not None:
+                self._needs[restored.who] += 1
+        self._recoveries_left = Counter(
+            recovery.snapshot_merges for recovery in recording.recoveries
+        )
+        self._snapshots: dict[int, tuple[Any, list[Any]]] = {}
+        self._keep_snapshot(0)
+
+    def merges(self) -> Iterator[tuple[RecordedMerge, str]]:
+        """Every merge, with the digest that it has here; committed when the next one
+        is asked for. Raises TapeError."""
+        recoveries = list(self._recording.recoveries)
+        for merge in self._recording.merges:
+            while recoveries and recoveries[0].merges < merge.number:
+                self._recover(recoveries.pop(0))
+            payloads = []
+            for part in merge.contributions:
+                island = self._island(Who(part.island, part.incarnation))
+                steps = island.steps
+                payloads.append(island.delta(merge.fragment, part.tick))
+                self.steps += island.steps - steps
+            merged = self._store.merge(
+                merge.fragment,
+                merge.version,
+                merge.contributions,
+                payloads,
+                share=merge.share,
+                final=merge.final,
+            )
+            yield merge, merged.digest
+            self._commit(merge, merged)
+
+    def save(self, folder: Path, number: int) -> None:
+        """Writes config and global parameters as a run's workdir has them."""
+        folder.mkdir(parents=True)
+        config = self._recording.config
+        placement = dataclasses.replace(config.placement, checkpoints="")
+        config = dataclasses.replace(config, placement=placement)
+        write_config_json(config, folder / "config.json")
+        snapshots = checkpoint.snapshots_folder(placement, folder)
+        manager = checkpoint.open_folder(snapshots, keep=1)
+        checkpoint.save(manager, number, self._store.arrays(), {})
+        manager.close()
+
+    def _island(self, who: Who) -> ReplayedIsland:
+        """The incarnation, begun when a merge first needs it."""
+        if who not in self._islands:
+            life = self._recording.lives[who]
+            if len(life.begins()) != len(self._versions):
+                raise TapeError(
+                    f"line {life.records[0].line}: {who} begins with versions of "
+                    f"{len(life.begins())} of {len(self._versions)} fragments; a "
+                    f"record was altered or is missing"
+                )
+            _refuse_absent_hosts(who, life.environment)
+            worker = self._worker(life.environment)
+            _refuse_other_bits(str(who), life.environment, worker.environment)
+            devices = worker.environment["devices"]
+            if devices < life.config.devices:
+                raise ConfigError(
+                    f"{who} computed on {life.config.devices} devices, here are "
+                    f"{devices}; replay on a machine with as many"
+                )
+            restored = life.restored()
+            source = self._island(restored.who) if restored else None
+            self._islands[who] = ReplayedIsland(
+                life, self._run, self._windows, self._published, worker, source
+            )
+            if restored is not None:
+                self._release(restored.who)
+        return self._islands[who]
+
+    def _release(self, who: Who) -> None:
+        """One need of the incarnation less."""
+        self._needs[who] -= 1
+        if not self._needs[who]:
+            self._islands.pop(who).end()
+
+    def _worker(self, recorded: Environment) -> Worker:
+        alike = str((environment_like(recorded), recorded["processes"]))
+        if alike not in self._workers:
+            worker = Worker(self._run, recorded)
+            self._workers[alike] = self.enter_context(worker)
+        return self._workers[alike]
+
+    def _commit(self, merge: RecordedMerge, merged: Merged) -> None:
+        self._store.commit(merge.fragment, merged)
+        self._versions[merge.fragment] = merge.version
+        self._published.keep(merge.fragment, merged)
+        for part in merge.contributions:
+            who = Who(part.island, part.incarnation)
+            self._islands[who].merged(merge.fragment, part.tick)
+            self._release(who)
+        self._keep_snapshot(merge.number)
+
+    def _keep_snapshot(self, merges: int) -> None:
+        """The state after so many merges, if a coordinator comes back with it."""
+        if self._recoveries_left[merges]:
+            self._snapshots[merges] = (self._store.arrays(), list(self._versions))
+
+    def _recover(self, recovery: Recovery) -> None:
+        """As `coordinator.origin` does it: a snapshot, and the log after it."""
+        first = recovery.snapshot_merges
+        self._store.load(*self._snapshots[first])
+        for merge in self._recording.merges[first : recovery.merges]:
+            payload = self._published.publish(merge.fragment, merge.version)
+            self._store.replay(
+                merge.fragment, merge.version, payload, final=merge.final
+            )
+        self._recoveries_left[first] -= 1
+        if not self._recoveries_left[first]:
+            del self._snapshots[first]
+        # The next snapshot may be one of this very state.
+        self._keep_snapshot(recovery.merges)
+
+
+def _new_store(recording: Recording) -> Store:
+    """As `coordinator.origin` begins a run."""
+    run, placement = recording.config.run, recording.config.placement
+    model = build(run)
+    plan = build_plan(run, model)
+    if plan.digest() != recording.plan_digest:
+        raise ConfigError(
+            f"the run's plan of fragments has digest {recording.plan_digest}, here it "
+            f"is {plan.digest()}; replay it with the version that made it"
+        )
+    params = jax.jit(model.init)(jax.random.key(run.seed))
+    return Store(run, plan, params, Deadlines(placement.time_budget_s).pin_s)
+
+
+def _refuse_other_bits(whose: str, there: Environment, here: Environment) -> None:
+    for fact in SAME_BITS:
+        if there[fact] != here[fact]:
+            raise ConfigError(
+                f"{whose} had {fact} = {there[fact]!r}, here it is {here[fact]!r}: a "
+                f"comparison of bits would say nothing; replay where it is the same"
+            )
+
+
+def _refuse_absent_hosts(who: Who, recorded: Environment) -> None:
+    hosts, platform = recorded["processes"], recorded["platform"]
+    if hosts != 1 and platform != "cpu":
+        raise ConfigError(
+            f"{who} computed on {hosts} hosts with {platform} devices each, and replay "
+            f"is one host here; it repeats islands of one host, and of several where "
+            f"these have CPU devices"
+        )
+
+
+def _mismatch(merge: RecordedMerge, digest: str) -> dict[str, Any]:
+    return {
+        "merge": merge.number,
+        "line": merge.line,
+        "fragment": merge.fragment,
+        "version": list(merge.version),
+        "digest_on_tape": merge.digest,
+        "digest": digest,
+    }
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )

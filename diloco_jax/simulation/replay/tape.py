@@ -1,0 +1,274 @@
+"""Reads a tape for replay, and checks what its chain of hashes cannot show.
+
+The chain finds lines that were changed; here it is numbers that skip, facts that
+contradict each other, and a tape that ends early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.observability.tape import TapeError, read_tape
+from diloco_jax.policy.events import FIRST_VERSION, Contribution, Record, Version
+from diloco_jax.simulation.replay.recording import (
+    Environment,
+    Life,
+    RecordedMerge,
+    Recording,
+    Recovery,
+    Who,
+    Written,
+    check_origin,
+    environment_of,
+    refuse_term,
+)
+from diloco_jax.workdir import read_config
+
+
+def read_recording(
+    workdir: Path, until: int | None = None, text: Sequence[str] | None = None
+) -> Recording:
+    """What a run left in its workdir: `config.json` and `tape.jsonl`.
+
+    Args:
+      until: the number of the last merge to repeat; None = all of a run that is over.
+      text: paths of the run's text; None = those that the run had.
+
+    Raises:
+      ConfigError: they are not of one run, or not of this version.
+      TapeError: names the first line that is altered, missing or out of order.
+    """
+    config = read_config(workdir, text)
+    path = workdir / "tape.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"{workdir} has no tape.jsonl; give the workdir of a run")
+    reader = _Reader(path, config)
+    for line, record in enumerate(read_tape(path), start=1):
+        reader.read(line, record)
+    return reader.recording(until)
+
+
+class _Reader:
+    def __init__(self, path: Path, config: Config) -> None:
+        self._path, self._config = path, config
+        self._line = 0
+        self._finished = False
+        self._plan_digest = ""
+        self._coordinators: list[Environment] = []
+        self._merges: list[RecordedMerge] = []
+        self._recoveries: list[Recovery] = []
+        self._versions: dict[int, Version] = {}
+        self._lives: dict[Who, Life] = {}
+        self._hellos: dict[str, Mapping[str, Any]] = {}
+
+    def read(self, line: int, record: Mapping[str, Any]) -> None:
+        """The next line."""
+        self._line = line
+        try:
+            self._read(record)
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            kind = record.get("kind")
+            raise self._wrong(f"not a record {kind!r} ({error!r})") from error
+
+    def recording(self, until: int | None) -> Recording:
+        """What is needed to repeat the first `until` merges."""
+        count = len(self._merges)
+        if not count:
+            raise ConfigError(
+                f"{self._path} ends after line {self._line} without a merge: there is "
+                f"nothing to repeat; give the workdir of a run that has merged"
+            )
+        if until is not None and not 1 <= until <= count:
+            raise ConfigError(
+                f"--until {until}: {self._path} has merges 1 to {count}; choose one"
+            )
+        if until is None and not self._finished:
+            raise TapeError(
+                f"{self._path} ends after line {self._line} without the end of the run "
+                f"('finished'): it was cut off, or the run is not over; --until "
+                f"{count} repeats the merges that it has"
+            )
+        merges = tuple(self._merges[:until])
+        recoveries = tuple(r for r in self._recoveries if r.merges < len(merges))
+        return Recording(
+            workdir=self._path.parent,
+            config=self._config,
+            plan_digest=self._plan_digest,
+            coordinators=tuple(self._coordinators[: len(recoveries) + 1]),
+            merges=merges,
+            merges_on_tape=count,
+            recoveries=recoveries,
+            lives=self._needed(merges),
+        )
+
+    def _read(self, record: Mapping[str, Any]) -> None:
+        kind = record["kind"]
+        refuse_term(self._path, record)
+        if (self._line == 1) != (kind == "begun"):
+            raise self._wrong(f"{kind!r}; 'begun' is the first record and no other")
+        match kind:
+            case "begun":
+                self._begun(record)
+            case "hello":
+                self._hellos[record["island"]] = record
+            case "joined":
+                self._joined(record)
+            case "island":
+                self._told(record)
+            case "merged":
+                self._merged(record)
+            case "recovered":
+                self._recovered(record)
+            case "finished":
+                self._finished = True
+
+    # ---- one kind of record each ------------------------------------------------
+
+    def _begun(self, record: Mapping[str, Any]) -> None:
+        check_origin(self._path, record, self._config)
+        self._plan_digest = record["plan"]
+        self._coordinators.append(environment_of(record))
+
+    def _joined(self, record: Mapping[str, Any]) -> None:
+        who = Who(record["island"], record["incarnation"])
+        hello = self._hellos.get(who.island)
+        if hello is None or hello["incarnation"] != who.incarnation:
+            raise self._wrong(f"{who} joined without a 'hello' before")
+        if who in self._lives:
+            raise self._wrong(f"{who} joined for the second time")
+        self._lives[who] = Life(
+            who=who,
+            config=msgspec.convert(hello["config"], IslandConfig),
+            environment=environment_of(hello),
+        )
+
+    def _told(self, record: Mapping[str, Any]) -> None:
+        life, fields = self._life(record), record["record"]
+        told = Record(**{**fields, "version": Version(*fields["version"])})
+        known, what = life.records, f"record {told.seq} of {life.who}"
+        if 1 <= told.seq <= len(known):
+            # A coordinator that came back is told again what it had not confirmed.
+            first = known[told.seq - 1]
+            if first.record != told:
+                raise self._wrong(f"{what} is another one on line {first.line}")
+            return
+        if told.seq != len(known) + 1:
+            raise self._wrong(
+                f"{what} follows number {len(known)}; one is missing or out of order"
+            )
+        if known and told.step < known[-1].record.step:
+            raise self._wrong(
+                f"{what} is of step {told.step}, the one before it of step "
+                f"{known[-1].record.step}"
+            )
+        newest = self._versions.get(told.fragment, FIRST_VERSION)
+        if told.kind == "adopted" and told.version > newest:
+            raise self._wrong(
+                f"{what} is of version {tuple(told.version)} of fragment "
+                f"{told.fragment}, but merged so far is {tuple(newest)}"
+            )
+        known.append(Written(self._line, told))
+
+    def _merged(self, record: Mapping[str, Any]) -> None:
+        fragment, version = record["fragment"], Version(*record["version"])
+        before = self._versions.get(fragment, FIRST_VERSION)
+        if version != before.next():
+            raise self._wrong(
+                f"fragment {fragment} is merged into version {tuple(version)} after "
+                f"{tuple(before)}; a merge is missing or out of order"
+            )
+        for part in record["contributions"]:
+            self._life(part)
+        if not record["contributions"]:
+            raise self._wrong(f"a merge of fragment {fragment} without a delta")
+        self._versions[fragment] = version
+        merge = RecordedMerge(
+            line=self._line,
+            number=len(self._merges) + 1,
+            fragment=fragment,
+            version=version,
+            final=record["final"],
+            contributions=tuple(
+                Contribution(**{**part, "base": Version(*part["base"])})
+                for part in record["contributions"]
+            ),
+            share=msgspec.convert(record["share"], float),
+            digest=record["digest"],
+        )
+        self._merges.append(merge)
+
+    def _recovered(self, record: Mapping[str, Any]) -> None:
+        for fragment, found in enumerate(record["versions"]):
+            before = self._versions.get(fragment, FIRST_VERSION)
+            if Version(*found) != before:
+                raise self._wrong(
+                    f"the coordinator came back with version {tuple(found)} of "
+                    f"fragment {fragment}, but merged so far is {tuple(before)}; a "
+                    f"merge is missing or out of order"
+                )
+        recovery = Recovery(
+            merges=len(self._merges), snapshot_merges=record["snapshot_merges"]
+        )
+        if not 0 <= recovery.snapshot_merges <= recovery.merges:
+            raise self._wrong(
+                f"a snapshot with {recovery.snapshot_merges} merges, but so far there "
+                f"are {recovery.merges}"
+            )
+        self._recoveries.append(recovery)
+        self._coordinators.append(environment_of(record))
+
+    def _life(self, record: Mapping[str, Any]) -> Life:
+        who = Who(record["island"], record["incarnation"])
+        if who not in self._lives:
+            raise self._wrong(f"{who} has not joined by then; a record is missing")
+        return self._lives[who]
+
+    def _needed(self, merges: tuple[RecordedMerge, ...]) -> dict[Who, Life]:
+        """The incarnations in these merges, each up to its last take in them."""
+        takes: dict[Who, dict[tuple[int, int], RecordedMerge]] = {}
+        for merge in merges:
+            for part in merge.contributions:
+                mine = takes.setdefault(Who(part.island, part.incarnation), {})
+                known = mine.setdefault((merge.fragment, part.tick), merge)
+                if known is not merge:
+                    self._line = merge.line
+                    raise self._wrong(
+                        f"the take of fragment {merge.fragment} at tick {part.tick} by "
+                        f"{part.island} is merged on line {known.line} already"
+                    )
+        needed = self._with_sources(takes)
+        try:
+            for who in needed:
+                self._lives[who].cut(takes.get(who, {}))
+        except TapeError as error:
+            raise TapeError(f"{self._path}, {error}") from error
+        return {who: self._lives[who] for who in needed}
+
+    def _with_sources(self, needed: Iterable[Who]) -> tuple[Who, ...]:
+        """And the incarnations whose moments these, or those in turn, began with."""
+        found = dict.fromkeys(needed)
+        waiting = list(found)
+        while waiting:
+            life = self._lives[waiting.pop()]
+            restored = life.restored()
+            if restored is None:
+                continue
+            if restored.who not in self._lives or restored.who >= life.who:
+                self._line = life.records[0].line
+                raise self._wrong(
+                    f"{life.who} begins with moments of {restored.who}, which was not "
+                    f"there before; a record was altered or is missing"
+                )
+            self._lives[restored.who].saves.add(restored.steps)
+            if restored.who not in found:
+                found[restored.who] = None
+                waiting.append(restored.who)
+        return tuple(found)
+
+    def _wrong(self, what: str) -> TapeError:
+        return TapeError(f"{self._path}, line {self._line}: {what}")

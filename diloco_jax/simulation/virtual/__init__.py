@@ -1,0 +1,1 @@
+"""Virtual time: the real policy, books and boundaries, driven by an event queue."""

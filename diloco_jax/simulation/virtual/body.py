@@ -1,0 +1,58 @@
+"""What stands behind an island's steps and boundaries in virtual time: arrays, or
+nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from diloco_jax.island.boundary import Arrays
+from diloco_jax.island.mailbox import Arrival
+from diloco_jax.simulation.virtual.merging import Fetched
+
+
+class Body(Arrays, Protocol):
+    """An island's model copy, and how it is stepped; or nothing (`NoBody`)."""
+
+    def begin(self, fetched: Mapping[int, Fetched]) -> None:
+        """Joins with these anchors, in full, by fragment."""
+
+    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
+        """A later version, ready to be adopted."""
+
+    def train(self, positions: np.ndarray, learning_rate: float) -> None:
+        """One inner step on the sequences at these positions of the data."""
+
+
+class NoBody:
+    """A body without arrays."""
+
+    def begin(self, fetched: Mapping[int, Fetched]) -> None:
+        """See Body."""
+
+    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
+        """See Body."""
+        return Arrival(fragment=fragment, version=fetched.version)
+
+    def train(self, positions: np.ndarray, learning_rate: float) -> None:
+        """See Body."""
+
+    def take(self, fragment: int) -> None:
+        """See Arrays."""
+
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
+        """See Arrays."""
+
+    def settle(self, fragment: int) -> None:
+        """See Arrays."""
+
+    def reopen(self, fragment: int) -> None:
+        """See Arrays."""
+
+    def drop(self, fragment: int) -> None:
+        """See Arrays."""
+
+    def reset(self, fragment: int) -> None:
+        """See Arrays."""

@@ -1,0 +1,71 @@
+"""How the coordinator reaches an incarnation of an island, in virtual time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Protocol
+
+from diloco_jax.coordinator.inbox import DeltaKey
+from diloco_jax.island.mailbox import Status
+from diloco_jax.policy.events import Event, Hello, Refuse, Version
+from diloco_jax.policy.state import PolicyConfig
+from diloco_jax.simulation.virtual.line import Line
+from diloco_jax.simulation.virtual.merging import Fetched
+from diloco_jax.wire.messages import FromCoordinator
+
+if TYPE_CHECKING:
+    from diloco_jax.simulation.virtual.island import VirtualIsland
+
+
+class Service(Protocol):
+    """What an island is connected to: a `coordinator.VirtualCoordinator`, or one that
+    does not serve yet, since it gathers anchors."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether anything can be fetched."""
+
+    @property
+    def config(self) -> PolicyConfig:
+        """Of the run."""
+
+    def hello(self, hello: Hello, peer: Connection) -> None:
+        """An island on a new connection."""
+
+    def step(self, event: Event) -> None:
+        """What an island says."""
+
+    def arrived(self, key: DeltaKey, encoded: Any) -> None:
+        """All bytes of a delta."""
+
+    def fetch(self, fragment: int, have: Version | None) -> Fetched:
+        """The newest version of a fragment."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Connection:
+    """`coordinator.Peer`: how an incarnation is reached on one line."""
+
+    island: VirtualIsland
+    line: Line
+    status: Status
+    """With which it said hello."""
+
+    @property
+    def name(self) -> str:
+        """See Peer."""
+        return self.island.name
+
+    @property
+    def session(self) -> str:
+        """See Peer."""
+        return self.island.session
+
+    def receive(self, message: FromCoordinator) -> None:
+        """See Peer."""
+        self.line.send_down(lambda: self.island.received(message))
+
+    def refused(self, refusal: Refuse) -> None:
+        """See Peer."""
+        reason = f"refused: {refusal.message}"
+        self.line.send_down(lambda: self.island.turned_away(reason))

@@ -1,0 +1,54 @@
+"""A connection between an island and the coordinator, in virtual time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from diloco_jax.simulation.virtual.clock import Clock
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LineSpeed:
+    """How long messages and bytes take."""
+
+    latency_s: float = 0.0
+    up_bytes_per_s: float = float("inf")
+    down_bytes_per_s: float = float("inf")
+
+
+class Line:
+    """Control messages in order, and bulk transfers that share each direction's
+    bandwidth by queueing. Nothing arrives after `cut`."""
+
+    def __init__(self, clock: Clock, speed: LineSpeed) -> None:
+        self.open = True
+        self._clock, self._speed = clock, speed
+        self._up_free_at = self._down_free_at = 0.0
+
+    def cut(self) -> None:
+        """Breaks it: all that is under way is lost."""
+        self.open = False
+
+    def send_up(self, arrive: Callable[[], None]) -> None:
+        """A control message from the island."""
+        self._arrive(self._clock.now + self._speed.latency_s, arrive)
+
+    def send_down(self, arrive: Callable[[], None]) -> None:
+        """A control message to the island."""
+        self._arrive(self._clock.now + self._speed.latency_s, arrive)
+
+    def upload(self, nbytes: int, arrive: Callable[[], None]) -> None:
+        """Bulk bytes from the island."""
+        began = max(self._clock.now, self._up_free_at)
+        self._up_free_at = began + nbytes / self._speed.up_bytes_per_s
+        self._arrive(self._up_free_at + self._speed.latency_s, arrive)
+
+    def download(self, nbytes: int, arrive: Callable[[], None]) -> None:
+        """Bulk bytes to the island, the request included."""
+        began = max(self._clock.now, self._down_free_at)
+        self._down_free_at = began + nbytes / self._speed.down_bytes_per_s
+        self._arrive(self._down_free_at + 2 * self._speed.latency_s, arrive)
+
+    def _arrive(self, at: float, arrive: Callable[[], None]) -> None:
+        self._clock.at(at, lambda: arrive() if self.open else None)
