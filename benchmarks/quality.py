@@ -45,7 +45,8 @@ text is 7 files with 90 kB, so tenths of a percent are about these.
   four, and tokens x rate 4.5 and 0.2 % behind: there weights said, too, how much too
   far a merge went.
 - int8 both ways: +0.14 % +- 0.14 over bf16, fourteen pairs with 8 M tokens (as many as
-  there was time for; seven showed +0.2 +- 0.3); int4 +0.4 % +- 0.5, seven pairs.
+  there was time for; seven showed +0.2 +- 0.3). int4: +0.20 % +- 0.18, twenty pairs
+  (seven showed +0.4 +- 0.5, thirteen +0.3 +- 0.3; then twenty were decided on).
   Without error feedback both end where they do with it (two pairs, 2 M tokens, within a
   percent).
 - With the outer step of the preset (Nesterov 0.4 / 0.6) everywhere, 8 M tokens, three
@@ -95,7 +96,7 @@ The defaults, and what each follows from:
   shown where islands are in nearly all merges (4 fast + 4 slow +0.6 % +- 0.8, failures
   -0.0 +- 0.8 at full length); the others were not run.
 - codecs int8 both ways: at most 0.3 % behind bf16 at 8 M tokens (upper end of the
-  interval), half its bytes. int4 halves them again, with 0.9 % as that end.
+  interval), half its bytes. int4 halves them again, with 0.4 % as that end.
 - merge `rda`: ahead of the mean in three pairs of three with 8 islands (1.3 to 1.8
   points in the paper).
 - adopt `keep`: ahead of `rebase` where many deltas are late, by 1 to 5 %; where few are

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import struct
 import zlib
@@ -149,16 +148,17 @@ def read_frames(file: BinaryIO, name: str, *, last: bool) -> Iterator[Entry]:
 def _has_record(file: BinaryIO, start: int) -> bool:
     """Whether a whole record begins there or later: each was on disk before the next
     one was written, so none does after one that a crash left unfinished."""
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        while (start := data.find(_MAGIC, start)) >= 0:
-            body = start + _HEADER.size
-            if body > len(data):
-                return False
-            _, head_bytes, payload_bytes, crc = _HEADER.unpack(data[start:body])
-            end = body + head_bytes + payload_bytes
-            if end <= len(data) and zlib.crc32(data[body:end]) == crc:
-                return True
-            start += 1
+    file.seek(start)
+    data, at = file.read(), 0
+    while (at := data.find(_MAGIC, at)) >= 0:
+        body = at + _HEADER.size
+        if body > len(data):
+            return False
+        _, head_bytes, payload_bytes, crc = _HEADER.unpack(data[at:body])
+        end = body + head_bytes + payload_bytes
+        if end <= len(data) and zlib.crc32(data[body:end]) == crc:
+            return True
+        at += 1
     return False
 
 

@@ -1,7 +1,8 @@
 """What the coordinator does about calls: messages become events of the policy.
 
-Called from many threads; decides nothing. Reads of the engine's state are reads of
-one immutable value.
+Called from many threads. What an island asks for is the policy's to decide; here only
+calls are turned away that are not of this run, config, term or incarnation, before they
+cost anything. Reads of the engine's state are reads of one immutable value.
 """
 
 from __future__ import annotations

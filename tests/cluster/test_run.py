@@ -158,7 +158,7 @@ def test_islands_that_are_slow_to_end_are_not_cut_off(launch):
 def test_the_same_command_once_more_is_told_how_the_run_goes_on(launch, config):
     launch()
     begin_run(config, Path(config.placement.workdir))
-    with pytest.raises(ConfigError, match=r"this run: .* `diloco run --resume /"):
+    with pytest.raises(ConfigError, match=r"this run; .*: diloco run --resume /"):
         launch()
 
 
@@ -170,16 +170,18 @@ def test_a_crashed_island_comes_back_as_its_next_incarnation(launch, workdir):
     assert json.loads((workdir / "attempts.json").read_text()) == {"a": 2, "b": 1}
 
 
-def test_a_crashed_coordinator_comes_back_on_its_port_and_does_not_begin_anew(
-    launch, workdir
-):
-    crash = "if how == '--init':\n    import os; os.kill(os.getpid(), 9)\n"
+@pytest.mark.parametrize(
+    ("before", "how"), [("(workdir / 'log').mkdir(); ", ""), ("", "--init")]
+)
+def test_a_crashed_coordinator_comes_back_on_its_port(launch, workdir, before, how):
+    crash = (
+        "if len((workdir / 'starts').read_text().splitlines()) == 1:\n"
+        f"    import os; {before}os.kill(os.getpid(), 9)\n"
+    )
     code, _, _ = launch(coordinator=COORDINATOR.replace("while", crash + "while", 1))
     assert code == 0
-    assert (workdir / "starts").read_text().splitlines() == [
-        "127.0.0.1:0 --init",
-        "127.0.0.1:1234 ",
-    ]
+    starts = (workdir / "starts").read_text().splitlines()
+    assert starts == ["127.0.0.1:0 --init", f"127.0.0.1:1234 {how}"]
 
 
 def test_a_coordinator_that_does_not_start_shows_its_log_and_leaves_no_run(
@@ -308,8 +310,7 @@ def test_the_workdir_of_another_run_is_refused_and_left_alone(launch, config, wo
         run_module.create_workdir(other, "configs/other.py")
     for shown in (
         str(workdir),
-        config.run.fingerprint(),
-        other.run.fingerprint(),
+        "seed: 0 here, 1 there",
         "--workdir",
     ):
         assert shown in str(caught.value)
