@@ -25,6 +25,9 @@ from diloco_jax.policy.state import PolicyConfig, State
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
 
+Process = tuple[Incarnation, str]
+"""And its session: two may have one name."""
+
 
 class LedgerExact(Invariant):
     """Merged, lost and open steps balance at every event, and progress never goes back;
@@ -106,49 +109,63 @@ class DataOnce(Invariant):
     is granted to one incarnation at a time, and no more once a merge has it.
 
     A term that was lost before anybody who offers heard of it comes again, under the
-    same number. What was granted in it is lost with it: an incarnation that joined only
-    there comes in if it did not hear of that either, and begins anew."""
+    same number. What was granted in it is lost with it: a process that joined only
+    there comes in if it did not hear of that either, and begins anew. It may have had
+    the name of one that was there before, which goes on with what that was granted."""
 
     name = "data"
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
+        self._sessions: dict[Incarnation, str] = {}
+        """Which process joined last under a name."""
         self._current: dict[str, int] = {}
-        self._granted: dict[Incarnation, list[int]] = {}
+        self._granted: dict[Process, list[int]] = {}
         self._held: dict[Incarnation, set[int]] = {}
         self._per_step: dict[Incarnation, int] = {}
         self._merged: dict[int, Incarnation] = {}
         self._term = 0
-        self._carried: dict[Incarnation, int] = {}
-        """Of those that joined this term: granted before it."""
-        self._void: set[Incarnation] = set()
+        self._before: dict[Process, tuple[int, list[int]]] = {}
+        """Of those that joined this term: how much of what was granted before it they
+        brought with them, and all of that."""
+        self._lost: dict[Process, list[int]] = {}
+        """Granted in a term that was lost, until the process joins again."""
+        self._void: set[Process] = set()
+        """Joined only a term that was lost."""
 
     def opened(self, opened: Opened) -> None:
         """See Invariant."""
         term = opened.anchors[0].version.term
         if term == self._term:
-            for who, carried in self._carried.items():
-                self._held[who] = set(self._granted[who][:carried])
+            for process, (carried, before) in self._before.items():
+                who, lost = process[0], self._granted[process]
+                self._held[who] = set(lost[:carried])
+                self._granted[process], self._lost[process] = before, lost
                 if not carried:
-                    self._void.add(who)
-            for position in [p for p, who in self._merged.items() if who in self._void]:
-                del self._merged[position]
-        self._term, self._carried = term, {}
+                    self._void.add(process)
+                    for position in lost:
+                        if self._merged.get(position) == who:
+                            del self._merged[position]
+        self._term, self._before = term, {}
 
     def persisted(self, record: dict[str, Any]) -> None:
         """See Invariant."""
         match record["kind"]:
             case "joined":
                 who = (record["island"], record["incarnation"])
+                process = who, record["session"]
                 self._current[record["island"]] = record["incarnation"]
+                self._sessions[who] = record["session"]
                 # Of what it was granted in an earlier term, as far as it heard.
                 carried = record.get("carried", {}).get("sequences_granted", 0)
-                is_void = bool(carried) and who in self._void
+                is_void = bool(carried) and process in self._void
                 self.hold(not is_void, "nobody heard of the term it is from:", record)
-                self._void.discard(who)
-                self._carried[who] = carried
-                self._granted[who] = self._granted.get(who, [])[:carried]
-                self._held[who] = set(self._granted[who])
+                self._void.discard(process)
+                self._lost.pop(process, None)
+                before = self._granted.get(process, [])
+                self._before.setdefault(process, (carried, before))
+                self._granted[process] = before[:carried]
+                self._held[who] = set(before[:carried])
                 self._per_step[who] = record["sequences_per_step"]
             case "left":
                 del self._held[record["island"], record["incarnation"]]
@@ -159,20 +176,31 @@ class DataOnce(Invariant):
                     self._merge(c)
 
     def trained(self, who: Incarnation, step: int, positions: np.ndarray) -> None:
-        """See Invariant."""
+        """See Invariant. Until one has joined the term, it may be any of the name."""
         count = self._per_step[who]
-        granted = self._granted[who][step * count : (step + 1) * count]
+        known = self._process(who)
+        processes = [known] if known in self._before else list(self._granted)
+        granted = [
+            positions_of[process][step * count : (step + 1) * count]
+            for process in processes
+            for positions_of in (self._granted, self._lost)
+            if process[0] == who and process in positions_of
+        ]
         self.hold(
-            positions.tolist() == granted,
+            positions.tolist() in granted,
             f"{who} trains step {step} on {positions.tolist()}, granted are {granted}",
         )
 
+    def _process(self, who: Incarnation) -> Process:
+        return who, self._sessions[who]
+
     def _grant(self, record: dict[str, Any]) -> None:
         who = (record["island"], self._current[record["island"]])
+        granted = self._granted[self._process(who)]
         positions = range(record["start"], record["stop"])
         self.hold(
-            record["offset"] == len(self._granted[who]),
-            f"{who} has {len(self._granted[who])} positions:",
+            record["offset"] == len(granted),
+            f"{who} has {len(granted)} positions:",
             record,
         )
         for holder, held in self._held.items():
@@ -181,13 +209,15 @@ class DataOnce(Invariant):
             self._merged.keys().isdisjoint(positions), "part of it is merged:", record
         )
         self._held[who].update(positions)
-        self._granted[who].extend(positions)
+        granted.extend(positions)
 
     def _merge(self, c: dict[str, Any]) -> None:
         who = (c["island"], c["incarnation"])
-        self.hold(who not in self._void, "nobody heard of the term it is from:", c)
+        process = self._process(who)
+        is_void = process in self._void
+        self.hold(not is_void, "nobody heard of the term it is from:", c)
         count = self._per_step[who]
-        for position in self._granted[who][c["start"] * count : c["end"] * count]:
+        for position in self._granted[process][c["start"] * count : c["end"] * count]:
             merged = self._merged.setdefault(position, who)
             self.hold(
                 merged == who, f"position {position} of {who} was merged from {merged}"

@@ -12,6 +12,7 @@ from diloco_jax.policy import ledger
 from diloco_jax.policy.events import Version
 from diloco_jax.simulation.faults.kinds import (
     AnyFault,
+    CoordinatorCrash,
     DiskFailure,
     DiskGone,
     DiskLost,
@@ -174,3 +175,31 @@ def test_what_a_term_granted_that_nobody_heard_of_is_lost_with_it() -> None:
     )
     assert world.struck["disk_lost"] == 2
     assert {version.term for version in versions(world)} == {2}
+
+
+def test_one_of_the_same_name_in_a_lost_term_takes_no_data_from_the_other() -> None:
+    """The second process that calls itself b is let into term 2, which is lost. In the
+    third the first b is back, with what the first term had granted it."""
+    world = played(
+        DiskLost(at_s=1.19, restart=Restart(down_s=0.13, clock_s=1985.4)),
+        TornWrite(
+            at_s=2.64, restart=Restart(down_s=6.08), appends=1, written_share=0.6
+        ),
+        Impostor(at_s=7.01, island="b"),
+        CoordinatorCrash(at_s=7.42, restart=Restart(down_s=4.85), effects=1),
+        DiskLost(at_s=10.29, restart=Restart(down_s=1.89)),
+        islands={
+            "a": IslandPlan(step_s=1.0, batch_size=2, join_s=1.5),
+            "b": IslandPlan(step_s=1.0, batch_size=2, join_s=1.3),
+        },
+        total_tokens=1,
+        fragment_sizes=(5,),
+        steps_per_cycle=3,
+        overlap_steps=1,
+        grace=0.0,
+        outage_s=110.0,
+        transfer_s=0.2,
+        merge_s=0.1,
+    )
+    assert {version.term for version in versions(world)} == {3}
+    assert world.islands["b"].incarnation == 1
