@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR)
-"""Of a path that a user gave."""
+"""Of a place that was good before: a workdir is looked at before anything begins."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 EXIT_FAILED,
             )
         if error.errno in UNUSABLE:
-            return _fail(f"{_what(error)}; choose another place", EXIT_CONFIG)
+            return _fail(f"{_what(error)}; check that place", EXIT_FAILED)
         raise
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_FAILED)
@@ -181,8 +181,9 @@ def island_command(arguments: Sequence[str]) -> int:
     incarnation = options.incarnation
     if not incarnation:
         from diloco_jax.cluster.attempts import Attempts
+        from diloco_jax.workdir import make_workdir
 
-        workdir.mkdir(parents=True, exist_ok=True)
+        make_workdir(workdir)
         incarnation = Attempts(workdir / "attempts.json").next(options.name)
     from diloco_jax.island.hosts import WorldAddress
     from diloco_jax.island.main import run

@@ -17,7 +17,12 @@ from typing import Any
 import msgspec
 
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
-from diloco_jax.loading import read_config_json, write_config_json, write_json
+from diloco_jax.loading import (
+    read_config_json,
+    require_writable,
+    write_config_json,
+    write_json,
+)
 
 FORMAT = 3
 """Of config, log, snapshots and tape: one higher when a workdir of before cannot be
@@ -46,6 +51,17 @@ class RunFacts:
         write_json(dataclasses.asdict(self), workdir / "run.json")
 
 
+def make_workdir(workdir: Path) -> None:
+    """Makes the folder if it is missing; ConfigError unless files can be made in it."""
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make workdir {workdir}: {error.strerror}; give another --workdir"
+        ) from error
+    require_writable(workdir, "--workdir")
+
+
 def begin_run(config: Config, workdir: Path) -> RunFacts:
     """Draws the id of a new run there; ConfigError if the workdir holds one."""
     if (workdir / "run.json").exists():
@@ -56,7 +72,7 @@ def begin_run(config: Config, workdir: Path) -> RunFacts:
                 f"--workdir, or leave --init out to go on with it"
             )
         return facts
-    workdir.mkdir(parents=True, exist_ok=True)
+    make_workdir(workdir)
     write_config_json(config, workdir / "config.json")
     facts = RunFacts(run_id=uuid.uuid4().hex[:16], begun_unix=time.time())
     facts.write(workdir)

@@ -226,8 +226,8 @@ def test_exit_codes_follow_the_cause(path, fake, tmp_path, capsys):
         (ClusterError(process, "did not start", 2), 2),
         (KeyboardInterrupt(), 1),
         (OSError(errno.ENOSPC, "No space left on device"), 1),
-        (OSError(errno.EROFS, "Read-only file system", "ro/c"), 2),
-        (FileExistsError(errno.EEXIST, "File exists", "a-file"), 2),
+        (OSError(errno.EROFS, "Read-only file system", "ro/c"), 1),
+        (FileExistsError(errno.EEXIST, "File exists", "a-file"), 1),
     ):
         fake("diloco_jax.cluster.run", error)
         assert cli.main(["run", path]) == code
@@ -235,8 +235,8 @@ def test_exit_codes_follow_the_cause(path, fake, tmp_path, capsys):
     for text in (
         *("a newer incarnation", "nobody answers", "last words", "interrupted"),
         "No space left on device: make room there",
-        "ro/c: Read-only file system; choose another place",
-        "a-file: File exists; choose another place",
+        "ro/c: Read-only file system; check that place",
+        "a-file: File exists; check that place",
     ):
         assert text in shown
 

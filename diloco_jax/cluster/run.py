@@ -178,12 +178,7 @@ def create_workdir(config: Config, config_path: str) -> Config:
             f"workdir {workdir} holds {_described(workdir, config)}; give another "
             f"--workdir{_or_go_on(workdir)}"
         )
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make workdir {workdir}: {error.strerror}; give another --workdir"
-        ) from error
+    workdirs.make_workdir(workdir)
     config = _with_absolute_paths(config, workdir)
     write_config_json(config, workdir / "config.json")
     return config
