@@ -21,6 +21,8 @@ FLUSH_S = 5.0
 """A point is in the file after so long; flushing waits for the disk."""
 CLOSE_S = 10.0
 """So long for the last points; what hangs then is left behind."""
+RETRY_S = 60.0
+"""Between two files, of which a disk that stays full would see no end otherwise."""
 MOST_WAITING = 100_000
 """Points that may wait for a slow disk; later ones are left out."""
 
@@ -46,6 +48,7 @@ class Curves:
         self._points: queue.Queue[Point | None] = queue.Queue(MOST_WAITING)
         self._files = itertools.count()
         self._left_out = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="curves", daemon=True)
         self._thread.start()
 
@@ -65,6 +68,7 @@ class Curves:
 
     def close(self) -> None:
         """Writes what is queued, if the disk lets it."""
+        self._closing.set()
         try:
             self._points.put(None, timeout=CLOSE_S)
         except queue.Full:
@@ -78,6 +82,7 @@ class Curves:
         point, at which its readers stop."""
         told = False
         while True:
+            last = self._closing.is_set()
             try:
                 self._write_file()
                 return
@@ -89,6 +94,8 @@ class Curves:
                         self._folder,
                         error,
                     )
+            if last or (self._closing.wait(RETRY_S) and self._points.empty()):
+                return
 
     def _write_file(self) -> None:
         """Returns when `close` is called."""

@@ -80,6 +80,7 @@ def test_a_disk_that_was_full_for_a_moment_costs_points_and_holds_up_nobody(
 
     monkeypatch.setattr(EventsWriter, "flush", full_once)
     monkeypatch.setattr(curves, "FLUSH_S", 0.0)
+    monkeypatch.setattr(curves, "RETRY_S", 0.0)
     metrics = Metrics(tmp_path)
     metrics.append(ISLAND)
     assert failed.wait(10)
@@ -106,3 +107,24 @@ def test_a_disk_that_hangs_holds_up_nobody(tmp_path, monkeypatch, caplog):
         assert "10 points wait for the disk" in caplog.text
     finally:
         hang.set()
+
+
+def test_a_disk_that_stays_full_is_not_filled_with_files(tmp_path, monkeypatch):
+    write = EventsWriter.write_event
+    tried, again = threading.Event(), threading.Event()
+
+    def full(self, event):
+        if event.summary.value:
+            (again if tried.is_set() else tried).set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, event)
+
+    monkeypatch.setattr(EventsWriter, "write_event", full)
+    metrics = Metrics(tmp_path)
+    metrics.append(ISLAND)
+    assert tried.wait(10)
+    for step in range(100):
+        metrics.append({**ISLAND, "step": step})
+    assert not again.wait(0.5), "not before RETRY_S"
+    metrics.close()
+    assert len(list((tmp_path / "tensorboard").iterdir())) <= 2, "and one at the end"
