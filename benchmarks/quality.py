@@ -127,13 +127,16 @@ of one idle core per run at 0.1 M parameters and 2 M tokens, 5 minutes at 8 M to
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import functools
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +147,15 @@ from quality_configs import SIZES, Row
 from quality_rows import rates, rows
 
 from diloco_jax.cluster.commands import HUGE_PAGES
+from diloco_jax.config import DataConfig
+from diloco_jax.data.corpus import load_corpus
 from diloco_jax.loading import write_json
 
 RUN_TIMEOUT_S = 3 * 3600.0
-POLL_S = 1.0
 MIN_SEEDS, HEADLINE_SEEDS = 3, 5
+
+Job = tuple[str, str, int]
+"""Size, row, seed."""
 
 
 def main() -> int:
@@ -163,26 +170,45 @@ def main() -> int:
         "--only", nargs="*", default=[], help="these rows, in this order"
     )
     parser.add_argument(
+        "--rates", action="store_true", help="the sweep of learning rates alone"
+    )
+    parser.add_argument(
         "--seeds", type=int, default=HEADLINE_SEEDS, help="of each row, at most"
     )
-    parser.add_argument("--run", nargs=3, metavar=("SIZE", "ROW", "SEED"))
+    parser.add_argument(
+        "--text", nargs="*", default=[], help="the corpus, if not the standard library"
+    )
+    parser.add_argument("--platform", default="cpu", help='"cpu" or "cuda"')
+    parser.add_argument(
+        "--add", nargs="*", type=Path, default=[], help="raw results of other machines"
+    )
     options = parser.parse_args()
-    if options.run:
-        size, name, seed = options.run
-        print(json.dumps(run_one(size, name, int(seed))))
-        return 0
     path = options.out / "raw" / "quality.json"
-    known = json.loads(path.read_bytes())["runs"] if path.exists() else []
+    known: list[dict[str, Any]] = []
+    for file in (path, *options.add):
+        if file in options.add or file.exists():
+            done = {_job(run) for run in known}
+            runs = json.loads(file.read_bytes())["runs"]
+            known += [run for run in runs if _job(run) not in done]
+    # One thread each: two runs side by side are faster than one on two cores. Of a
+    # GPU's memory each takes what it needs.
+    os.environ.update(HUGE_PAGES)
+    os.environ.update(NPROC="1", JAX_PLATFORMS=options.platform)
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     _work(options, path, known)
     return quality_report.write(options.out, __doc__, known)
 
 
-def run_one(size: str, name: str, seed: int) -> dict[str, Any]:
-    """One run in this process."""
+def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
+    """One run in this process, on this text."""
+    import jax
+
     from diloco_jax import compilation
 
+    size, name, seed = job
     row = {r.name: r for r in (*rows(SIZES[size]), *rates(SIZES[size]))}[name]
-    run = dataclasses.replace(row.config.run, seed=seed)
+    data = dataclasses.replace(row.config.run.data, paths=text)
+    run = dataclasses.replace(row.config.run, seed=seed, data=data)
     config = dataclasses.replace(row.config, run=run)
     compilation.use_cache(compilation.of_user())
     began = time.monotonic()
@@ -207,23 +233,31 @@ def run_one(size: str, name: str, seed: int) -> dict[str, Any]:
             "participation": min(i["participation"] for i in islands),
             "restarts": sum(i["joins"] - 1 for i in islands),
         }
-    seconds = round(time.monotonic() - began, 1)
-    return {"size": size, "row": name, "seed": seed, **result, "seconds": seconds}
+    result["seconds"] = round(time.monotonic() - began, 1)
+    result["device"] = jax.devices()[0].device_kind
+    result["text"] = _digest(data)
+    return {"size": size, "row": name, "seed": seed, **result}
 
 
-def _wanted(size: str, only: list[str], seeds: int) -> Iterator[tuple[Row, int]]:
+@functools.lru_cache(maxsize=1)
+def _digest(data: DataConfig) -> str:
+    return load_corpus(data.paths, data.validation_fraction).digest
+
+
+def _wanted(size: str, options: Any) -> Iterator[tuple[Row, int]]:
     """First the sweep of rates, then all rows by seed; or those of `only`, by seed."""
     found = list(rows(SIZES[size]))
     swept = list(rates(SIZES[size]))
-    if only:
+    if only := options.only:
         by_name = {row.name: row for row in (*found, *swept)}
         unknown = [name for name in only if name not in by_name]
         if unknown:
             raise SystemExit(f"--only: no rows {unknown}; there are {list(by_name)}")
-        yield from ((by_name[name], seed) for seed in range(seeds) for name in only)
+        for seed in range(options.seeds):
+            yield from ((by_name[name], seed) for name in only)
         return
     chosen = [(row, 0) for row in swept]
-    for seed in range(seeds):
+    for seed in range(0 if options.rates else options.seeds):
         for row in found:
             if row.headline or seed < MIN_SEEDS:
                 chosen.append((row, seed))
@@ -232,40 +266,48 @@ def _wanted(size: str, only: list[str], seeds: int) -> Iterator[tuple[Row, int]]
     yield from chosen
 
 
+def _job(run: dict[str, Any]) -> Job:
+    return run["size"], run["row"], run["seed"]
+
+
 def _work(options: Any, path: Path, known: list[dict[str, Any]]) -> None:
-    done = {(run["size"], run["row"], run["seed"]) for run in known}
-    todo = [
-        (options.size, row.name, seed)
-        for row, seed in _wanted(options.size, options.only, options.seeds)
-        if (options.size, row.name, seed) not in done
+    done = {_job(run) for run in known}
+    todo: list[Job] = [
+        (options.size, row.name, seed) for row, seed in _wanted(options.size, options)
     ]
+    todo = [job for job in todo if job not in done]
     deadline = time.monotonic() + 60 * options.minutes
-    running: list[tuple[tuple[str, str, int], subprocess.Popen[str]]] = []
-    total = len(todo)
-    while running or (todo and time.monotonic() < deadline):
-        while todo and len(running) < options.jobs and time.monotonic() < deadline:
-            job = todo.pop(0)
-            if not _known_already(job, known):
-                running.append((job, _start(job)))
-        time.sleep(POLL_S)
-        for job, process in [r for r in running if r[1].poll() is not None]:
-            running.remove((job, process))
-            output, errors = process.communicate()
-            if process.returncode:
-                print(f"{job} failed:\n{errors[-2000:]}", file=sys.stderr)
-                continue
-            known.append(json.loads(output.splitlines()[-1]))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json({**machine_facts(), "runs": known}, path)
-            left = len(todo) + len(running)
-            print(
-                f"{time.strftime('%H:%M:%S')} {total - left}/{total} {known[-1]}",
-                file=sys.stderr,
-                flush=True,
+    total, text = len(todo), tuple(options.text)
+    running: dict[Future[dict[str, Any]], Job] = {}
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, spawn) as pool:
+        while running or (todo and time.monotonic() < deadline):
+            while todo and len(running) < options.jobs and time.monotonic() < deadline:
+                job = todo.pop(0)
+                if not _known_already(job, known):
+                    running[pool.submit(run_one, job, text)] = job
+            ended, _ = concurrent.futures.wait(
+                running, RUN_TIMEOUT_S, concurrent.futures.FIRST_COMPLETED
             )
+            if running and not ended:
+                raise SystemExit(f"nothing was done within {RUN_TIMEOUT_S:g} s")
+            for future in ended:
+                job = running.pop(future)
+                if error := future.exception():
+                    print(f"{job} failed: {error}", file=sys.stderr, flush=True)
+                    continue
+                known.append(future.result())
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json({**machine_facts(), "runs": known}, path)
+                left = len(todo) + len(running)
+                print(
+                    f"{time.strftime('%H:%M:%S')} {total - left}/{total} {known[-1]}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
-def _known_already(job: tuple[str, str, int], known: list[dict[str, Any]]) -> bool:
+def _known_already(job: Job, known: list[dict[str, Any]]) -> bool:
     """Whether another row is the same run; then its result is this row's too."""
     size, name, seed = job
     found = {row.name: row for row in (*rates(SIZES[size]), *rows(SIZES[size]))}
@@ -275,19 +317,6 @@ def _known_already(job: tuple[str, str, int], known: list[dict[str, Any]]) -> bo
             known.append({**run, "row": name, "same_run_as": run["row"]})
             return True
     return False
-
-
-def _start(job: tuple[str, str, int]) -> subprocess.Popen[str]:
-    """One thread each: two runs side by side are faster than one on two cores."""
-    command = [sys.executable, __file__, "--run", *map(str, job)]
-    environment = {**os.environ, **HUGE_PAGES, "NPROC": "1", "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from diloco_jax.models.presets import preset
 from diloco_jax.simulation.emulation.options import EmulationOptions
 
 SEQUENCES = 32
-SEQUENCE = 128
 STEP_SECONDS = 1.0
 PLAIN = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
 """In every row that does not say another, so that rows differ in one thing."""
@@ -29,16 +28,21 @@ PLAIN = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """Model, tokens and learning rate of all rows."""
+    """Model, tokens, learning rates and batches of all rows."""
 
     model: ModelConfig
     tokens: int
-    learning_rate: float
-    """The best of the sweep for synchronous and decoupled DiLoCo with 8 islands."""
-    learning_rate_alone: float
-    """The best of the sweep for data-parallel; also for one island."""
+    rates: tuple[tuple[int, float], ...]
+    """Learning rates from so many islands on; the first is also data-parallel's. The
+    best of the sweep."""
     sequences: int = SEQUENCES
     """Of all islands' batches together."""
+    sequence: int = 128
+    """Tokens of each."""
+
+    def rate(self, islands: int) -> float:
+        """The learning rate for so many islands."""
+        return [rate for least, rate in self.rates if least <= islands][-1]
 
 
 TINY = preset("tiny")
@@ -46,37 +50,27 @@ SIZES = {
     "0.04m": Size(
         model=dataclasses.replace(TINY, d_model=32, num_heads=2, mlp_dim=96),
         tokens=860_000,
-        learning_rate=16e-3,
-        learning_rate_alone=16e-3,
+        rates=((1, 16e-3),),
     ),
-    "0.1m": Size(
-        model=TINY, tokens=2_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
-    ),
+    "0.1m": Size(model=TINY, tokens=2_000_000, rates=((1, 8e-3), (2, 4e-3))),
     # Past the steep part of the curve, where seeds are far apart: by more tokens, or by
     # more steps on as many.
-    "0.1m, long": Size(
-        model=TINY, tokens=8_000_000, learning_rate=4e-3, learning_rate_alone=8e-3
-    ),
+    "0.1m, long": Size(model=TINY, tokens=8_000_000, rates=((1, 8e-3), (2, 4e-3))),
     "0.1m, batch 8": Size(
-        model=TINY,
-        tokens=2_000_000,
-        learning_rate=4e-3,
-        learning_rate_alone=4e-3,
-        sequences=8,
+        model=TINY, tokens=2_000_000, rates=((1, 4e-3),), sequences=8
     ),
     # As many merges per fragment as the published outer optimizer is for.
     "0.1m, long, batch 8": Size(
-        model=TINY,
-        tokens=8_000_000,
-        learning_rate=4e-3,
-        learning_rate_alone=4e-3,
-        sequences=8,
+        model=TINY, tokens=8_000_000, rates=((1, 4e-3),), sequences=8
     ),
-    "0.3m": Size(
-        model=preset("0.3m"),
-        tokens=7_000_000,
-        learning_rate=4e-3,
-        learning_rate_alone=8e-3,
+    # On a GPU, with the text of `--text`.
+    "0.3m": Size(model=preset("0.3m"), tokens=7_000_000, rates=((1, 4e-3),)),
+    "2m": Size(
+        model=preset("2m"),
+        tokens=40_000_000,
+        rates=((1, 8e-3), (2, 4e-3), (3, 2e-3)),
+        sequences=64,
+        sequence=256,
     ),
 }
 
@@ -115,14 +109,13 @@ def config(
     """8 equal islands, if nothing else is said."""
     islands = islands or equal(8, size.sequences)
     settings = {"steps_per_cycle": 12, "fragments": 12, **sync}
-    rate = size.learning_rate_alone if len(islands) == 1 else size.learning_rate
     return Config(
         run=RunConfig(
             model=size.model,
-            inner=InnerConfig(learning_rate=rate),
+            inner=InnerConfig(learning_rate=size.rate(len(islands))),
             outer=outer or PLAIN,
             sync=SyncConfig(**settings),
-            sequence_length=SEQUENCE,
+            sequence_length=size.sequence,
             total_tokens=size.tokens,
         ),
         islands=islands,

@@ -29,13 +29,16 @@ from quality_schedules import batches, schedules, tokens
 
 from diloco_jax.config import IslandConfig, OuterConfig
 
-RATES = (2e-3, 4e-3, 8e-3, 16e-3)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 """Learning rates swept for the headline rows, each method alike."""
 SWEPT = (
     "data-parallel",
     "synchronous DiLoCo, 8 islands",
     "decoupled, 8 islands",
+    "decoupled, 2 islands",
+    "decoupled, 4 islands",
     "one island, outer step of 1",
+    "one island, outer optimizer",
     "Muon inside, data-parallel",
     "Muon inside",
 )
