@@ -40,7 +40,7 @@ import support
 
 from diloco_jax.cluster.commands import HUGE_PAGES
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.policy.events import Version
+from diloco_jax.policy.values import Version
 from diloco_jax.wire import messages
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client

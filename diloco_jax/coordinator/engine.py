@@ -23,7 +23,7 @@ from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
-from diloco_jax.policy import policy
+from diloco_jax.policy import policy, records
 from diloco_jax.policy.events import (
     Alert,
     AskResend,
@@ -157,7 +157,7 @@ class Engine:
             case Persist(record=record):
                 self._persist(record)
             case Note(record=record):
-                self.note(record)
+                self.note(records.line(record))
             case Merge():
                 self._start_merge(effect)
             case Publish():
@@ -212,17 +212,17 @@ class Engine:
                     send(island, messages.Finished())
                 self.finished = True
 
-    def _persist(self, record: dict[str, Any]) -> None:
-        payload = b""
-        if record["kind"] == "merged":
-            payload = self._computed[record["fragment"]].payload
-        self._log.append(record, payload)
-        self.note(record)
-        if record["kind"] == "joined":
+    def _persist(self, record: records.Durable) -> None:
+        payload, line = b"", records.line(record)
+        if isinstance(record, records.Merged):
+            payload = self._computed[record.fragment].payload
+        self._log.append(line, payload)
+        self.note(line)
+        if isinstance(record, records.Joined):
             self._inbox.drop_island(
-                record["island"], record["incarnation"], left_behind(self.state)
+                record.island, record.incarnation, left_behind(self.state)
             )
-        if record["kind"] == "merged":
+        if isinstance(record, records.Merged):
             self._merges += 1
             self._faults.fire(self._merges)
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 
 from diloco_jax import environment
 from diloco_jax.config import Config
@@ -21,8 +24,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.models.model import Model
 from diloco_jax.observability.tape import Tape, not_on_tape
-from diloco_jax.policy import recovery
-from diloco_jax.policy.events import Version
+from diloco_jax.policy import records, recovery
 from diloco_jax.policy.state import PolicyConfig, State, initial
 
 logger = logging.getLogger(__name__)
@@ -71,28 +73,29 @@ def recover(
     store = Store(config.run, plan, zeros, pin_s)
     arrays, snapshot = snapshots.load(found, store.arrays())
     store.load(arrays, [f.version for f in snapshot.fragments])
-    records = []
-    for record, payload in durable.read(log, after=found):
-        records.append(record)
-        if record["kind"] == "merged":
-            version = Version(*record["version"])
-            store.replay(record["fragment"], version, payload, final=record["final"])
-    state = recovery.recover(policy, snapshot, records, time.monotonic())
+    lines, log_records = [], []
+    for line, payload in durable.read(log, after=found):
+        record = _record(line, log)
+        lines.append(line)
+        log_records.append(record)
+        if isinstance(record, records.Merged):
+            store.replay(record.fragment, record.version, payload, final=record.final)
+    state = recovery.recover(policy, snapshot, log_records, time.monotonic())
     digest = store.digest()
     logger.info(
         "recovered from snapshot %d and %d records after it: global parameters %s",
         found,
-        len(records),
+        len(lines),
         digest,
     )
-    for record in not_on_tape(tape.path, records):
-        tape.append({**record, "time": time.time()})
+    for line in not_on_tape(tape.path, lines):
+        tape.append({**line, "time": time.time()})
     tape.append(
         {
             "kind": "recovered",
             "snapshot": found,
             "snapshot_merges": sum(f.merges for f in snapshot.fragments),
-            "records": len(records),
+            "records": len(lines),
             "versions": [list(f.version) for f in state.fragments],
             "parameters_digest": digest,
             "environment": environment.describe(),
@@ -100,3 +103,13 @@ def recover(
         }
     )
     return store, state
+
+
+def _record(line: Mapping[str, Any], log: Path) -> records.Durable:
+    try:
+        return records.durable(line)
+    except msgspec.ValidationError as error:
+        raise durable.DurableError(
+            f"{log} has a record {line.get('kind')!r} that is none of this version "
+            f"({error}); go on with the version of diloco_jax that wrote it"
+        ) from error

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from diloco_jax.core.choices import AdoptRule
-from diloco_jax.policy.events import (
+from diloco_jax.policy.reasons import NON_FINITE, OVERLAP, STALE
+from diloco_jax.policy.values import (
     FIRST_VERSION,
     Outstanding,
     Record,
@@ -29,7 +30,6 @@ from diloco_jax.policy.events import (
     Verdict,
     Version,
 )
-from diloco_jax.policy.reasons import NON_FINITE, OVERLAP, STALE
 
 Outcome = Literal["none", "settled", "reopened", "dropped", "reset"]
 """What a verdict means for the arrays of the fragment.

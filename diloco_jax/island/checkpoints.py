@@ -35,7 +35,7 @@ from diloco_jax.island.hosts import Hosts, HostsError
 from diloco_jax.island.identity import Identity
 from diloco_jax.island.replica import Restored
 from diloco_jax.island.step import Trainer
-from diloco_jax.policy.events import Version
+from diloco_jax.policy.values import Version
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from diloco_jax.island.hosts import Hosts, HostsError
 from diloco_jax.island.identity import Identity
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Ending
-from diloco_jax.policy.events import Version
+from diloco_jax.policy.values import Version
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from diloco_jax.island.sender import Sender
 from diloco_jax.island.step import TrainState
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.plan import build_plan
-from diloco_jax.policy.events import Version
+from diloco_jax.policy.values import Version
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles
 

@@ -27,7 +27,7 @@ from diloco_jax.island.pace import Pace
 from diloco_jax.island.replica import Replica
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.model import Metrics
-from diloco_jax.policy.events import Phase, Version
+from diloco_jax.policy.values import Phase, Version
 
 logger = logging.getLogger(__name__)
 

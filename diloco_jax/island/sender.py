@@ -21,7 +21,7 @@ from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.island.identity import Identity
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.placing import held
-from diloco_jax.policy.events import Version
+from diloco_jax.policy.values import Version
 from diloco_jax.wire.errors import Refused, WireError
 from diloco_jax.wire.messages import UploadStart
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 
 from diloco_jax.policy import schedule
-from diloco_jax.policy.events import Alert, Contribution, Effect
+from diloco_jax.policy.events import Alert, Effect
 from diloco_jax.policy.state import MISSED_MERGES, Fragment, PolicyConfig, State
+from diloco_jax.policy.values import Contribution
 
 SOLO_MERGES = 3
 """Merges of one fragment in a row by one of several live islands."""

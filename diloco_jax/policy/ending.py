@@ -10,7 +10,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from diloco_jax.policy import fragment as fragments
-from diloco_jax.policy import membership, schedule
+from diloco_jax.policy import membership, records, schedule
 from diloco_jax.policy.events import Effect, Finish, Persist, StopStepping
 from diloco_jax.policy.reasons import EndReason
 from diloco_jax.policy.state import (
@@ -28,7 +28,7 @@ Step = tuple[State, list[Effect]]
 def stop(config: PolicyConfig, state: State, now: float) -> Step:
     """The run has its tokens: nobody is to step any more."""
     state = replace(state, phase="stopping", deadline=now + config.lease_s)
-    record = {"kind": "stopping", "tokens": state.progress_tokens}
+    record = records.Stopping(tokens=state.progress_tokens)
     effects: list[Effect] = [Persist(record=record)]
     # Silent ones too: their connection may stand.
     effects += [
@@ -110,4 +110,4 @@ def finish(state: State) -> Step:
             state, found = membership.end(state, name, reason)
             effects += found
     state = replace(state, phase="done")
-    return state, [*effects, Persist(record={"kind": "finished"}), Finish()]
+    return state, [*effects, Persist(record=records.Finished()), Finish()]

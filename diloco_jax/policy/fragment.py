@@ -15,16 +15,8 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from diloco_jax.policy import ledger, takes
-from diloco_jax.policy.events import (
-    AskTake,
-    Contribution,
-    Effect,
-    Merge,
-    Note,
-    TellVerdict,
-    Verdict,
-)
+from diloco_jax.policy import ledger, records, takes
+from diloco_jax.policy.events import AskTake, Effect, Merge, Note, TellVerdict
 from diloco_jax.policy.state import (
     MISSED_MERGES,
     Fragment,
@@ -33,6 +25,7 @@ from diloco_jax.policy.state import (
     averaged,
     with_account,
 )
+from diloco_jax.policy.values import Contribution, Verdict
 
 Step = tuple[Fragment, list[Effect]]
 
@@ -74,13 +67,9 @@ def open_tick(
     )
     effects: list[Effect] = [
         Note(
-            record={
-                "kind": "tick",
-                "tick": tick,
-                "fragment": fragment.index,
-                "asked": list(asked),
-                "final": fragment.final,
-            }
+            record=records.Tick(
+                tick=tick, fragment=fragment.index, asked=asked, final=fragment.final
+            )
         )
     ]
     fragment, asks = ask(fragment, asked, tick)
@@ -334,11 +323,4 @@ def ask(fragment: Fragment, names: tuple[str, ...], tick: int) -> Step:
 
 
 def _skipped(fragment: Fragment, tick: int, why: str) -> Note:
-    return Note(
-        record={
-            "kind": "skipped",
-            "tick": tick,
-            "fragment": fragment.index,
-            "why": why,
-        }
-    )
+    return Note(record=records.Skipped(tick=tick, fragment=fragment.index, why=why))

@@ -17,7 +17,6 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco_jax.policy import schedule, shares
-from diloco_jax.policy.events import Version
 from diloco_jax.policy.offers import (
     Admit,
     Arrived,
@@ -33,6 +32,7 @@ from diloco_jax.policy.offers import (
     Postpone,
 )
 from diloco_jax.policy.state import PolicyConfig, State, initial, with_fragment
+from diloco_jax.policy.values import Version
 
 LEASES_AWAITED = 2
 """How long the first offer is waited for, and then the others', in leases."""

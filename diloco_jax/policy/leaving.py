@@ -8,7 +8,7 @@ fragments, which do not need it any more (`takes.leave_behind`).
 from __future__ import annotations
 
 from diloco_jax.policy import fragment as fragments
-from diloco_jax.policy import schedule
+from diloco_jax.policy import records, schedule
 from diloco_jax.policy.events import Effect, LetGo, Note
 from diloco_jax.policy.state import Fragment, PolicyConfig, State, with_fragment
 
@@ -32,12 +32,11 @@ def stopped(config: PolicyConfig, state: State, name: str) -> Step:
             return state, []
         return state, [LetGo(island=name)]
     ticks, state, effects = schedule.skip_cycle(config, state)
-    asked = {
-        "kind": "leaving",
-        "island": name,
-        "incarnation": island.incarnation,
-        "asked": [{"fragment": index, "tick": ticks[index]} for index in wanted],
-    }
+    asked = records.Leaving(
+        island=name,
+        incarnation=island.incarnation,
+        asked=tuple(records.Asked(fragment=i, tick=ticks[i]) for i in wanted),
+    )
     effects.append(Note(record=asked))
     for index in wanted:
         fragment, asks = fragments.ask(state.fragments[index], (name,), ticks[index])

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from diloco_jax.policy.events import Contribution
 from diloco_jax.policy.reasons import EndReason
 from diloco_jax.policy.state import (
     Account,
@@ -24,6 +23,7 @@ from diloco_jax.policy.state import (
     Told,
     with_account,
 )
+from diloco_jax.policy.values import Contribution
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,11 +9,11 @@ there before the coordinator lost its state is new to it, and goes on where it i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from diloco_jax.policy import admission, ledger, schedule, shares, takes
+from diloco_jax.policy import admission, ledger, records, schedule, shares, takes
 from diloco_jax.policy.events import (
     AskResend,
     AskTake,
@@ -22,7 +22,6 @@ from diloco_jax.policy.events import (
     Goodbye,
     Hello,
     Note,
-    Outstanding,
     Persist,
     Refuse,
     Resumed,
@@ -37,6 +36,7 @@ from diloco_jax.policy.state import (
     with_fragment,
     with_island,
 )
+from diloco_jax.policy.values import Outstanding
 
 Step = tuple[State, list[Effect]]
 
@@ -120,7 +120,7 @@ def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:
     """Ends an incarnation: open steps are lost, data without effect is free again.
     said: at its goodbye; empty if there was none."""
     island = state.islands[name]
-    settled = [ledger.settled_steps(f, island) for f in state.fragments]
+    settled = tuple(ledger.settled_steps(f, island) for f in state.fragments)
     merged_steps = shares.merged_steps(state, island)
     drops = [
         takes.drop(fragment, name)
@@ -128,24 +128,23 @@ def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:
         if fragment.accounts[name].take is not None
     ]
     state = ended(state, name, reason, settled, merged_steps)
-    lost = [f.accounts[name].lost_tokens.get(reason, 0) for f in state.fragments]
-    record = {
-        "kind": "left",
-        "island": name,
-        "incarnation": island.incarnation,
-        "steps": island.steps,
-        "reason": reason,
-        "said": said,
-        "settled_steps_by_fragment": settled,
-        "merged_steps": merged_steps,
-        "lost_tokens_by_fragment": lost,
-        "left_behind": [
-            {"fragment": fragment.index, **kept.line()}
+    lost = (f.accounts[name].lost_tokens.get(reason, 0) for f in state.fragments)
+    record = records.Left(
+        island=name,
+        incarnation=island.incarnation,
+        steps=island.steps,
+        reason=reason,
+        said=said,
+        settled_steps_by_fragment=settled,
+        merged_steps=merged_steps,
+        lost_tokens_by_fragment=tuple(lost),
+        left_behind=tuple(
+            records.LeftBehind(fragment=fragment.index, **asdict(kept))
             for fragment in state.fragments
             for kept in fragment.left_behind
             if (kept.island, kept.incarnation) == (name, island.incarnation)
-        ],
-    }
+        ),
+    )
     return state, [Persist(record=record), *drops]
 
 
@@ -207,19 +206,17 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         )
     state = joined(state, island, carrying=carrying)
     state = alive(config, state, state.islands[event.island], now)
-    record: dict[str, Any] = {
-        "kind": "joined",
-        "island": event.island,
-        "incarnation": event.incarnation,
-        "session": event.session,
-        "tokens_per_step": event.tokens_per_step,
-        "sequences_per_step": event.sequences_per_step,
-    }
-    if carrying:
-        record["carried"] = {
-            "steps": event.steps,
-            "sequences_granted": event.sequences_granted,
-        }
+    carried = records.Carrying(
+        steps=event.steps, sequences_granted=event.sequences_granted
+    )
+    record = records.Joined(
+        island=event.island,
+        incarnation=event.incarnation,
+        session=event.session,
+        tokens_per_step=event.tokens_per_step,
+        sequences_per_step=event.sequences_per_step,
+        carried=carried if carrying else None,
+    )
     effects: list[Effect] = [
         Persist(record=record),
         _welcome(state, event, resumed=False),
@@ -245,12 +242,9 @@ def _resume(
     effects: list[Effect] = [_welcome(state, event, resumed=True)]
     effects.append(
         Note(
-            record={
-                "kind": "resumed",
-                "island": name,
-                "incarnation": known.incarnation,
-                "steps": event.steps,
-            }
+            record=records.Resumed(
+                island=name, incarnation=known.incarnation, steps=event.steps
+            )
         )
     )
     effects += shares.regrant(state, name, event.sequences_granted)
@@ -318,14 +312,11 @@ def _reconcile(
     return fragment, effects
 
 
-def _absent(state: State, island: Island, why: str) -> Step:
+def _absent(
+    state: State, island: Island, why: Literal["silent", "disconnected"]
+) -> Step:
     state = with_island(state, replace(island, status="absent"))
-    record = {
-        "kind": "absent",
-        "island": island.name,
-        "incarnation": island.incarnation,
-        "why": why,
-    }
+    record = records.Absent(island=island.name, incarnation=island.incarnation, why=why)
     return state, [Note(record=record)]
 
 

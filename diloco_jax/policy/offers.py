@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from diloco_jax.policy.events import Version
+from diloco_jax.policy.values import Version
 
 # ---- events -------------------------------------------------------------------
 

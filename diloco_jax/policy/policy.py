@@ -21,6 +21,7 @@ from diloco_jax.policy import (
     leaving,
     ledger,
     membership,
+    records,
     schedule,
     shares,
     takes,
@@ -38,7 +39,6 @@ from diloco_jax.policy.events import (
     Persist,
     Progress,
     Publish,
-    Record,
     Refuse,
     Report,
     Resumed,
@@ -53,6 +53,7 @@ from diloco_jax.policy.state import (
     State,
     with_fragment,
 )
+from diloco_jax.policy.values import Record
 
 Step = tuple[State, list[Effect]]
 
@@ -161,13 +162,8 @@ def _record(
     config: PolicyConfig, state: State, island: Island, record: Record, now: float
 ) -> Step:
     name = island.name
-    line = {
-        "kind": "island",
-        "island": name,
-        "incarnation": island.incarnation,
-        "record": record.line(),
-    }
-    effects: list[Effect] = [Note(record=line)]
+    told = records.Told(island=name, incarnation=island.incarnation, record=record)
+    effects: list[Effect] = [Note(record=told)]
     if record.kind not in ("took", "reopened", "dropped", "reset", "carried"):
         return state, effects
     fragment = state.fragments[record.fragment]
@@ -176,13 +172,12 @@ def _record(
         return state, effects  # About a take in an earlier term.
     if carrying:
         fragment = ledger.carry(fragment, name, record.start)
-        carried = {
-            "kind": "carried",
-            "island": name,
-            "incarnation": island.incarnation,
-            "fragment": fragment.index,
-            "steps": record.start,
-        }
+        carried = records.Carried(
+            island=name,
+            incarnation=island.incarnation,
+            fragment=fragment.index,
+            steps=record.start,
+        )
         effects.append(Persist(record=carried))
     elif record.kind == "took":
         fragment, found = takes.took(config, fragment, name, record, now)
@@ -232,17 +227,16 @@ def _computed(
         config, fragment, _counted(state), now
     )
     state = with_fragment(state, fragment)
-    record = {
-        "kind": "merged",
-        "fragment": event.fragment,
-        "version": list(event.version),
-        "tick": tick,
-        "final": fragment.final,
-        "contributions": [c.line() for c in contributions],
-        "share": share,
-        "verdicts": {name: list(v) for name, v in verdicts.items()},
-        "digest": event.digest,
-    }
+    record = records.Merged(
+        fragment=event.fragment,
+        version=event.version,
+        tick=tick,
+        final=fragment.final,
+        contributions=contributions,
+        share=share,
+        verdicts=verdicts,
+        digest=event.digest,
+    )
     publish = Publish(fragment=event.fragment, version=event.version, verdicts=verdicts)
     before: list[Effect] = [Persist(record=record), publish]
     raised = alerts.after_merge(fragment, contributions, _counted(state))

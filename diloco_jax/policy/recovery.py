@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Literal
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from diloco_jax.policy import ledger, membership, schedule, shares
-from diloco_jax.policy.events import Contribution, Span, Version
+from diloco_jax.policy.records import (
+    Carried,
+    Durable,
+    Finished,
+    Granted,
+    Joined,
+    Left,
+    Merged,
+    Stopping,
+    Ticks,
+)
 from diloco_jax.policy.state import (
     Island,
     PolicyConfig,
@@ -17,12 +27,13 @@ from diloco_jax.policy.state import (
     with_fragment,
     with_island,
 )
+from diloco_jax.policy.values import Span
 
 
 def recover(
     config: PolicyConfig,
     snapshot: State,
-    records: Iterable[Mapping[str, Any]],
+    records: Iterable[Durable],
     now: float,
 ) -> State:
     """The state after a crash: the snapshot and the durable records after it. Every
@@ -76,55 +87,54 @@ def recover(
     return state
 
 
-def _replayed(state: State, record: Mapping[str, Any]) -> State:
-    match record["kind"]:
-        case "joined":
+def _replayed(state: State, record: Durable) -> State:
+    match record:
+        case Joined(carried=carried):
             island = Island(
-                name=record["island"],
-                incarnation=record["incarnation"],
-                session=record["session"],
-                tokens_per_step=record["tokens_per_step"],
-                sequences_per_step=record["sequences_per_step"],
-                **record.get("carried", {}),
+                name=record.island,
+                incarnation=record.incarnation,
+                session=record.session,
+                tokens_per_step=record.tokens_per_step,
+                sequences_per_step=record.sequences_per_step,
             )
-            return membership.joined(state, island, carrying="carried" in record)
-        case "carried":
-            fragment = state.fragments[record["fragment"]]
-            fragment = ledger.carry(fragment, record["island"], record["steps"])
+            if carried is not None:
+                island = replace(island, **asdict(carried))
+            return membership.joined(state, island, carrying=carried is not None)
+        case Carried():
+            fragment = state.fragments[record.fragment]
+            fragment = ledger.carry(fragment, record.island, record.steps)
             return with_fragment(state, fragment)
-        case "granted":
-            span = Span(record["start"], record["stop"])
+        case Granted():
+            span = Span(record.start, record.stop)
             if span.stop > state.next_position:
                 state = replace(state, next_position=span.stop)
             free = tuple(_without(state.free_spans, span))
             state = replace(state, free_spans=free)
-            return shares.granted(state, record["island"], span)
-        case "left":
-            island = state.islands[record["island"]]
-            steps = max(island.steps, record["steps"])
+            return shares.granted(state, record.island, span)
+        case Left():
+            island = state.islands[record.island]
+            steps = max(island.steps, record.steps)
             state = with_island(state, replace(island, steps=steps))
             return membership.ended(
                 state,
-                record["island"],
-                record["reason"],
-                record["settled_steps_by_fragment"],
-                record["merged_steps"],
+                record.island,
+                record.reason,
+                record.settled_steps_by_fragment,
+                record.merged_steps,
             )
-        case "merged":
+        case Merged():
             return _replayed_merge(state, record)
-        case "ticks":
-            return replace(state, ticks_reserved=record["through"])
-        case "stopping":
-            return replace(state, phase="stopping", progress_tokens=record["tokens"])
-        case "finished":
+        case Ticks(through=through):
+            return replace(state, ticks_reserved=through)
+        case Stopping(tokens=tokens):
+            return replace(state, phase="stopping", progress_tokens=tokens)
+        case Finished():
             return replace(state, phase="done")
-    raise ValueError(f"the log has a record of unknown kind {record['kind']!r}")
 
 
-def _replayed_merge(state: State, record: Mapping[str, Any]) -> State:
-    fragment = state.fragments[record["fragment"]]
-    for entry in record["contributions"]:
-        contribution = Contribution(**{**entry, "base": Version(*entry["base"])})
+def _replayed_merge(state: State, record: Merged) -> State:
+    fragment = state.fragments[record.fragment]
+    for contribution in record.contributions:
         name = contribution.island
         account = fragment.accounts[name]
         if account.incarnation == contribution.incarnation:
@@ -137,14 +147,14 @@ def _replayed_merge(state: State, record: Mapping[str, Any]) -> State:
         fragment = ledger.book(fragment, contribution)
     fragment = replace(
         fragment,
-        version=Version(*record["version"]),
-        tick=record["tick"],
+        version=record.version,
+        tick=record.tick,
         phase="idle",
         merging=(),
         merges=fragment.merges + 1,
-        final=record["final"],
+        final=record.final,
     )
-    state = replace(state, tick=max(state.tick, record["tick"]))
+    state = replace(state, tick=max(state.tick, record.tick))
     return with_fragment(state, fragment)
 
 

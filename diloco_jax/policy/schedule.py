@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from diloco_jax.policy import records
 from diloco_jax.policy.events import AskTake, Effect, Persist
 from diloco_jax.policy.state import Island, PolicyConfig, State
 
@@ -101,7 +102,7 @@ def _reserved(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
         return state, []
     through = state.tick + CYCLES_RESERVED * config.fragments
     state = replace(state, ticks_reserved=through)
-    return state, [Persist(record={"kind": "ticks", "through": through})]
+    return state, [Persist(record=records.Ticks(through=through))]
 
 
 def after_crash(config: PolicyConfig, state: State) -> State:

@@ -10,7 +10,8 @@ import math
 
 from msgspec.structs import replace
 
-from diloco_jax.policy.events import Effect, Grant, Persist, Span
+from diloco_jax.policy import records
+from diloco_jax.policy.events import Effect, Grant, Persist
 from diloco_jax.policy.state import (
     FIRST_LEASE_STEPS,
     Island,
@@ -19,6 +20,7 @@ from diloco_jax.policy.state import (
     State,
     with_island,
 )
+from diloco_jax.policy.values import Span
 
 SHORTEST_STEP_S = 1e-4
 """Whoever says that its steps are shorter is granted no more for it."""
@@ -70,14 +72,13 @@ def _draw(state: State, sequences: int) -> tuple[Span, State]:
 def _grant(state: State, name: str, span: Span) -> tuple[State, list[Effect]]:
     offset = state.islands[name].sequences_granted
     state = granted(state, name, span)
-    record = {
-        "kind": "granted",
-        "island": name,
-        "incarnation": state.islands[name].incarnation,
-        "start": span.start,
-        "stop": span.stop,
-        "offset": offset,
-    }
+    record = records.Granted(
+        island=name,
+        incarnation=state.islands[name].incarnation,
+        start=span.start,
+        stop=span.stop,
+        offset=offset,
+    )
     return state, [Persist(record=record), Grant(island=name, span=span, offset=offset)]
 
 

@@ -12,7 +12,8 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from diloco_jax.policy.events import (
+from diloco_jax.policy.reasons import LossReason, Refusal
+from diloco_jax.policy.values import (
     FIRST_VERSION,
     Contribution,
     Phase,
@@ -20,7 +21,6 @@ from diloco_jax.policy.events import (
     Verdict,
     Version,
 )
-from diloco_jax.policy.reasons import LossReason, Refusal
 
 FIRST_LEASE_STEPS = 64
 """Steps' worth of data granted before an island's speed is known."""

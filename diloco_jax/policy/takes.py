@@ -8,18 +8,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from diloco_jax.policy.events import (
-    AskResend,
-    Contribution,
-    DropDelta,
-    Effect,
-    Note,
-    Outstanding,
-    Record,
-    TellVerdict,
-    Verdict,
-    Version,
-)
+from diloco_jax.policy import records
+from diloco_jax.policy.events import AskResend, DropDelta, Effect, Note, TellVerdict
 from diloco_jax.policy.reasons import OVERLAP, STALE, Refusal, RefusalReason
 from diloco_jax.policy.state import (
     Account,
@@ -30,6 +20,7 @@ from diloco_jax.policy.state import (
     averaged,
     with_account,
 )
+from diloco_jax.policy.values import Contribution, Outstanding, Record, Verdict, Version
 
 Step = tuple[Fragment, list[Effect]]
 
@@ -258,17 +249,16 @@ def _is_in_time(config: PolicyConfig, base: Version, current: Version) -> bool:
 
 
 def _refusal(
-    fragment: int, name: str, incarnation: int, tick: int, reason: str
+    fragment: int, name: str, incarnation: int, tick: int, reason: RefusalReason
 ) -> Note:
     return Note(
-        record={
-            "kind": "refused",
-            "island": name,
-            "incarnation": incarnation,
-            "fragment": fragment,
-            "tick": tick,
-            "reason": reason,
-        }
+        record=records.Refused(
+            island=name,
+            incarnation=incarnation,
+            fragment=fragment,
+            tick=tick,
+            reason=reason,
+        )
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.policy.events import Version
+from diloco_jax.policy.values import Version
 from diloco_jax.wire import decoding, frames
 from diloco_jax.wire.calls import CallGroup
 from diloco_jax.wire.decoding import decoded

@@ -8,7 +8,7 @@ import pytest
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator.roster import INTERVALS_KEPT, Roster
 from diloco_jax.coordinator.summary import missing
-from diloco_jax.policy.events import Record, Version
+from diloco_jax.policy.values import Record, Version
 from diloco_jax.wire.messages import Hello, Measures
 
 

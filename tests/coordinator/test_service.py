@@ -10,8 +10,9 @@ import pytest
 
 from diloco_jax.config import RunConfig, shared_fields
 from diloco_jax.coordinator.service import Service
-from diloco_jax.policy.events import Hello, Outstanding, Version
+from diloco_jax.policy.events import Hello
 from diloco_jax.policy.state import Fragment, State
+from diloco_jax.policy.values import Outstanding, Version
 from diloco_jax.wire import messages
 from diloco_jax.wire.errors import Busy
 

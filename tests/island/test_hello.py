@@ -8,7 +8,7 @@ from typing import Any, cast
 from diloco_jax.config import Config
 from diloco_jax.island.mailbox import Status
 from diloco_jax.island.main import Island
-from diloco_jax.policy.events import Outstanding, Version
+from diloco_jax.policy.values import Outstanding, Version
 
 
 def test_it_says_what_it_holds_and_what_is_acknowledged() -> None:

@@ -25,7 +25,7 @@ from diloco_jax.island.inbound import Targets
 from diloco_jax.island.link import Link
 from diloco_jax.island.mailbox import Ending, Status
 from diloco_jax.island.receiver import Receiver
-from diloco_jax.policy.events import Outstanding, Record, Span, Version
+from diloco_jax.policy.values import Outstanding, Record, Span, Version
 from diloco_jax.wire import messages
 from diloco_jax.wire.errors import (
     Busy,

@@ -6,12 +6,11 @@ after each event. Islands are named "a", "b", ...; 10 tokens and 1 sequence per 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from diloco_jax.policy import ledger, policy
+from diloco_jax.policy import ledger, policy, records
 from diloco_jax.policy.events import (
-    FIRST_VERSION,
     AskTake,
     DeltaArrived,
     Disconnected,
@@ -22,17 +21,14 @@ from diloco_jax.policy.events import (
     Merge,
     MergeComputed,
     Note,
-    Outstanding,
     Persist,
-    Phase,
-    Record,
     Report,
     Timer,
-    Version,
 )
 from diloco_jax.policy.reasons import EndReason, Refusal
 from diloco_jax.policy.recovery import recover
 from diloco_jax.policy.state import Account, Fragment, PolicyConfig, State, initial
+from diloco_jax.policy.values import FIRST_VERSION, Outstanding, Phase, Record, Version
 
 TOKENS_PER_STEP = 10
 NEVER = 10**9
@@ -82,12 +78,17 @@ def merged_islands(merge: Merge) -> list[str]:
 
 def notes(effects: Sequence[Effect], kind: str) -> list[dict[str, Any]]:
     """Tape records of that kind."""
-    return [e.record for e in of(effects, Note) if e.record["kind"] == kind]
+    return _lines([e.record for e in of(effects, Note)], kind)
 
 
 def persisted(effects: Sequence[Effect], kind: str) -> list[dict[str, Any]]:
     """Durable records of that kind."""
-    return [e.record for e in of(effects, Persist) if e.record["kind"] == kind]
+    return _lines([e.record for e in of(effects, Persist)], kind)
+
+
+def _lines(found: Iterable[records.Durable | records.Noted], kind: str) -> list[Any]:
+    lines = map(records.line, found)
+    return [line for line in lines if line["kind"] == kind]
 
 
 class Driver:
@@ -98,7 +99,8 @@ class Driver:
         self.state: State = initial(self.config)
         self.now = 1000.0
         self.effects: list[Effect] = []
-        self.log: list[dict[str, Any]] = []
+        self.log: list[records.Durable] = []
+        """As it reads back."""
         self._seq: dict[tuple[str, int], int] = {}
 
     # ---- events -----------------------------------------------------------------
@@ -108,7 +110,8 @@ class Driver:
         self.state, effects = policy.step(self.config, self.state, event, self.now)
         assert ledger.check(self.config, self.state) == []
         self.effects += effects
-        self.log += [e.record for e in of(effects, Persist)]
+        lines = [records.line(e.record) for e in of(effects, Persist)]
+        self.log += map(records.durable, lines)
         return effects
 
     def hello(self, name: str, incarnation: int = 1, **fields: Any) -> list[Effect]:

@@ -11,8 +11,8 @@ from diloco_jax.policy.alerts import (
     after_merge,
     in_turns,
 )
-from diloco_jax.policy.events import Contribution, Version
 from diloco_jax.policy.state import Account, Fragment, Island, initial
+from diloco_jax.policy.values import Contribution, Version
 
 
 def fragment(solo=0, missed=0):

@@ -2,15 +2,8 @@
 
 from kit import Driver, asked, merged_islands, notes, of, only, persisted
 
-from diloco_jax.policy.events import (
-    Alert,
-    AskTake,
-    DropDelta,
-    Merge,
-    Persist,
-    Publish,
-    Version,
-)
+from diloco_jax.policy.events import Alert, AskTake, DropDelta, Merge, Persist, Publish
+from diloco_jax.policy.values import Version
 
 
 def test_nothing_merges_below_quorum() -> None:

@@ -10,7 +10,6 @@ from kit import make_config
 from msgspec.structs import replace
 
 from diloco_jax.policy import gathering
-from diloco_jax.policy.events import Version
 from diloco_jax.policy.gathering import LARGEST_GRANTS_UNHEARD, LEASES_AWAITED
 from diloco_jax.policy.offers import (
     Admit,
@@ -28,6 +27,7 @@ from diloco_jax.policy.offers import (
     Tick,
 )
 from diloco_jax.policy.shares import largest_grant
+from diloco_jax.policy.values import Version
 
 CONFIG = make_config(run_id="", outage_budget_s=250.0)
 PATIENCE_S = LEASES_AWAITED * CONFIG.lease_s

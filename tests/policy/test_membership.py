@@ -12,16 +12,14 @@ from diloco_jax.policy.events import (
     Goodbye,
     Grant,
     Merge,
-    Outstanding,
     Persist,
     Publish,
     Refuse,
     Report,
-    Span,
     TellVerdict,
-    Version,
     Welcome,
 )
+from diloco_jax.policy.values import Outstanding, Span, Version
 
 
 def status(d: Driver, name: str) -> str:

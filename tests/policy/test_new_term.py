@@ -13,15 +13,14 @@ from diloco_jax.policy.events import (
     Effect,
     Grant,
     Merge,
-    Outstanding,
     Progress,
     Refuse,
     StopStepping,
     TellVerdict,
-    Version,
     Welcome,
 )
 from diloco_jax.policy.offers import Open
+from diloco_jax.policy.values import Outstanding, Version
 
 TOKENS = 1000
 """Progress with which the term begins."""

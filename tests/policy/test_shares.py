@@ -5,8 +5,9 @@ from kit import Driver, of, persisted
 from msgspec.structs import replace
 
 from diloco_jax.policy import shares
-from diloco_jax.policy.events import Effect, Grant, Persist, Span
+from diloco_jax.policy.events import Effect, Grant, Persist
 from diloco_jax.policy.state import FIRST_LEASE_STEPS
+from diloco_jax.policy.values import Span
 
 
 def spans(effects: list[Effect]) -> list[Span]:

@@ -10,10 +10,9 @@ from diloco_jax.policy.events import (
     DropDelta,
     Merge,
     Publish,
-    Record,
     TellVerdict,
-    Version,
 )
+from diloco_jax.policy.values import Record, Version
 
 
 @pytest.fixture

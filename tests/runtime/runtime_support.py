@@ -28,8 +28,8 @@ from diloco_jax.data.corpus import load_corpus
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.main import Island
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.policy.events import FIRST_VERSION, Record
 from diloco_jax.policy.state import State
+from diloco_jax.policy.values import FIRST_VERSION, Record
 from diloco_jax.wire import messages
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.control import ControlStream

@@ -14,6 +14,7 @@ from diloco_jax import cli
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.loading import write_config_json
 from diloco_jax.observability.tape import Tape, read_tape
+from diloco_jax.policy import records
 from diloco_jax.simulation.calibration.command import fitted, predict
 from diloco_jax.simulation.calibration.fit import calibrate, of_intervals
 from diloco_jax.simulation.calibration.observed import read_timeline
@@ -223,13 +224,18 @@ def test_the_time_until_somebody_resumed_the_run_is_no_outage(copied):
     path = copied / "tape.jsonl"
     lines = list(read_tape(path))
     recovered = next(i for i, x in enumerate(lines) if x["kind"] == "recovered")
-    stopped = {
-        "kind": "left",
-        "island": "b",
-        "reason": "stopped",
-        "said": "",
-        "time": lines[recovered]["time"],
-    }
+    left = records.Left(
+        island="b",
+        incarnation=1,
+        steps=0,
+        reason="stopped",
+        said="",
+        settled_steps_by_fragment=(),
+        merged_steps=0,
+        lost_tokens_by_fragment=(),
+        left_behind=(),
+    )
+    stopped = {**records.line(left), "time": lines[recovered]["time"]}
     before = read_timeline(copied)
     write_tape(path, [*lines[: recovered + 1], stopped, *lines[recovered + 1 :]])
     assert len(before.recoveries) == 1

@@ -10,7 +10,8 @@ import pytest
 from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
 from diloco_jax.loading import write_config_json
 from diloco_jax.observability.tape import Tape, TapeError
-from diloco_jax.policy.events import Version
+from diloco_jax.policy import records
+from diloco_jax.policy.values import Contribution, Version
 from diloco_jax.simulation.replay.recording import SAME_BITS, Who
 from diloco_jax.simulation.replay.tape import read_recording
 
@@ -34,21 +35,31 @@ def life(incarnation):
     who = {"island": "a", "incarnation": incarnation}
     config = dataclasses.asdict(CONFIG.islands["a"])
     hello = {**who, "config": config, "environment": ENVIRONMENT}
-    return [{"kind": "hello", **hello}, {"kind": "joined", **who}]
+    joined = records.Joined(**who, session="s", tokens_per_step=1, sequences_per_step=1)
+    return [{"kind": "hello", **hello}, records.line(joined)]
 
 
 def merged(fragment, number, start, end, tick, incarnation=1, base=0):
-    part = {"island": "a", "incarnation": incarnation, "tick": tick, "start": start}
-    part |= {"end": end, "tokens": end - start, "base": [1, base]}
-    return {
-        "kind": "merged",
-        "fragment": fragment,
-        "version": [1, number],
-        "final": False,
-        "contributions": [part],
-        "share": 1.0,
-        "digest": f"{fragment}.{number}",
-    }
+    part = Contribution(
+        island="a",
+        incarnation=incarnation,
+        tick=tick,
+        start=start,
+        end=end,
+        tokens=end - start,
+        base=Version(1, base),
+    )
+    merge = records.Merged(
+        fragment=fragment,
+        version=Version(1, number),
+        tick=tick,
+        final=False,
+        contributions=(part,),
+        share=1.0,
+        verdicts={"a": (tick, "merged", "")},
+        digest=f"{fragment}.{number}",
+    )
+    return records.line(merge)
 
 
 TAPE = [

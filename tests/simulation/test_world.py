@@ -5,6 +5,7 @@ import pytest
 from diloco_jax.config import Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.policy import ledger
+from diloco_jax.policy.events import Effect
 from diloco_jax.simulation.virtual.island import IslandSpec
 from diloco_jax.simulation.virtual.line import Line, LineSpeed
 from diloco_jax.simulation.virtual.merging import NoArrays
@@ -102,9 +103,13 @@ def test_the_same_inputs_give_the_same_run() -> None:
         seen: list[object] = []
         world = make_world(60 * PER_STEP, grace=0.8)
         coordinator = world.coordinator
-        coordinator.record = lambda record, durable: seen.append(
-            (coordinator.clock.now, record, durable)
-        )
+        carry_out = coordinator.carry_out
+
+        def seeing(effect: Effect) -> None:
+            seen.append((coordinator.clock.now, effect))
+            carry_out(effect)
+
+        coordinator.carry_out = seeing
         world.start(spec("a", 1.0))
         world.start(spec("b", 1.7))
         world.run(1000)

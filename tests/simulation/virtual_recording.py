@@ -24,9 +24,11 @@ from diloco_jax.config import (
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.loading import write_config_json, write_json
 from diloco_jax.observability.tape import Tape
-from diloco_jax.policy.events import Merge
+from diloco_jax.policy import records
+from diloco_jax.policy.events import Effect, Merge, Note, Persist
 from diloco_jax.simulation.calibration import prediction
 from diloco_jax.simulation.calibration.fit import Calibration, Fitted, Steps
+from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
 from diloco_jax.simulation.virtual.mortal import MortalWorld
 
@@ -125,10 +127,6 @@ def record(
             self.write("hello", island=spec.name, incarnation=number)
             return super().start(spec)
 
-        def _log_record(self, line: dict[str, Any], durable: bool) -> None:
-            self.write(**line)
-            super()._log_record(line, durable)
-
         def _recover(self) -> None:
             self.write("recovered")
             super()._recover()
@@ -140,13 +138,24 @@ def record(
             metrics.append({"kind": "merge", **what, "seconds": seconds})
             return seconds
 
+    carry_out = VirtualCoordinator.carry_out
+
+    def recorded(coordinator: VirtualCoordinator, effect: Effect) -> None:
+        if isinstance(effect, Persist | Note):
+            line = records.line(effect.record)
+            tape.append({**line, "time": BEGUN + coordinator.clock.now})
+        carry_out(coordinator, effect)
+
     fingerprint = made.run.fingerprint()
     begun = {"fingerprint": fingerprint, "environment": environment.describe()}
     tape.append({"kind": "begun", **begun, "time": BEGUN})
-    with mock.patch.object(prediction, "MortalWorld", RecordedWorld):
+    with (
+        mock.patch.object(prediction, "MortalWorld", RecordedWorld),
+        mock.patch.object(VirtualCoordinator, "carry_out", recorded),
+    ):
         fleet = dataclasses.replace(truth(STANDARD), **true)
         played = prediction.Prediction(fleet, made, seed)
-    summary = played.summary()
+        summary = played.summary()
     tape.close()
     write_config_json(made, workdir / "config.json")
     write_json({"run_id": "r", "begun_unix": BEGUN}, workdir / "run.json")

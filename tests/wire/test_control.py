@@ -9,7 +9,7 @@ import grpc
 import pytest
 from wire_support import WAIT_S, hello, report
 
-from diloco_jax.policy.events import Version
+from diloco_jax.policy.values import Version
 from diloco_jax.wire import messages
 from diloco_jax.wire.errors import (
     Busy,

@@ -6,7 +6,7 @@ import queue
 import threading
 from typing import Any
 
-from diloco_jax.policy.events import Version
+from diloco_jax.policy.values import Version
 from diloco_jax.wire import messages
 from diloco_jax.wire.errors import VersionGone, WireError
 from diloco_jax.wire.server import FetchSource, Session

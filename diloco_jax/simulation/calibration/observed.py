@@ -12,12 +12,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.observability.tape import TapeError, read_tape
-from diloco_jax.policy.events import Version
+from diloco_jax.policy import records
 from diloco_jax.policy.reasons import STOPPED
+from diloco_jax.policy.values import Record, Version
 from diloco_jax.simulation.replay.recording import check_origin, refuse_term
 from diloco_jax.workdir import read_config, read_facts, read_summary
 
@@ -195,7 +198,7 @@ class _Reader:
         try:
             self._read(record, record["time"])
             self._last_at = record["time"]
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, IndexError, TypeError, msgspec.ValidationError) as error:
             kind = record.get("kind")
             raise TapeError(
                 f"{self._path}, line {line}: not a record {kind!r} ({error!r})"
@@ -218,38 +221,42 @@ class _Reader:
             case "hello":
                 self._hello_at[record["island"]] = at
             case "joined":
-                name = record["island"]
+                joined = records.read(record, records.Joined)
                 life = Observed(
-                    incarnation=record["incarnation"],
-                    hello_at=self._hello_at[name],
+                    incarnation=joined.incarnation,
+                    hello_at=self._hello_at[joined.island],
                     joined_at=at,
                 )
-                self.lives.setdefault(name, []).append(life)
+                self.lives.setdefault(joined.island, []).append(life)
             case "absent":
+                absent = records.read(record, records.Absent)
                 lease_s = Deadlines(self._config.placement.time_budget_s).lease_s
-                silent_s = lease_s if record["why"] == "silent" else 0.0
-                self._life(record).lost_at = at - silent_s
+                silent_s = lease_s if absent.why == "silent" else 0.0
+                self.lives[absent.island][-1].lost_at = at - silent_s
             case "left":
-                if record["reason"] == STOPPED and not record["said"]:
+                left = records.read(record, records.Left)
+                if left.reason == STOPPED and not left.said:
                     # Somebody ended the run, and resumed it at leisure.
-                    self._life(record).lost_at = None
+                    self.lives[left.island][-1].lost_at = None
                     self.recoveries = self.recoveries[: self._recoveries_before]
             case "resumed":
                 if self.recoveries:
                     self.resumed_after_s.append(at - self.recoveries[-1].up_at)
             case "island":
-                self._told(self._life(record), record["record"], at)
+                told = records.read(record, records.Told)
+                self._told(self.lives[told.island][-1], told.record, at)
             case "tick":
-                self.ticks[record["tick"]] = Tick(at, tuple(record["asked"]))
+                tick = records.read(record, records.Tick)
+                self.ticks[tick.tick] = Tick(at, tick.asked)
             case "merged":
+                merged = records.read(record, records.Merged)
                 takes = tuple(
-                    (part["island"], part["incarnation"], part["tick"])
-                    for part in record["contributions"]
+                    (c.island, c.incarnation, c.tick) for c in merged.contributions
                 )
-                fragment, version = record["fragment"], Version(*record["version"])
+                fragment, version = merged.fragment, merged.version
                 seconds = self._merge_seconds.get((fragment, version.number))
                 self.merges.append(
-                    Merged(at, fragment, version, record["tick"], takes, seconds)
+                    Merged(at, fragment, version, merged.tick, takes, seconds)
                 )
             case "recovered":
                 self._recoveries_before = len(self.recoveries)
@@ -258,18 +265,14 @@ class _Reader:
             case "finished":
                 self.finished_at = at
 
-    def _life(self, record: Mapping[str, Any]) -> Observed:
-        return self.lives[record["island"]][-1]
-
-    def _told(self, life: Observed, record: Mapping[str, Any], at: float) -> None:
-        if record["seq"] <= life.told_through:
+    def _told(self, life: Observed, record: Record, at: float) -> None:
+        if record.seq <= life.told_through:
             return  # Said again to a coordinator that came back.
-        life.told_through = record["seq"]
-        step, fragment = record["step"], record["fragment"]
+        life.told_through = record.seq
+        step, fragment = record.step, record.fragment
         life.began_at = at if life.began_at is None else life.began_at
         life.boundaries.setdefault(step, at)
-        if record["kind"] == "took":
-            life.takes[fragment, record["tick"]] = step
-        elif record["kind"] == "adopted" and step:
-            version = Version(*record["version"])
-            life.adoptions.append(Adoption(fragment, version, step))
+        if record.kind == "took":
+            life.takes[fragment, record.tick] = step
+        elif record.kind == "adopted" and step:
+            life.adoptions.append(Adoption(fragment, record.version, step))

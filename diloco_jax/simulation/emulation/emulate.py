@@ -172,6 +172,7 @@ class _Emulator:
         deadlines = Deadlines(placement.time_budget_s)
         params = jax.jit(model.init)(jax.random.key(run.seed))
         self._store = Store(run, plan, params, deadlines.pin_s)
+        self._alerts: list[str] = []
         self._world = World(
             run,
             policy_config(run, placement, RUN_ID, plan.sizes),
@@ -179,7 +180,7 @@ class _Emulator:
             report_s=deadlines.report_s,
             line_speed=options.line,
             make_body=self._make_body,
-            record=self._record,
+            alert=self._alerts.append,
             merge_seconds=lambda merge: options.merge_seconds,
         )
         self._clock, self._coordinator = self._world.clock, self._world.coordinator
@@ -188,7 +189,6 @@ class _Emulator:
         self._merges: list[tuple[Any, ...]] = []
         self._evaluations: list[tuple[float, int, float]] = []
         self._evaluate_at_tokens = options.evaluate_every_tokens
-        self._alerts: list[str] = []
         self._next_show_s = 0.0
 
     def run(self) -> Emulation:
@@ -231,10 +231,6 @@ class _Emulator:
         return TrainedBody(run, model, trainer, windows, self._clock, diary)
 
     # ---- what is told ---------------------------------------------------------------
-
-    def _record(self, record: dict[str, Any], durable: bool) -> None:
-        if record["kind"] == "alert":
-            self._alerts.append(record["text"])
 
     def _arrived(self, key: DeltaKey) -> None:
         diary = self._attendance.diaries[key.island][key.incarnation - 1]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,8 +19,10 @@ from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
 from diloco_jax.core.choices import AdoptRule
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.policy.events import FIRST_VERSION, Merge, Version
+from diloco_jax.policy.events import Merge
 from diloco_jax.policy.reasons import NON_FINITE, Refusal
+from diloco_jax.policy.records import Durable, Merged
+from diloco_jax.policy.values import FIRST_VERSION, Version
 from diloco_jax.simulation.virtual.merging import Fetched
 
 FIRST_ANCHOR = b"first"
@@ -216,10 +218,12 @@ def first_anchors(fragments: int) -> tuple[Anchor, ...]:
     return (Anchor(FIRST_VERSION, FIRST_ANCHOR),) * fragments
 
 
-def loaded(anchors: tuple[Anchor, ...], entries: Any) -> Anchors:
+def loaded(
+    anchors: tuple[Anchor, ...], log: Iterable[tuple[Durable, bytes]]
+) -> Anchors:
     """A coordinator's anchors after a crash: a snapshot's, and the log after it."""
     made = Anchors(anchors)
-    for record, payload in entries:
-        if record["kind"] == "merged":
-            made.replay(record["fragment"], Version(*record["version"]), payload)
+    for record, payload in log:
+        if isinstance(record, Merged):
+            made.replay(record.fragment, record.version, payload)
     return made

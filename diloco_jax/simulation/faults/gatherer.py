@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.policy import gathering
-from diloco_jax.policy.events import Event, Goodbye, Hello, Report, Version
+from diloco_jax.policy.events import Event, Goodbye, Hello, Report
 from diloco_jax.policy.offers import (
     Admit,
     Arrived,
@@ -25,6 +25,7 @@ from diloco_jax.policy.offers import (
 )
 from diloco_jax.policy.offers import Event as Gathered
 from diloco_jax.policy.state import PolicyConfig, State
+from diloco_jax.policy.values import Version
 from diloco_jax.simulation.faults.arrays import Anchor
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.connection import Connection

@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from diloco_jax.policy.records import (
+    Durable,
+    Joined,
+)
 from diloco_jax.policy.state import PolicyConfig
 from diloco_jax.simulation.faults import safe_books, safe_merges, safe_versions
 from diloco_jax.simulation.faults.gatherer import Opened
@@ -48,11 +52,10 @@ class Names(Invariant):
         super().__init__(config)
         self._sessions: dict[Incarnation, str] = {}
 
-    def persisted(self, record: dict[str, Any]) -> None:
+    def persisted(self, record: Durable) -> None:
         """See Invariant."""
-        if record["kind"] == "joined":
-            who = (record["island"], record["incarnation"])
-            self._sessions[who] = record["session"]
+        if isinstance(record, Joined):
+            self._sessions[record.island, record.incarnation] = record.session
 
     def opened(self, opened: Opened) -> None:
         """See Invariant."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from diloco_jax.policy.events import Effect, Outstanding
+from diloco_jax.policy.events import Effect
+from diloco_jax.policy.records import (
+    Durable,
+)
 from diloco_jax.policy.state import PolicyConfig, State
+from diloco_jax.policy.values import Outstanding
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
 
@@ -42,7 +46,7 @@ class Invariant:
     def decided(self, state: State, effects: Sequence[Effect]) -> None:
         """The policy made a step; nothing of it is visible yet."""
 
-    def persisted(self, record: dict[str, Any]) -> None:
+    def persisted(self, record: Durable) -> None:
         """A record is on the disk."""
 
     def carrying_out(self, effect: Effect) -> None:

@@ -28,8 +28,10 @@ from diloco_jax.policy import (
     shares,
     takes,
 )
-from diloco_jax.policy.events import Note, Persist, Version
+from diloco_jax.policy.events import Note, Persist
+from diloco_jax.policy.records import Merged
 from diloco_jax.policy.state import with_fragment
+from diloco_jax.policy.values import Version
 
 
 class Plant(NamedTuple):
@@ -43,7 +45,7 @@ class Plant(NamedTuple):
 
 def _forgets_the_last_merge(recover: Callable[..., Any]) -> Callable[..., Any]:
     def broken(config: Any, snapshot: Any, records: Any, now: float) -> Any:
-        merges = [i for i, r in enumerate(records) if r["kind"] == "merged"]
+        merges = [i for i, r in enumerate(records) if isinstance(r, Merged)]
         kept = [r for i, r in enumerate(records) if i not in merges[-1:]]
         return recover(config, snapshot, kept, now)
 

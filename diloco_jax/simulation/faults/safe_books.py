@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,10 +17,20 @@ from diloco_jax.policy.events import (
     Publish,
     StopStepping,
     TellVerdict,
-    Version,
     Welcome,
 )
+from diloco_jax.policy.records import (
+    Durable,
+    Finished,
+    Granted,
+    Joined,
+    Left,
+    Merged,
+    Stopping,
+    Ticks,
+)
 from diloco_jax.policy.state import PolicyConfig, State
+from diloco_jax.policy.values import Contribution, Version
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
 
@@ -56,11 +65,11 @@ class LedgerExact(Invariant):
             wrong = ledger.check(self.config, state)
             self.hold(not wrong, "; ".join(wrong))
 
-    def persisted(self, record: dict[str, Any]) -> None:
+    def persisted(self, record: Durable) -> None:
         """See Invariant."""
-        if record["kind"] == "merged":
-            for c in record["contributions"]:
-                self._merged[record["fragment"], c["island"]] += c["tokens"]
+        if isinstance(record, Merged):
+            for c in record.contributions:
+                self._merged[record.fragment, c.island] += c.tokens
 
     def trained(self, who: Incarnation, step: int, positions: np.ndarray) -> None:
         """See Invariant."""
@@ -148,16 +157,16 @@ class DataOnce(Invariant):
                             del self._merged[position]
         self._term, self._before = term, {}
 
-    def persisted(self, record: dict[str, Any]) -> None:
+    def persisted(self, record: Durable) -> None:
         """See Invariant."""
-        match record["kind"]:
-            case "joined":
-                who = (record["island"], record["incarnation"])
-                process = who, record["session"]
-                self._current[record["island"]] = record["incarnation"]
-                self._sessions[who] = record["session"]
+        match record:
+            case Joined():
+                who = (record.island, record.incarnation)
+                process = who, record.session
+                self._current[record.island] = record.incarnation
+                self._sessions[who] = record.session
                 # Of what it was granted in an earlier term, as far as it heard.
-                carried = record.get("carried", {}).get("sequences_granted", 0)
+                carried = record.carried.sequences_granted if record.carried else 0
                 is_void = bool(carried) and process in self._void
                 self.hold(not is_void, "nobody heard of the term it is from:", record)
                 self._void.discard(process)
@@ -166,13 +175,13 @@ class DataOnce(Invariant):
                 self._before.setdefault(process, (carried, before))
                 self._granted[process] = before[:carried]
                 self._held[who] = set(before[:carried])
-                self._per_step[who] = record["sequences_per_step"]
-            case "left":
-                del self._held[record["island"], record["incarnation"]]
-            case "granted":
+                self._per_step[who] = record.sequences_per_step
+            case Left():
+                del self._held[record.island, record.incarnation]
+            case Granted():
                 self._grant(record)
-            case "merged":
-                for c in record["contributions"]:
+            case Merged():
+                for c in record.contributions:
                     self._merge(c)
 
     def trained(self, who: Incarnation, step: int, positions: np.ndarray) -> None:
@@ -194,15 +203,12 @@ class DataOnce(Invariant):
     def _process(self, who: Incarnation) -> Process:
         return who, self._sessions[who]
 
-    def _grant(self, record: dict[str, Any]) -> None:
-        who = (record["island"], self._current[record["island"]])
+    def _grant(self, record: Granted) -> None:
+        who = (record.island, self._current[record.island])
         granted = self._granted[self._process(who)]
-        positions = range(record["start"], record["stop"])
-        self.hold(
-            record["offset"] == len(granted),
-            f"{who} has {len(granted)} positions:",
-            record,
-        )
+        positions = range(record.start, record.stop)
+        follows = record.offset == len(granted)
+        self.hold(follows, f"{who} has {len(granted)} positions:", record)
         for holder, held in self._held.items():
             self.hold(held.isdisjoint(positions), f"{holder} has part of", record)
         self.hold(
@@ -211,13 +217,13 @@ class DataOnce(Invariant):
         self._held[who].update(positions)
         granted.extend(positions)
 
-    def _merge(self, c: dict[str, Any]) -> None:
-        who = (c["island"], c["incarnation"])
+    def _merge(self, c: Contribution) -> None:
+        who = (c.island, c.incarnation)
         process = self._process(who)
         is_void = process in self._void
         self.hold(not is_void, "nobody heard of the term it is from:", c)
         count = self._per_step[who]
-        for position in self._granted[process][c["start"] * count : c["end"] * count]:
+        for position in self._granted[process][c.start * count : c.end * count]:
             merged = self._merged.setdefault(position, who)
             self.hold(
                 merged == who, f"position {position} of {who} was merged from {merged}"
@@ -237,7 +243,7 @@ class DurableFirst(Invariant):
         self._versions = [Version()] * config.fragments
         self._merged: set[Key] = set()
         self._ticks = 0
-        self._kinds: set[str] = set()
+        self._kinds: set[type[Durable]] = set()
 
     def opened(self, opened: Opened) -> None:
         """See Invariant."""
@@ -245,24 +251,23 @@ class DurableFirst(Invariant):
         self._versions = [f.version for f in opened.state.fragments]
         self._ticks = 0
 
-    def persisted(self, record: dict[str, Any]) -> None:
+    def persisted(self, record: Durable) -> None:
         """See Invariant."""
-        self._kinds.add(record["kind"])
-        match record["kind"]:
-            case "joined":
-                self._sessions[record["island"]] = record["session"]
-                self._incarnations[record["island"]] = record["incarnation"]
-            case "granted":
-                key = record["island"], self._incarnations[record["island"]]
-                self._grants.add((*key, record["start"], record["stop"]))
-            case "merged":
-                fragment = record["fragment"]
-                self._versions[fragment] = Version(*record["version"])
-                for c in record["contributions"]:
-                    key = (c["island"], c["incarnation"])
-                    self._merged.add((*key, fragment, c["tick"]))
-            case "ticks":
-                self._ticks = record["through"]
+        self._kinds.add(type(record))
+        match record:
+            case Joined():
+                self._sessions[record.island] = record.session
+                self._incarnations[record.island] = record.incarnation
+            case Granted():
+                key = record.island, self._incarnations[record.island]
+                self._grants.add((*key, record.start, record.stop))
+            case Merged(fragment=fragment):
+                self._versions[fragment] = record.version
+                for c in record.contributions:
+                    key = (c.island, c.incarnation)
+                    self._merged.add((*key, fragment, c.tick))
+            case Ticks(through=through):
+                self._ticks = through
 
     def carrying_out(self, effect: Effect) -> None:
         """See Invariant."""
@@ -283,9 +288,9 @@ class DurableFirst(Invariant):
             case TellVerdict(verdict="merged"):
                 durable = self._is_merged(effect.island, effect.fragment, effect.tick)
             case StopStepping():
-                durable = "stopping" in self._kinds
+                durable = Stopping in self._kinds
             case Finish():
-                durable = "finished" in self._kinds
+                durable = Finished in self._kinds
             case _:
                 return
         self.hold(durable, "visible before it is in the log:", effect)

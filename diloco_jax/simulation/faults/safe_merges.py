@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
-from diloco_jax.policy.events import (
-    AskTake,
-    Contribution,
-    Effect,
-    Merge,
-    Note,
-    Outstanding,
-    Persist,
-    Version,
+from diloco_jax.policy.events import AskTake, Effect, Merge, Note, Persist
+from diloco_jax.policy.records import (
+    Durable,
+    Joined,
+    Left,
+    Merged,
+    Skipped,
+    Stopping,
+    Told,
 )
 from diloco_jax.policy.state import PolicyConfig, State
+from diloco_jax.policy.values import Contribution, Outstanding, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
@@ -39,13 +39,13 @@ class MergedOnce(Invariant):
                     through = self._through[c.island, c.incarnation, effect.fragment]
                     self.hold(c.start >= through, f"merged through {through}:", c)
 
-    def persisted(self, record: dict[str, Any]) -> None:
+    def persisted(self, record: Durable) -> None:
         """See Invariant."""
-        if record["kind"] == "merged":
-            for c in record["contributions"]:
-                whose = (c["island"], c["incarnation"], record["fragment"])
-                self.hold(c["start"] >= self._through[whose], "merged again:", c)
-                self._through[whose] = c["end"]
+        if isinstance(record, Merged):
+            for c in record.contributions:
+                whose = (c.island, c.incarnation, record.fragment)
+                self.hold(c.start >= self._through[whose], "merged again:", c)
+                self._through[whose] = c.end
 
 
 class KeptOnce(Invariant):
@@ -63,12 +63,12 @@ class KeptOnce(Invariant):
         """See Invariant."""
         self._last_takes[who, take.fragment] = (*who, take.fragment, take.tick)
 
-    def persisted(self, record: dict[str, Any]) -> None:
+    def persisted(self, record: Durable) -> None:
         """See Invariant."""
-        if record["kind"] == "merged":
-            for c in record["contributions"]:
-                key = (c["island"], c["incarnation"], record["fragment"], c["tick"])
-                self._merged[key] = Version(*record["version"])
+        if isinstance(record, Merged):
+            for c in record.contributions:
+                key = (c.island, c.incarnation, record.fragment, c.tick)
+                self._merged[key] = record.version
 
     def adopted(
         self, who: Incarnation, fragment: int, anchor: Anchor, *, kept: bool
@@ -109,28 +109,20 @@ class DeltasExact(Invariant):
         )
         self._takes[(*who, take.fragment, take.tick)] = delta[:3]
 
-    def persisted(self, record: dict[str, Any]) -> None:
+    def persisted(self, record: Durable) -> None:
         """See Invariant."""
-        if record["kind"] == "joined":
-            who = (record["island"], record["incarnation"])
-            self._tokens_per_step[who] = record["tokens_per_step"]
-        if record["kind"] != "merged":
+        if isinstance(record, Joined):
+            who = (record.island, record.incarnation)
+            self._tokens_per_step[who] = record.tokens_per_step
+        if not isinstance(record, Merged):
             return
-        for c in record["contributions"]:
-            who = (c["island"], c["incarnation"])
-            taken = self._takes.get((*who, record["fragment"], c["tick"]))
-            self.hold(
-                (c["start"], c["end"], Version(*c["base"])) == taken,
-                f"taken as {taken}:",
-                c,
-            )
-            steps = c["end"] - c["start"]
-            self.hold(steps > 0, "a delta without steps:", c)
-            self.hold(c["tokens"] == steps * self._tokens_per_step[who], "tokens of", c)
-
-
-def _found_open(record: dict[str, Any]) -> bool:
-    return record["kind"] == "skipped" and bool(record["why"] == "open")
+        for c in record.contributions:
+            who = (c.island, c.incarnation)
+            taken = self._takes.get((*who, record.fragment, c.tick))
+            self.hold((c.start, c.end, c.base) == taken, f"taken as {taken}:", c)
+            self.hold(c.steps > 0, "a delta without steps:", c)
+            tokens = c.steps * self._tokens_per_step[who]
+            self.hold(c.tokens == tokens, "tokens of", c)
 
 
 class QuorumHeld(Invariant):
@@ -154,18 +146,19 @@ class QuorumHeld(Invariant):
         """See Invariant."""
         ended = set(self._ended)
         for effect in effects:
-            if isinstance(effect, AskTake):
-                self._asked.setdefault(effect.tick, set()).add(effect.island)
-            elif isinstance(effect, Persist) and effect.record["kind"] == "left":
-                ended.add((effect.record["island"], effect.record["incarnation"]))
-            elif isinstance(effect, Note) and _found_open(effect.record):
-                self._late.add(state.fragments[effect.record["fragment"]].tick)
+            match effect:
+                case AskTake(tick=tick, island=island):
+                    self._asked.setdefault(tick, set()).add(island)
+                case Persist(record=Left(island=island, incarnation=incarnation)):
+                    ended.add((island, incarnation))
+                case Note(record=Skipped(fragment=fragment, why="open")):
+                    self._late.add(state.fragments[fragment].tick)
         for tick in self._asked.keys() - self._asked_first.keys():
             self._asked_first[tick] = len(self._asked[tick])
         stopping = self._stopping
         for effect in effects:
             if isinstance(effect, Persist):
-                stopping |= effect.record["kind"] == "stopping"
+                stopping |= isinstance(effect.record, Stopping)
             elif isinstance(effect, Merge):
                 tick = state.fragments[effect.fragment].tick
                 deltas = [
@@ -183,11 +176,11 @@ class QuorumHeld(Invariant):
         """See Invariant."""
         self._stopping = False
 
-    def persisted(self, record: dict[str, Any]) -> None:
+    def persisted(self, record: Durable) -> None:
         """See Invariant."""
-        self._stopping |= record["kind"] == "stopping"
-        if record["kind"] == "left":
-            self._ended.add((record["island"], record["incarnation"]))
+        self._stopping |= isinstance(record, Stopping)
+        if isinstance(record, Left):
+            self._ended.add((record.island, record.incarnation))
 
     def _check(
         self, merge: Merge, deltas: list[Contribution], tick: int, *, stopping: bool
@@ -220,17 +213,18 @@ class RecordedFirst(Invariant):
 
     def carrying_out(self, effect: Effect) -> None:
         """See Invariant."""
-        if isinstance(effect, Note) and effect.record["kind"] == "island":
-            who = (effect.record["island"], effect.record["incarnation"])
-            record, through = effect.record["record"], self._through[who]
+        if isinstance(effect, Note) and isinstance(effect.record, Told):
+            told = effect.record
+            who, record = (told.island, told.incarnation), told.record
+            through = self._through[who]
             self.hold(
-                record["seq"] <= through + 1,
+                record.seq <= through + 1,
                 f"on the tape of {who} is everything through {through}, next comes",
                 record,
             )
-            self._through[who] = max(through, record["seq"])
-            if record["kind"] == "took":
-                self._takes.add((*who, record["fragment"], record["tick"]))
+            self._through[who] = max(through, record.seq)
+            if record.kind == "took":
+                self._takes.add((*who, record.fragment, record.tick))
         elif isinstance(effect, Merge):
             for c in effect.contributions:
                 key = (c.island, c.incarnation, effect.fragment, c.tick)
@@ -254,10 +248,10 @@ class FencedOut(Invariant):
     def decided(self, state: State, effects: Sequence[Effect]) -> None:
         """See Invariant."""
         records = [e.record for e in effects if isinstance(e, Persist)]
-        joined = {r["island"] for r in records if r["kind"] == "joined"}
+        joined = {r.island for r in records if isinstance(r, Joined)}
         for record in records:
-            if record["kind"] == "left" and record["island"] in joined:
-                self.hold(not record["left_behind"], "left behind by fencing:", record)
+            if isinstance(record, Left) and record.island in joined:
+                self.hold(not record.left_behind, "left behind by fencing:", record)
 
     def recovered(self, state: State) -> None:
         """See Invariant."""
@@ -267,21 +261,21 @@ class FencedOut(Invariant):
         """See Invariant."""
         self._current = {}
 
-    def persisted(self, record: dict[str, Any]) -> None:
+    def persisted(self, record: Durable) -> None:
         """See Invariant."""
-        if record["kind"] == "joined":
-            name, incarnation = record["island"], record["incarnation"]
+        if isinstance(record, Joined):
+            name, incarnation = record.island, record.incarnation
             current = self._current.get(name, -1)
             self.hold(
                 incarnation > current,
                 f"incarnation {incarnation} of {name} joins after {current}",
             )
             self._current[name] = incarnation
-        elif record["kind"] == "left":
-            who = (record["island"], record["incarnation"])
+        elif isinstance(record, Left):
+            who = (record.island, record.incarnation)
             self._ended.add(who)
-            for delta in record["left_behind"]:
-                self._left_behind.add((*who, delta["fragment"], delta["tick"]))
+            for delta in record.left_behind:
+                self._left_behind.add((*who, delta.fragment, delta.tick))
 
     def carrying_out(self, effect: Effect) -> None:
         """See Invariant."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from diloco_jax.policy.events import AskTake, Effect, Outstanding, Version
+from diloco_jax.policy.events import AskTake, Effect
+from diloco_jax.policy.records import (
+    Durable,
+    Merged,
+)
 from diloco_jax.policy.state import PolicyConfig, State
+from diloco_jax.policy.values import Outstanding, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
@@ -23,10 +26,10 @@ class VersionsGrow(Invariant):
         super().__init__(config)
         self._versions = [Version()] * config.fragments
 
-    def persisted(self, record: dict[str, Any]) -> None:
+    def persisted(self, record: Durable) -> None:
         """See Invariant."""
-        if record["kind"] == "merged":
-            fragment, version = record["fragment"], Version(*record["version"])
+        if isinstance(record, Merged):
+            fragment, version = record.fragment, record.version
             last = self._versions[fragment]
             self.hold(
                 version == last.next(), f"fragment {fragment}:", version, "after", last

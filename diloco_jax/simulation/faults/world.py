@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from typing import Any
 
 from diloco_jax.coordinator.inbox import left_behind
-from diloco_jax.policy import recovery
+from diloco_jax.policy import records, recovery
 from diloco_jax.policy.gathering import LEASES_AWAITED
 from diloco_jax.policy.state import initial
 from diloco_jax.simulation.faults import liveness
@@ -153,10 +152,11 @@ class World(Links):
         except EmptyDiskError:
             self._gather()
             return
+        log = [(records.durable(e.record), e.payload) for e in found.entries]
         state = recovery.recover(
-            self.config, found.state, [e.record for e in found.entries], clock_s
+            self.config, found.state, [record for record, _ in log], clock_s
         )
-        merging = loaded(found.anchors, found.entries)
+        merging = loaded(found.anchors, log)
         self.monitor.recovered(state)
         for fragment, anchor in enumerate(merging.anchors):
             self.monitor.published(fragment, anchor)
@@ -165,9 +165,9 @@ class World(Links):
             self.clock,
             state,
             merging,
-            functools.partial(self._record, merging),
-            lambda merge: self.schedule.merge_s,
-            clock_s - self.clock.now,
+            functools.partial(self._persist, merging),
+            merge_seconds=lambda merge: self.schedule.merge_s,
+            clock_offset=clock_s - self.clock.now,
             monitor=self.monitor,
             survives=self._survives,
             disk_failed=self._disk_failed,
@@ -216,26 +216,23 @@ class World(Links):
         start = functools.partial(self._start_coordinator, self.clock.now)
         self.clock.after(restart_s, start)
 
-    def _record(self, merging: Anchors, record: dict[str, Any], durable: bool) -> None:
-        if not durable:
-            return
-        merged = record["kind"] == "merged"
-        payload = merging.publish(record["fragment"]) if merged else b""
+    def _persist(self, merging: Anchors, record: records.Durable) -> None:
+        payload = b""
+        if isinstance(record, records.Merged):
+            payload = merging.publish(record.fragment)
         try:
-            self.disk.append(record, payload)
+            self.disk.append(records.line(record), payload)
         except DiskError as failure:
             if failure.complete:
                 self.monitor.persisted(record)
             raise
         self.monitor.persisted(record)
-        if merged:
-            self.merges[record["fragment"]] += 1
-        elif record["kind"] == "joined":
+        if isinstance(record, records.Merged):
+            self.merges[record.fragment] += 1
+        elif isinstance(record, records.Joined):
             assert self.coordinator is not None
             merging.drop_island(
-                record["island"],
-                record["incarnation"],
-                left_behind(self.coordinator.state),
+                record.island, record.incarnation, left_behind(self.coordinator.state)
             )
 
     def crash_coordinator(self, restart: Restart) -> None:

@@ -22,7 +22,7 @@ from diloco_jax.cluster.commands import free_port, island_environment
 from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.policy.events import Version
+from diloco_jax.policy.values import Version
 from diloco_jax.simulation.replay.recording import Environment, Who, environment_like
 
 STDERR = 2

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.policy.events import Contribution, Record, Version
+from diloco_jax.policy.values import Contribution, Record, Version
 
 Environment = Mapping[str, Any]
 """What `diloco_jax.environment.describe` said there and then."""

@@ -14,7 +14,8 @@ import msgspec
 
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.observability.tape import TapeError, read_tape
-from diloco_jax.policy.events import FIRST_VERSION, Contribution, Record, Version
+from diloco_jax.policy import records
+from diloco_jax.policy.values import FIRST_VERSION, Version
 from diloco_jax.simulation.replay.recording import (
     Environment,
     Life,
@@ -117,11 +118,11 @@ class _Reader:
             case "hello":
                 self._hellos[record["island"]] = record
             case "joined":
-                self._joined(record)
+                self._joined(records.read(record, records.Joined))
             case "island":
-                self._told(record)
+                self._told(records.read(record, records.Told))
             case "merged":
-                self._merged(record)
+                self._merged(records.read(record, records.Merged))
             case "recovered":
                 self._recovered(record)
             case "finished":
@@ -134,8 +135,8 @@ class _Reader:
         self._plan_digest = record["plan"]
         self._coordinators.append(environment_of(record))
 
-    def _joined(self, record: Mapping[str, Any]) -> None:
-        who = Who(record["island"], record["incarnation"])
+    def _joined(self, joined: records.Joined) -> None:
+        who = Who(joined.island, joined.incarnation)
         hello = self._hellos.get(who.island)
         if hello is None or hello["incarnation"] != who.incarnation:
             raise self._wrong(f"{who} joined without a 'hello' before")
@@ -147,9 +148,8 @@ class _Reader:
             environment=environment_of(hello),
         )
 
-    def _told(self, record: Mapping[str, Any]) -> None:
-        life, fields = self._life(record), record["record"]
-        told = Record(**{**fields, "version": Version(*fields["version"])})
+    def _told(self, line: records.Told) -> None:
+        life, told = self._life(line.island, line.incarnation), line.record
         known, what = life.records, f"record {told.seq} of {life.who}"
         if 1 <= told.seq <= len(known):
             # A coordinator that came back is told again what it had not confirmed.
@@ -174,17 +174,17 @@ class _Reader:
             )
         known.append(Written(self._line, told))
 
-    def _merged(self, record: Mapping[str, Any]) -> None:
-        fragment, version = record["fragment"], Version(*record["version"])
+    def _merged(self, record: records.Merged) -> None:
+        fragment, version = record.fragment, record.version
         before = self._versions.get(fragment, FIRST_VERSION)
         if version != before.next():
             raise self._wrong(
                 f"fragment {fragment} is merged into version {tuple(version)} after "
                 f"{tuple(before)}; a merge is missing or out of order"
             )
-        for part in record["contributions"]:
-            self._life(part)
-        if not record["contributions"]:
+        for part in record.contributions:
+            self._life(part.island, part.incarnation)
+        if not record.contributions:
             raise self._wrong(f"a merge of fragment {fragment} without a delta")
         self._versions[fragment] = version
         merge = RecordedMerge(
@@ -192,13 +192,10 @@ class _Reader:
             number=len(self._merges) + 1,
             fragment=fragment,
             version=version,
-            final=record["final"],
-            contributions=tuple(
-                Contribution(**{**part, "base": Version(*part["base"])})
-                for part in record["contributions"]
-            ),
-            share=msgspec.convert(record["share"], float),
-            digest=record["digest"],
+            final=record.final,
+            contributions=record.contributions,
+            share=record.share,
+            digest=record.digest,
         )
         self._merges.append(merge)
 
@@ -222,8 +219,8 @@ class _Reader:
         self._recoveries.append(recovery)
         self._coordinators.append(environment_of(record))
 
-    def _life(self, record: Mapping[str, Any]) -> Life:
-        who = Who(record["island"], record["incarnation"])
+    def _life(self, island: str, incarnation: int) -> Life:
+        who = Who(island, incarnation)
         if who not in self._lives:
             raise self._wrong(f"{who} has not joined by then; a record is missing")
         return self._lives[who]

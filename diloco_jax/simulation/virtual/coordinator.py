@@ -37,10 +37,11 @@ from diloco_jax.policy.events import (
     StopStepping,
     TellVerdict,
     Timer,
-    Version,
     Welcome,
 )
+from diloco_jax.policy.records import Durable
 from diloco_jax.policy.state import PolicyConfig, State
+from diloco_jax.policy.values import Version
 from diloco_jax.simulation.virtual.clock import Clock, Due
 from diloco_jax.simulation.virtual.merging import Fetched, Merging
 from diloco_jax.wire.messages import Finished, FromCoordinator
@@ -69,8 +70,8 @@ class Peer(Protocol):
 class VirtualCoordinator:
     """One life of a coordinator, from `state` on.
 
-    record: called with every record that the policy persists or notes, and whether
-    it must be durable, before the next effect.
+    persist: called with every durable record, before the next effect. alert: with what
+    a person should look at.
     merge_seconds: from the order of a merge to its result.
     clock_offset: what its own clock is ahead of virtual time.
     """
@@ -81,7 +82,8 @@ class VirtualCoordinator:
     clock: Clock
     state: State
     merging: Merging
-    record: Callable[[dict[str, Any], bool], None]
+    persist: Callable[[Durable], None] = lambda record: None
+    alert: Callable[[str], None] = lambda text: None
     merge_seconds: Callable[[Merge], float] = lambda merge: 0.0
     clock_offset: float = 0.0
 
@@ -145,11 +147,11 @@ class VirtualCoordinator:
         """One effect."""
         match effect:
             case Persist(record=record):
-                self.record(record, True)
-            case Note(record=record):
-                self.record(record, False)
+                self.persist(record)
+            case Note():
+                pass  # There is no tape.
             case Alert(text=text):
-                self.record({"kind": "alert", "text": text}, False)
+                self.alert(text)
             case (
                 AskTake()
                 | AskResend()

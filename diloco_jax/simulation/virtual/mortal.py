@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from diloco_jax.config import RunConfig
 from diloco_jax.policy import recovery
 from diloco_jax.policy.events import Merge
+from diloco_jax.policy.records import Durable, Merged
 from diloco_jax.policy.state import PolicyConfig, initial
 from diloco_jax.simulation.virtual.body import Body
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
@@ -49,7 +49,7 @@ class MortalWorld(World):
             merging,
             report_s=report_s,
             make_body=make_body,
-            record=self._log_record,
+            persist=self._persist,
             merge_seconds=self._merge_time,
         )
         self._config, self._merging = config, merging
@@ -57,7 +57,7 @@ class MortalWorld(World):
         self._dies_at = frozenset(dies_at)
         self._down_s, self._resume_s = down_s, resume_s
         self._compiled_at, self._recompiled_s = compiled_s, recompiled_s
-        self._log: list[dict[str, Any]] = []
+        self._log: list[Durable] = []
         self._merges = 0
         self._away = False
 
@@ -67,11 +67,9 @@ class MortalWorld(World):
             speed = self._line_speeds[island.name]
             island.connect(self.coordinator, Line(self.clock, speed))
 
-    def _log_record(self, record: dict[str, Any], durable: bool) -> None:
-        if not durable:
-            return
+    def _persist(self, record: Durable) -> None:
         self._log.append(record)
-        if record["kind"] == "merged":
+        if isinstance(record, Merged):
             self._merges += 1
             if self._merges in self._dies_at:
                 self._die()
@@ -91,8 +89,8 @@ class MortalWorld(World):
             self.clock,
             recovery.recover(config, initial(config), self._log, now),
             self._merging,
-            self._log_record,
-            self._merge_time,
+            self._persist,
+            merge_seconds=self._merge_time,
         )
         self.clock.after(self._resume_s, self._resume)
 

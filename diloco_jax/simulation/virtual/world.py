@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from diloco_jax.config import RunConfig
 from diloco_jax.policy.events import Merge
+from diloco_jax.policy.records import Durable
 from diloco_jax.policy.state import PolicyConfig, initial
 from diloco_jax.simulation.virtual.body import Body, NoBody
 from diloco_jax.simulation.virtual.clock import Clock
@@ -20,7 +20,7 @@ class World:
     """A run whose coordinator and connections never fail; islands come and go.
 
     make_body: of an incarnation of the named island.
-    record: see `VirtualCoordinator`.
+    persist, alert: see `VirtualCoordinator`.
     report_s: an island says at least this often that it lives.
     """
 
@@ -33,12 +33,19 @@ class World:
         report_s: float,
         line_speed: LineSpeed | None = None,
         make_body: Callable[[str], Body] = lambda name: NoBody(),
-        record: Callable[[dict[str, Any], bool], None] = lambda record, durable: None,
+        persist: Callable[[Durable], None] = lambda record: None,
+        alert: Callable[[str], None] = lambda text: None,
         merge_seconds: Callable[[Merge], float] = lambda merge: 0.0,
     ) -> None:
         self.clock = Clock()
         self.coordinator = VirtualCoordinator(
-            config, self.clock, initial(config), merging, record, merge_seconds
+            config,
+            self.clock,
+            initial(config),
+            merging,
+            persist,
+            alert,
+            merge_seconds,
         )
         self.islands: dict[str, VirtualIsland] = {}
         """The newest incarnation by name."""

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from diloco_jax.island.boundary import Boundary
 from diloco_jax.policy import ledger
-from diloco_jax.policy.events import Version
+from diloco_jax.policy.values import Version
 from diloco_jax.simulation.faults.kinds import (
     AnyFault,
     CoordinatorCrash,
