@@ -33,8 +33,8 @@ class Size:
     model: ModelConfig
     tokens: int
     rates: tuple[tuple[int, float], ...]
-    """Learning rates from so many islands on; the first is also data-parallel's. The
-    best of the sweep."""
+    """Learning rates from so many islands on, 0 for data-parallel: the best of the
+    sweep."""
     sequences: int = SEQUENCES
     """Of all islands' batches together."""
     sequence: int = 128
@@ -50,25 +50,29 @@ SIZES = {
     "0.04m": Size(
         model=dataclasses.replace(TINY, d_model=32, num_heads=2, mlp_dim=96),
         tokens=860_000,
-        rates=((1, 16e-3),),
+        rates=((0, 16e-3),),
     ),
-    "0.1m": Size(model=TINY, tokens=2_000_000, rates=((1, 8e-3), (2, 4e-3))),
+    "0.1m": Size(model=TINY, tokens=2_000_000, rates=((0, 8e-3), (2, 4e-3))),
     # Past the steep part of the curve, where seeds are far apart: by more tokens, or by
     # more steps on as many.
-    "0.1m, long": Size(model=TINY, tokens=8_000_000, rates=((1, 8e-3), (2, 4e-3))),
+    "0.1m, long": Size(model=TINY, tokens=8_000_000, rates=((0, 8e-3), (2, 4e-3))),
     "0.1m, batch 8": Size(
-        model=TINY, tokens=2_000_000, rates=((1, 4e-3),), sequences=8
+        model=TINY, tokens=2_000_000, rates=((0, 4e-3),), sequences=8
     ),
     # As many merges per fragment as the published outer optimizer is for.
     "0.1m, long, batch 8": Size(
-        model=TINY, tokens=8_000_000, rates=((1, 4e-3),), sequences=8
+        model=TINY, tokens=8_000_000, rates=((0, 4e-3),), sequences=8
     ),
     # On a GPU, with the text of `--text`.
-    "0.3m": Size(model=preset("0.3m"), tokens=7_000_000, rates=((1, 4e-3),)),
+    "0.3m": Size(
+        model=preset("0.3m"),
+        tokens=7_000_000,
+        rates=((0, 4e-3), (1, 8e-3), (2, 4e-3)),
+    ),
     "2m": Size(
         model=preset("2m"),
         tokens=40_000_000,
-        rates=((1, 8e-3), (2, 4e-3), (3, 2e-3)),
+        rates=((0, 8e-3), (1, 4e-3), (3, 2e-3)),
         sequences=64,
         sequence=256,
     ),
@@ -108,11 +112,12 @@ def config(
 ) -> Config:
     """8 equal islands, if nothing else is said."""
     islands = islands or equal(8, size.sequences)
+    rate = size.rate(len(islands))
     settings = {"steps_per_cycle": 12, "fragments": 12, **sync}
     return Config(
         run=RunConfig(
             model=size.model,
-            inner=InnerConfig(learning_rate=size.rate(len(islands))),
+            inner=InnerConfig(learning_rate=rate),
             outer=outer or PLAIN,
             sync=SyncConfig(**settings),
             sequence_length=size.sequence,
@@ -121,6 +126,11 @@ def config(
         islands=islands,
         placement=Placement(baseline_learning_rate=0.0),
     )
+
+
+def plain(size: Size, sequences: int) -> Config:
+    """Of data-parallel training with batches of so many sequences."""
+    return inner(config(size, islands=equal(1, sequences)), "adamw", size.rate(0))
 
 
 def inner(config: Config, optimizer: str, rate: float) -> Config:

@@ -23,6 +23,7 @@ from quality_configs import (
     fast_and_slow,
     inner,
     network,
+    plain,
     unequal,
 )
 from quality_schedules import batches, schedules, tokens
@@ -107,13 +108,12 @@ def rates(size: Size) -> Iterator[Row]:
 
 
 def _headlines(size: Size) -> Iterator[Row]:
-    # Nothing but the sum of the batches is used of the islands.
     yield Row(
         name="data-parallel",
         group="headline",
         plain=True,
         headline=True,
-        config=config(size, islands=equal(1, size.sequences)),
+        config=plain(size, size.sequences),
     )
     yield Row(
         name="synchronous DiLoCo, 8 islands",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from quality_configs import SEQUENCES, Row, Size, config, equal, network
+from quality_configs import SEQUENCES, Row, Size, config, equal, network, plain
 
 from diloco_jax.config import OuterConfig
 
@@ -74,7 +74,7 @@ def tokens(size: Size) -> Iterator[Row]:
             name=base,
             group="tokens",
             plain=True,
-            config=config(shorter, islands=equal(1, size.sequences)),
+            config=plain(shorter, size.sequences),
         )
         for count in (2, 4, 8):
             yield Row(
@@ -94,7 +94,7 @@ def batches(size: Size) -> Iterator[Row]:
             group="batch",
             plain=True,
             against="data-parallel",
-            config=config(size, islands=equal(1, batch)),
+            config=plain(size, batch),
         )
         yield Row(
             name=f"decoupled, 8 islands, batch {batch}",
