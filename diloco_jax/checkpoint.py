@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from etils.epath import Path as Folder
 
+from diloco_jax import run_files
 from diloco_jax.config import (
     ConfigError,
     Placement,
@@ -49,7 +50,7 @@ def island_folder(placement: Placement, workdir: Path, island: str) -> Folder:
 def _root(placement: Placement, workdir: Path) -> Folder:
     # Nothing else may be in a folder of checkpoints: in a bucket, orbax takes other
     # folders there for unfinished ones, and removes them.
-    return epath.Path(placement.checkpoints or workdir / "checkpoints")
+    return epath.Path(placement.checkpoints or workdir / run_files.CHECKPOINTS)
 
 
 def open_folder(

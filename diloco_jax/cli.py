@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
+from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, suggest
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_REFUSED
 
@@ -184,7 +185,7 @@ def island_command(arguments: Sequence[str]) -> int:
         from diloco_jax.workdir import make_workdir
 
         make_workdir(workdir)
-        incarnation = Attempts(workdir / "attempts.json").next(options.name)
+        incarnation = Attempts(workdir / run_files.ATTEMPTS).next(options.name)
     from diloco_jax.island.hosts import WorldAddress
     from diloco_jax.island.main import run
     from diloco_jax.loading import resolve

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
 from diloco_jax.loading import (
     read_config_json,
@@ -48,7 +49,7 @@ class RunFacts:
 
     def write(self, workdir: Path) -> None:
         """Replaces `run.json`, atomically."""
-        write_json(dataclasses.asdict(self), workdir / "run.json")
+        write_json(dataclasses.asdict(self), workdir / run_files.FACTS)
 
 
 def make_workdir(workdir: Path) -> None:
@@ -64,7 +65,7 @@ def make_workdir(workdir: Path) -> None:
 
 def begin_run(config: Config, workdir: Path) -> RunFacts:
     """Draws the id of a new run there; ConfigError if the workdir holds one."""
-    if (workdir / "run.json").exists():
+    if (workdir / run_files.FACTS).exists():
         facts = find_run(config, workdir)
         if has_begun(workdir):
             raise ConfigError(
@@ -73,7 +74,7 @@ def begin_run(config: Config, workdir: Path) -> RunFacts:
             )
         return facts
     make_workdir(workdir)
-    write_config_json(config, workdir / "config.json")
+    write_config_json(config, workdir / run_files.CONFIG)
     facts = RunFacts(run_id=uuid.uuid4().hex[:16], begun_unix=time.time())
     facts.write(workdir)
     return facts
@@ -81,13 +82,13 @@ def begin_run(config: Config, workdir: Path) -> RunFacts:
 
 def has_begun(workdir: Path) -> bool:
     """Whether the run there has its first snapshot: its log is made after that."""
-    return (workdir / "log").exists()
+    return (workdir / run_files.LOG).exists()
 
 
 def find_run(config: Config, workdir: Path) -> RunFacts:
     """The run that goes on there; ConfigError if there is none, or another one."""
     facts = read_facts(workdir)
-    written = read_config_json(workdir / "config.json")
+    written = read_config_json(workdir / run_files.CONFIG)
     if written.run.fingerprint() != config.run.fingerprint():
         lines = differences(shared_fields(written.run), shared_fields(config.run))
         raise ConfigError(
@@ -102,7 +103,7 @@ def read_config(workdir: Path, text: Sequence[str] | None = None) -> Config:
     """Its `config.json`; ConfigError as `require_format`. text: paths of the run's
     text; None = those that the run had."""
     require_format(workdir)
-    config = read_config_json(workdir / "config.json")
+    config = read_config_json(workdir / run_files.CONFIG)
     if text is None:
         return config
     data = dataclasses.replace(config.run.data, paths=tuple(text))
@@ -118,12 +119,12 @@ def require_format(workdir: Path) -> None:
 
 def holds_run(workdir: Path) -> bool:
     """Whether there is one, whatever it is."""
-    return (workdir / "run.json").is_file()
+    return (workdir / run_files.FACTS).is_file()
 
 
 def read_facts(workdir: Path) -> RunFacts:
     """`run.json`; ConfigError if there is none, or it is of another format."""
-    path = workdir / "run.json"
+    path = workdir / run_files.FACTS
     if not path.is_file():
         raise ConfigError(
             f"{workdir} holds no run (there is no run.json), and without --init "
@@ -147,7 +148,7 @@ def read_facts(workdir: Path) -> RunFacts:
 
 def read_summary(workdir: Path) -> dict[str, Any]:
     """What the last coordinator there left when it ended; empty if none has."""
-    path = workdir / "summary.json"
+    path = workdir / run_files.SUMMARY
     try:
         summary = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -167,7 +168,7 @@ def read_summary(workdir: Path) -> dict[str, Any]:
 def add_to_summary(workdir: Path, fields: Mapping[str, Any]) -> None:
     """Adds fields to the summary of the run there, if it has ended."""
     if summary := read_summary(workdir):
-        write_json({**summary, **fields}, workdir / "summary.json")
+        write_json({**summary, **fields}, workdir / run_files.SUMMARY)
 
 
 def is_bucket(folder: str) -> bool:

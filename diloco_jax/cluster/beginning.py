@@ -6,7 +6,7 @@ import contextlib
 import shutil
 from pathlib import Path
 
-LOGS = "logs"
+from diloco_jax import run_files
 
 
 class Beginning:
@@ -20,7 +20,7 @@ class Beginning:
     def undo(self, workdir: Path, *, keep_logs: bool = False) -> None:
         """The workdir is as it was. keep_logs: they tell why."""
         before = {path.absolute() for path in self._before}
-        kept = before | ({workdir / LOGS} if keep_logs else set())
+        kept = before | ({workdir / run_files.LOGS} if keep_logs else set())
         for path in set(workdir.iterdir()) - kept:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

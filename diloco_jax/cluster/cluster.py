@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco_jax import run_files
 from diloco_jax.cluster import commands
 from diloco_jax.cluster.attempts import Attempts
 from diloco_jax.cluster.interrupt import Interrupt
@@ -23,9 +24,6 @@ from diloco_jax.exit_codes import EXIT_CONFIG
 from diloco_jax.loading import write_json
 from diloco_jax.workdir import has_begun
 
-ADDRESS_FILE = "coordinator.address"
-PROCESSES_FILE = "processes.json"
-"""Process ids of everything that runs, by name and then by host."""
 ALIVE = ("running", "restarting")
 
 
@@ -84,12 +82,12 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise ClusterError(
                     self.coordinator,
-                    f"wrote no {ADDRESS_FILE} within placement.compile_budget_s = "
+                    f"wrote no {run_files.ADDRESS} within placement.compile_budget_s = "
                     f"{self.config.placement.compile_budget_s:g} s",
                 )
             interrupt.wait(POLL_S)
         self.address = address
-        attempts = Attempts(self.workdir / "attempts.json")
+        attempts = Attempts(self.workdir / run_files.ATTEMPTS)
         for name, island in self.config.islands.items():
 
             def command(
@@ -119,7 +117,7 @@ class Cluster:
         pids = {name: process.pids for name, process in managed.items()}
         if pids != self._noted:
             self._noted = pids
-            write_json(pids, self.workdir / PROCESSES_FILE)
+            write_json(pids, self.workdir / run_files.PROCESSES)
 
     def alone(self) -> bool:
         """Whether no island is left, or ever will be."""
@@ -177,7 +175,7 @@ class Cluster:
 
     def _read_address(self) -> str:
         try:
-            return (self.workdir / ADDRESS_FILE).read_text().strip()
+            return (self.workdir / run_files.ADDRESS).read_text().strip()
         except OSError:
             return ""
 
@@ -190,7 +188,7 @@ class Cluster:
         return ManagedProcess(
             name,
             command,
-            self.workdir / "logs" / f"{name}.log",
+            self.workdir / run_files.LOGS / f"{name}.log",
             environment=environment,
             restarts=self.config.placement.restarts,
             restart_delay_s=self.config.placement.restart_delay_s,

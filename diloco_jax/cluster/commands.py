@@ -7,6 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
+from diloco_jax import run_files
 from diloco_jax.compilation import VARIABLE, of_user
 
 DILOCO = (sys.executable, "-m", "diloco_jax.cli")
@@ -18,7 +19,7 @@ page faults cost more than the arithmetic of a merge, and a third of a step."""
 def coordinator_command(workdir: Path, bind: str, how: str) -> list[str]:
     """`diloco coordinator` for the run in `workdir`; `how` it starts for the first
     time: "--init" or "--resume", afterwards ""."""
-    command = [*DILOCO, "coordinator", str(workdir / "config.json")]
+    command = [*DILOCO, "coordinator", str(workdir / run_files.CONFIG)]
     command += ["--workdir", str(workdir), "--bind", bind]
     return [*command, how] if how else command
 
@@ -27,7 +28,7 @@ def island_commands(
     workdir: Path, name: str, hosts: int, coordinator: str, incarnation: int
 ) -> list[list[str]]:
     """`diloco island` for one attempt of one island, once for each of its hosts."""
-    command = [*DILOCO, "island", str(workdir / "config.json"), "--name", name]
+    command = [*DILOCO, "island", str(workdir / run_files.CONFIG), "--name", name]
     command += ["--coordinator", coordinator, "--workdir", str(workdir)]
     command += ["--incarnation", str(incarnation)]
     if hosts == 1:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from diloco_jax.cluster.cluster import PROCESSES_FILE
+from diloco_jax import run_files
 from diloco_jax.cluster.commands import DILOCO
 from diloco_jax.cluster.processes import log_tail, start_child
 from diloco_jax.cluster.status import read_status
@@ -51,7 +51,7 @@ class LocalProcess:
     def pids(self) -> list[int]:
         """Process ids by host; empty while it is not running."""
         try:
-            known = json.loads((self.workdir / PROCESSES_FILE).read_bytes())
+            known = json.loads((self.workdir / run_files.PROCESSES).read_bytes())
         except FileNotFoundError:
             return []
         return list(known.get(self.name, ()))
@@ -112,7 +112,7 @@ class LocalCluster:
     def start(self) -> None:
         """Starts the launcher, which starts everything; returns at once."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        path = self.log.with_name("config.json")
+        path = self.log.with_name(run_files.CONFIG)
         write_json(dataclasses.asdict(self.config), path)
         command = [*DILOCO, "run", str(path), "--workdir", str(self.workdir)]
         with self.log.open("wb") as log:
@@ -156,7 +156,7 @@ class LocalCluster:
             raise self._error(f"was not done in {timeout_s:g} s", {}) from None
         if code:
             raise self._error(f"ended with exit code {code}", {})
-        return dict(json.loads((self.workdir / "summary.json").read_bytes()))
+        return dict(json.loads((self.workdir / run_files.SUMMARY).read_bytes()))
 
     def close(self) -> None:
         """Ends every process; the folder goes too if it is a temporary one."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
+from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
-from diloco_jax.cluster.cluster import ADDRESS_FILE
 from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
 from diloco_jax.loading import (
     filled,
@@ -47,7 +47,7 @@ def with_config(arguments: Sequence[str]) -> list[str]:
         )
     # Before the config is read: one of another format may have other fields.
     workdirs.require_format(Path(value))
-    return [str(Path(value) / "config.json"), *arguments]
+    return [str(Path(value) / run_files.CONFIG), *arguments]
 
 
 def resumed_config(config: Config, workdir: Path) -> Config:
@@ -60,7 +60,7 @@ def resumed_config(config: Config, workdir: Path) -> Config:
     if not workdir.is_dir():
         raise ConfigError(f"{OPTION} {workdir}: there is no such folder")
     facts = workdirs.read_facts(workdir)
-    written = read_config_json(workdir / "config.json").run
+    written = read_config_json(workdir / run_files.CONFIG).run
     config = resolve(dataclasses.replace(config, run=_filled(config.run, written)))
     lines = differences(shared_fields(written), shared_fields(config.run))
     if lines:
@@ -91,11 +91,11 @@ class Replacement:
     def __init__(self, config: Config, workdir: Path) -> None:
         self._before = {
             path: path.read_bytes()
-            for path in (workdir / "config.json", workdir / "summary.json")
+            for path in (workdir / run_files.CONFIG, workdir / run_files.SUMMARY)
             if path.exists()
         }
-        write_config_json(config, workdir / "config.json")
-        for name in ("summary.json", ADDRESS_FILE):
+        write_config_json(config, workdir / run_files.CONFIG)
+        for name in (run_files.SUMMARY, run_files.ADDRESS):
             (workdir / name).unlink(missing_ok=True)
 
     def undo(self) -> None:
@@ -106,7 +106,7 @@ class Replacement:
 
 def tell_resumed(workdir: Path, console: Console) -> None:
     """Once the coordinator is up: with what the run goes on."""
-    record = newest_record(workdir / "tape.jsonl", "recovered")
+    record = newest_record(workdir / run_files.TAPE, "recovered")
     merges = sum(number for _, number in record["versions"])
     console.print(
         f"goes on after {merges:,} merges from global parameters "

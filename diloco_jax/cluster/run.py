@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster import commands
 from diloco_jax.cluster.beginning import Beginning
@@ -50,7 +51,12 @@ STATUS_EVERY_S = 1.0
 LOOP_S = 0.2
 ROLES: tuple[Role, ...] = ("coordinator", "island")
 # Any of these means that a workdir belongs to a run.
-RUN_FILES = ("config.json", "tape.jsonl", "summary.json", "attempts.json")
+RUN_FILES = (
+    run_files.CONFIG,
+    run_files.TAPE,
+    run_files.SUMMARY,
+    run_files.ATTEMPTS,
+)
 
 
 def run(
@@ -180,7 +186,7 @@ def create_workdir(config: Config, config_path: str) -> Config:
         )
     workdirs.make_workdir(workdir)
     config = _with_absolute_paths(config, workdir)
-    write_config_json(config, workdir / "config.json")
+    write_config_json(config, workdir / run_files.CONFIG)
     return config
 
 
@@ -283,7 +289,7 @@ def _evaluate(
     interrupt: Interrupt,
 ) -> int:
     """Has the validation loss added to the summary; the exit code."""
-    log = workdir / "logs" / "eval.log"
+    log = workdir / run_files.LOGS / "eval.log"
     console.print("evaluating on the whole validation split", highlight=False)
     with log.open("ab") as stderr:
         process = start_child(
@@ -345,7 +351,7 @@ def _baseline_lines(console: Console) -> Callable[[int, int, float], None]:
 def _described(workdir: Path, config: Config) -> str:
     """The run that is there, beside the one that was to begin there."""
     try:
-        there = read_config_json(workdir / "config.json").run
+        there = read_config_json(workdir / run_files.CONFIG).run
     except ConfigError:
         return "another run (its config.json cannot be read)"
     lines = differences(shared_fields(there), shared_fields(config.run))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.cluster.cluster import ADDRESS_FILE
+from diloco_jax import run_files
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.loading import read_config_json
@@ -43,14 +43,14 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
             )
         return _ask(target, placement)
     require_format(workdir)
-    address_file, summary = workdir / ADDRESS_FILE, read_summary(workdir)
+    address_file, summary = workdir / run_files.ADDRESS, read_summary(workdir)
     if not address_file.exists() and not summary:
         raise ConfigError(
-            f"{workdir} has neither {ADDRESS_FILE} nor summary.json: no run was "
+            f"{workdir} has neither {run_files.ADDRESS} nor summary.json: no run was "
             f"started there, or its coordinator is not up yet"
         )
     if address_file.exists():
-        config = read_config_json(workdir / "config.json")
+        config = read_config_json(workdir / run_files.CONFIG)
         try:
             return _ask(address_file.read_text().strip(), config.placement)
         except ConnectionLost:

@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from diloco_jax import checkpoint, compilation, loading
+from diloco_jax import checkpoint, compilation, loading, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import durable, origin, summary, term
@@ -162,13 +162,13 @@ class Coordinator:
             )
         if found is None and gathered is None:
             # Of a start that came to nothing: before the first snapshot, no run is.
-            (workdir / "tape.jsonl").unlink(missing_ok=True)
-        self._tape = Tape(workdir / "tape.jsonl")
+            (workdir / run_files.TAPE).unlink(missing_ok=True)
+        self._tape = Tape(workdir / run_files.TAPE)
         self._open.callback(self._tape.close)
         state = self._make_state(gathered, found)
         self._metrics = Metrics(workdir)
         self._open.callback(self._metrics.close)
-        self._roster = Roster.begin_from(workdir / "roster.msgpack")
+        self._roster = Roster.begin_from(workdir / run_files.ROSTER)
         spared = SPARED_BYTES * self.policy_config.parameters
         rooms = Rooms(placement.merge_buffer_bytes, workdir, spared)
         inbox = Inbox(self.store.layouts_up, rooms)
@@ -249,7 +249,7 @@ class Coordinator:
             now=now,
         )
         result["parameters_digest"] = self.store.digest()
-        loading.write_json(result, self._workdir / "summary.json")
+        loading.write_json(result, self._workdir / run_files.SUMMARY)
         return EXIT_DONE
 
     def close(self) -> None:
@@ -294,7 +294,7 @@ class Coordinator:
                 plan,
                 self._snapshots,
                 found,
-                workdir / "log",
+                workdir / run_files.LOG,
                 self._tape,
             )
             self._log = self._open_log()
@@ -309,18 +309,20 @@ class Coordinator:
             )
         # The log comes after the snapshot that it goes on from: where it is, the run
         # has begun.
-        number = durable.next_number(workdir / "log", -1 if found is None else found)
+        number = durable.next_number(
+            workdir / run_files.LOG, -1 if found is None else found
+        )
         self._snapshots.save(number, state, self.store.arrays())
         self._log = self._open_log(number)
         self._log.forget(number)
         if gathered is not None:
             # run.json comes last: before it, the workdir holds no run.
-            write_config_json(config, workdir / "config.json")
+            write_config_json(config, workdir / run_files.CONFIG)
             self._facts.write(workdir)
         return state
 
     def _open_log(self, after: int = -1) -> durable.RecordLog:
-        log = durable.RecordLog(self._workdir / "log", after)
+        log = durable.RecordLog(self._workdir / run_files.LOG, after)
         self._open.callback(log.close)
         return log
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco_jax import run_files
 from diloco_jax.observability.curves import Curves, Point
 from diloco_jax.observability.tape import JsonLines
 
@@ -23,8 +24,8 @@ class Metrics:
     """Lines of numbers with a kind and a time. Use from one thread at a time."""
 
     def __init__(self, workdir: Path) -> None:
-        self._lines = JsonLines(workdir / "metrics.jsonl")
-        self._curves = Curves(workdir / "tensorboard")
+        self._lines = JsonLines(workdir / run_files.METRICS)
+        self._curves = Curves(workdir / run_files.CURVES)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes a line, and a point of each of its curves: an island's over its own

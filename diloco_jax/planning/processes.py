@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.island.environment import prepare_environment
 from diloco_jax.loading import write_config_json
@@ -55,7 +56,7 @@ def compile_islands(config: Config, report: Report) -> dict[str, Any]:
         groups.setdefault(_compiled_part(island), []).append(name)
     plans: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="diloco-plan-") as folder:
-        path = Path(folder) / "config.json"
+        path = Path(folder) / run_files.CONFIG
         write_config_json(config, path)
         compiler = _Compiler(path, report)
         with concurrent.futures.ThreadPoolExecutor(AT_A_TIME) as pool:

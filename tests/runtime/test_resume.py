@@ -16,8 +16,7 @@ import support
 import tape_checks
 from runtime_support import coordinator, make_config, with_run
 
-from diloco_jax import cli
-from diloco_jax.cluster.cluster import PROCESSES_FILE
+from diloco_jax import cli, run_files
 from diloco_jax.config import Config, IslandConfig, Placement
 from diloco_jax.loading import write_config_json
 from diloco_jax.observability.tape import newest_record, read_tape
@@ -95,7 +94,7 @@ def resumed(text, tmp_path_factory) -> Resumed:
     process = start(folder, folder / "two.json", "--workdir", str(workdir))
     try:
         await_merges(folder, process)
-        pids = json.loads((workdir / PROCESSES_FILE).read_bytes()).values()
+        pids = json.loads((workdir / run_files.PROCESSES).read_bytes()).values()
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(TIMEOUT_S)

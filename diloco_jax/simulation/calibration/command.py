@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.loading import load_config
 from diloco_jax.simulation.calibration.fit import Calibration, Fitted, calibrate
@@ -134,7 +135,7 @@ def _config(
                 f"{' '.join(['--config', path] if path else overrides)}"
             )
         return against.config
-    return load_config(path or timeline.workdir / "config.json", overrides)
+    return load_config(path or timeline.workdir / run_files.CONFIG, overrides)
 
 
 def _as_json(calibration: Calibration, rows: Sequence[Row]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.deadlines import Deadlines
@@ -120,17 +121,22 @@ def read_timeline(workdir: Path) -> Timeline:
     finished, and the remedy.
     """
     config = read_config(workdir)
-    for name in ("tape.jsonl", "metrics.jsonl", "run.json", "roster.msgpack"):
+    for name in (
+        run_files.TAPE,
+        run_files.METRICS,
+        run_files.FACTS,
+        run_files.ROSTER,
+    ):
         if not (workdir / name).is_file():
             raise ConfigError(f"{workdir} has no {name}; give the workdir of a run")
-    path = workdir / "tape.jsonl"
-    reader = _Reader(path, config, dict(_merge_seconds(workdir / "metrics.jsonl")))
+    path = workdir / run_files.TAPE
+    reader = _Reader(path, config, dict(_merge_seconds(workdir / run_files.METRICS)))
     try:
         for line, record in enumerate(read_tape(path), start=1):
             reader.read(line, record)
     except TapeError as error:
         raise ConfigError(f"{error}; calibrate on a tape as it was written") from error
-    if reader.finished_at is None or not (workdir / "summary.json").is_file():
+    if reader.finished_at is None or not (workdir / run_files.SUMMARY).is_file():
         raise ConfigError(
             f"{path} ends after line {reader.line} without the end of the run "
             f"('finished'), or there is no summary.json beside it: it was cut off, or "
@@ -154,7 +160,7 @@ def read_timeline(workdir: Path) -> Timeline:
         compiled=reader.compiled,
         recoveries=reader.recoveries,
         resumed_after_s=reader.resumed_after_s,
-        roster=Roster(workdir / "roster.msgpack"),
+        roster=Roster(workdir / run_files.ROSTER),
         summary=summary,
     )
 

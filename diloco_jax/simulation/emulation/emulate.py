@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from diloco_jax import compilation
+from diloco_jax import compilation, run_files
 from diloco_jax.cluster.interrupt import as_keyboard_interrupt
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator import summary
@@ -70,7 +70,7 @@ class Emulation:
     def write(self, workdir: Path) -> None:
         """Writes `history/*.csv` and `summary.json`."""
         self.history.write(workdir / "history")
-        write_json(self.summary, workdir / "summary.json")
+        write_json(self.summary, workdir / run_files.SUMMARY)
 
 
 def emulate(

@@ -25,7 +25,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from diloco_jax import checkpoint, compilation, environment
+from diloco_jax import checkpoint, compilation, environment, run_files
 from diloco_jax.config import ConfigError
 from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.data.corpus import load_checked_corpus
@@ -185,7 +185,7 @@ class Replay(contextlib.ExitStack):
         config = self._recording.config
         placement = dataclasses.replace(config.placement, checkpoints="")
         config = dataclasses.replace(config, placement=placement)
-        write_config_json(config, folder / "config.json")
+        write_config_json(config, folder / run_files.CONFIG)
         snapshots = checkpoint.snapshots_folder(placement, folder)
         manager = checkpoint.open_folder(snapshots, keep=1)
         checkpoint.save(manager, number, self._store.arrays(), {})

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.observability.tape import TapeError, read_tape
 from diloco_jax.policy import records
@@ -45,7 +46,7 @@ def read_recording(
       TapeError: names the first line that is altered, missing or out of order.
     """
     config = read_config(workdir, text)
-    path = workdir / "tape.jsonl"
+    path = workdir / run_files.TAPE
     if not path.is_file():
         raise ConfigError(f"{workdir} has no tape.jsonl; give the workdir of a run")
     reader = _Reader(path, config)

@@ -1,0 +1,73 @@
+"""A coordinator that comes back: what the log has must be of this version."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+from coordinator_support import SHAPES
+from etils import epath
+
+from diloco_jax.config import Config, IslandConfig, Placement
+from diloco_jax.coordinator import origin
+from diloco_jax.coordinator.durable import DurableError, RecordLog
+from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.coordinator.snapshots import Snapshots
+from diloco_jax.observability.tape import Tape, read_tape
+from diloco_jax.policy import records
+from diloco_jax.policy.state import initial
+
+
+@pytest.fixture
+def recover(run, store, tmp_path):
+    """Recovers from a snapshot and these records in the log after it."""
+    shapes = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
+        SHAPES,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    model = types.SimpleNamespace(shapes=lambda: shapes)
+    config = Config(run=run, islands={"a": IslandConfig(batch_size=2)})
+    policy = policy_config(run, Placement(), "r", store.plan.sizes)
+
+    def recovered(*lines):
+        folder = epath.Path(tmp_path / "snapshots")
+        snapshots = Snapshots(folder, Placement(), run, "r")
+        snapshots.save(0, initial(policy), store.arrays())
+        log = RecordLog(tmp_path / "log", after=0)
+        for line in lines:
+            log.append(line)
+        log.close()
+        tape = Tape(tmp_path / "tape.jsonl")
+        try:
+            return origin.recover(
+                config, policy, model, store.plan, snapshots, 0, tmp_path / "log", tape
+            )
+        finally:
+            snapshots.close()
+            tape.close()
+
+    return recovered
+
+
+def test_what_the_log_has_is_the_state_and_comes_onto_the_tape(
+    recover, store, tmp_path
+):
+    joined = records.Joined(
+        island="a", incarnation=3, session="s", tokens_per_step=8, sequences_per_step=2
+    )
+    found, state = recover(records.line(joined))
+    assert (state.islands["a"].incarnation, state.islands["a"].status) == (3, "absent")
+    assert found.digest() == store.digest()
+    kinds = [line["kind"] for line in read_tape(tmp_path / "tape.jsonl")]
+    assert kinds == ["joined", "recovered"]
+
+
+@pytest.mark.parametrize(
+    "line", [{"kind": "other"}, {"kind": "joined", "island": "a"}], ids=str
+)
+def test_a_record_of_another_version_is_named(recover, line):
+    with pytest.raises(
+        DurableError, match=f"'{line['kind']}'.* go on with the version"
+    ):
+        recover(line)
