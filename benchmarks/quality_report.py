@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,7 @@ def write(out: Path, doc: str | None, runs: Runs) -> int:
             tables[f"{size}: sweep of learning rates (seed 0)"] = swept
         checks += _checks(size, losses)
     _plot(out / "quality.png", runs)
-    done = ", ".join(
-        f"{sum(run['size'] == size for run in runs)} runs at {size}" for size in SIZES
-    )
+    done = ", ".join(_done(runs, size) for size in SIZES)
     text = (
         f"{doc}\nDone so far: {done}. A row without an interval has one seed: a lead, "
         f"no evidence."
@@ -70,6 +69,14 @@ def write(out: Path, doc: str | None, runs: Runs) -> int:
     with (out / "quality.md").open("a") as file:
         file.write("\n![Gap to data-parallel by islands, tokens and H](quality.png)\n")
     return code
+
+
+def _done(runs: Runs, size: str) -> str:
+    """How many, and where if that was not the CPU."""
+    devices = Counter(run.get("device", "cpu") for run in runs if run["size"] == size)
+    found = f"{devices.total()} runs at {size}"
+    others = [f"{n} on an {device}" for device, n in devices.items() if device != "cpu"]
+    return f"{found} ({', '.join(others)})" if others else found
 
 
 def difference(

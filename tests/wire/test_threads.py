@@ -1,0 +1,202 @@
+"""Queues that are bounded, waits that end, threads that hold up nobody."""
+
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+
+from diloco_jax.wire.errors import ConnectionLost
+from diloco_jax.wire.threads import ByteQueue, DaemonPool, IdleWatch, QueueClosed
+
+SOON_S, LATE_S = 0.05, 10.0
+
+
+def in_thread(work):
+    """Starts it; returns the thread and where its result will be."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    return thread, found
+
+
+def test_items_come_out_as_they_went_in():
+    queue = ByteQueue(1000)
+    for item in (b"a", b"bb", b""):
+        assert queue.put(item)
+    assert [queue.get() for _ in range(3)] == [b"a", b"bb", b""]
+    assert queue.held_bytes == 0
+    assert queue.get(SOON_S) is None
+
+
+def test_what_is_held_is_bounded():
+    queue = ByteQueue(1000)
+    assert queue.put(bytes(900))
+    assert not queue.put(bytes(100))
+    assert queue.held_bytes < 1000
+    queue.get()
+    assert queue.put(bytes(5000)), "one item is taken whatever its size"
+    assert not queue.put(b"")
+
+
+def test_empty_items_take_room_too():
+    queue = ByteQueue(1000)
+    assert 0 < sum(queue.put(b"") for _ in range(1000)) < 100
+
+
+def test_who_waits_for_room_gets_it():
+    queue = ByteQueue(100)
+    queue.put(bytes(90))
+    thread, found = in_thread(lambda: queue.put(b"next", wait=True))
+    thread.join(SOON_S)
+    assert thread.is_alive()
+    queue.get()
+    thread.join(LATE_S)
+    assert found == [True]
+    assert queue.get() == b"next"
+
+
+def test_a_closed_queue_is_read_to_its_end_and_says_why():
+    queue, first = ByteQueue(1000), ConnectionLost("first")
+    queue.put(b"a")
+    queue.close(first)
+    queue.close(ConnectionLost("second"))
+    with pytest.raises(QueueClosed):
+        queue.put(b"b")
+    assert queue.get() == b"a"
+    with pytest.raises(QueueClosed) as raised:
+        queue.get()
+    assert raised.value.error is first
+
+
+def test_discarding_frees_what_is_held():
+    queue = ByteQueue(1000)
+    queue.put(b"a")
+    queue.close(discard=True)
+    assert queue.held_bytes == 0
+    with pytest.raises(QueueClosed):
+        queue.get()
+
+
+@pytest.mark.parametrize("waiting", ["get", "put"])
+def test_closing_wakes_who_waits(waiting):
+    queue = ByteQueue(100)
+
+    def wait():
+        try:
+            return queue.get() if waiting == "get" else queue.put(b"b", wait=True)
+        except QueueClosed:
+            return "closed"
+
+    if waiting == "put":
+        queue.put(bytes(90))
+    thread, found = in_thread(wait)
+    thread.join(SOON_S)
+    queue.close()
+    thread.join(LATE_S)
+    assert found == ["closed"]
+
+
+@pytest.fixture
+def watch():
+    made = IdleWatch("watch")
+    yield made
+    made.close(LATE_S)
+
+
+def test_what_makes_no_progress_is_ended(watch):
+    ended = threading.Event()
+    with watch.guard(SOON_S, ended.set) as guard:
+        assert ended.wait(LATE_S)
+    assert guard.expired
+
+
+def test_what_is_touched_is_not(watch):
+    ended, other = threading.Event(), threading.Event()
+    with watch.guard(LATE_S, ended.set) as guard:
+        before = guard.expires
+        # While this one expires, and with it the wait for the first of all.
+        with watch.guard(SOON_S, other.set):
+            assert other.wait(LATE_S)
+        guard.touch()
+        assert guard.expires > before
+    assert not guard.expired
+    assert not ended.is_set()
+
+
+def test_a_guard_that_is_over_never_expires(watch):
+    over, later = threading.Event(), threading.Event()
+    with watch.guard(SOON_S, over.set):
+        pass
+    with watch.guard(2 * SOON_S, later.set):
+        assert later.wait(LATE_S)
+    assert not over.is_set()
+
+
+def test_a_pool_gives_results_and_errors():
+    pool = DaemonPool(2, "pool")
+    assert pool.submit(divmod, 7, 2).result(LATE_S) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(divmod, 7, 0).result(LATE_S)
+    assert pool.submit(divmod, 9, 2).result(LATE_S) == (4, 1), "its thread goes on"
+    pool.close(LATE_S)
+    with pytest.raises(RuntimeError, match="pool is closed"):
+        pool.submit(divmod, 7, 2)
+
+
+def test_no_more_tasks_run_at_a_time_than_there_are_threads():
+    pool, go = DaemonPool(2, "pool"), threading.Event()
+    barrier = threading.Barrier(3, timeout=LATE_S)
+
+    def work(number):
+        if number < 2:
+            barrier.wait()
+        go.wait(LATE_S)
+        return threading.current_thread().name
+
+    tasks = [pool.submit(work, number) for number in range(5)]
+    barrier.wait()
+    assert not any(task.done() for task in tasks)
+    assert [task.running() for task in tasks] == [True, True, False, False, False]
+    go.set()
+    assert len({task.result(LATE_S) for task in tasks}) == 2
+    pool.close(LATE_S)
+
+
+def test_a_cancelled_task_does_not_run():
+    pool, go, ran = DaemonPool(1, "pool"), threading.Event(), []
+    first = pool.submit(go.wait, LATE_S)
+    second = pool.submit(ran.append, 1)
+    assert second.cancel()
+    go.set()
+    assert first.result(LATE_S)
+    pool.close(LATE_S)
+    assert ran == []
+
+
+def test_an_idle_thread_holds_nothing():
+    class Payload:
+        pass
+
+    pool, payload = DaemonPool(1, "pool"), Payload()
+    held = weakref.ref(payload)
+    pool.submit(id, payload).result(LATE_S)
+    del payload
+    deadline = time.monotonic() + LATE_S
+    while held() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert held() is None
+    pool.close(LATE_S)
+
+
+def test_a_task_that_hangs_keeps_no_process_from_ending():
+    code = """
+import threading
+from diloco_jax.wire.threads import DaemonPool
+began = threading.Event()
+DaemonPool(1, "pool").submit(lambda: (began.set(), threading.Event().wait(600)))
+assert began.wait(60)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
