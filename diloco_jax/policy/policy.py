@@ -254,13 +254,35 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
     same_live = _same_live(before, state)
     effects: list[Effect] = []
     if state.phase == "running" and state.progress_tokens >= config.total_tokens:
-        state, found = ending.stop(config, state, now)
+        state, effects = ending.stop(config, state, now)
+    if state.islands is not before.islands:
+        state, found = _due_ticks(config, state, now)
         effects += found
-    while (
-        state.phase == "running"
-        and state.islands is not before.islands
-        and schedule.tick_is_due(config, state, now)
-    ):
+    late = now >= state.deadline
+    if state.phase == "stopping" and (late or ending.all_stopped(state)):
+        state = replace(state, phase="flushing", deadline=now + config.flush_s)
+    moving = list(state.fragments)
+    if same_live and state.phase == "running":
+        pairs = zip(state.fragments, before.fragments, strict=True)
+        moving = [
+            fragment
+            for fragment, untouched in pairs
+            if fragment.phase == "open"
+            and (fragment is not untouched or _closes(fragment, now))
+        ]
+    if moving:
+        state, found = _settle(config, state, moving, now)
+        effects += found
+    if state.phase == "flushing" and all(f.phase == "done" for f in state.fragments):
+        state, found = ending.finish(state)
+        effects += found
+    return state, effects
+
+
+def _due_ticks(config: PolicyConfig, state: State, now: float) -> Step:
+    """Opens the fragments whose turn it is."""
+    effects: list[Effect] = []
+    while state.phase == "running" and schedule.tick_is_due(config, state, now):
         state, reserved = schedule.advance(config, state)
         effects += reserved
         fragment = state.fragments[schedule.fragment_of(config, state.tick)]
@@ -271,21 +293,15 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
             fragment, found = fragments.busy_tick(fragment, tick, counted)
         state = with_fragment(state, fragment)
         effects += found
-    late = now >= state.deadline
-    if state.phase == "stopping" and (late or ending.all_stopped(state)):
-        state = replace(state, phase="flushing", deadline=now + config.flush_s)
-    if same_live and state.phase == "running":
-        pairs = zip(state.fragments, before.fragments, strict=True)
-        moving = [
-            fragment
-            for fragment, untouched in pairs
-            if fragment.phase == "open"
-            and (fragment is not untouched or _closes(fragment, now))
-        ]
-    else:
-        moving = list(state.fragments)
-    if not moving:
-        return state, effects
+    return state, effects
+
+
+def _settle(
+    config: PolicyConfig, state: State, moving: list[Fragment], now: float
+) -> Step:
+    """What becomes of fragments that time or an event may have moved: merges, and in
+    the flush the last takes."""
+    effects: list[Effect] = []
     pacing = functools.partial(schedule.pacing_step_seconds, config, state)
     islands, running = state.islands, state.phase == "running"
     live = () if running else _live(state)
@@ -311,9 +327,6 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
         effects += found
         if was_open and state.phase == "flushing" and fragment.phase == "idle":
             moving.append(fragment)  # Given up: what follows need not wait.
-    if state.phase == "flushing" and all(f.phase == "done" for f in state.fragments):
-        state, found = ending.finish(state)
-        effects += found
     return state, effects
 
 
