@@ -135,8 +135,10 @@ import multiprocessing
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,7 @@ from diloco_jax.data.corpus import load_corpus
 from diloco_jax.loading import write_json
 
 RUN_TIMEOUT_S = 3 * 3600.0
+RUNS_PER_PROCESS = 16
 MIN_SEEDS, HEADLINE_SEEDS = 3, 5
 
 Job = tuple[str, str, int]
@@ -167,7 +170,7 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
-        "--only", nargs="*", default=[], help="these rows, in this order"
+        "--only", nargs="*", default=[], help="these rows alone, in this order"
     )
     parser.add_argument(
         "--rates", action="store_true", help="the sweep of learning rates alone"
@@ -195,7 +198,9 @@ def main() -> int:
     os.environ.update(HUGE_PAGES)
     os.environ.update(NPROC="1", JAX_PLATFORMS=options.platform)
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    _refuse_mixed(known)
     _work(options, path, known)
+    _refuse_mixed(known)
     return quality_report.write(options.out, __doc__, known)
 
 
@@ -236,6 +241,7 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
     result["seconds"] = round(time.monotonic() - began, 1)
     result["device"] = jax.devices()[0].device_kind
     result["text"] = _digest(data)
+    result["rate"] = run.inner.learning_rate
     return {"size": size, "row": name, "seed": seed, **result}
 
 
@@ -244,10 +250,10 @@ def _digest(data: DataConfig) -> str:
     return load_corpus(data.paths, data.validation_fraction).digest
 
 
-def _wanted(size: str, options: Any) -> Iterator[tuple[Row, int]]:
+def _wanted(options: Any) -> Iterator[tuple[Row, int]]:
     """First the sweep of rates, then all rows by seed; or those of `only`, by seed."""
-    found = list(rows(SIZES[size]))
-    swept = list(rates(SIZES[size]))
+    size = SIZES[options.size]
+    found, swept = list(rows(size)), list(rates(size))
     if only := options.only:
         by_name = {row.name: row for row in (*found, *swept)}
         unknown = [name for name in only if name not in by_name]
@@ -272,39 +278,49 @@ def _job(run: dict[str, Any]) -> Job:
 
 def _work(options: Any, path: Path, known: list[dict[str, Any]]) -> None:
     done = {_job(run) for run in known}
-    todo: list[Job] = [
-        (options.size, row.name, seed) for row, seed in _wanted(options.size, options)
-    ]
+    todo: list[Job] = [(options.size, row.name, seed) for row, seed in _wanted(options)]
     todo = [job for job in todo if job not in done]
     deadline = time.monotonic() + 60 * options.minutes
     total, text = len(todo), tuple(options.text)
     running: dict[Future[dict[str, Any]], Job] = {}
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, spawn) as pool:
-        while running or (todo and time.monotonic() < deadline):
-            while todo and len(running) < options.jobs and time.monotonic() < deadline:
-                job = todo.pop(0)
-                if not _known_already(job, known):
-                    running[pool.submit(run_one, job, text)] = job
-            ended, _ = concurrent.futures.wait(
-                running, RUN_TIMEOUT_S, concurrent.futures.FIRST_COMPLETED
+    pool = _pool(options.jobs)
+    while running or (todo and time.monotonic() < deadline):
+        while todo and len(running) < options.jobs and time.monotonic() < deadline:
+            job = todo.pop(0)
+            if not _known_already(job, known):
+                running[pool.submit(run_one, job, text)] = job
+        ended, _ = concurrent.futures.wait(
+            running, RUN_TIMEOUT_S, concurrent.futures.FIRST_COMPLETED
+        )
+        if running and not ended:
+            print(f"nothing came within {RUN_TIMEOUT_S:g} s", file=sys.stderr)
+            for process in multiprocessing.active_children():
+                process.kill()
+            break
+        for future in ended:
+            job = running.pop(future)
+            if error := future.exception():
+                print(f"{job} failed:", file=sys.stderr)
+                traceback.print_exception(error)
+                if isinstance(error, BrokenProcessPool):
+                    pool = _pool(options.jobs)  # One died, and all others with it.
+                continue
+            known.append(future.result())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json({**machine_facts(), "runs": known}, path)
+            left = len(todo) + len(running)
+            print(
+                f"{time.strftime('%H:%M:%S')} {total - left}/{total} {known[-1]}",
+                file=sys.stderr,
+                flush=True,
             )
-            if running and not ended:
-                raise SystemExit(f"nothing was done within {RUN_TIMEOUT_S:g} s")
-            for future in ended:
-                job = running.pop(future)
-                if error := future.exception():
-                    print(f"{job} failed: {error}", file=sys.stderr, flush=True)
-                    continue
-                known.append(future.result())
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_json({**machine_facts(), "runs": known}, path)
-                left = len(todo) + len(running)
-                print(
-                    f"{time.strftime('%H:%M:%S')} {total - left}/{total} {known[-1]}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+    pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    """Processes that begin anew after some runs: what they compile stays with them."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(jobs, spawn, max_tasks_per_child=RUNS_PER_PROCESS)
 
 
 def _known_already(job: Job, known: list[dict[str, Any]]) -> bool:
@@ -317,6 +333,28 @@ def _known_already(job: Job, known: list[dict[str, Any]]) -> bool:
             known.append({**run, "row": name, "same_run_as": run["row"]})
             return True
     return False
+
+
+def _refuse_mixed(known: list[dict[str, Any]]) -> None:
+    """Rows of one size are compared: they must be of one text, and have the learning
+    rates that their names now stand for. What does not say is of before texts."""
+    texts: dict[str, str] = {}
+    for run in known:
+        size, text = run["size"], run.get("text", "")
+        if texts.setdefault(size, text) != text:
+            raise SystemExit(
+                f"runs at {size} are of two texts, {texts[size] or 'unknown'} and "
+                f"{text or 'unknown'}; keep one of them, or name another --text"
+            )
+        row = {r.name: r for r in (*rows(SIZES[size]), *rates(SIZES[size]))}.get(
+            run["row"]
+        )
+        rate = row.config.run.inner.learning_rate if row else None
+        if rate is not None and run.get("rate", rate) != rate:
+            raise SystemExit(
+                f"{run['row']} at {size}, seed {run['seed']} was run at the learning "
+                f"rate {run['rate']:g}, which now is {rate:g}; rename or drop it"
+            )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from diloco_jax import run_files
+
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 MAX_BYTES = 2 << 30
 """What a process that starts leaves of the cache: the entries used last."""
@@ -20,7 +22,7 @@ def of_user() -> Path:
 
 def of_run(workdir: Path) -> Path:
     """The cache that goes with a run's folder."""
-    return workdir / "jax-cache"
+    return workdir / run_files.CACHE
 
 
 def use_cache(folder: Path) -> None:

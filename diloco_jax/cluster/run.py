@@ -51,7 +51,7 @@ STATUS_EVERY_S = 1.0
 LOOP_S = 0.2
 ROLES: tuple[Role, ...] = ("coordinator", "island")
 # Any of these means that a workdir belongs to a run.
-RUN_FILES = (
+SIGNS_OF_A_RUN = (
     run_files.CONFIG,
     run_files.TAPE,
     run_files.SUMMARY,
@@ -179,7 +179,7 @@ def create_workdir(config: Config, config_path: str) -> Config:
     placement = config.placement
     name = f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     workdir = Path(placement.workdir or Path("runs") / name).absolute()
-    if any((workdir / file).exists() for file in RUN_FILES):
+    if any((workdir / file).exists() for file in SIGNS_OF_A_RUN):
         raise ConfigError(
             f"workdir {workdir} holds {_described(workdir, config)}; give another "
             f"--workdir{_or_go_on(workdir)}"

@@ -27,7 +27,8 @@ _MAGIC = b"dlc1"
 
 
 class DurableError(ConfigError):
-    """The log does not read back as it was written: names the file and the offset."""
+    """The log does not read back as this version would have written it: names the
+    place."""
 
 
 class Entry(NamedTuple):

@@ -2,11 +2,6 @@
 
 Without `--init` the run in the workdir goes on. Where there is none, islands are waited
 for, whose anchors are the run as far as anybody has it: a new term begins with them.
-
-Files in the workdir: `config.json` (resolved), `run.json` (run id), `log/` (durable
-records), `checkpoints/` (snapshots, unless they go elsewhere), `tape.jsonl`,
-`metrics.jsonl`, `roster.msgpack`, `coordinator.address` and `coordinator.lock`, at the
-end `summary.json`.
 """
 
 from __future__ import annotations
@@ -135,7 +130,7 @@ class Coordinator:
         config, workdir = self._config, self._workdir
         run, placement = config.run, config.placement
         gathered = None if self._facts.run_id else self._gather()
-        lock = workdirs.held(workdir / "coordinator.lock", "a coordinator")
+        lock = workdirs.held(workdir / run_files.LOCK, "a coordinator")
         self._open.enter_context(lock)
         if gathered is not None and workdirs.holds_run(workdir):
             raise ConfigError(
@@ -204,8 +199,9 @@ class Coordinator:
             self._open.callback(self._server.stop, 0.0)  # Before what it writes to.
         else:
             self._serve(service)
-        _write_text(workdir / "coordinator.address", self.address)
-        self._open.callback((workdir / "coordinator.address").unlink, missing_ok=True)
+        address_file = workdir / run_files.ADDRESS
+        _write_text(address_file, self.address)
+        self._open.callback(address_file.unlink, missing_ok=True)
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
 
     def run(self) -> int:

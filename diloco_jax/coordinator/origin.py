@@ -74,8 +74,8 @@ def recover(
     arrays, snapshot = snapshots.load(found, store.arrays())
     store.load(arrays, [f.version for f in snapshot.fragments])
     lines, log_records = [], []
-    for line, payload in durable.read(log, after=found):
-        record = _record(line, log)
+    for number, (line, payload) in enumerate(durable.read(log, after=found), start=1):
+        record = _record(line, f"{log}, record {number} after snapshot {found}")
         lines.append(line)
         log_records.append(record)
         if isinstance(record, records.Merged):
@@ -105,11 +105,11 @@ def recover(
     return store, state
 
 
-def _record(line: Mapping[str, Any], log: Path) -> records.Durable:
+def _record(line: Mapping[str, Any], where: str) -> records.Durable:
     try:
-        return records.durable(line)
+        return records.from_log(line)
     except msgspec.ValidationError as error:
         raise durable.DurableError(
-            f"{log} has a record {line.get('kind')!r} that is none of this version "
-            f"({error}); go on with the version of diloco_jax that wrote it"
+            f"{where}: {line.get('kind')!r} is no record of this version ({error}); go "
+            f"on with the version of diloco_jax that wrote it"
         ) from error

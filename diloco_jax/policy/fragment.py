@@ -322,5 +322,5 @@ def ask(fragment: Fragment, names: tuple[str, ...], tick: int) -> Step:
     return replace(fragment, accounts=accounts), asks
 
 
-def _skipped(fragment: Fragment, tick: int, why: str) -> Note:
+def _skipped(fragment: Fragment, tick: int, why: records.Why) -> Note:
     return Note(record=records.Skipped(tick=tick, fragment=fragment.index, why=why))

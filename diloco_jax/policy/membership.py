@@ -9,7 +9,6 @@ there before the coordinator lost its state is new to it, and goes on where it i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from msgspec.structs import asdict, replace
 
@@ -206,16 +205,18 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         )
     state = joined(state, island, carrying=carrying)
     state = alive(config, state, state.islands[event.island], now)
-    carried = records.Carrying(
-        steps=event.steps, sequences_granted=event.sequences_granted
-    )
+    carried = None
+    if carrying:
+        carried = records.Carrying(
+            steps=event.steps, sequences_granted=event.sequences_granted
+        )
     record = records.Joined(
         island=event.island,
         incarnation=event.incarnation,
         session=event.session,
         tokens_per_step=event.tokens_per_step,
         sequences_per_step=event.sequences_per_step,
-        carried=carried if carrying else None,
+        carried=carried,
     )
     effects: list[Effect] = [
         Persist(record=record),
@@ -312,9 +313,7 @@ def _reconcile(
     return fragment, effects
 
 
-def _absent(
-    state: State, island: Island, why: Literal["silent", "disconnected"]
-) -> Step:
+def _absent(state: State, island: Island, why: records.AbsentFor) -> Step:
     state = with_island(state, replace(island, status="absent"))
     record = records.Absent(island=island.name, incarnation=island.incarnation, why=why)
     return state, [Note(record=record)]

@@ -162,8 +162,8 @@ def _record(
     config: PolicyConfig, state: State, island: Island, record: Record, now: float
 ) -> Step:
     name = island.name
-    told = records.Told(island=name, incarnation=island.incarnation, record=record)
-    effects: list[Effect] = [Note(record=told)]
+    fact = records.Fact(island=name, incarnation=island.incarnation, record=record)
+    effects: list[Effect] = [Note(record=fact)]
     if record.kind not in ("took", "reopened", "dropped", "reset", "carried"):
         return state, effects
     fragment = state.fragments[record.fragment]

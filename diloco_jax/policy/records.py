@@ -1,12 +1,13 @@
-"""What the policy writes down: every kind of record as a struct, in one place.
+"""What the policy decides to write down: every kind of record as a struct.
 
 A line of log or tape is such a struct as a JSON object, whose `kind` says which. Those
 in `Durable` are in both, and recovery reads them back; those in `Noted` are on the tape
-alone, for replay and people.
+alone, for replay, calibration and people. Coordinators note more on the tape.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -125,7 +126,7 @@ Durable = Joined | Carried | Granted | Left | Merged | Ticks | Stopping | Finish
 # ---- noted --------------------------------------------------------------------
 
 
-class Told(_OfIncarnation, frozen=True, kw_only=True, tag="island"):
+class Fact(_OfIncarnation, frozen=True, kw_only=True, tag="island"):
     """A fact of an island's own life came in."""
 
     record: Record
@@ -140,12 +141,23 @@ class Tick(_Written, frozen=True, kw_only=True):
     final: bool
 
 
+Why = Literal[
+    "idle",
+    "open",
+    "merging",
+    "done",
+    "too few islands can be asked",
+    "quorum is out of reach",
+]
+"""The first four: the fragment is in that phase."""
+
+
 class Skipped(_Written, frozen=True, kw_only=True):
-    """A tick asks nobody."""
+    """A tick asks nobody, or what it asked for is given up."""
 
     tick: int
     fragment: int
-    why: str
+    why: Why
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,28 +187,34 @@ class Resumed(_OfIncarnation, frozen=True, kw_only=True):
     steps: int
 
 
+AbsentFor = Literal["silent", "disconnected"]
+
+
 class Absent(_OfIncarnation, frozen=True, kw_only=True):
     """No sign of it: its connection broke (disconnected), or its lease ran out."""
 
-    why: Literal["silent", "disconnected"]
+    why: AbsentFor
 
 
-Noted = Told | Tick | Skipped | Leaving | Refused | Resumed | Absent
+Noted = Fact | Tick | Skipped | Leaving | Refused | Resumed | Absent
 
 
 def line(record: Durable | Noted) -> dict[str, Any]:
     """As log and tape have it."""
-    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(record))
+    found: dict[str, Any] = msgspec.to_builtins(record)
     return found
 
 
-def durable(line: Mapping[str, Any]) -> Durable:
-    """The record that a line of the log is; msgspec.ValidationError if it is none."""
-    found: Durable = msgspec.convert(line, Durable)
+def from_log(written: Mapping[str, Any]) -> Durable:
+    """The record that a line of the log is; msgspec.ValidationError if it is none, or
+    says more than this version knows."""
+    found: Durable = msgspec.convert(written, Durable)
+    if json.loads(json.dumps(line(found))) != written:
+        raise msgspec.ValidationError(f"fields that {type(found).__name__} has not")
     return found
 
 
-def read(line: Mapping[str, Any], kind: type[R]) -> R:
-    """The record of that kind that a line of the tape is; msgspec.ValidationError if it
-    is none."""
-    return msgspec.convert(line, kind)
+def from_tape(written: Mapping[str, Any], kind: type[R]) -> R:
+    """The record of that kind that a line of the tape is, whatever else is in the line;
+    msgspec.ValidationError if it is none."""
+    return msgspec.convert(written, kind)

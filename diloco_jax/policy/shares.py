@@ -14,6 +14,7 @@ from diloco_jax.policy import records
 from diloco_jax.policy.events import Effect, Grant, Persist
 from diloco_jax.policy.state import (
     FIRST_LEASE_STEPS,
+    SHORTEST_STEP_S,
     Island,
     Lease,
     PolicyConfig,
@@ -21,9 +22,6 @@ from diloco_jax.policy.state import (
     with_island,
 )
 from diloco_jax.policy.values import Span
-
-SHORTEST_STEP_S = 1e-4
-"""Whoever says that its steps are shorter is granted no more for it."""
 
 
 def top_up(config: PolicyConfig, state: State, name: str) -> tuple[State, list[Effect]]:

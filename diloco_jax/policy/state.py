@@ -33,6 +33,11 @@ AVERAGE_KEPT = 0.8
 """Share of a running average that one new value leaves standing."""
 
 
+SHORTEST_STEP_S = 1e-4
+"""Whoever says that its steps are shorter counts as no faster, and is granted no
+more."""
+
+
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers that decisions depend on. Sizes are in parameters, times in
     seconds; the names are those of `SyncConfig` and `Placement`."""
@@ -193,7 +198,9 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tokens_per_second(self) -> float:
         """0 as long as its speed is not known."""
-        return self.tokens_per_step / self.step_seconds if self.step_seconds else 0.0
+        if not self.step_seconds:
+            return 0.0
+        return self.tokens_per_step / max(self.step_seconds, SHORTEST_STEP_S)
 
     @property
     def lead_seconds(self) -> float:

@@ -64,7 +64,13 @@ def test_what_the_log_has_is_the_state_and_comes_onto_the_tape(
 
 
 @pytest.mark.parametrize(
-    "line", [{"kind": "other"}, {"kind": "joined", "island": "a"}], ids=str
+    "line",
+    [
+        {"kind": "other"},
+        {"kind": "joined", "island": "a"},
+        {"kind": "ticks", "through": 1, "of": "another version"},
+    ],
+    ids=str,
 )
 def test_a_record_of_another_version_is_named(recover, line):
     with pytest.raises(

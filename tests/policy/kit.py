@@ -6,6 +6,7 @@ after each event. Islands are named "a", "b", ...; 10 tokens and 1 sequence per 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -87,8 +88,14 @@ def persisted(effects: Sequence[Effect], kind: str) -> list[dict[str, Any]]:
 
 
 def _lines(found: Iterable[records.Durable | records.Noted], kind: str) -> list[Any]:
-    lines = map(records.line, found)
+    lines = map(as_written, found)
     return [line for line in lines if line["kind"] == kind]
+
+
+def as_written(record: records.Durable | records.Noted) -> dict[str, Any]:
+    """A line of log or tape as it reads back."""
+    line: dict[str, Any] = json.loads(json.dumps(records.line(record)))
+    return line
 
 
 class Driver:
@@ -110,8 +117,8 @@ class Driver:
         self.state, effects = policy.step(self.config, self.state, event, self.now)
         assert ledger.check(self.config, self.state) == []
         self.effects += effects
-        lines = [records.line(e.record) for e in of(effects, Persist)]
-        self.log += map(records.durable, lines)
+        written = [as_written(e.record) for e in of(effects, Persist)]
+        self.log += map(records.from_log, written)
         return effects
 
     def hello(self, name: str, incarnation: int = 1, **fields: Any) -> list[Effect]:

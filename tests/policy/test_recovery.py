@@ -338,7 +338,7 @@ def test_a_finished_run_stays_finished() -> None:
 
 def test_an_unknown_record_is_an_error() -> None:
     with pytest.raises(msgspec.ValidationError, match="Invalid value 'other'"):
-        records.durable({"kind": "other"})
+        records.from_log({"kind": "other"})
 
 
 @pytest.mark.parametrize("replaced", [True, False])

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 import weakref
 
 import pytest
@@ -114,14 +113,14 @@ def test_what_makes_no_progress_is_ended(watch):
 
 
 def test_what_is_touched_is_not(watch):
-    ended, other = threading.Event(), threading.Event()
-    with watch.guard(LATE_S, ended.set) as guard:
-        before = guard.expires
-        # While this one expires, and with it the wait for the first of all.
-        with watch.guard(SOON_S, other.set):
-            assert other.wait(LATE_S)
-        guard.touch()
-        assert guard.expires > before
+    ended = threading.Event()
+    with watch.guard(1.0, ended.set) as guard:
+        # Others expire one after the other, for twice as long as this one may idle.
+        for _ in range(20):
+            other = threading.Event()
+            with watch.guard(0.1, other.set):
+                assert other.wait(LATE_S)
+            guard.touch()
     assert not guard.expired
     assert not ended.is_set()
 
@@ -181,12 +180,11 @@ def test_an_idle_thread_holds_nothing():
         pass
 
     pool, payload = DaemonPool(1, "pool"), Payload()
-    held = weakref.ref(payload)
+    freed = threading.Event()
+    held = weakref.ref(payload, lambda _: freed.set())
     pool.submit(id, payload).result(LATE_S)
     del payload
-    deadline = time.monotonic() + LATE_S
-    while held() is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert freed.wait(LATE_S)
     assert held() is None
     pool.close(LATE_S)
 

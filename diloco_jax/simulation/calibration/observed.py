@@ -227,7 +227,7 @@ class _Reader:
             case "hello":
                 self._hello_at[record["island"]] = at
             case "joined":
-                joined = records.read(record, records.Joined)
+                joined = records.from_tape(record, records.Joined)
                 life = Observed(
                     incarnation=joined.incarnation,
                     hello_at=self._hello_at[joined.island],
@@ -235,12 +235,12 @@ class _Reader:
                 )
                 self.lives.setdefault(joined.island, []).append(life)
             case "absent":
-                absent = records.read(record, records.Absent)
+                absent = records.from_tape(record, records.Absent)
                 lease_s = Deadlines(self._config.placement.time_budget_s).lease_s
                 silent_s = lease_s if absent.why == "silent" else 0.0
                 self.lives[absent.island][-1].lost_at = at - silent_s
             case "left":
-                left = records.read(record, records.Left)
+                left = records.from_tape(record, records.Left)
                 if left.reason == STOPPED and not left.said:
                     # Somebody ended the run, and resumed it at leisure.
                     self.lives[left.island][-1].lost_at = None
@@ -249,13 +249,13 @@ class _Reader:
                 if self.recoveries:
                     self.resumed_after_s.append(at - self.recoveries[-1].up_at)
             case "island":
-                told = records.read(record, records.Told)
+                told = records.from_tape(record, records.Fact)
                 self._told(self.lives[told.island][-1], told.record, at)
             case "tick":
-                tick = records.read(record, records.Tick)
+                tick = records.from_tape(record, records.Tick)
                 self.ticks[tick.tick] = Tick(at, tick.asked)
             case "merged":
-                merged = records.read(record, records.Merged)
+                merged = records.from_tape(record, records.Merged)
                 takes = tuple(
                     (c.island, c.incarnation, c.tick) for c in merged.contributions
                 )

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from diloco_jax.policy.events import AskTake, Effect, Merge, Note, Persist
 from diloco_jax.policy.records import (
     Durable,
+    Fact,
     Joined,
     Left,
     Merged,
     Skipped,
     Stopping,
-    Told,
 )
 from diloco_jax.policy.state import PolicyConfig, State
 from diloco_jax.policy.values import Contribution, Outstanding, Version
@@ -213,7 +213,7 @@ class RecordedFirst(Invariant):
 
     def carrying_out(self, effect: Effect) -> None:
         """See Invariant."""
-        if isinstance(effect, Note) and isinstance(effect.record, Told):
+        if isinstance(effect, Note) and isinstance(effect.record, Fact):
             told = effect.record
             who, record = (told.island, told.incarnation), told.record
             through = self._through[who]

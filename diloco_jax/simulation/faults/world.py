@@ -152,7 +152,7 @@ class World(Links):
         except EmptyDiskError:
             self._gather()
             return
-        log = [(records.durable(e.record), e.payload) for e in found.entries]
+        log = [(records.from_log(e.record), e.payload) for e in found.entries]
         state = recovery.recover(
             self.config, found.state, [record for record, _ in log], clock_s
         )

@@ -119,11 +119,11 @@ class _Reader:
             case "hello":
                 self._hellos[record["island"]] = record
             case "joined":
-                self._joined(records.read(record, records.Joined))
+                self._joined(records.from_tape(record, records.Joined))
             case "island":
-                self._told(records.read(record, records.Told))
+                self._told(records.from_tape(record, records.Fact))
             case "merged":
-                self._merged(records.read(record, records.Merged))
+                self._merged(records.from_tape(record, records.Merged))
             case "recovered":
                 self._recovered(record)
             case "finished":
@@ -149,7 +149,7 @@ class _Reader:
             environment=environment_of(hello),
         )
 
-    def _told(self, line: records.Told) -> None:
+    def _told(self, line: records.Fact) -> None:
         life, told = self._life(line.island, line.incarnation), line.record
         known, what = life.records, f"record {told.seq} of {life.who}"
         if 1 <= told.seq <= len(known):
