@@ -157,7 +157,9 @@ def _plot(path: Path, runs: Runs) -> None:
         by_cycle = {
             cycle: (f"H = {cycle}, sgd 1 / 0", "data-parallel") for cycle in CYCLES
         }
-        _line_of_gaps(cycles, _gaps(losses, by_cycle), f"{size}, 8 islands")
+        of_cycles = _gaps(losses, by_cycle)
+        if len(of_cycles) > 1:
+            _line_of_gaps(cycles, of_cycles, f"{size}, 8 islands")
     millions: set[float] = set()
     for name, same in _same_but_for_tokens().items():
         for count in COLORS:
@@ -211,8 +213,9 @@ def _plot_sizes(axes: Any, runs: Runs) -> None:
             axes.errorbar(
                 [parameters], [gap], [_bar(half, pairs)], marker="o", color=color
             )
-            note = f" {about.tokens / parameters:.0f} tokens each"
-            axes.annotate(note, (parameters, gap), fontsize="x-small", va="center")
+            if count == max(COLORS):  # Beside the other points, too, it would not fit.
+                note = f" {about.tokens / parameters:.0f} tokens each"
+                axes.annotate(note, (parameters, gap), fontsize="x-small", va="center")
 
 
 def _same_but_for_tokens() -> dict[str, list[str]]:
