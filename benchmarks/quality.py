@@ -20,16 +20,17 @@ crypto, security, ipc and init; 10,039 files, digest 8834d04465440715), 2.2 MB o
 are held out; most of their runs were on an NVIDIA H100 (jax 0.11.2, Python 3.12.3),
 which up to 12 runs shared.
 
-At 0.3 M parameters, 7 M tokens, learning rates swept for each row:
+At 0.3 M parameters, 7 M tokens, learning rates swept for data-parallel, synchronous,
+decoupled with 2, 4 and 8 islands, and one island (other rows have that of 8 islands):
 
-- 4 fast + 4 slow islands end 1.1 % +- 1.2 before synchronous DiLoCo, decoupled 0.2 %
-  +- 0.7 before it, failures 1.7 % +- 0.7 (four pairs). int4 is 0.05 % +- 0.30 before
-  bf16, int8 0.1 % +- 0.8 (three pairs: too few to show the bound of 0.3). One island
-  with Nesterov 0.4 / 0.6 is 1.7 % +- 1.3 before data-parallel.
+- Over synchronous DiLoCo: 4 fast + 4 slow islands -1.1 % +- 1.2, decoupled -0.2 % +-
+  0.7, failures -1.7 % +- 0.7 (four pairs). Over bf16: int4 -0.05 % +- 0.30, int8 -0.1 %
+  +- 0.8 (three pairs: too few to show the bound of 0.3). One island with Nesterov 0.4 /
+  0.6 over data-parallel: -1.7 % +- 1.3 (three).
 - The gap to data-parallel: 2.0 % +- 1.9, 4.8 +- 1.1 and 8.9 +- 1.5 with 2, 4 and 8
   islands (three pairs). At 2 M parameters and 40 M tokens, one seed of each: 3.8, 6.5
-  and 12.0 %, and -0.4 % with one island; synchronous DiLoCo 9.1 %, so decoupled 2.7 %
-  behind it, which one seed does not show (at twice the rate it is 5 % before it).
+  and 12.0 %, and -0.4 % with one island; synchronous DiLoCo 9.1 %, so decoupled is 2.7
+  % behind it there, at twice the rate 5 % ahead: one seed shows neither.
   From 0.04 M to 2 M the gap does not fall with size; the published line, which begins
   at 35 M, does.
 
