@@ -59,7 +59,7 @@ def merged(fragment, number, start, end, tick, incarnation=1, base=0):
         verdicts={"a": (tick, "merged", "")},
         digest=f"{fragment}.{number}",
     )
-    return records.line(merge)
+    return json.loads(json.dumps(records.line(merge)))
 
 
 TAPE = [
