@@ -73,7 +73,8 @@ def write(out: Path, doc: str | None, runs: Runs) -> int:
 
 def _done(runs: Runs, size: str) -> str:
     """How many, and where if that was not the CPU."""
-    devices = Counter(run.get("device", "cpu") for run in runs if run["size"] == size)
+    once = [r for r in runs if r["size"] == size and "same_run_as" not in r]
+    devices = Counter(run.get("device", "cpu") for run in once)
     found = f"{devices.total()} runs at {size}"
     others = [f"{n} on an {device}" for device, n in devices.items() if device != "cpu"]
     return f"{found} ({', '.join(others)})" if others else found
