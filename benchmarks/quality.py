@@ -20,8 +20,9 @@ crypto, security, ipc and init; 10,039 files, digest 8834d04465440715), 2.2 MB o
 are held out; most of their runs were on an NVIDIA H100 (jax 0.11.2, Python 3.12.3),
 which up to 12 runs shared.
 
-At 0.3 M parameters, 7 M tokens, learning rates swept for data-parallel, synchronous,
-decoupled with 2, 4 and 8 islands, and one island (other rows have that of 8 islands):
+At 0.3 M parameters, 7 M tokens, the best of four learning rates for data-parallel, of
+three for synchronous and decoupled DiLoCo with 8 islands, of two for 1, 2 and 4 islands
+(other rows have that of 8 islands; at 2 M data-parallel's best of three is the highest):
 
 - Over synchronous DiLoCo: 4 fast + 4 slow islands -1.1 % +- 1.2, decoupled -0.2 % +-
   0.7, failures -1.7 % +- 0.7 (four pairs). Over bf16: int4 -0.05 % +- 0.30, int8 -0.1 %
@@ -363,18 +364,21 @@ def _known_already(job: Job, known: list[dict[str, Any]]) -> bool:
 
 def _refuse_mixed(known: list[dict[str, Any]]) -> None:
     """Rows of one size are compared: they must be of one text, and have the learning
-    rates that their names now stand for. What does not say is of before texts."""
+    rates that their names now stand for; as far as runs say either, older ones do not.
+    """
     texts: dict[str, str] = {}
+    by_size = {
+        name: {row.name: row for row in (*rows(size), *rates(size))}
+        for name, size in SIZES.items()
+    }
     for run in known:
-        size, text = run["size"], run.get("text", "")
-        if texts.setdefault(size, text) != text:
+        size, text = run["size"], run.get("text")
+        if text and texts.setdefault(size, text) != text:
             raise SystemExit(
-                f"runs at {size} are of two texts, {texts[size] or 'unknown'} and "
-                f"{text or 'unknown'}; keep one of them, or name another --text"
+                f"runs at {size} are of two texts, {texts[size]} and {text}; keep one "
+                f"of them, or give another --text"
             )
-        row = {r.name: r for r in (*rows(SIZES[size]), *rates(SIZES[size]))}.get(
-            run["row"]
-        )
+        row = by_size[size].get(run["row"])
         rate = row.config.run.inner.learning_rate if row else None
         if rate is not None and run.get("rate", rate) != rate:
             raise SystemExit(
