@@ -22,7 +22,7 @@ which up to 12 runs shared.
 
 At 0.3 M parameters, 7 M tokens, the best of four learning rates for data-parallel, of
 three for synchronous and decoupled DiLoCo with 8 islands, of two for 1, 2 and 4 islands
-(other rows have that of 8 islands; at 2 M data-parallel's best of three is the highest):
+(other rows have that of 8; at 2 M data-parallel's best of three is the highest):
 
 - Over synchronous DiLoCo: 4 fast + 4 slow islands -1.1 % +- 1.2, decoupled -0.2 % +-
   0.7, failures -1.7 % +- 0.7 (four pairs). Over bf16: int4 -0.05 % +- 0.30, int8 -0.1 %
