@@ -16,11 +16,11 @@ import jax
 import numpy as np
 
 from diloco_jax.config import Config, IslandConfig
-from diloco_jax.core import inner
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.windows import Windows
 from diloco_jax.evaluation import as_json, whole_validation
 from diloco_jax.island.build import build_trainer
+from diloco_jax.island.pace import Pace
 from diloco_jax.island.step import TrainState
 
 
@@ -44,17 +44,11 @@ def run(
     per_step = batch_size * run.sequence_length
     steps = -(-run.total_tokens // per_step)
     settings = dataclasses.replace(run.inner, learning_rate=rate)
+    pace = Pace(dataclasses.replace(run, inner=settings), per_step)
     for step in range(steps):
         positions = np.arange(step * batch_size, (step + 1) * batch_size)
         batch = trainer.put_batch(windows.batch(positions))
-        now = inner.learning_rate(
-            peak=settings.learning_rate,
-            schedule=settings.schedule,
-            warmup_fraction=settings.warmup_fraction,
-            final_fraction=settings.final_fraction,
-            progress=step * per_step / run.total_tokens,
-            rewarm=min(1.0, (step + 1) / max(settings.rewarm_steps, 1)),
-        )
+        now = pace.learning_rate(step, others_tokens=0)
         state, metrics = trainer.step(state, batch, now)
         if report is not None:
             report((step + 1) * per_step, run.total_tokens, float(metrics["loss"]))

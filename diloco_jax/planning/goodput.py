@@ -20,6 +20,7 @@ from diloco_jax.island.following import lead_of
 from diloco_jax.observability import measures
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.planning.options import Assumptions
+from diloco_jax.policy import schedule
 from diloco_jax.simulation.fleets.failures import FailureModel, Segment, undisturbed
 from diloco_jax.simulation.fleets.fleet import TIME_BUDGET_STEPS, Exchange, Fleet
 from diloco_jax.simulation.virtual.steps import durations
@@ -127,7 +128,7 @@ def _simulate(
     spread: float,
 ) -> tuple[dict[str, IslandMeasure], float]:
     """Measures by island, and the participation. outages: (start, seconds)."""
-    pace = pacing_seconds(sync, [m.step_seconds for m in machines.values()])
+    pace = schedule.pace(sync.quorum, [m.step_seconds for m in machines.values()])
     # The fleet's time budget is so many steps: not less than some round trips.
     pace = max(pace, 20 * LATENCY_S / TIME_BUDGET_STEPS)
     fleet = Fleet(exchange, sync, pace)
@@ -149,11 +150,6 @@ def _simulate(
         )
     }
     return scaled, fleet.participation()
-
-
-def pacing_seconds(sync: SyncConfig, step_seconds: list[float]) -> float:
-    """Step time of the island that sets the pace of ticks: the K-th fastest."""
-    return sorted(step_seconds)[min(sync.quorum, len(step_seconds)) - 1]
 
 
 def _interrupted(start: float, seconds: float) -> Iterator[Segment]:

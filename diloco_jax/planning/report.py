@@ -16,10 +16,11 @@ from diloco_jax.planning.coordinator import (
     MERGE_CORE_SECONDS_PER_GB,
     plan_coordinator,
 )
-from diloco_jax.planning.goodput import Machine, expected_goodput, pacing_seconds
+from diloco_jax.planning.goodput import Machine, expected_goodput
 from diloco_jax.planning.network import island_network
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.results import PlannedIsland, RunPlan
+from diloco_jax.policy import schedule
 
 SECONDS_PER_DAY = 86400
 
@@ -66,7 +67,7 @@ def plan_run(
         )
         for name, island in compiled.items()
     }
-    pace = pacing_seconds(sync, [m.step_seconds for m in machines.values()])
+    pace = schedule.pace(sync.quorum, [m.step_seconds for m in machines.values()])
     cycle_s = sync.steps_per_cycle * pace
     coordinator = plan_coordinator(
         run, config.placement, fragments, len(machines), cycle_s

@@ -8,6 +8,8 @@ reserved, durably, before they are used.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 
 from diloco_jax.policy import records
@@ -139,12 +141,15 @@ def reunite(config: PolicyConfig, state: State, now: float) -> State:
 
 def pacing_step_seconds(config: PolicyConfig, state: State) -> float:
     """Step time of the K-th fastest counted island; 0 if there is none yet."""
-    times = sorted(
-        island.step_seconds
-        for island in state.islands.values()
-        if island.step_seconds > 0 and island.counted
-    )
-    return times[min(config.quorum, len(times)) - 1] if times else 0.0
+    counted = (island for island in state.islands.values() if island.counted)
+    return pace(config.quorum, (island.step_seconds for island in counted))
+
+
+def pace(quorum: int, step_seconds: Iterable[float]) -> float:
+    """The K-th fastest of the known (positive) step times, or the slowest if they are
+    fewer; 0 if there is none."""
+    known = sorted(seconds for seconds in step_seconds if seconds > 0)
+    return known[min(quorum, len(known)) - 1] if known else 0.0
 
 
 def _passed(island: Island, steps: int, longest: int) -> Island:

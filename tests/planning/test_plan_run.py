@@ -14,7 +14,7 @@ from diloco_jax.planning.advice import advise
 from diloco_jax.planning.collectives import CollectiveSum
 from diloco_jax.planning.compiling import ExchangePlan
 from diloco_jax.planning.coordinator import plan_coordinator
-from diloco_jax.planning.goodput import Machine, expected_goodput, pacing_seconds
+from diloco_jax.planning.goodput import Machine, expected_goodput
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.report import fragments_of, plan_run
 
@@ -116,12 +116,6 @@ def test_islands_of_several_hosts_take_later():
         for hosts in (1, 4)
     ]
     assert found[1].participation < 0.8 * found[0].participation
-
-
-def test_the_pace_is_that_of_the_quorum():
-    sync = dataclasses.replace(CONFIG.run.sync, quorum=2)
-    assert pacing_seconds(CONFIG.run.sync, [3.0, 1.0, 2.0]) == 1.0
-    assert pacing_seconds(sync, [3.0, 1.0, 2.0]) == 2.0
 
 
 def test_emulated_step_times_count_where_they_are_longer():

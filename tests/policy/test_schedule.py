@@ -6,6 +6,7 @@ from kit import Driver, asked, make_config, notes, of, only, persisted
 from diloco_jax.policy.events import AskTake
 from diloco_jax.policy.schedule import (
     fragment_of,
+    pace,
     pacing_step_seconds,
     skip_cycle,
     steps_to_tick,
@@ -206,6 +207,14 @@ def test_an_island_of_unknown_speed_does_not_pace() -> None:
     d.hello("b")
     d.report("b", 0, step_seconds=0.0)
     assert pacing_step_seconds(d.config, d.state) == 1.0
+
+
+def test_the_pace_is_that_of_the_quorum() -> None:
+    assert pace(1, [3.0, 1.0, 2.0]) == 1.0
+    assert pace(2, [3.0, 1.0, 2.0]) == 2.0
+    # Of those whose speed is known, though they are fewer.
+    assert pace(2, [3.0, 0.0]) == 3.0
+    assert pace(1, []) == 0.0
 
 
 def test_who_takes_later_is_not_waited_for_once_it_is_gone() -> None:

@@ -70,6 +70,12 @@ def test_data_parallel_reaches_the_published_goodput(method, published):
     assert result.mean.merges == 0
 
 
+def test_published_figures_are_for_their_rate_of_interruptions_only():
+    calm = FailureModel(mtbi_years=2)
+    result = simulate_goodput(GoodputConfig(method="elastic", hours=1, failures=calm))
+    assert result.published is None
+
+
 def test_bounds_hold_all_seeds_and_the_mean():
     result = simulate_goodput(GoodputConfig(method="elastic", seeds=5))
     each = [sample.goodput for sample in result.samples]

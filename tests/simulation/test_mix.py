@@ -19,6 +19,13 @@ def test_waiting_for_all_costs_the_published_sixth(rows):
     assert rows["lockstep"].merges_per_hour == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.parametrize("field", ["v6e", "gap", "step_spread"])
+def test_published_figures_are_for_their_setting_only(field):
+    other = {"v6e": 3, "gap": 0.3, "step_spread": 0.2}[field]
+    rows = simulate_mix(MixConfig(hours=0.01, **{field: other}))
+    assert not any(row.published_goodput for row in rows)
+
+
 @pytest.mark.parametrize("name", ["K = 1", "K = 1 with grace", "K = M"])
 def test_islands_of_the_product_never_wait(rows, name):
     assert rows[name].compute_goodput == pytest.approx(1.0, abs=0.02)

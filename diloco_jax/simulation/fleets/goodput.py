@@ -32,6 +32,7 @@ from diloco_jax.validation import (
 )
 
 Method = Literal["decoupled", "elastic", "rigid"]
+PUBLISHED_MTBI_YEARS = 1.0
 PUBLISHED: dict[tuple[Method, int, int], float] = {
     ("rigid", 1_200_000, 1): 0.27,
     ("elastic", 1_200_000, 1): 0.58,
@@ -138,6 +139,8 @@ class GoodputResult:
     def published(self) -> float | None:
         """The published compute goodput of this setting, if there is one."""
         config = self.config
+        if config.failures.mtbi_years != PUBLISHED_MTBI_YEARS:
+            return None
         islands = config.islands if config.method == "decoupled" else 1
         return PUBLISHED.get((config.method, config.chips, islands))
 
