@@ -19,9 +19,9 @@ from diloco_jax.config import Config, IslandConfig
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.windows import Windows
 from diloco_jax.evaluation import as_json, whole_validation
-from diloco_jax.island.build import build_trainer
+from diloco_jax.island.device.build import build_trainer
+from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.pace import Pace
-from diloco_jax.island.step import TrainState
 
 
 def run(

@@ -186,7 +186,7 @@ def island_command(arguments: Sequence[str]) -> int:
 
         make_workdir(workdir)
         incarnation = Attempts(workdir / run_files.ATTEMPTS).next(options.name)
-    from diloco_jax.island.hosts import WorldAddress
+    from diloco_jax.island.hosts.world import WorldAddress
     from diloco_jax.island.main import run
     from diloco_jax.loading import resolve
     from diloco_jax.observability.logs import setup_logging

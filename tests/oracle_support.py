@@ -12,7 +12,7 @@ from diloco_jax.coordinator.store import outer_settings
 from diloco_jax.core import round as oracle
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.step import TrainState
+from diloco_jax.island.device.step import TrainState
 from diloco_jax.models.plan import build_plan
 from diloco_jax.simulation.emulation.bodies import trainer_of
 

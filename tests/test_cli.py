@@ -13,13 +13,13 @@ from diloco_jax import cli
 from diloco_jax.cluster.cluster import ClusterError
 from diloco_jax.cluster.processes import ManagedProcess
 from diloco_jax.config import Config, DataConfig, OuterConfig, RunConfig
-from diloco_jax.island.hosts import WorldAddress
+from diloco_jax.island.hosts.world import WorldAddress
 from diloco_jax.loading import write_config_json, write_json
 from diloco_jax.wire.errors import ConnectionLost, Refused
 from diloco_jax.workdir import read_summary
 
 FILE = """
-from diloco_jax.island.hosts import WorldAddress
+from diloco_jax.island.hosts.world import WorldAddress
 from diloco_jax.config import *
 def config():
     outer = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)

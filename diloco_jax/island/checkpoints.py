@@ -30,11 +30,11 @@ from diloco_jax import checkpoint
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.exchange import Exchange
-from diloco_jax.island.hosts import Hosts, HostsError
-from diloco_jax.island.identity import Identity
-from diloco_jax.island.replica import Restored
-from diloco_jax.island.step import Trainer
+from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.replica import Restored
+from diloco_jax.island.device.step import Trainer
+from diloco_jax.island.hosts.world import Hosts, HostsError
+from diloco_jax.island.network.identity import Identity
 from diloco_jax.policy.values import Version
 
 logger = logging.getLogger(__name__)

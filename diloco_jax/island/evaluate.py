@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from diloco_jax.data.validation import ValidationBatches
-from diloco_jax.island.step import Trainer
+from diloco_jax.island.device.step import Trainer
 from diloco_jax.models.model import Params
 
 

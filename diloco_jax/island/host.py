@@ -19,22 +19,22 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import Faults
 from diloco_jax.island.books import Books
 from diloco_jax.island.boundary import Boundary
-from diloco_jax.island.build import (
+from diloco_jax.island.checkpoints import Checkpoints
+from diloco_jax.island.decisions import Decisions
+from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,
     compile_ahead,
     join,
 )
-from diloco_jax.island.checkpoints import Checkpoints
-from diloco_jax.island.decisions import Decisions
+from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.evaluate import Evaluator
-from diloco_jax.island.fetcher import Fetcher
-from diloco_jax.island.hosts import Hosts
-from diloco_jax.island.identity import Identity
+from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Arrival, Mailbox
-from diloco_jax.island.sender import Sender
-from diloco_jax.island.step import TrainState
+from diloco_jax.island.network.fetcher import Fetcher
+from diloco_jax.island.network.identity import Identity
+from diloco_jax.island.network.sender import Sender
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.plan import build_plan
 from diloco_jax.policy.values import Version

@@ -21,10 +21,10 @@ from diloco_jax.faults import Faults
 from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.decisions import Decisions
+from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.mailbox import Ending, Inbox, Mailbox, Status
 from diloco_jax.island.pace import Pace
-from diloco_jax.island.replica import Replica
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.model import Metrics
 from diloco_jax.policy.values import Phase, Version

@@ -25,16 +25,16 @@ from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_REFU
 from diloco_jax.faults import parse_faults
 from diloco_jax.island.decisions import Decisions, LiveDecisions
 from diloco_jax.island.environment import prepare_environment
-from diloco_jax.island.follower import Follower
-from diloco_jax.island.following import (
+from diloco_jax.island.host import Host
+from diloco_jax.island.hosts.follower import Follower
+from diloco_jax.island.hosts.following import (
     Begin,
     LeadDecisions,
     Order,
     Orders,
     lead_of,
 )
-from diloco_jax.island.host import Host
-from diloco_jax.island.hosts import (
+from diloco_jax.island.hosts.world import (
     Hosts,
     HostsError,
     WorldAddress,
@@ -43,13 +43,13 @@ from diloco_jax.island.hosts import (
     join_world,
     leave_world,
 )
-from diloco_jax.island.identity import Identity
-from diloco_jax.island.inbound import Targets
-from diloco_jax.island.link import Link
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Arrival, Ending, Status
+from diloco_jax.island.network.identity import Identity
+from diloco_jax.island.network.inbound import Targets
+from diloco_jax.island.network.link import Link
+from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.preemption import Preemption
-from diloco_jax.island.receiver import Receiver
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
 from diloco_jax.wire.messages import Hello, Welcome
 

@@ -17,9 +17,9 @@ import jax
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
 from diloco_jax.core.fragments import FragmentPlan, Piece
-from diloco_jax.island.build import build_trainer
-from diloco_jax.island.kinds import Kind, kind_of
-from diloco_jax.island.step import Trainer, TrainState
+from diloco_jax.island.device.build import build_trainer
+from diloco_jax.island.device.kinds import Kind, kind_of
+from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.launch.fleet import Slice
 from diloco_jax.launch.order import slice_of
 from diloco_jax.loading import read_config

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from diloco_jax.config import SyncConfig
-from diloco_jax.island.following import lead_of
+from diloco_jax.island.hosts.following import lead_of
 from diloco_jax.observability import measures
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.planning.options import Assumptions

@@ -12,7 +12,7 @@ import numpy as np
 
 from diloco_jax.config import SyncConfig
 from diloco_jax.core.fragments import FragmentPlan, Piece
-from diloco_jax.island.kinds import Kind
+from diloco_jax.island.device.kinds import Kind
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 AMOUNT = r"([\d.]+)([KMGT]?)"

@@ -20,9 +20,9 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.core.fragments import get_piece
-from diloco_jax.island.build import build_exchange, build_trainer, join
 from diloco_jax.island.checkpoints import Checkpoints
-from diloco_jax.island.identity import Identity
+from diloco_jax.island.device.build import build_exchange, build_trainer, join
+from diloco_jax.island.network.identity import Identity
 from diloco_jax.models.plan import build_plan
 from diloco_jax.policy.values import Version
 

@@ -9,9 +9,9 @@ import pytest
 
 from diloco_jax.config import IslandConfig
 from diloco_jax.data.validation import ValidationBatches
+from diloco_jax.island.device.mesh import make_mesh
+from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.evaluate import Evaluator, evaluate_all
-from diloco_jax.island.mesh import make_mesh
-from diloco_jax.island.step import Trainer
 from diloco_jax.models.model import Model, split_batch, weighted_loss
 
 TEXT = np.random.default_rng(0).integers(0, 256, 103).astype(np.uint8)

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 
-from diloco_jax.island import hosts as island_hosts
-from diloco_jax.island.hosts import Hosts, HostsError
+from diloco_jax.island.hosts import world as island_hosts
+from diloco_jax.island.hosts.world import Hosts, HostsError
 
 PATIENCE_S = 30.0
 

@@ -20,11 +20,11 @@ from link_support import (
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.fetcher import Fetcher
-from diloco_jax.island.inbound import Targets
-from diloco_jax.island.link import Link
 from diloco_jax.island.mailbox import Ending, Status
-from diloco_jax.island.receiver import Receiver
+from diloco_jax.island.network.fetcher import Fetcher
+from diloco_jax.island.network.inbound import Targets
+from diloco_jax.island.network.link import Link
+from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.policy.values import Outstanding, Record, Span, Version
 from diloco_jax.wire import messages
 from diloco_jax.wire.errors import (

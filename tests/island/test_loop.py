@@ -20,14 +20,14 @@ from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.books import Books
 from diloco_jax.island.boundary import Boundary
-from diloco_jax.island.build import build_trainer
 from diloco_jax.island.decisions import LiveDecisions
+from diloco_jax.island.device.build import build_trainer
+from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.replica import Replica
+from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.evaluate import Evaluator
-from diloco_jax.island.exchange import Exchange
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Arrival, Mailbox
-from diloco_jax.island.replica import Replica
-from diloco_jax.island.step import TrainState
 from diloco_jax.island.timing import Timing
 from diloco_jax.policy.values import Span, Version
 from diloco_jax.wire.messages import TakeVerdict

@@ -3,7 +3,7 @@
 import pytest
 
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.island.mesh import param_spec, tile_spec
+from diloco_jax.island.device.mesh import param_spec, tile_spec
 from diloco_jax.models import transformer
 from diloco_jax.models.presets import preset
 

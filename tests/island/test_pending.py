@@ -13,9 +13,9 @@ from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.island.books import Books
 from diloco_jax.island.boundary import Boundary
-from diloco_jax.island.exchange import Exchange
+from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.mesh import make_mesh, param_shardings
 from diloco_jax.island.mailbox import Arrival, Inbox
-from diloco_jax.island.mesh import make_mesh, param_shardings
 from diloco_jax.policy.values import Version
 from diloco_jax.wire.messages import TakeVerdict
 

@@ -13,8 +13,13 @@ from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.core.inner import make_inner
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.mesh import MESH_AXES, make_mesh, param_shardings, replicated
-from diloco_jax.island.step import Trainer, TrainState, _like_params
+from diloco_jax.island.device.mesh import (
+    MESH_AXES,
+    make_mesh,
+    param_shardings,
+    replicated,
+)
+from diloco_jax.island.device.step import Trainer, TrainState, _like_params
 from diloco_jax.models import transformer
 from diloco_jax.models.model import Model
 from diloco_jax.models.presets import preset

@@ -14,7 +14,7 @@ import pytest
 from diloco_jax import cli
 from diloco_jax.cluster.run import create_workdir
 from diloco_jax.config import Config, ConfigError, IslandConfig, ModelConfig, RunConfig
-from diloco_jax.island.build import build_trainer
+from diloco_jax.island.device.build import build_trainer
 from diloco_jax.loading import load_config
 from diloco_jax.models.build import build
 from diloco_jax.planning.flops import count_flops

@@ -31,7 +31,7 @@ def main(
     island = config.island(name)
     prepare_environment(island.devices // island.hosts)
     from diloco_jax.island import main as island_main
-    from diloco_jax.island.hosts import WorldAddress
+    from diloco_jax.island.hosts.world import WorldAddress
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
@@ -57,7 +57,7 @@ def note_adoptions(path: Path) -> None:
     import jax
     import numpy as np
 
-    from diloco_jax.island.replica import Replica
+    from diloco_jax.island.device.replica import Replica
 
     adopt = Replica.adopt
 
@@ -90,7 +90,8 @@ def note_traffic(path: Path) -> None:
 
 def be_late(rng: random.Random) -> None:
     """Delays decisions, fetches and uploads of this host."""
-    from diloco_jax.island import fetcher, following, sender
+    from diloco_jax.island.hosts import following
+    from diloco_jax.island.network import fetcher, sender
 
     def late(kind, method):
         real = getattr(kind, method)
@@ -111,8 +112,8 @@ def compile_last(mark: Path, index: int) -> None:
     """Host 1 has not compiled before host 0 waits for it; host 0 fails if it executes
     anything before that."""
     from diloco_jax.island import host
-    from diloco_jax.island.exchange import Exchange
-    from diloco_jax.island.hosts import Hosts
+    from diloco_jax.island.device.exchange import Exchange
+    from diloco_jax.island.hosts.world import Hosts
 
     waits, compiled = mark.with_suffix(".0.waits"), mark.with_suffix(".1.compiled")
     compile_ahead, meet, warm = host.compile_ahead, Hosts.meet, Exchange.warm

@@ -15,7 +15,7 @@ from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.books import Books
 from diloco_jax.island.boundary import Boundary
-from diloco_jax.island.build import build_exchange, build_trainer, join
+from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.mailbox import Arrival, Inbox
 from diloco_jax.island.pace import Pace
 from diloco_jax.models.plan import build_plan

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diloco_jax.config import ConfigError, IslandConfig, RunConfig
-from diloco_jax.island.following import lead_of
+from diloco_jax.island.hosts.following import lead_of
 from diloco_jax.simulation.calibration.observed import Observed, Timeline
 
 LEAST_LATENCY_S = 0.001

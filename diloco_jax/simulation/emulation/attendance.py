@@ -11,7 +11,7 @@ import numpy as np
 from diloco_jax.config import Config
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.faults import Fault, parse_faults
-from diloco_jax.island.following import lead_of
+from diloco_jax.island.hosts.following import lead_of
 from diloco_jax.simulation.emulation.history import Diary
 from diloco_jax.simulation.emulation.options import EmulationOptions
 from diloco_jax.simulation.virtual.island import IslandSpec

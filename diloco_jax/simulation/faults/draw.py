@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from diloco_jax.core.choices import AdoptRule
-from diloco_jax.island.following import LEAD
+from diloco_jax.island.hosts.following import LEAD
 from diloco_jax.simulation.faults import kinds, liveness
 from diloco_jax.simulation.faults.kinds import AnyFault, Restart
 from diloco_jax.simulation.faults.network import Way

@@ -17,8 +17,8 @@ from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.island.books import Books
 from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.decisions import Ahead, LiveDecisions
-from diloco_jax.island.inbound import Inbound, Targets
 from diloco_jax.island.mailbox import Arrival, Mailbox, Status
+from diloco_jax.island.network.inbound import Inbound, Targets
 from diloco_jax.island.pace import Pace
 from diloco_jax.policy.events import Goodbye, Hello, Report
 from diloco_jax.policy.reasons import EndReason

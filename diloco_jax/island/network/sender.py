@@ -18,9 +18,9 @@ import numpy as np
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_FAILED
-from diloco_jax.island.identity import Identity
+from diloco_jax.island.device.placing import held
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.island.placing import held
+from diloco_jax.island.network.identity import Identity
 from diloco_jax.policy.values import Version
 from diloco_jax.wire.errors import Refused, WireError
 from diloco_jax.wire.messages import UploadStart

@@ -15,17 +15,17 @@ import msgspec
 
 from diloco_jax.config import Config, ConfigError, differences
 from diloco_jax.faults import parse_faults
-from diloco_jax.island.following import (
+from diloco_jax.island.host import Host
+from diloco_jax.island.hosts.following import (
     Arrivals,
     Begin,
     FollowDecisions,
     OrderThread,
 )
-from diloco_jax.island.host import Host
-from diloco_jax.island.hosts import Hosts, HostsError
-from diloco_jax.island.identity import Identity
+from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Ending
+from diloco_jax.island.network.identity import Identity
 from diloco_jax.policy.values import Version
 
 logger = logging.getLogger(__name__)

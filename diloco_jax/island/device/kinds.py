@@ -26,8 +26,8 @@ from diloco_jax.core.delta import delta
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.publish import apply_publish
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.island.mesh import tile_spec
-from diloco_jax.island.placing import abstract
+from diloco_jax.island.device.mesh import tile_spec
+from diloco_jax.island.device.placing import abstract
 
 
 @dataclasses.dataclass(frozen=True)

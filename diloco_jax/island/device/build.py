@@ -8,10 +8,10 @@ import jax
 
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.island.exchange import Exchange
-from diloco_jax.island.mesh import layout, make_mesh
-from diloco_jax.island.replica import Replica, Restored
-from diloco_jax.island.step import Trainer, TrainState
+from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.mesh import layout, make_mesh
+from diloco_jax.island.device.replica import Replica, Restored
+from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.model import Model, Params

@@ -1,0 +1,1 @@
+"""What an island computes: parameters, batches and deltas on its own mesh."""

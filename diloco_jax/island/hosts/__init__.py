@@ -1,0 +1,1 @@
+"""How several host processes are one island."""

@@ -1,0 +1,1 @@
+"""What an island sends and fetches, on threads that its train loop never waits for."""
