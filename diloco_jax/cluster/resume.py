@@ -17,6 +17,7 @@ from rich.console import Console
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
+from diloco_jax.coordinator.notes import Recovered
 from diloco_jax.loading import (
     filled,
     read_config_json,
@@ -25,6 +26,7 @@ from diloco_jax.loading import (
     write_json,
 )
 from diloco_jax.observability.tape import newest_record
+from diloco_jax.policy.records import from_tape
 
 OPTION = "--resume"
 
@@ -106,11 +108,12 @@ class Replacement:
 
 def tell_resumed(workdir: Path, console: Console) -> None:
     """Once the coordinator is up: with what the run goes on."""
-    record = newest_record(workdir / run_files.TAPE, "recovered")
-    merges = sum(number for _, number in record["versions"])
+    line = newest_record(workdir / run_files.TAPE, "recovered")
+    recovered = from_tape(line, Recovered)
+    merges = sum(version.number for version in recovered.versions)
     console.print(
         f"goes on after {merges:,} merges from global parameters "
-        f"{record['parameters_digest']}",
+        f"{recovered.parameters_digest}",
         highlight=False,
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from diloco_jax.coordinator import outbox
+from diloco_jax.coordinator import notes, outbox
 from diloco_jax.coordinator.durable import RecordLog
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox, left_behind
 from diloco_jax.coordinator.sessions import Sessions
@@ -122,9 +122,9 @@ class Engine:
         finally:
             self._merger.shutdown(wait=True, cancel_futures=True)
 
-    def note(self, record: dict[str, Any]) -> None:
+    def note(self, record: notes.Note | records.Durable | records.Noted) -> None:
         """Writes to the tape; on the engine's thread only."""
-        self._tape.append({**record, "time": time.time()})
+        self._tape.append(notes.dated(record))
 
     def _turn(self) -> None:
         due = policy.next_deadline(self.state, self._now)
@@ -157,7 +157,7 @@ class Engine:
             case Persist(record=record):
                 self._persist(record)
             case Note(record=record):
-                self.note(records.line(record))
+                self.note(record)
             case Merge():
                 self._start_merge(effect)
             case Publish():
@@ -179,12 +179,9 @@ class Engine:
                     effect.message,
                 )
                 self.note(
-                    {
-                        "kind": "turned_away",
-                        "island": effect.island,
-                        "code": effect.code,
-                        "message": effect.message,
-                    }
+                    notes.TurnedAway(
+                        island=effect.island, code=effect.code, message=effect.message
+                    )
                 )
                 refused = Refused(effect.code, effect.message)
                 self._sessions.refuse(effect.island, effect.session, refused)
@@ -206,18 +203,18 @@ class Engine:
             case Alert(text=text):
                 logger.warning("%s", text)
                 self.alerts = [*self.alerts, text][-ALERTS_KEPT:]
-                self.note({"kind": "alert", "text": text})
+                self.note(notes.Alert(text=text))
             case Finish():
                 for island in self._sessions.connected():
                     send(island, messages.Finished())
                 self.finished = True
 
     def _persist(self, record: records.Durable) -> None:
-        payload, line = b"", records.line(record)
+        payload = b""
         if isinstance(record, records.Merged):
             payload = self._computed[record.fragment].payload
-        self._log.append(line, payload)
-        self.note(line)
+        self._log.append(records.line(record), payload)
+        self.note(record)
         if isinstance(record, records.Joined):
             self._inbox.drop_island(
                 record.island, record.incarnation, left_behind(self.state)
@@ -277,7 +274,7 @@ class Engine:
 
     def _compiled(self, future: Future[None]) -> None:
         if self._check(future):
-            self.post(None, lambda: self.note({"kind": "compiled"}))
+            self.post(None, lambda: self.note(notes.Compiled()))
 
     def _check(self, future: Future[Any]) -> bool:
         """Whether work on the merge thread succeeded; a failure ends `run`."""

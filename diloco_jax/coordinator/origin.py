@@ -17,7 +17,7 @@ import msgspec
 
 from diloco_jax import environment
 from diloco_jax.config import Config
-from diloco_jax.coordinator import durable
+from diloco_jax.coordinator import durable, notes
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan
@@ -44,14 +44,14 @@ def initialise(
     pin_s = Deadlines(config.placement.time_budget_s).pin_s
     store = Store(run, plan, params, pin_s)
     tape.append(
-        {
-            "kind": "begun",
-            "run_id": policy.run_id,
-            "fingerprint": policy.fingerprint,
-            "plan": plan.digest(),
-            "environment": environment.describe(),
-            "time": time.time(),
-        }
+        notes.dated(
+            notes.Begun(
+                run_id=policy.run_id,
+                fingerprint=policy.fingerprint,
+                plan=plan.digest(),
+                environment=environment.describe(),
+            )
+        )
     )
     return store, initial(policy)
 
@@ -91,16 +91,16 @@ def recover(
     for line in not_on_tape(tape.path, lines):
         tape.append({**line, "time": time.time()})
     tape.append(
-        {
-            "kind": "recovered",
-            "snapshot": found,
-            "snapshot_merges": sum(f.merges for f in snapshot.fragments),
-            "records": len(lines),
-            "versions": [list(f.version) for f in state.fragments],
-            "parameters_digest": digest,
-            "environment": environment.describe(),
-            "time": time.time(),
-        }
+        notes.dated(
+            notes.Recovered(
+                snapshot=found,
+                snapshot_merges=sum(f.merges for f in snapshot.fragments),
+                records=len(lines),
+                versions=tuple(f.version for f in state.fragments),
+                parameters_digest=digest,
+                environment=environment.describe(),
+            )
+        )
     )
     return store, state
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.config import RunConfig, differences, shared_fields
+from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox
 from diloco_jax.coordinator.roster import Roster
@@ -95,14 +96,13 @@ class Service:
 
         def introduce() -> None:
             self._engine.note(
-                {
-                    "kind": "hello",
-                    "island": hello.island,
-                    "incarnation": hello.incarnation,
-                    "config": hello.island_config,
-                    "environment": hello.environment,
-                    "peer": session.peer,
-                }
+                notes.Hello(
+                    island=hello.island,
+                    incarnation=hello.incarnation,
+                    config=hello.island_config,
+                    environment=hello.environment,
+                    peer=session.peer,
+                )
             )
 
         self._engine.post(event, introduce)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from diloco_jax import environment
 from diloco_jax.config import Config, ConfigError
+from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.gatherer import Gathered, Gatherer
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.store import Store
@@ -62,21 +62,21 @@ def begin(
     store = Store(config.run, plan, gathered.params, pin_s)
     store.load(store.arrays(), opened.versions)
     tape.append(
-        {
-            "kind": "term",
-            "term": opened.term,
-            "run_id": opened.run_id,
-            "versions": [list(version) for version in opened.versions],
-            "from": list(opened.sources),
-            "replaced": [list(version) for version in opened.replaced],
-            "tokens": opened.tokens,
-            "next_position": opened.next_position,
-            "fingerprint": policy.fingerprint,
-            "plan": plan.digest(),
-            "parameters_digest": store.digest(),
-            "environment": environment.describe(),
-            "time": time.time(),
-        }
+        notes.dated(
+            notes.Term(
+                term=opened.term,
+                run_id=opened.run_id,
+                versions=tuple(opened.versions),
+                sources=tuple(opened.sources),
+                replaced=tuple(opened.replaced),
+                tokens=opened.tokens,
+                next_position=opened.next_position,
+                fingerprint=policy.fingerprint,
+                plan=plan.digest(),
+                parameters_digest=store.digest(),
+                environment=environment.describe(),
+            )
+        )
     )
     logger.warning(
         "term %d of run %s begins with versions %s of islands %s",

@@ -2,7 +2,8 @@
 
 A line of log or tape is such a struct as a JSON object, whose `kind` says which. Those
 in `Durable` are in both, and recovery reads them back; those in `Noted` are on the tape
-alone, for replay, calibration and people. Coordinators note more on the tape.
+alone, for replay, calibration and people. What coordinators note there of themselves is
+in `coordinator/notes.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import msgspec
 from diloco_jax.policy.reasons import EndReason, RefusalReason
 from diloco_jax.policy.values import Contribution, Record, Verdict, Version
 
-R = TypeVar("R", bound="_Written")
+R = TypeVar("R", bound="Written")
 
 
-class _Written(
+class Written(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
@@ -30,7 +31,7 @@ class _Written(
     """Its kind is the name of its class."""
 
 
-class _OfIncarnation(_Written, frozen=True, kw_only=True):
+class _OfIncarnation(Written, frozen=True, kw_only=True):
     island: str
     incarnation: int
 
@@ -90,7 +91,7 @@ class Left(_OfIncarnation, frozen=True, kw_only=True):
     left_behind: tuple[LeftBehind, ...]
 
 
-class Merged(_Written, frozen=True, kw_only=True):
+class Merged(Written, frozen=True, kw_only=True):
     """A merge that is done. final: of the flush; share: what the merged delta was
     multiplied by; verdicts: (tick, verdict, reason) of outstanding takes, by island;
     digest: of the fragment's Theta."""
@@ -105,19 +106,19 @@ class Merged(_Written, frozen=True, kw_only=True):
     digest: str
 
 
-class Ticks(_Written, frozen=True, kw_only=True):
+class Ticks(Written, frozen=True, kw_only=True):
     """Numbers of ticks up to `through` may be used before the next such record."""
 
     through: int
 
 
-class Stopping(_Written, frozen=True, kw_only=True):
+class Stopping(Written, frozen=True, kw_only=True):
     """The run has its tokens; the flush begins."""
 
     tokens: int
 
 
-class Finished(_Written, frozen=True, kw_only=True):
+class Finished(Written, frozen=True, kw_only=True):
     """The run is over."""
 
 
@@ -132,7 +133,7 @@ class Fact(_OfIncarnation, frozen=True, kw_only=True, tag="island"):
     record: Record
 
 
-class Tick(_Written, frozen=True, kw_only=True):
+class Tick(Written, frozen=True, kw_only=True):
     """Islands are asked for a fragment. final: for the flush."""
 
     tick: int
@@ -152,7 +153,7 @@ Why = Literal[
 """The first four: the fragment is in that phase."""
 
 
-class Skipped(_Written, frozen=True, kw_only=True):
+class Skipped(Written, frozen=True, kw_only=True):
     """A tick asks nobody, or what it asked for is given up."""
 
     tick: int
@@ -199,7 +200,7 @@ class Absent(_OfIncarnation, frozen=True, kw_only=True):
 Noted = Fact | Tick | Skipped | Leaving | Refused | Resumed | Absent
 
 
-def line(record: Durable | Noted) -> dict[str, Any]:
+def line(record: Written) -> dict[str, Any]:
     """As log and tape have it."""
     found: dict[str, Any] = msgspec.to_builtins(record)
     return found

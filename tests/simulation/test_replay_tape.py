@@ -34,7 +34,7 @@ def life(incarnation):
     """Hello, and the two records with which an incarnation begins."""
     who = {"island": "a", "incarnation": incarnation}
     config = dataclasses.asdict(CONFIG.islands["a"])
-    hello = {**who, "config": config, "environment": ENVIRONMENT}
+    hello = {**who, "config": config, "environment": ENVIRONMENT, "peer": "h"}
     joined = records.Joined(**who, session="s", tokens_per_step=1, sequences_per_step=1)
     return [{"kind": "hello", **hello}, records.line(joined)]
 
@@ -65,6 +65,7 @@ def merged(fragment, number, start, end, tick, incarnation=1, base=0):
 TAPE = [
     {
         "kind": "begun",
+        "run_id": "r",
         "fingerprint": CONFIG.run.fingerprint(),
         "plan": "two fragments",
         "environment": ENVIRONMENT,
@@ -80,6 +81,9 @@ TAPE = [
     merged(1, 1, 0, 8, tick=2),
     {
         "kind": "recovered",
+        "snapshot": 1,
+        "records": 1,
+        "parameters_digest": "feed",
         "versions": [[1, 1], [1, 1]],
         "snapshot_merges": 1,
         "environment": ENVIRONMENT,

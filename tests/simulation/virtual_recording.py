@@ -21,6 +21,7 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
+from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.loading import write_config_json, write_json
 from diloco_jax.observability.tape import Tape
@@ -102,6 +103,15 @@ def measured(made: Config, seed: int = 1) -> dict[str, Any]:
 
 
 STANDARD = config()
+HERE = environment.describe()
+RECOVERED = notes.Recovered(
+    snapshot=0,
+    snapshot_merges=0,
+    records=0,
+    versions=(),
+    parameters_digest="",
+    environment=HERE,
+)
 
 
 def record(
@@ -116,21 +126,23 @@ def record(
     class RecordedWorld(MortalWorld):
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **settings)
-            self.clock.at(settings["compiled_s"], lambda: self.write("compiled"))
+            self.clock.at(settings["compiled_s"], lambda: self.write(notes.Compiled()))
 
-        def write(self, kind: str, **fields: Any) -> None:
-            tape.append({"kind": kind, **fields, "time": BEGUN + self.clock.now})
+        def write(self, note: notes.Note) -> None:
+            tape.append({**records.line(note), "time": BEGUN + self.clock.now})
 
         def start(self, spec: IslandSpec) -> VirtualIsland:
             before = self.islands.get(spec.name)
             number = before.incarnation + 1 if before is not None else 1
-            self.write("hello", island=spec.name, incarnation=number)
+            who = {"island": spec.name, "incarnation": number}
+            here = {"config": {}, "environment": HERE, "peer": ""}
+            self.write(notes.Hello(**who, **here))
             return super().start(spec)
 
         def _recover(self) -> None:
-            self.write("recovered")
+            self.write(RECOVERED)
             super()._recover()
-            self.clock.after(self._recompiled_s, lambda: self.write("compiled"))
+            self.clock.after(self._recompiled_s, lambda: self.write(notes.Compiled()))
 
         def _merge_time(self, merge: Merge) -> float:
             seconds = super()._merge_time(merge)
@@ -146,9 +158,10 @@ def record(
             tape.append({**line, "time": BEGUN + coordinator.clock.now})
         carry_out(coordinator, effect)
 
-    fingerprint = made.run.fingerprint()
-    begun = {"fingerprint": fingerprint, "environment": environment.describe()}
-    tape.append({"kind": "begun", **begun, "time": BEGUN})
+    begun = notes.Begun(
+        run_id="r", fingerprint=made.run.fingerprint(), plan="", environment=HERE
+    )
+    tape.append({**records.line(begun), "time": BEGUN})
     with (
         mock.patch.object(prediction, "MortalWorld", RecordedWorld),
         mock.patch.object(VirtualCoordinator, "carry_out", recorded),

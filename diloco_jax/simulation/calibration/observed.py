@@ -16,16 +16,15 @@ import msgspec
 
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError
+from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.observability.tape import TapeError, read_tape
 from diloco_jax.policy import records
 from diloco_jax.policy.reasons import STOPPED
 from diloco_jax.policy.values import Record, Version
-from diloco_jax.simulation.replay.recording import check_origin, refuse_term
+from diloco_jax.simulation.replay.recording import read_begun, refuse_term
 from diloco_jax.workdir import read_config, read_facts, read_summary
-
-"""Why incarnations end when a run is resumed (`membership.resumed`)."""
 
 
 class Adoption(NamedTuple):
@@ -220,12 +219,12 @@ class _Reader:
             )
         match kind:
             case "begun":
-                check_origin(self._path, record, self._config)
+                read_begun(self._path, record, self._config)
                 self._up_at, self._again = at, False
             case "compiled":
                 self.compiled.append(Compiled(self._up_at, at, self._again))
             case "hello":
-                self._hello_at[record["island"]] = at
+                self._hello_at[records.from_tape(record, notes.Hello).island] = at
             case "joined":
                 joined = records.from_tape(record, records.Joined)
                 life = Observed(

@@ -21,9 +21,10 @@ import numpy.typing as npt
 from diloco_jax.cluster.commands import free_port, island_environment
 from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import IslandConfig, RunConfig
+from diloco_jax.coordinator.notes import Environment
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.policy.values import Version
-from diloco_jax.simulation.replay.recording import Environment, Who, environment_like
+from diloco_jax.simulation.replay.recording import Who, environment_like
 
 STDERR = 2
 ENDS_WITHIN_S = 10.0

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.coordinator.notes import Begun, Environment
 from diloco_jax.observability.tape import TapeError
+from diloco_jax.policy.records import from_tape
 from diloco_jax.policy.values import Contribution, Record, Version
 
-Environment = Mapping[str, Any]
-"""What `diloco_jax.environment.describe` said there and then."""
 SAME_BITS = (
     "diloco_jax",
     "jax",
@@ -171,12 +171,11 @@ class Recording:
         os.environ.update({**coordinator_environment(), **like})
 
 
-def environment_of(record: Mapping[str, Any]) -> Environment:
-    """Of a `begun`, `hello` or `recovered`. Raises KeyError for what replay needs."""
-    found: Environment = record["environment"]
+def checked(environment: Environment) -> Environment:
+    """The environment itself. Raises KeyError for a fact that replay needs."""
     for fact in (*SAME_BITS, "xla_flags"):
-        found[fact]
-    return found
+        environment[fact]
+    return environment
 
 
 def environment_like(recorded: Environment) -> dict[str, str]:
@@ -201,18 +200,19 @@ def refuse_term(path: Path, record: Mapping[str, Any]) -> None:
         )
 
 
-def check_origin(path: Path, begun: Mapping[str, Any], config: Config) -> None:
-    """Raises ConfigError unless the tape's first record, `begun`, is of this version
-    and of a run with this config."""
-    written, here = begun["environment"]["diloco_jax"], metadata.version("diloco-jax")
+def read_begun(path: Path, record: Mapping[str, Any], config: Config) -> Begun:
+    """The tape's first record. Raises ConfigError unless it is of this version and of a
+    run with this config."""
+    written, here = record["environment"]["diloco_jax"], metadata.version("diloco-jax")
     if written != here:
         raise ConfigError(
             f"{path} was written by diloco_jax {written}, this is {here}; read it with "
             f"the version that wrote it"
         )
-    fingerprint = config.run.fingerprint()
-    if begun["fingerprint"] != fingerprint:
+    begun, fingerprint = from_tape(record, Begun), config.run.fingerprint()
+    if begun.fingerprint != fingerprint:
         raise ConfigError(
-            f"{path} is of a run with fingerprint {begun['fingerprint']}, the "
+            f"{path} is of a run with fingerprint {begun.fingerprint}, the "
             f"config.json beside it has {fingerprint}; bring back the run's own"
         )
+    return begun

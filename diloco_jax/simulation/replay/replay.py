@@ -27,6 +27,7 @@ from rich.progress import (
 
 from diloco_jax import checkpoint, compilation, environment, run_files
 from diloco_jax.config import ConfigError
+from diloco_jax.coordinator.notes import Environment
 from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.windows import Windows
@@ -41,7 +42,6 @@ from diloco_jax.simulation.replay.pipe import Worker
 from diloco_jax.simulation.replay.published import Published
 from diloco_jax.simulation.replay.recording import (
     SAME_BITS,
-    Environment,
     RecordedMerge,
     Recording,
     Recovery,

@@ -14,19 +14,19 @@ import msgspec
 
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.coordinator import notes
 from diloco_jax.observability.tape import TapeError, read_tape
 from diloco_jax.policy import records
 from diloco_jax.policy.values import FIRST_VERSION, Version
 from diloco_jax.simulation.replay.recording import (
-    Environment,
     Life,
     RecordedMerge,
     Recording,
     Recovery,
     Who,
     Written,
-    check_origin,
-    environment_of,
+    checked,
+    read_begun,
     refuse_term,
 )
 from diloco_jax.workdir import read_config
@@ -61,12 +61,12 @@ class _Reader:
         self._line = 0
         self._finished = False
         self._plan_digest = ""
-        self._coordinators: list[Environment] = []
+        self._coordinators: list[notes.Environment] = []
         self._merges: list[RecordedMerge] = []
         self._recoveries: list[Recovery] = []
         self._versions: dict[int, Version] = {}
         self._lives: dict[Who, Life] = {}
-        self._hellos: dict[str, Mapping[str, Any]] = {}
+        self._hellos: dict[str, notes.Hello] = {}
 
     def read(self, line: int, record: Mapping[str, Any]) -> None:
         """The next line."""
@@ -115,9 +115,12 @@ class _Reader:
             raise self._wrong(f"{kind!r}; 'begun' is the first record and no other")
         match kind:
             case "begun":
-                self._begun(record)
+                begun = read_begun(self._path, record, self._config)
+                self._plan_digest = begun.plan
+                self._coordinators.append(checked(begun.environment))
             case "hello":
-                self._hellos[record["island"]] = record
+                hello = records.from_tape(record, notes.Hello)
+                self._hellos[hello.island] = hello
             case "joined":
                 self._joined(records.from_tape(record, records.Joined))
             case "island":
@@ -125,28 +128,23 @@ class _Reader:
             case "merged":
                 self._merged(records.from_tape(record, records.Merged))
             case "recovered":
-                self._recovered(record)
+                self._recovered(records.from_tape(record, notes.Recovered))
             case "finished":
                 self._finished = True
 
     # ---- one kind of record each ------------------------------------------------
 
-    def _begun(self, record: Mapping[str, Any]) -> None:
-        check_origin(self._path, record, self._config)
-        self._plan_digest = record["plan"]
-        self._coordinators.append(environment_of(record))
-
     def _joined(self, joined: records.Joined) -> None:
         who = Who(joined.island, joined.incarnation)
         hello = self._hellos.get(who.island)
-        if hello is None or hello["incarnation"] != who.incarnation:
+        if hello is None or hello.incarnation != who.incarnation:
             raise self._wrong(f"{who} joined without a 'hello' before")
         if who in self._lives:
             raise self._wrong(f"{who} joined for the second time")
         self._lives[who] = Life(
             who=who,
-            config=msgspec.convert(hello["config"], IslandConfig),
-            environment=environment_of(hello),
+            config=msgspec.convert(hello.config, IslandConfig),
+            environment=checked(hello.environment),
         )
 
     def _told(self, line: records.Fact) -> None:
@@ -200,17 +198,17 @@ class _Reader:
         )
         self._merges.append(merge)
 
-    def _recovered(self, record: Mapping[str, Any]) -> None:
-        for fragment, found in enumerate(record["versions"]):
+    def _recovered(self, recovered: notes.Recovered) -> None:
+        for fragment, found in enumerate(recovered.versions):
             before = self._versions.get(fragment, FIRST_VERSION)
-            if Version(*found) != before:
+            if found != before:
                 raise self._wrong(
                     f"the coordinator came back with version {tuple(found)} of "
                     f"fragment {fragment}, but merged so far is {tuple(before)}; a "
                     f"merge is missing or out of order"
                 )
         recovery = Recovery(
-            merges=len(self._merges), snapshot_merges=record["snapshot_merges"]
+            merges=len(self._merges), snapshot_merges=recovered.snapshot_merges
         )
         if not 0 <= recovery.snapshot_merges <= recovery.merges:
             raise self._wrong(
@@ -218,7 +216,7 @@ class _Reader:
                 f"are {recovery.merges}"
             )
         self._recoveries.append(recovery)
-        self._coordinators.append(environment_of(record))
+        self._coordinators.append(checked(recovered.environment))
 
     def _life(self, island: str, incarnation: int) -> Life:
         who = Who(island, incarnation)

@@ -1,0 +1,69 @@
+"""What coordinators wrote of themselves onto tapes before is read as it was."""
+
+import json
+
+import pytest
+
+from diloco_jax.coordinator import notes
+from diloco_jax.policy import records
+
+HERE = {"environment": {"jax": "0.9"}}
+MADE_OF = {"fingerprint": "f1", "plan": "p1"}
+LINES = {
+    notes.Begun: {"kind": "begun", "run_id": "r", **MADE_OF, **HERE},
+    notes.Recovered: {
+        "kind": "recovered",
+        "snapshot": 2,
+        "snapshot_merges": 40,
+        "records": 12,
+        "versions": [[1, 20], [1, 22]],
+        "parameters_digest": "feed",
+        **HERE,
+    },
+    notes.Term: {
+        "kind": "term",
+        "term": 2,
+        "run_id": "r",
+        "versions": [[2, 0], [2, 0]],
+        "from": ["a", "b"],
+        "replaced": [[1, 20], [1, 22]],
+        "tokens": 800,
+        "next_position": 64,
+        **MADE_OF,
+        "parameters_digest": "feed",
+        **HERE,
+    },
+    notes.Hello: {
+        "kind": "hello",
+        "island": "a",
+        "incarnation": 2,
+        "config": {"batch_size": 4},
+        **HERE,
+        "peer": "ipv4:10.0.0.2:4000",
+    },
+    notes.TurnedAway: {
+        "kind": "turned_away",
+        "island": "a",
+        "code": "fenced",
+        "message": "there is a later one",
+    },
+    notes.Compiled: {"kind": "compiled"},
+    notes.Alert: {"kind": "alert", "text": "slow"},
+}
+
+
+def test_every_kind_is_here():
+    assert set(LINES) == set(notes.Note.__args__)
+
+
+def test_no_kind_is_one_of_the_policys():
+    theirs = {*records.Durable.__args__, *records.Noted.__args__}
+    kinds = [kind.__struct_config__.tag for kind in (*theirs, *LINES)]
+    assert len(kinds) == len(set(kinds))
+
+
+@pytest.mark.parametrize(("kind", "line"), LINES.items(), ids=lambda x: str(x)[:20])
+def test_the_tape_reads_back(kind, line):
+    dated = notes.dated(records.from_tape({**line, "time": 1.5}, kind))
+    assert dated.pop("time") > 1.5
+    assert json.loads(json.dumps(dated)) == line
