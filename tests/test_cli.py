@@ -293,7 +293,20 @@ def test_status_of_a_stopped_run_says_so(finished, capsys):
 def test_status_of_a_dead_coordinator_is_an_error(finished, capsys):
     (finished / "summary.json").unlink()
     assert cli.main(["status", str(finished), "--json"]) == 1
-    assert "127.0.0.1:1" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "127.0.0.1:1: nothing listens there" in shown
+    assert "left no summary: it was cut off, or its coord" in shown
+    assert f"`diloco run --resume {finished}`" in shown
+
+
+def test_status_says_for_how_long_a_run_that_was_cut_off_is_silent(finished, capsys):
+    (finished / "summary.json").unlink()
+    tape = finished / "tape.jsonl"
+    tape.touch()
+    hour_ago = tape.stat().st_mtime - 3600
+    os.utime(tape, (hour_ago, hour_ago))
+    assert cli.main(["status", str(finished)]) == 1
+    assert "wrote nothing to its tape for 1:00:0" in capsys.readouterr().err
 
 
 def test_eval_prints_its_result_and_adds_it_to_the_summary(finished, fake, capsys):

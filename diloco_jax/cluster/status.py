@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from diloco_jax import run_files
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.loading import read_config_json
+from diloco_jax.observability.terminal import duration_text
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.wire.tls import TlsFiles
@@ -53,11 +55,24 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
         config = read_config_json(workdir / run_files.CONFIG)
         try:
             return _ask(address_file.read_text().strip(), config.placement)
-        except ConnectionLost:
+        except ConnectionLost as error:
             if not summary:
-                raise
+                raise ConnectionLost(f"{error}. {_cut_off(workdir)}") from error
     over = summary["phase"] == "done"
     return {**summary, "phase": "done" if over else "stopped"}
+
+
+def _cut_off(workdir: Path) -> str:
+    """Of a run that has neither a coordinator nor an end."""
+    tape, silent = workdir / run_files.TAPE, ""
+    if tape.exists():
+        seconds = max(0.0, time.time() - tape.stat().st_mtime)
+        silent = f", and wrote nothing to its tape for {duration_text(seconds)}"
+    return (
+        f"The run in {workdir} left no summary{silent}: it was cut off, or its "
+        f"coordinator is being started again; if nobody does that, `diloco run "
+        f"--resume {workdir}` goes on with a run of this machine"
+    )
 
 
 def _ask(address: str, placement: Placement) -> dict[str, Any]:
