@@ -39,7 +39,7 @@ class Deadlines:
 
     @property
     def retry_min_s(self) -> float:
-        """First pause before an attempt is repeated; doubles up to `retry_max_s`."""
+        """First pause before an attempt is repeated (`Backoff`)."""
         return self.budget_s / 100
 
     @property
@@ -67,3 +67,25 @@ class Deadlines:
     def pin_s(self) -> float:
         """A join may go on fetching the versions it began with for this long."""
         return 6 * self.budget_s
+
+
+class Backoff:
+    """Pauses between attempts: `retry_min_s`, then each twice the one before, up to
+    `retry_max_s`."""
+
+    def __init__(self, deadlines: Deadlines, failures: int = 0) -> None:
+        """failures: attempts that failed before these."""
+        self._deadlines = deadlines
+        self._pause_s = deadlines.retry_min_s
+        for _ in range(failures):
+            self.next_s()
+
+    def next_s(self) -> float:
+        """Seconds until the next attempt."""
+        pause_s = self._pause_s
+        self._pause_s = min(2 * pause_s, self._deadlines.retry_max_s)
+        return pause_s
+
+    def reset(self) -> None:
+        """An attempt brought something."""
+        self._pause_s = self._deadlines.retry_min_s

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.policy.values import Version
 from diloco_jax.wire import decoding, frames
 from diloco_jax.wire.calls import CallGroup
@@ -214,7 +214,7 @@ class _Fetch:
         on_first_answer: Callable[[], None] | None = None,
     ) -> int:
         """Fetches a stripe, attempt after attempt; returns the bytes received."""
-        pause_s = self._deadlines.retry_min_s
+        backoff = Backoff(self._deadlines)
         while True:
             position = stripe.position
             try:
@@ -222,7 +222,8 @@ class _Fetch:
                 return stripe.wire_bytes
             except (ConnectionLost, Busy) as error:
                 if stripe.position > position:
-                    pause_s = self._deadlines.retry_min_s
+                    backoff.reset()
+                pause_s = backoff.next_s()
                 if time.monotonic() + pause_s > self._deadline:
                     raise ConnectionLost(
                         f"fetch of fragment {self._request.fragment} given up at byte "
@@ -231,7 +232,6 @@ class _Fetch:
                     ) from error
                 if self._calls.pause(pause_s):
                     raise
-                pause_s = min(2 * pause_s, self._deadlines.retry_max_s)
 
     def result(self, wire_bytes: int) -> Fetched:
         """The payload, once all stripes are here."""

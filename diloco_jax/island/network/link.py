@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.mailbox import MAX_RECORDS_PER_REPORT, Ending, Mailbox, Status
 from diloco_jax.island.network.inbound import Inbound, Targets
@@ -181,8 +181,8 @@ class Link:
     def _reconnect(self, error: WireError) -> None:
         began = time.monotonic()
         logger.warning("the coordinator is away (%s); training goes on", error)
-        pause_s = self._deadlines.retry_min_s * 2**self._misunderstood
-        while not self._closing.wait(pause_s):
+        backoff = Backoff(self._deadlines, self._misunderstood)
+        while not self._closing.wait(backoff.next_s()):
             try:
                 welcome = self._try_to_connect()
             except Refused as refused:
@@ -194,7 +194,6 @@ class Link:
                 for fragment, version in enumerate(welcome.versions):
                     self._targets.want(fragment, version)
                 return
-            pause_s = min(2 * pause_s, self._deadlines.retry_max_s)
 
     def _try_to_connect(self) -> Welcome | WireError:
         granted = self._inbound.granted if self._inbound is not None else 0

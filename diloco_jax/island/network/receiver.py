@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.island.hosts.following import Order, Orders
 from diloco_jax.island.mailbox import Arrival, Mailbox
@@ -78,7 +78,7 @@ class Receiver:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        pause_s = self._deadlines.retry_min_s
+        backoff = Backoff(self._deadlines)
         try:
             while (fragment := self._next()) is not None:
                 try:
@@ -90,10 +90,9 @@ class Receiver:
                     self._log_failure(fragment, error)
                 else:
                     self._hand_over(arrival)
-                    pause_s = self._deadlines.retry_min_s
+                    backoff.reset()
                     continue
-                self._pause(pause_s)
-                pause_s = min(2 * pause_s, self._deadlines.retry_max_s)
+                self._pause(backoff.next_s())
         except Exception as error:
             logger.exception("the receiver failed")
             self._mailbox.end(EXIT_FAILED, f"the receiver failed: {error!r}")
@@ -119,7 +118,7 @@ class Receiver:
 
     def _join_fragment(self, fragment: int) -> Arrival:
         deadline = time.monotonic() + self._deadlines.pin_s
-        pause_s = self._deadlines.retry_min_s
+        backoff = Backoff(self._deadlines)
         while True:
             try:
                 return self._fetch(fragment, None)
@@ -132,8 +131,7 @@ class Receiver:
                         f"{self._deadlines.pin_s:g} s ({error}); is the coordinator "
                         f"reachable on its advertised address?"
                     ) from error
-                self._pause(pause_s)
-                pause_s = min(2 * pause_s, self._deadlines.retry_max_s)
+                self._pause(backoff.next_s())
 
     def _fetch(self, fragment: int, have: Version | None) -> Arrival:
         want = self._wanted[fragment]
