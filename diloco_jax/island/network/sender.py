@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.island.device.placing import held
 from diloco_jax.island.mailbox import Mailbox
@@ -163,7 +163,7 @@ class Sender:
             part=parcel.part,
             version=parcel.version,
         )
-        pause_s = self._deadlines.retry_min_s
+        backoff = Backoff(self._deadlines)
         while True:
             try:
                 nbytes = self._client.upload(start, parcel.payload)
@@ -178,9 +178,8 @@ class Sender:
                 return
             except WireError as error:
                 logger.debug("%s not sent: %s", parcel, error)
-                if not self._pause(parcel, pause_s):
+                if not self._pause(parcel, backoff.next_s()):
                     return
-                pause_s = min(2 * pause_s, self._deadlines.retry_max_s)
             else:
                 self._mailbox.count(bytes_up=nbytes)
                 return
