@@ -24,6 +24,7 @@ from typing import Any
 
 import support
 
+from diloco_jax import run_files
 from diloco_jax.config import (
     Config,
     DataConfig,
@@ -94,7 +95,7 @@ def measure(name: str, steps: int, step_seconds: float, every_s: float) -> dict:
     ).validate()
     with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
         run = support.run_in(config, Path(folder), TIMEOUT_S)
-        log = (Path(folder) / "run" / "logs" / "a.log").read_text()
+        log = (Path(folder) / "run" / run_files.LOGS / "a.log").read_text()
     written = [float(match["s"]) for match in WRITTEN.finditer(log)]
     fields = ("stalled_seconds", "step_seconds", "max_step_gap_seconds")
     measured: dict[str, Any] = {f: run.summary["islands"]["a"][f] for f in fields}

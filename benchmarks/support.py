@@ -22,6 +22,7 @@ from typing import Any
 
 from machine import CpuSamples, machine_facts, sample_cpu
 
+from diloco_jax import run_files
 from diloco_jax.config import Config
 from diloco_jax.loading import write_json
 from diloco_jax.observability.tape import read_tape
@@ -82,8 +83,9 @@ def run_config(config: Config, label: str, timeout_s: float) -> Run:
 def run_in(config: Config, folder: Path, timeout_s: float) -> Run:
     """As `run_config`; files stay in `folder`."""
     workdir, log = folder / "run", folder / "diloco.log"
-    write_json(dataclasses.asdict(config), folder / "config.json")
-    command = [*DILOCO, "run", str(folder / "config.json"), "--workdir", str(workdir)]
+    path = folder / run_files.CONFIG
+    write_json(dataclasses.asdict(config), path)
+    command = [*DILOCO, "run", str(path), "--workdir", str(workdir)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     cpu: CpuSamples = collections.defaultdict(list)
@@ -101,11 +103,11 @@ def run_in(config: Config, folder: Path, timeout_s: float) -> Run:
     return Run(
         config=config,
         workdir=workdir,
-        summary=json.loads((workdir / "summary.json").read_bytes()),
-        tape=list(read_tape(workdir / "tape.jsonl")),
+        summary=json.loads((workdir / run_files.SUMMARY).read_bytes()),
+        tape=list(read_tape(workdir / run_files.TAPE)),
         metrics=[
             json.loads(line)
-            for line in (workdir / "metrics.jsonl").read_text().splitlines()
+            for line in (workdir / run_files.METRICS).read_text().splitlines()
         ],
         cpu=dict(cpu),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from diloco_jax import run_files
 from diloco_jax.launch.order import (
     CERTIFICATES,
     CONFIG_FOLDER,
@@ -194,7 +195,7 @@ def config_map(order: Order) -> Manifest:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(order, config_name(order), "all"),
-        "data": {"config.json": order.config_json},
+        "data": {run_files.CONFIG: order.config_json},
     }
 
 

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.launch.config import LaunchConfig
 from diloco_jax.launch.fleet import Slice, find_slice
@@ -57,7 +58,7 @@ class PlacedIsland:
         notice_s: from SIGTERM until the goodbye must be said.
         """
         return (
-            *("island", f"{CONFIG_FOLDER}/config.json", "--name", self.name),
+            *("island", f"{CONFIG_FOLDER}/{run_files.CONFIG}", "--name", self.name),
             *("--coordinator", address, "--workdir", WORKDIR),
             *("--certificates", CERTIFICATES, "--notice-s", f"{notice_s:g}"),
         )
@@ -81,7 +82,7 @@ class Order:
     def coordinator_arguments(self, address: str) -> tuple[str, ...]:
         """What the coordinator's machine passes to `diloco`, but for `--init`."""
         return (
-            *(COORDINATOR, f"{CONFIG_FOLDER}/config.json", "--workdir", WORKDIR),
+            *(COORDINATOR, f"{CONFIG_FOLDER}/{run_files.CONFIG}", "--workdir", WORKDIR),
             *("--bind", f"0.0.0.0:{PORT}", "--advertise", address),
             *("--certificates", CERTIFICATES),
         )
@@ -130,7 +131,7 @@ def make_order(config: Config, path: str, on: Backend) -> Order:
                     f"{', '.join(config.islands)}"
                 )
     name = settings.name or Path(path).stem
-    if Path(path).name == "config.json" and not settings.name:
+    if Path(path).name == run_files.CONFIG and not settings.name:
         raise ConfigError(
             "launch.name is empty and a config.json gives none; set launch.name"
         )
