@@ -51,8 +51,9 @@ where the same run with other rounding differs by some 0.6 %.
   rows "merges at full length" showed what that costs. Now they go as far as their share
   (docs/design/partial_merges.md). 2 M tokens, three pairs each, full length over
   scaled, both under `rebase`: unequal batches and speeds +8.2 % +- 1.3 (uniform
-  weights: +5.6 +- 2.7), no time for grace +6.8 +- 1.8, 4 fast + 4 slow +1.1 +- 2.8,
-  failures +1.0 +- 1.5. Rows whose islands are in all merges are as they were.
+  weights +5.6 +- 2.7, tokens x rate +11.9 +- 4.1), no time for grace +6.8 +- 1.8, 4
+  fast + 4 slow +1.1 +- 2.8, failures +1.0 +- 1.5. Rows whose islands are in all merges
+  are as they were.
 - Over synchronous DiLoCo, 8 M tokens: decoupled +0.5 % +- 0.3 (thirteen pairs), 4 fast
   + 4 slow islands -0.3 % +- 0.6 (thirteen), failures -1.0 % +- 0.6 (six). So overlap
   and fragments cost half a percent there, and islands of two speeds and failures
@@ -65,8 +66,8 @@ where the same run with other rounding differs by some 0.6 %.
 - Weights, unequal batches and speeds, 2 M tokens, three pairs: by tokens -1.6 % +- 2.4
   over 8 equal islands. Uniform +1.5 +- 1.8 and tokens x rate +0.6 +- 6.0 over by
   tokens: no difference is shown. At full length uniform was ahead, in four pairs of
-  four, and tokens x rate 4.5 and 0.2 % behind: there weights said, too, how much too
-  far a merge went.
+  four, and tokens x rate behind in three of three: there weights said, too, how much
+  too far a merge went.
 - int8 both ways: +0.14 % +- 0.14 over bf16, fourteen pairs with 8 M tokens (as many as
   there was time for; seven showed +0.2 +- 0.3). int4: +0.20 % +- 0.18, twenty pairs
   (seven showed +0.4 +- 0.5, thirteen +0.3 +- 0.3; then twenty were decided on).
@@ -97,7 +98,8 @@ where the same run with other rounding differs by some 0.6 %.
 - Muon inside, 2 M tokens, three pairs, rates swept with two points: data-parallel gains
   12 % +- 4, decoupled 14 % +- 4, and that is as good as synchronous with it (-0.3 % +-
   2.1); the gap to data-parallel stays: 5 % +- 3, 7 +- 4 and 14 +- 6 with 2, 4 and 8
-  islands.
+  islands. With it H = 4 is 2.7 % +- 1.9 ahead of 12; Nesterov 0.4 / 0.6 shows nothing
+  (+1.6 % +- 2.8).
 - Outer momentum: what matters is how far it goes in all, lr / (1 - mu), and the cycle.
   As far as the islands went (0.4 / 0.6), it is 2.3 % +- 2.8 better than none with 8 M
   tokens (H = 12, three pairs of three; H = 4 one), and within 3 % of none with 2 M.
