@@ -21,11 +21,9 @@ from diloco_jax.config import (
     Placement,
     RunConfig,
 )
-from diloco_jax.coordinator import notes
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.loading import read_config_json
 from diloco_jax.observability.tape import Tape
-from diloco_jax.policy.values import Version
 from diloco_jax.wire.errors import SecurityError
 from diloco_jax.workdir import begin_run
 
@@ -383,15 +381,9 @@ def test_a_run_that_only_had_to_end_is_done(
 ):
     begin_run(config, workdir)
     tape = Tape(workdir / "tape.jsonl")
-    recovered = notes.Recovered(
-        snapshot=0,
-        snapshot_merges=0,
-        records=4,
-        versions=(Version(1, 4),),
-        parameters_digest="d7",
-        environment={},
-    )
-    tape.append(notes.dated(recovered))
+    recovered = {"snapshot": 0, "snapshot_merges": 0, "records": 4, "environment": {}}
+    recovered |= {"versions": [[1, 4]], "parameters_digest": "d7"}
+    tape.append({"kind": "recovered", **recovered})
     tape.close()
     served = "(workdir / 'coordinator.address').write_text('127.0.0.1:1234')\n"
     wait = """
