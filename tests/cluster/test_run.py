@@ -375,10 +375,8 @@ summary = {"phase": "done", "merges": 4, "islands": {}}
 """
 
 
-@pytest.mark.parametrize("islands_are_started", [False, True])
-def test_a_run_that_only_had_to_end_is_done(
-    launch, config, workdir, islands_are_started
-):
+@pytest.mark.parametrize("started", [False, True])
+def test_a_run_that_only_had_to_end_is_done(launch, config, workdir, started):
     begin_run(config, workdir)
     tape = Tape(workdir / "tape.jsonl")
     recovered = {"snapshot": 0, "snapshot_merges": 0, "records": 4, "environment": {}}
@@ -392,7 +390,7 @@ while len(list(workdir.glob("*.starts"))) < 2:
     time.sleep(0.01)
 """
     code, summary, seen = launch(
-        coordinator=ENDED + (served + wait if islands_are_started else ""),
+        coordinator=ENDED + (served + wait if started else ""),
         island=ISLAND + "print('the run has its tokens'); sys.exit(3)",
         resume=workdir,
     )
