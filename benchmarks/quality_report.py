@@ -33,6 +33,7 @@ BOUNDS = (
     ("int4 both ways", "bf16 both ways", 0.5),
     ("one island, outer optimizer", "data-parallel", 0.0),
 )
+WITH_CODEC = {"decoupled, 8 islands": "decoupled, 8 islands, int8 both ways,"}
 
 Runs = Sequence[dict[str, Any]]
 Gap = tuple[float, float, float, int]
@@ -137,7 +138,8 @@ def _checks(size: str, losses: dict[str, dict[int, float]]) -> list[support.Chec
         if compared is None:
             continue
         mean, half, pairs = compared
-        what = f"{size}: {name} over {against}, upper end of {pairs} pairs"
+        row = WITH_CODEC.get(name, name) if "both ways" in against else name
+        what = f"{size}: {row} over {against}, upper end of {pairs} pairs"
         checks.append(support.at_most(what, mean + half, bound, ".2f"))
     return checks
 

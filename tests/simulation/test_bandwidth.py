@@ -68,6 +68,9 @@ def test_the_formula_is_printed_with_its_terms():
     text = "\n".join(simulate_bandwidth(BandwidthConfig()).formulas())
     for term in ("2 (8 - 1) / 8", "7e+09", "198 Gbit/s", "24 steps", "int8", "0.84"):
         assert term in text
+    assert "gives it with a cycle of" in text
+    other = "\n".join(simulate_bandwidth(BandwidthConfig(sites=4)).formulas())
+    assert "gives it with a cycle of" not in other
 
 
 @pytest.mark.parametrize(

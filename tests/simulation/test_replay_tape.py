@@ -232,6 +232,11 @@ def altered(number, change):
         (altered(FIRST_MERGE, lambda r: r.update(version=[1, 2])), "line 8:.*missing"),
         (altered(FIRST_MERGE, lambda r: r.pop("digest")), "line 8:.*digest"),
         (altered(FIRST_MERGE, lambda r: r.update(share="1")), "line 8:.*float"),
+        (altered(FIRST_MERGE, lambda r: r.update(share=2.0)), "line 8:.*share 2.0"),
+        (
+            altered(FIRST_MERGE, lambda r: r["contributions"][0].update(tokens=0)),
+            r"line 8:.*deltas of \[0\] tokens",
+        ),
         (
             altered(FIRST_MERGE, lambda r: r["contributions"].clear()),
             "line 8: a merge of fragment 0 without a delta",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from diloco_jax.config import ConfigError
 from diloco_jax.simulation.faults.plant import planted
 from diloco_jax.simulation.faults.play import Report, check, check_schedule
 from diloco_jax.simulation.faults.schedule import from_json
 from diloco_jax.simulation.progress import Progress
+from diloco_jax.validation import AT_LEAST_1, NOT_NEGATIVE, within
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,10 +28,8 @@ class FaultsConfig:
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
-        if self.seeds < 1:
-            raise ConfigError(f"--seeds {self.seeds}; play at least 1")
-        if self.first_seed < 0:
-            raise ConfigError(f"--first-seed {self.first_seed}; it must be >= 0")
+        within(self, AT_LEAST_1, "seeds")
+        within(self, NOT_NEGATIVE, "first_seed")
 
 
 def check_faults(config: FaultsConfig, progress: Progress) -> Report:

@@ -9,7 +9,7 @@ import shlex
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -111,7 +111,7 @@ class Report:
 
 
 def check(
-    seeds: Iterable[int],
+    seeds: Sequence[int],
     plant: str = "",
     progress: Progress = nobody,
     *,
@@ -123,7 +123,6 @@ def check(
       plant: what the commands that repeat a violation are to name.
       shorten: the first schedule of every invariant that is violated.
     """
-    seeds = list(seeds)
     report = Report()
     shortened: set[str] = set()
     with _quiet():

@@ -185,6 +185,11 @@ class _Reader:
             self._life(part.island, part.incarnation)
         if not record.contributions:
             raise self._wrong(f"a merge of fragment {fragment} without a delta")
+        if not 0 < record.share <= 1:
+            raise self._wrong(f"a merge with share {record.share}, not in (0, 1]")
+        tokens = [part.tokens for part in record.contributions]
+        if min(tokens) < 0 or sum(tokens) == 0:
+            raise self._wrong(f"a merge of deltas of {tokens} tokens")
         self._versions[fragment] = version
         merge = RecordedMerge(
             line=self._line,

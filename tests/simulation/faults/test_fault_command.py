@@ -39,8 +39,9 @@ def test_a_violation_is_exit_1_and_its_command_repeats_it(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seeds", "0"], "--seeds 0"),
-        (["--first-seed", "-1"], "--first-seed -1"),
+        (["--seeds", "0"], "seeds = 0; it must be at least 1"),
+        (["--seeds", "9" * 20], "seeds = " + "9" * 20),
+        (["--first-seed", "-1"], "first_seed = -1"),
         (["--schedule", "{}"], "--schedule is not a schedule"),
         (["--plant", "x"], "--plant 'x' is not known"),
         *(
