@@ -138,8 +138,8 @@ The defaults, and what each follows from:
 - weights by tokens: the design's, and nothing is ahead of it.
 - K = 1, gamma = 0.8, tau = 2: the paper's. On 4 fast + 4 slow islands, 2 M tokens,
   three pairs: waiting for all (K = 8) is 0.9 % +- 0.8 better, and costs their time; not
-  waiting at all 5.3 +- 1.3 worse; gamma = 0.99 1.1 +- 0.2 better, but links and steps
-  vary more than here, and it leaves them no slack; tau = 4 shows nothing (-1.2 +- 1.3).
+  waiting at all 5.3 +- 1.3 worse; gamma = 0.99 1.1 +- 0.2 better, which is not taken
+  before it is tried on links that vary; tau = 4 shows nothing (-1.2 +- 1.3).
 - H = P = 24: the paper's, for its traffic. Where the link carries more, take less: the
   quickstart has 4.
 - outer step: by merges per fragment and H, see `core/outer.py`. None of momentum below
@@ -181,7 +181,7 @@ import quality_report
 import support
 from machine import machine_facts
 from quality_configs import SIZES, Row
-from quality_rows import rates, rows
+from quality_rows import rates, rows, same_runs
 
 from diloco_jax.cluster.commands import HUGE_PAGES
 from diloco_jax.config import DataConfig
@@ -308,13 +308,17 @@ def _wanted(options: Any) -> Iterator[tuple[Row, int]]:
 
 
 def _job(run: dict[str, Any]) -> Job:
-    return run["size"], run["row"], run["seed"]
+    """Under the first of its names."""
+    return run["size"], same_runs(run["size"])[run["row"]], run["seed"]
 
 
 def _work(options: Any, path: Path, known: list[dict[str, Any]]) -> None:
     done = {_job(run) for run in known}
-    todo: list[Job] = [(options.size, row.name, seed) for row, seed in _wanted(options)]
-    todo = [job for job in todo if job not in done]
+    wanted = dict.fromkeys(
+        _job({"size": options.size, "row": row.name, "seed": seed})
+        for row, seed in _wanted(options)
+    )
+    todo: list[Job] = [job for job in wanted if job not in done]
     deadline = time.monotonic() + 60 * options.minutes
     total, text = len(todo), tuple(options.text)
     running: dict[Future[dict[str, Any]], Job] = {}
@@ -322,8 +326,7 @@ def _work(options: Any, path: Path, known: list[dict[str, Any]]) -> None:
     while running or (todo and time.monotonic() < deadline):
         while todo and len(running) < options.jobs and time.monotonic() < deadline:
             job = todo.pop(0)
-            if not _known_already(job, known):
-                running[pool.submit(run_one, job, text)] = job
+            running[pool.submit(run_one, job, text)] = job
         ended, _ = concurrent.futures.wait(
             running, RUN_TIMEOUT_S, concurrent.futures.FIRST_COMPLETED
         )
@@ -356,18 +359,6 @@ def _pool(jobs: int) -> ProcessPoolExecutor:
     """Processes that begin anew after some runs: what they compile stays with them."""
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(jobs, spawn, max_tasks_per_child=RUNS_PER_PROCESS)
-
-
-def _known_already(job: Job, known: list[dict[str, Any]]) -> bool:
-    """Whether another row is the same run; then its result is this row's too."""
-    size, name, seed = job
-    found = {row.name: row for row in (*rates(SIZES[size]), *rows(SIZES[size]))}
-    for run in known:
-        here = (run["size"], run["seed"]) == (size, seed) and run["row"] in found
-        if here and found[run["row"]].same_run(found[name]):
-            known.append({**run, "row": name, "same_run_as": run["row"]})
-            return True
-    return False
 
 
 def _refuse_mixed(known: list[dict[str, Any]]) -> None:

@@ -10,12 +10,13 @@ of 1 without momentum.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from quality_configs import (
     SEQUENCES,
-    STEP_SECONDS,
+    SIZES,
     Row,
     Size,
     config,
@@ -27,17 +28,22 @@ from quality_configs import (
     unequal,
 )
 from quality_schedules import batches, schedules, tokens
+from quality_trouble import trouble
 
-from diloco_jax.config import IslandConfig, OuterConfig
+from diloco_jax.config import OuterConfig
 
-RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
 """Learning rates swept for the headline rows, each method alike."""
+RATE = ", rate "
+"""In the name of a row of the sweep, before its rate."""
 SWEPT = (
     "data-parallel",
     "synchronous DiLoCo, 8 islands",
     "decoupled, 8 islands",
     "decoupled, 2 islands",
     "decoupled, 4 islands",
+    "decoupled, 4 fast + 4 slow islands",
+    "decoupled, failures as at 1.2 M chips",
     "one island, outer step of 1",
     "one island, outer optimizer",
     "Muon inside, data-parallel",
@@ -65,7 +71,7 @@ PARTIAL = (
     "weights by tokens, unequal batches",
     "uniform weights, unequal batches",
     "weights tokens x rate, unequal batches",
-    "one island in every other merge",
+    "one island with twice the batch at half the speed",
     "4 fast + 4 slow islands, tau 4",
     "4 fast + 4 slow islands, gamma 0.99",
     "4 fast + 4 slow islands, no time for grace, tau 4",
@@ -85,7 +91,7 @@ def rows(size: Size) -> Iterator[Row]:
     yield from _muon(size)
     yield from tokens(size)
     yield from batches(size)
-    yield from _trouble(size)
+    yield from trouble(size)
     yield from _partial(size)
 
 
@@ -99,12 +105,26 @@ def rates(size: Size) -> Iterator[Row]:
             optimizer = row.config.run.inner.optimizer
             yield dataclasses.replace(
                 row,
-                name=f"{row.name}, rate {rate:g}",
+                name=f"{row.name}{RATE}{rate:g}",
                 group="rates",
                 config=inner(row.config, optimizer, rate),
                 against="",
                 headline=False,
             )
+
+
+@functools.cache
+def same_runs(size: str) -> dict[str, str]:
+    """The names of all rows of a size, each with the first that is the same run: one
+    run may answer several questions."""
+    firsts: list[Row] = []
+    names: dict[str, str] = {}
+    for row in (*rows(SIZES[size]), *rates(SIZES[size])):
+        same = next((first for first in firsts if first.same_run(row)), None)
+        if same is None:
+            firsts.append(row)
+        names[row.name] = (same or row).name
+    return names
 
 
 def _headlines(size: Size) -> Iterator[Row]:
@@ -160,7 +180,7 @@ def _headlines(size: Size) -> Iterator[Row]:
 
 def _partial(size: Size) -> Iterator[Row]:
     """What keeping pending deltas gains, and before that scaling partial merges."""
-    groups = (_headlines(size), _presets(size), _merging(size), _trouble(size))
+    groups = (_headlines(size), _presets(size), _merging(size), trouble(size))
     found = {row.name: row for rows in groups for row in rows}
     names = (*PARTIAL, "decoupled, 4 fast + 4 slow islands" + PRESET)
     for row in (found[name] for name in names if name in found):
@@ -244,10 +264,15 @@ def _merging(size: Size) -> Iterator[Row]:
             fast_and_slow(size.sequences) if unlike else unequal() if batches else None
         )
         tokens = "weights by tokens, unequal batches"
+        against = "decoupled, 8 islands"
+        if unlike:
+            against = "decoupled, 4 fast + 4 slow islands"
+        elif batches and name != tokens:
+            against = tokens
         yield Row(
             name=name,
             group="merging",
-            against=tokens if batches and name != tokens else "decoupled, 8 islands",
+            against=against,
             config=config(size, islands=islands, **sync),
             options=network(2, out_of_phase=unlike or batches),
         )
@@ -257,14 +282,18 @@ def _codecs(size: Size) -> Iterator[Row]:
     for name, sync in (
         ("bf16 both ways", {"codec_up": "bf16", "codec_down": "bf16"}),
         ("int4 both ways", {"codec_up": "int4", "codec_down": "int4"}),
-        ("int4 up", {"codec_up": "int4"}),
+        ("int4 up, int8 down", {"codec_up": "int4"}),
+        ("int8 up, bf16 down", {"codec_down": "bf16"}),
+        ("bf16 up, int8 down", {"codec_up": "bf16"}),
+        ("int4 up, bf16 down", {"codec_up": "int4", "codec_down": "bf16"}),
+        ("bf16 up, int4 down", {"codec_up": "bf16", "codec_down": "int4"}),
         ("int8 without feedback", {"error_feedback": False}),
         (
             "int4 without feedback",
             {"codec_up": "int4", "codec_down": "int4", "error_feedback": False},
         ),
     ):
-        against = "" if name.startswith("bf16") else "bf16 both ways"
+        against = "" if name == "bf16 both ways" else "bf16 both ways"
         yield Row(
             name=name,
             group="codecs",
@@ -324,40 +353,4 @@ def _muon(size: Size) -> Iterator[Row]:
                 config(size, islands=equal(count, size.sequences)), MUON, 6e-3
             ),
             options=network(2),
-        )
-
-
-def _trouble(size: Size) -> Iterator[Row]:
-    for name, sync, merge_seconds in (
-        ("tau 4", {"overlap_steps": 4}, 0.5),
-        ("gamma 0.99", {"grace": 0.99}, 0.5),
-        ("no time for grace", {}, 1.5),
-        ("no time for grace, tau 4", {"overlap_steps": 4}, 1.5),
-    ):
-        settings: dict[str, Any] = dict(sync)
-        yield Row(
-            name=f"4 fast + 4 slow islands, {name}",
-            group="trouble",
-            against="decoupled, 4 fast + 4 slow islands",
-            config=config(size, islands=fast_and_slow(size.sequences), **settings),
-            options=network(2, out_of_phase=True, merge_seconds=merge_seconds),
-        )
-    slow = dict(equal(8, size.sequences))
-    # As many tokens per second as each of the others.
-    slow["i0"] = IslandConfig(
-        batch_size=2 * size.sequences // 8, step_seconds=2 * STEP_SECONDS
-    )
-    seven = {name: slow[name] for name in list(slow)[1:]}
-    for name, islands, options in (
-        ("one island at half the time", None, {"joins": {"i0": (0.0, 250.0)}}),
-        ("one island in every other merge", slow, {}),
-        ("seven of the eight islands", seven, {}),
-        ("unlike shards", None, {"unlike_shards": True}),
-    ):
-        yield Row(
-            name=name,
-            group="trouble",
-            against="decoupled, 8 islands",
-            config=config(size, islands=islands),
-            options=network(2, out_of_phase=islands is slow, **options),
         )

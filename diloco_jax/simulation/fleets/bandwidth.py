@@ -23,8 +23,6 @@ from diloco_jax.simulation.fleets.checks import cut_in_reach
 from diloco_jax.validation import AT_LEAST_1, POSITIVE, SOME_SHARE, within
 
 PUBLISHED_CASE = "published for 8 sites, 7 B, 1 s"
-PUBLISHED_SETTING = (8, 7e9, 1.0)
-"""Sites, parameters, seconds of a step."""
 PUBLISHED_DATA_PARALLEL_GBIT_PER_S = 198.0
 PUBLISHED_DECOUPLED_GBIT_PER_S = 0.84
 GRADIENT_CODEC: CodecName = "bf16"
@@ -32,7 +30,8 @@ GRADIENT_CODEC: CodecName = "bf16"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BandwidthConfig:
-    """The terms of the formula."""
+    """The terms of the formula. The defaults of parameters, sites and step are the
+    published case."""
 
     params: float = 7e9
     """Parameters of the model."""
@@ -49,6 +48,13 @@ class BandwidthConfig:
     """Of deltas and publishes."""
     link_utilisation: float = 0.99
     """Share of the time in which a link carries payload."""
+
+    @property
+    def as_published(self) -> bool:
+        """Whether the published rates are of this case."""
+        case = (self.params, self.sites, self.step_seconds)
+        usual = BandwidthConfig
+        return case == (usual.params, usual.sites, usual.step_seconds)
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
@@ -98,7 +104,7 @@ class Bandwidth:
             f"coordinator: {c.sites} sites x decoupled "
             f"= {self.coordinator_gbit_per_s:.4g} Gbit/s",
         ]
-        if (c.sites, c.params, c.step_seconds) == PUBLISHED_SETTING:
+        if c.as_published:
             none = "; no link has it" if self.published_at_utilisation > 1 else ""
             lines.append(
                 f"the published {PUBLISHED_DECOUPLED_GBIT_PER_S:g} Gbit/s: this "
