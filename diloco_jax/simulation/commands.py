@@ -51,7 +51,7 @@ class SweepOutput(Output):
     """What becomes of a result that may be a sweep."""
 
     sweep: bool = False
-    """Go over chips, islands and methods (their own options are ignored)."""
+    """Go over methods, chips and islands."""
     out: Path = Path()
     """Folder for goodput.csv and goodput.png of a sweep."""
 
@@ -67,6 +67,12 @@ def goodput_command(arguments: Sequence[str]) -> int:
             result = goodput.simulate_goodput(config, progress)
         _show(output.json, _goodput_json(result), _goodput_text(result))
         return 0
+    for field, values in sweep.SWEPT.items():
+        if (value := getattr(config, field)) != getattr(default, field):
+            raise ConfigError(
+                f"--{field} {value} with --sweep, which goes over {field} "
+                f"{', '.join(map(str, values))}; leave out one of them"
+            )
     require_writable(output.out, "--out")
     with _bar("sweep") as progress:
         results = sweep.sweep_goodput(config, sweep.CHIPS, sweep.ISLANDS, progress)

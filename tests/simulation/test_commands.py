@@ -107,6 +107,14 @@ def test_bandwidth_has_its_stated_keys(capsys):
         (["goodput", "--quorum", "9"], "quorum = 9, but islands = 8"),
         (["gooput"], "did you mean 'goodput'"),
         (["goodput", "--sweep", "--out", "/proc"], "/proc: no file can be made there"),
+        (
+            ["goodput", "--sweep", "--method", "rigid"],
+            "--method rigid with --sweep, which goes over method decoupled, elastic",
+        ),
+        (
+            ["goodput", "--sweep", "--islands", "4"],
+            "--islands 4 with --sweep, which goes over islands 1, 2, 4, 8, 16; leave",
+        ),
     ],
 )
 def test_bad_input_ends_with_code_2(capsys, arguments, message):

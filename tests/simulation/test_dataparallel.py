@@ -34,6 +34,13 @@ def test_rigid_loses_one_restart_for_every_step_with_an_interruption():
     assert goodput([island]) == pytest.approx(expected, abs=0.01)
 
 
+@pytest.mark.parametrize("model", [NEVER, FailureModel()])
+def test_a_step_that_the_end_cuts_off_is_no_goodput_of_rigid(model):
+    for seed in range(20):
+        island = rigid(1.2e6, 10.0, model, 995.0, np.random.default_rng(seed))
+        assert goodput([island]) <= uptime([island], 995.0)
+
+
 def test_the_calibrated_model_gives_the_figures_of_the_reference_sheet():
     def measured(method, chips: float) -> float:
         islands = [

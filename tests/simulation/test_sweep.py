@@ -1,9 +1,11 @@
 """Sweeps: every point, as CSV and as a plot."""
 
 import csv
+import dataclasses
 
 import pytest
 
+from diloco_jax.config import ConfigError
 from diloco_jax.simulation.fleets.goodput import GoodputConfig
 from diloco_jax.simulation.fleets.sweep import sweep_goodput, write_csv, write_plot
 
@@ -23,6 +25,20 @@ def test_a_sweep_has_every_method_at_every_number_of_chips(results):
         "decoupled, 2 islands",
     ]
     assert [r.config.chips for r in results] == [100_000] * 4 + [200_000] * 4
+
+
+def test_too_few_islands_for_quorum_are_left_out():
+    config = GoodputConfig(hours=0.1, seeds=1, quorum=2)
+    results = sweep_goodput(config, chips=(100_000,), islands=(1, 2, 4))
+    assert [(r.config.method, r.config.islands) for r in results] == [
+        ("rigid", 1),
+        ("elastic", 1),
+        ("decoupled", 2),
+        ("decoupled", 4),
+    ]
+    assert [r.config.quorum for r in results[2:]] == [2, 2]
+    with pytest.raises(ConfigError, match="quorum = 5, but a sweep has at most 4"):
+        sweep_goodput(dataclasses.replace(config, quorum=5), (100_000,), (1, 2, 4))
 
 
 def test_the_csv_has_a_line_per_point_with_bounds(results, tmp_path):

@@ -54,10 +54,10 @@ def rigid(
     now, steps = 0.0, 0
     active: list[tuple[float, float]] = []
     while now < seconds:
-        left = math.ceil((seconds - now) / step)
-        run = min(left, int(rng.geometric(interrupted))) if interrupted else left
+        run = int(rng.geometric(interrupted)) if interrupted else math.inf
         active.append((now, min(now + run * step, seconds)))
-        steps += run
+        # The step in which the time runs out is never done.
+        steps += int(min(run, (seconds - now) // step))
         now += run * step + model.restart_seconds
     return _measure(steps * step_seconds, step_seconds, seconds, active)
 

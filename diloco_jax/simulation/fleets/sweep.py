@@ -6,7 +6,9 @@ import csv
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
+from diloco_jax.config import ConfigError
 from diloco_jax.simulation.fleets.goodput import (
     GoodputConfig,
     GoodputResult,
@@ -18,6 +20,8 @@ from diloco_jax.simulation.progress import Progress, nobody, part
 
 CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
 ISLANDS = (1, 2, 4, 8, 16)
+SWEPT = {"method": get_args(Method), "chips": CHIPS, "islands": ISLANDS}
+"""What a sweep goes over."""
 MEASURES = tuple(field.name for field in dataclasses.fields(GoodputSample))
 
 
@@ -27,14 +31,22 @@ def sweep_goodput(
     islands: Sequence[int],
     progress: Progress = nobody,
 ) -> list[GoodputResult]:
-    """Both data-parallel methods, and decoupled with each number of islands, at each
-    number of chips; all else as in `config`. Raises ConfigError."""
-    ways: list[tuple[Method, int]] = [("rigid", 1), ("elastic", 1)]
-    ways += [("decoupled", count) for count in islands]
+    """Both data-parallel methods, and decoupled with each number of islands that has a
+    quorum, at each number of chips; all else as in `config`. Raises ConfigError."""
+    if max(islands) < config.quorum:
+        raise ConfigError(
+            f"quorum = {config.quorum}, but a sweep has at most {max(islands)} "
+            f"islands: no fragment could ever merge; lower quorum"
+        )
+    ways: list[tuple[Method, int, int]] = [("rigid", 1, 1), ("elastic", 1, 1)]
+    enough = (count for count in islands if count >= config.quorum)
+    ways += [("decoupled", count, config.quorum) for count in enough]
     points = [
-        dataclasses.replace(config, method=method, islands=count, chips=total)
+        dataclasses.replace(
+            config, method=method, islands=count, quorum=quorum, chips=total
+        )
         for total in chips
-        for method, count in ways
+        for method, count, quorum in ways
     ]
     for point in points:
         point.validate()
