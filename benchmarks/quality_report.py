@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ PUBLISHED_GAPS = {
 }
 """Percent over data-parallel by parameters and islands: synchronous, 20 tokens per
 parameter, H = 30, each at its own best batch size (arXiv 2503.09799, table 4)."""
+FINDINGS = Path(__file__).with_name("quality_findings.md")
 ISLANDS = (1, 2, 4, 8, 16)
 COLORS = {2: "C0", 4: "C1", 8: "C2"}
 BOUNDS = (
@@ -71,16 +73,32 @@ def write(out: Path, doc: str | None, runs: Runs) -> int:
         checks += _checks(size, losses)
     _plot(out / "quality.png", runs)
     done = ", ".join(_done(runs, size) for size in SIZES)
-    text = (
-        f"{doc}\nDone so far: {done}. A row without an interval has one seed: a lead, "
-        f"no evidence."
-    )
-    code = support.write_results(
+    plot = "![Gap to data-parallel by islands, tokens and H](quality.png)"
+    found = told(FINDINGS.read_text(), runs)
+    text = f"{doc}\nDone so far: {done}.\n\n{plot}\n\n{found}"
+    return support.write_results(
         out, "quality", text, tables, checks, {"runs": list(runs)}
     )
-    with (out / "quality.md").open("a") as file:
-        file.write("\n![Gap to data-parallel by islands, tokens and H](quality.png)\n")
-    return code
+
+
+def told(text: str, runs: Runs) -> str:
+    """The text with `{size; row; against}` replaced by what was found; `against` is
+    the row's own if it is left out. Raises SystemExit naming one that is no row."""
+
+    def fill(match: re.Match[str]) -> str:
+        size, name, *rest = match[1].split("; ")
+        by_name = {row.name: row for row in rows(SIZES[size])} if size in SIZES else {}
+        if unknown := {name, *rest} - by_name.keys():
+            raise SystemExit(f"{FINDINGS.name}: {match[0]}: no {unknown} at {size!r}")
+        against = rest[0] if rest else by_name[name].against
+        compared = difference(_losses(runs, size), name, against)
+        if compared is None:
+            return "not run"
+        mean, half, pairs = compared
+        interval = f" ± {half:.1f}" if half < float("inf") else ""
+        return f"{mean:+.1f} %{interval} ({pairs})"
+
+    return re.sub(r"\{([^{}]+)\}", fill, text)
 
 
 def _done(runs: Runs, size: str) -> str:
