@@ -65,8 +65,6 @@ def flush(
     too few did for a quorum, their deltas enter the flush, and the rest of their steps
     a second merge of it.
     """
-    if fragment.phase == "open" and hurry and not fragment.final:
-        return with_fragment(state, replace(fragment, final=True)), []
     if fragment.phase != "idle":
         return state, []
     islands, accounts = state.islands, fragment.accounts

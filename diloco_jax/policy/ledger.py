@@ -128,9 +128,7 @@ def island_totals(config: PolicyConfig, state: State, name: str) -> Totals:
     merged = carried = 0
     lost: dict[str, int] = {}
     for fragment, size in zip(state.fragments, config.fragment_sizes, strict=True):
-        account = fragment.accounts.get(name)
-        if account is None:
-            continue
+        account = fragment.accounts[name]
         merged += size * account.merged_tokens
         carried += size * account.carried_tokens
         for reason, tokens in account.lost_tokens.items():

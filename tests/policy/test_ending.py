@@ -157,6 +157,7 @@ def test_at_the_deadline_the_flush_merges_what_is_here() -> None:
     effects = d.wait(d.config.flush_s)
     assert only(effects, Merge).fragment == 0
     assert d.fragment(1).phase == "done", "nobody answered there"
+    assert policy.next_deadline(d.state, d.now) == d.now + 50, "a lease, not this again"
     effects = d.computed(0)
     assert of(effects, Finish)
     assert d.totals("b").lost == {"finished": 100}

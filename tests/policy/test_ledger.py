@@ -38,6 +38,17 @@ def test_totals_are_weighted_by_parameters_and_floored() -> None:
     assert totals.in_flight == 90 - 14 - 36
 
 
+def test_less_than_a_token_is_no_loss() -> None:
+    d = Driver(fragment_sizes=(1, 99))
+    d.join("a")
+    for fragment in (0, 1):
+        d.report("a", 2 * fragment + 2)
+        d.merge(fragment, a=2 * fragment + 2)
+    d.goodbye("a")
+    assert d.account("a", 0).lost_tokens == {"stopped": 20}
+    assert d.totals("a").lost == {}
+
+
 def test_totals_balance_exactly() -> None:
     d = worked()
     for totals in (

@@ -52,6 +52,17 @@ def test_a_silent_island_is_absent_and_loses_nothing() -> None:
     assert status(d, "b") == "live"
 
 
+def test_the_next_deadline_is_that_of_the_first_island_to_go_silent() -> None:
+    d = Driver()
+    d.join("a", "b")
+    d.now += 10
+    d.report("b", 1)
+    assert policy.next_deadline(d.state, d.now) == d.now + 90
+    d.wait(90)
+    assert status(d, "a") == "absent"
+    assert policy.next_deadline(d.state, d.now) == d.now + 10
+
+
 @pytest.mark.parametrize("phase", ["joining", "compiling"])
 def test_compiling_is_not_mistaken_for_death(phase: str) -> None:
     d = Driver()

@@ -93,3 +93,25 @@ def test_what_was_left_behind_is_in_the_share() -> None:
     d.goodbye("b")
     d.take("a", 0, 2)
     assert share_of(d.take("c", 0, 2)) == 1
+
+
+def test_one_merge_is_enough_to_be_counted_on_as_before() -> None:
+    d = turns_driver()
+    d.goodbye("c")
+    d.report("a", 2)
+    assert share_of(d.take("a", 0, 2)) == pytest.approx(1 / 4)
+    d.take("b", 0, 2)
+    d.computed(0)
+    shares = []
+    for steps in range(4, 2 * MISSED_MERGES + 6, 2):
+        d.report("a", steps)
+        shares.append(share_of(d.take("a", 0, steps)))
+        d.computed(0)
+    assert shares == [1.0] + [pytest.approx(1 / 4)] * MISSED_MERGES
+
+
+def test_a_merge_of_islands_without_a_speed_is_whole() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.hello("a")
+    d.report("a", 2, step_seconds=0.0)
+    assert share_of(d.take("a", 0, 2)) == 1

@@ -46,6 +46,23 @@ def test_steps_that_only_the_roster_knows_are_counted_and_lost() -> None:
     assert d.state.islands["a"].steps == 4, "that was another incarnation's"
 
 
+def test_who_had_left_does_not_leave_again() -> None:
+    d = stopped()
+    d.goodbye("a")
+    before = d.totals("a")
+    effects = d.feed(Resumed(steps={("a", 1): 4}))
+    assert [r["island"] for r in persisted(effects, "left")] == ["b"]
+    assert d.totals("a") == before
+
+
+def test_who_made_no_step_has_none_and_loses_none() -> None:
+    d = Driver()
+    d.join("a")
+    (left,) = persisted(d.feed(Resumed()), "left")
+    assert (left["steps"], left["lost_tokens_by_fragment"]) == (0, [0, 0])
+    assert lost(d, "a") == {}
+
+
 def test_the_end_of_all_incarnations_survives_a_crash() -> None:
     d = stopped()
     before, logged = d.state, len(d.log)

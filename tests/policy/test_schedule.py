@@ -287,3 +287,16 @@ def test_a_tick_waits_for_its_own_steps_and_no_other_ticks() -> None:
         d.report("a", steps)
         ticks.append(d.state.tick)
     assert ticks == [1, 1, 2, 2, 3, 4, 4, 5, 5, 6]
+
+
+def test_who_has_compiled_begins_without_the_ticks_that_passed() -> None:
+    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b", "c")
+    d.hello("b", 2)
+    d.report("a", 2)
+    assert asked(d.report("c", 2)) == {0: ["a", "c"]}
+    d.merge(0, a=2, c=2)
+    d.goodbye("c")
+    d.report("b", 0)
+    d.report("a", 4)
+    assert asked(d.report("b", 2)) == {0: ["a", "b"]}
