@@ -71,14 +71,18 @@ def trouble(size: Size) -> Iterator[Row]:
 
 
 def _varying(size: Size) -> Iterator[Row]:
-    """Steps that vary three times as much: whether grace needs the slack it leaves."""
-    name = "4 fast + 4 slow islands, spread 0.3"
-    for suffix, grace in (("", {}), (", gamma 0.99", {"grace": 0.99})):
-        settings: dict[str, Any] = dict(grace)
-        yield Row(
-            name=name + suffix,
-            group="trouble",
-            against=name if suffix else "decoupled, 4 fast + 4 slow islands",
-            config=config(size, islands=fast_and_slow(size.sequences), **settings),
-            options=network(2, out_of_phase=True, step_spread=0.3),
-        )
+    """Steps, or merges, that vary more: whether grace needs the slack it leaves."""
+    for what, changes in (
+        ("steps +- 30 %", {"step_spread": 0.3}),
+        ("merges +- 100 %", {"merge_spread": 1.0}),
+    ):
+        name = f"4 fast + 4 slow islands, {what}"
+        for suffix, grace in (("", {}), (", gamma 0.99", {"grace": 0.99})):
+            settings: dict[str, Any] = dict(grace)
+            yield Row(
+                name=name + suffix,
+                group="trouble",
+                against=name if suffix else "decoupled, 4 fast + 4 slow islands",
+                config=config(size, islands=fast_and_slow(size.sequences), **settings),
+                options=network(2, out_of_phase=True, **changes),
+            )

@@ -213,6 +213,20 @@ def test_slower_islands_and_pauses_take_their_time(text) -> None:
     assert result.summary["wall_seconds"] == result.history.steps["time"].max()
 
 
+def test_merges_take_their_time_each_its_own(text) -> None:
+    def past_the_second(**times: float) -> list[float]:
+        """Of merges: islands step, and take, at whole seconds."""
+        options = EmulationOptions(merge_seconds=0.4, **times)
+        merges = emulate(make_config(text), options=options).history.merges
+        return [round(float(at), 6) for at in merges["time"] % 1.0]
+
+    always = past_the_second()
+    assert set(always) == {0.4}
+    varied = past_the_second(merge_spread=0.2)
+    assert len(set(varied)) == len(varied)
+    assert 0.2 < sum(varied) / len(varied) < 0.6
+
+
 def test_history_says_who_computed_sent_and_adopted_when(text) -> None:
     options = EmulationOptions(
         line=LineSpeed(latency_s=0.25), evaluate_every_tokens=600
@@ -238,6 +252,7 @@ def test_history_says_who_computed_sent_and_adopted_when(text) -> None:
     ("change", "message"),
     [
         ({"step_spread": -1.0}, r"step_spread = -1.0; .*at least 0, at most 1"),
+        ({"merge_spread": 1.5}, r"merge_spread = 1.5; .*at least 0, at most 1"),
         ({"chance_seed": -1}, r"chance_seed = -1; .*at least 0"),
         ({"joins": {"c": (0.0, 1.0)}}, r"'c', which is no island.*there are b, a"),
         ({"joins": {"a": (2.0, 1.0)}}, r"joins.a = 2 to 1; choose 0 <= from < to"),

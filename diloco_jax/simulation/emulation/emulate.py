@@ -45,6 +45,7 @@ from diloco_jax.simulation.emulation.attendance import Attendance
 from diloco_jax.simulation.emulation.bodies import StoreMerging, TrainedBody, trainer_of
 from diloco_jax.simulation.emulation.history import History
 from diloco_jax.simulation.emulation.options import EmulationOptions
+from diloco_jax.simulation.virtual.steps import durations
 from diloco_jax.simulation.virtual.world import World
 from diloco_jax.validation import validate
 
@@ -173,6 +174,8 @@ class _Emulator:
         params = jax.jit(model.init)(jax.random.key(run.seed))
         self._store = Store(run, plan, params, deadlines.pin_s)
         self._alerts: list[str] = []
+        chance = np.random.default_rng(options.chance_seed)
+        merging = durations(options.merge_seconds, options.merge_spread, chance)
         self._world = World(
             run,
             policy_config(run, placement, RUN_ID, plan.sizes),
@@ -181,7 +184,7 @@ class _Emulator:
             line_speed=options.line,
             make_body=self._make_body,
             alert=self._alerts.append,
-            merge_seconds=lambda merge: options.merge_seconds,
+            merge_seconds=lambda merge: next(merging),
         )
         self._clock, self._coordinator = self._world.clock, self._world.coordinator
         bytes_up = tuple(layout.total_bytes for layout in self._store.layouts_up)

@@ -23,6 +23,9 @@ class EmulationOptions:
     """From the last delta to the published merge. To emulate an overlap of tau steps
     whatever the network: (tau - 0.5) steps' seconds, so that the adoption is tau
     boundaries after the take."""
+    merge_spread: float = 0.0
+    """Standard deviation of the merges' seconds over their mean (log-normal): a busy
+    coordinator, links that vary."""
     join_seconds: float = 0.0
     """Compiling, at every start of an island."""
     step_spread: float = 0.0
@@ -32,7 +35,8 @@ class EmulationOptions:
     down_seconds: float = 10.0
     """From a failure, random or in `placement.faults`, to the new start."""
     chance_seed: int = 0
-    """Draws step times and failures. Parameters and data follow the run's seed."""
+    """Draws times of steps and merges, and failures. Parameters and data follow the
+    run's seed."""
     joins: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     """From when until when an island takes part, by name; inf = to the end. Islands
     not named: from 0 to the end."""
@@ -46,7 +50,7 @@ class EmulationOptions:
 
     def validate(self, islands: Mapping[str, Any]) -> None:
         """Raises ConfigError naming field, value and remedy. islands: by name."""
-        within(self, SHARE, "step_spread")
+        within(self, SHARE, "step_spread", "merge_spread")
         within(self, NOT_NEGATIVE, "chance_seed")
         within(self, NOT_NEGATIVE, "merge_seconds", "join_seconds", "down_seconds")
         within(self, NOT_NEGATIVE, "failure_every_seconds", "evaluate_every_tokens")
