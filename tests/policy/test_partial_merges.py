@@ -114,4 +114,7 @@ def test_a_merge_of_islands_without_a_speed_is_whole() -> None:
     d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
     d.hello("a")
     d.report("a", 2, step_seconds=0.0)
-    assert share_of(d.take("a", 0, 2)) == 1
+    fields = {"tick": d.tick_of("a", 0), "version": d.fragment(0).version, "start": 0}
+    took = d.record("a", "took", 2, fragment=0, **fields)
+    d.report("a", 2, took, step_seconds=0.0)
+    assert share_of(d.arrive("a", 0)) == 1

@@ -164,7 +164,14 @@ def test_islands_that_take_at_once_wait_for_those_that_take_later() -> None:
 
 @pytest.mark.parametrize(
     ("own_s", "leads_s", "after"),
-    [(0.5, 0.5, 2), (0.4, 0.5, 2), (1.0, 0.5, 1), (5.0, 0.5, 0), (0.5, 1.0, 0)],
+    [
+        (0.5, 0.5, 2),
+        (0.4, 0.5, 2),
+        (1.0, 0.5, 1),
+        (5.0, 0.5, 0),
+        (0.5, 1.0, 0),
+        (0.0, 0.5, 0),
+    ],
 )
 def test_a_take_is_put_off_by_time_and_not_for_much_slower_islands(
     own_s: float, leads_s: float, after: int
