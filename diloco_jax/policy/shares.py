@@ -105,8 +105,7 @@ def release(state: State, name: str, merged_steps: int) -> State:
         if lease.span.start + used < lease.span.stop:
             spans.append(Span(lease.span.start + used, lease.span.stop))
     state = replace(state, free_spans=_joined(spans))
-    island = replace(island, leases=(), sequences_granted=0)
-    return with_island(state, island)
+    return with_island(state, replace(island, leases=()))
 
 
 def regrant(state: State, name: str, known: int) -> list[Effect]:
@@ -121,11 +120,9 @@ def regrant(state: State, name: str, known: int) -> list[Effect]:
 def merged_steps(state: State, island: Island) -> int:
     """Steps of the incarnation that may be in some merge (those being computed, and of
     what it left behind, too)."""
-    ends = [0]
+    ends = []
     for fragment in state.fragments:
-        account = fragment.accounts.get(island.name)
-        if account is not None and account.incarnation == island.incarnation:
-            ends.append(account.merged_end)
+        ends.append(fragment.accounts[island.name].merged_end)
         ends += [
             contribution.end
             for contribution in (*fragment.merging, *fragment.left_behind)

@@ -287,6 +287,19 @@ def test_a_refusal_that_was_not_heard_of_is_told_again(asked_a: Driver) -> None:
     assert (verdict.verdict, verdict.reason) == ("refused", "non_finite")
 
 
+def test_a_refusal_is_told_again_with_its_reason_after_it_was_answered(
+    asked_a: Driver,
+) -> None:
+    d = asked_a
+    held = d.held("a", 0, 0, 2)
+    d.take("a", 0, 2, arrive=False)
+    d.arrive("a", 0, refusal="non_finite")
+    answer = d.record("a", "reopened", 2, fragment=0, tick=held.tick, start=0)
+    d.report("a", 2, answer)
+    verdict = only(back(d, held), TellVerdict)
+    assert (verdict.verdict, verdict.reason) == ("refused", "non_finite")
+
+
 def test_a_refusal_before_the_record_is_told_again(asked_a: Driver) -> None:
     d = asked_a
     held = d.held("a", 0, 0, 2)

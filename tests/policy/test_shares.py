@@ -145,8 +145,33 @@ def test_a_grant_is_made_of_as_many_free_spans_as_it_takes() -> None:
     assert d.state.free_spans == (Span(512, 600),)
 
 
+def test_data_is_granted_in_order_if_it_can_be() -> None:
+    d = Driver(outage_budget_s=30.0)
+    d.state = replace(
+        d.state, free_spans=(Span(0, 100), Span(500, 600)), next_position=600
+    )
+    d.hello("a", step_seconds=1.0)
+    assert spans(d.effects) == [Span(0, 62)]
+    assert d.state.free_spans == (Span(62, 100), Span(500, 600))
+
+
+def test_what_others_have_in_a_merge_keeps_no_data_of_an_island() -> None:
+    d = Driver()
+    d.hello("a")
+    d.report("a", 0)
+    (first,) = spans(d.effects)
+    d.join("b")
+    d.report("b", 5)
+    d.take("b", 0, 5)
+    assert d.fragment(0).phase == "merging"
+    d.report("a", 5)
+    d.goodbye("a")
+    assert d.state.free_spans[0].start == first.start
+
+
 def test_leases_whose_steps_are_all_merged_are_forgotten() -> None:
     d = Driver()
+    d.hello("z")
     d.hello("a", sequences_per_step=2)
     d.report("a", 0)
     (lease,) = d.state.islands["a"].leases

@@ -314,6 +314,24 @@ def test_transfer_times_shorten_the_grace_window() -> None:
     assert d.fragment(0).closes_at == pytest.approx(d.now + 2)
 
 
+def test_only_bytes_after_their_record_that_are_merged_tell_of_transfer_times(
+    open_for_a: Driver,
+) -> None:
+    d = open_for_a
+    d.take("b", 0, 2)
+    before = d.fragment(0).transfer_seconds
+    d.wait(4)
+    d.arrive("a", 0)
+    assert d.fragment(0).transfer_seconds == before, "nobody knows since when"
+    unfit = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    unfit.join("a")
+    unfit.report("a", 2)
+    unfit.take("a", 0, 2, arrive=False)
+    unfit.wait(4)
+    unfit.arrive("a", 0, refusal="non_finite")
+    assert unfit.fragment(0).transfer_seconds == 0
+
+
 def test_a_refusal_is_told_once() -> None:
     """Until the island answers, every merge finds the refused take again."""
     d = Driver(fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
