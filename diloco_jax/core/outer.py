@@ -75,15 +75,15 @@ GENTLE = OuterPreset("nesterov", 0.4, 0.6)
 GENTLE_FROM_MERGES = 150.0
 """Momentum that goes as far as the islands went, 0.4 / (1 - 0.6), and no further. Over
 none, 8 islands, 0.1 M parameters, RDA (docs/results/quality.md): H = 12, 163 merges per
-fragment: -3.2, -1.0 and -2.6 % of the loss; H = 4, 490 merges: -1.9 %; below 150 merges
--1.9 to +1.4 %."""
+fragment: -3.2, -1.0 and -2.6 % of the loss; H = 24, 326 merges: -2.6, -1.4 and -0.8 %;
+below 150 merges -1.9 to +1.4 %. 0.4 / 0.9, published for one island, was behind it in
+three pairs of three at H = 24 and 326 merges (1.5, 1.6 and 0.1 %)."""
 
 PUBLISHED_MOMENTUM = 0.9
 PUBLISHED_RATES = ((1, 0.4), (4, 0.6), (math.inf, 0.8))
 """Up to so many islands, of the plain mean (arXiv 2503.09799, H = 30). A mean of M
-deltas, which are nearly orthogonal, is shorter than one of them; RDA is as long, so its
-rate is that of one island: at H = 24 and 325 merges 0.4 / 0.9 is -1.2 and +0.2 % over
-no momentum, 0.8 / 0.9 is +5.7 %."""
+deltas, which are nearly orthogonal, is shorter than one of them; RDA is as long, and at
+H = 24 and 326 merges 0.8 / 0.9 is 5.7 % worse than no momentum with it."""
 PUBLISHED_FROM_MERGES = 200.0
 PUBLISHED_FROM_STEPS = 24
 """Of a cycle. The shorter it is, the more alike successive deltas should be, which
@@ -98,12 +98,12 @@ def preset(
     if merges_per_fragment < GENTLE_FROM_MERGES:
         return SHORT
     if (
-        merges_per_fragment < PUBLISHED_FROM_MERGES
+        merge == "rda"
+        or merges_per_fragment < PUBLISHED_FROM_MERGES
         or steps_per_cycle < PUBLISHED_FROM_STEPS
     ):
         return GENTLE
-    alike = islands if merge == "mean" else 1
-    rate = next(rate for up_to, rate in PUBLISHED_RATES if alike <= up_to)
+    rate = next(rate for up_to, rate in PUBLISHED_RATES if islands <= up_to)
     return OuterPreset("nesterov", rate, PUBLISHED_MOMENTUM)
 
 
