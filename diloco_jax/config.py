@@ -102,8 +102,8 @@ class InnerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OuterConfig:
-    """The outer optimizer. None = by `core.outer.preset`: the more merges a fragment
-    will see, and the longer the cycle, the more momentum."""
+    """The outer optimizer. None = by `core.outer.preset`: after the merges that a
+    fragment will see, the cycle and the merge rule."""
 
     optimizer: OuterName | None = None
     learning_rate: float | None = None
