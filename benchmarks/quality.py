@@ -87,6 +87,9 @@ def main() -> int:
         "--seeds", type=int, default=HEADLINE_SEEDS, help="of each row, at most"
     )
     parser.add_argument(
+        "--first-seed", type=int, default=0, help="where --only begins to count"
+    )
+    parser.add_argument(
         "--text", nargs="*", default=[], help="the corpus, if not the standard library"
     )
     parser.add_argument("--platform", default="cpu", help='"cpu" or "cuda"')
@@ -167,7 +170,8 @@ def _wanted(options: Any) -> Iterator[tuple[Row, int]]:
         unknown = [name for name in only if name not in by_name]
         if unknown:
             raise SystemExit(f"--only: no rows {unknown}; there are {list(by_name)}")
-        for seed in range(options.seeds):
+        first = options.first_seed
+        for seed in range(first, first + options.seeds):
             yield from ((by_name[name], seed) for name in only)
         return
     chosen = [(row, 0) for row in swept]

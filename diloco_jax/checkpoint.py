@@ -30,7 +30,7 @@ from diloco_jax.config import (
     differences,
     shared_fields,
 )
-from diloco_jax.workdir import is_bucket
+from diloco_jax.paths import is_bucket
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from typing import TypeVar
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, suggest
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_REFUSED
+from diloco_jax.paths import absolute
 
 T = TypeVar("T")
 
@@ -264,7 +265,7 @@ def _config_and_options(
 def _workdir(config: Config) -> Path:
     if not config.placement.workdir:
         raise ConfigError("--workdir is missing; give the folder of this run")
-    return Path(config.placement.workdir).absolute()
+    return Path(absolute(config.placement.workdir))
 
 
 # ---- commands that do not --------------------------------------------------------

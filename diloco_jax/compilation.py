@@ -10,7 +10,9 @@ from diloco_jax import run_files
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 MAX_BYTES = 2 << 30
-"""What a process that starts leaves of the cache: the entries used last."""
+"""What a process that starts leaves of our cache: the entries used last."""
+ENTRY = "-cache"
+"""How jax ends the name of an entry."""
 
 
 def of_user() -> Path:
@@ -37,27 +39,34 @@ def use_cache(folder: Path) -> None:
         "jax_compilation_cache_max_size": -1,
     }
     if named := os.environ.get(VARIABLE):
-        folder = Path(named)
+        # Somebody else's, or shared with others: nothing that is whole goes from it.
+        _tidy(Path(named), None)
     else:
         settings["jax_compilation_cache_dir"] = str(folder)
-    _tidy(folder)
+        _tidy(folder, MAX_BYTES)
     for name, value in settings.items():
         jax.config.update(name, value)  # type: ignore[no-untyped-call]
 
 
-def _tidy(folder: Path) -> None:
-    """Removes what was not used for longest, above `MAX_BYTES`, and empty entries:
-    their writer was killed, and jax never writes an entry that exists.
+def _tidy(folder: Path, max_bytes: int | None) -> None:
+    """Removes the entries that were not used for longest, above `max_bytes`, and empty
+    ones: their writer was killed, and jax never writes an entry that exists. Other
+    files stay, and so does what this process may not remove.
 
     Another process may be about to fill an empty one, or to read one that goes: then
     that is compiled again. So is an entry that is read while it is half written, or
     of which a writer left a part; jax warns of it.
     """
     entries = []
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as found:
+    with (
+        contextlib.suppress(FileNotFoundError, PermissionError),
+        os.scandir(folder) as found,
+    ):
         for entry in found:
+            if not entry.name.endswith(ENTRY):
+                continue
             with contextlib.suppress(FileNotFoundError):
-                stat = entry.stat()
+                stat = entry.stat(follow_symlinks=False)
                 used = max(stat.st_atime, stat.st_mtime)
                 entries.append(
                     (used if stat.st_size else 0.0, entry.path, stat.st_size)
@@ -65,6 +74,6 @@ def _tidy(folder: Path) -> None:
     kept = 0
     for used, path, size in sorted(entries, reverse=True):
         kept += size
-        if not used or kept > MAX_BYTES:
-            with contextlib.suppress(FileNotFoundError):
+        if not used or (max_bytes is not None and kept > max_bytes):
+            with contextlib.suppress(OSError):
                 os.unlink(path)

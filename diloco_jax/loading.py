@@ -34,6 +34,7 @@ from diloco_jax.config import (
     RunConfig,
     suggest,
 )
+from diloco_jax.paths import with_absolute_paths
 from diloco_jax.validation import require_sections
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def _int(text: str) -> int:
 
 def read_config(path: str | Path) -> Config:
     """The `Config` of a configs file or `config.json`, as it stands there."""
-    path = Path(path)
+    path = Path(path).expanduser()
     if not path.is_file():
         raise ConfigError(
             f"no config file {str(path)!r}{_suggest_file(path)}; give the path to a "
@@ -170,12 +171,14 @@ def read_config(path: str | Path) -> Config:
 
 
 def resolve(config: Config, *, text_is_here: bool = False) -> Config:
-    """Fills in what a run decides once: the corpus digest and the outer optimizer.
+    """Fills in what a run decides once, the corpus digest and the outer optimizer, and
+    makes paths absolute.
 
-    Fields that are set are left alone, so resolving twice changes nothing. Reads the
-    corpus if its digest is not known, or it must be on this machine; raises ConfigError
-    if it cannot, if it is another one, or too short for the run.
+    Other fields that are set are left alone, so resolving twice changes nothing. Reads
+    the corpus if its digest is not known, or it must be on this machine; raises
+    ConfigError if it cannot, if it is another one, or too short for the run.
     """
+    config = with_absolute_paths(config)
     run = config.run
     if text_is_here or not run.data.digest:
         from diloco_jax.data import corpus as text

@@ -28,3 +28,6 @@ ATTEMPTS = "attempts.json"
 """Incarnations counted so far, by island."""
 CACHE = "jax-cache"
 """What the processes of `diloco run` compiled."""
+
+NAMES = tuple(value for name, value in sorted(globals().items()) if name.isupper())
+"""All of them."""

@@ -171,11 +171,6 @@ def add_to_summary(workdir: Path, fields: Mapping[str, Any]) -> None:
         write_json({**summary, **fields}, workdir / run_files.SUMMARY)
 
 
-def is_bucket(folder: str) -> bool:
-    """Whether it is no folder of this machine: gs://BUCKET/FOLDER."""
-    return "://" in folder
-
-
 @contextlib.contextmanager
 def held(path: Path, what: str, patience_s: float = RELEASE_S) -> Iterator[None]:
     """Inside, this process alone holds a folder, or a file that is made if missing.

@@ -50,25 +50,47 @@ def test_torn_entries_are_compiled_again(tmp_path):
 
 @pytest.fixture
 def entries(tmp_path, monkeypatch):
-    """Makes files of a size, used at some second, in the folder of the cache."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    """Makes entries of a size, used at some second, in the folder of the cache."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setattr(compilation, "MAX_BYTES", 100)
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)
 
     def make(**files):
         for name, (size, read, written) in files.items():
-            (tmp_path / name).write_bytes(b"x" * size)
-            os.utime(tmp_path / name, (read, written))
+            path = tmp_path / f"{name}-cache"
+            path.write_bytes(b"x" * size)
+            os.utime(path, (read, written))
 
     return make
+
+
+def names(folder):
+    return {path.name.removesuffix("-cache") for path in folder.iterdir()}
 
 
 def test_what_was_used_last_is_kept(entries, tmp_path):
     entries(old=(40, 10, 10), read=(40, 30, 10), new=(50, 20, 20), torn=(0, 40, 40))
     compilation.use_cache(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"read", "new"}
+    assert names(tmp_path) == {"read", "new"}
     compilation.use_cache(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"read", "new"}
+    assert names(tmp_path) == {"read", "new"}
+
+
+def test_in_a_folder_of_the_user_only_torn_entries_go(entries, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    entries(old=(400, 10, 10), new=(50, 20, 20), torn=(0, 40, 40))
+    compilation.use_cache(tmp_path / "elsewhere")
+    assert names(tmp_path) == {"old", "new"}
+
+
+def test_what_is_no_entry_stays(entries, tmp_path):
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder-cache").mkdir()
+    (tmp_path / "large").write_bytes(b"x" * 200)
+    entries(old=(400, 10, 10), new=(50, 20, 20))
+    compilation.use_cache(tmp_path)
+    assert names(tmp_path) >= {"empty", "folder", "large"}
+    assert "old" not in names(tmp_path)
 
 
 def test_a_folder_that_is_not_there_is_empty(entries, tmp_path, monkeypatch):

@@ -1,31 +1,121 @@
-"""What a new run puts into its workdir before anything has come of it."""
+"""The workdir of a new run, before anything has come of it."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
+import time
 from pathlib import Path
+from types import TracebackType
 
 from diloco_jax import run_files
+from diloco_jax import workdir as workdirs
+from diloco_jax.config import Config, ConfigError, differences, shared_fields
+from diloco_jax.loading import read_config_json, write_config_json
+from diloco_jax.paths import with_absolute_paths
+
+# Any of these means that a workdir belongs to a run.
+SIGNS_OF_A_RUN = (
+    run_files.CONFIG,
+    run_files.TAPE,
+    run_files.SUMMARY,
+    run_files.ATTEMPTS,
+)
 
 
 class Beginning:
-    """Made before the workdir is; `undo` is for a start that failed."""
+    """Inside it, `workdir` is there, and this process alone begins a run in it."""
 
-    def __init__(self, folder: str) -> None:
-        """folder: that of the run; empty if it is still to be named."""
-        self._existed = bool(folder) and Path(folder).is_dir()
-        self._before = set(Path(folder).iterdir()) if self._existed else set()
+    def __init__(self, config: Config, config_path: str) -> None:
+        """The folder that the config asks for or, where it asks for none, a new one
+        named after its file. Raises ConfigError if it cannot be had."""
+        config = with_absolute_paths(config)
+        asked = Path(config.placement.workdir)
+        self._existed = bool(config.placement.workdir) and asked.is_dir()
+        if config.placement.workdir:
+            workdirs.make_workdir(asked)
+        else:
+            asked = _new_folder(config_path)
+        self.workdir = asked
+        placement = dataclasses.replace(config.placement, workdir=str(asked))
+        self._config = dataclasses.replace(config, placement=placement)
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(
+            workdirs.held(asked, "another command that began there")
+        )
+        self._before = set(asked.iterdir())
 
-    def undo(self, workdir: Path, *, keep_logs: bool = False) -> None:
-        """The workdir is as it was. keep_logs: they tell why."""
-        before = {path.absolute() for path in self._before}
-        kept = before | ({workdir / run_files.LOGS} if keep_logs else set())
-        for path in set(workdir.iterdir()) - kept:
+    def __enter__(self) -> Beginning:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._held.close()
+
+    def create(self) -> Config:
+        """Writes `config.json`; returns what stands in it: the config with absolute
+        paths. Raises ConfigError, and changes nothing, if a run is there already."""
+        if any((self.workdir / file).exists() for file in SIGNS_OF_A_RUN):
+            raise ConfigError(
+                f"workdir {self.workdir} holds {_described(self.workdir, self._config)}"
+                f"; give another --workdir{_or_go_on(self.workdir)}"
+            )
+        write_config_json(self._config, self.workdir / run_files.CONFIG)
+        return self._config
+
+    def undo(self, *, keep_logs: bool = False) -> None:
+        """For a start that failed: nothing of the run is there. keep_logs: they tell
+        why. What somebody else put there meanwhile stays."""
+        for path in set(self.workdir.iterdir()) - self._before:
+            name = path.name
+            if name == run_files.LOGS and keep_logs:
+                continue
+            scratch = name.endswith(".tmp") and name.startswith(run_files.NAMES)
+            if name not in run_files.NAMES and not scratch:
+                continue
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
         if not self._existed:
-            with contextlib.suppress(OSError):  # The logs are there.
-                workdir.rmdir()
+            with contextlib.suppress(OSError):  # It is not empty.
+                self.workdir.rmdir()
+
+
+def _new_folder(config_path: str) -> Path:
+    """One that no other command has: several may begin in the same second."""
+    begun = time.strftime("%Y%m%d-%H%M%S")
+    name, count = f"{Path(config_path).stem}-{begun}", 1
+    parent = Path("runs").absolute()
+    workdirs.make_workdir(parent)
+    while True:
+        folder = parent / (name if count == 1 else f"{name}-{count}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            count += 1
+        else:
+            return folder
+
+
+def _described(workdir: Path, config: Config) -> str:
+    """The run that is there, beside the one that was to begin there."""
+    try:
+        there = read_config_json(workdir / run_files.CONFIG).run
+    except ConfigError:
+        return "another run (its config.json cannot be read)"
+    lines = differences(shared_fields(there), shared_fields(config.run))
+    if lines:
+        return f"another run, with {'; '.join(lines)} (here: that folder)"
+    return "this run" if workdirs.holds_run(workdir) else "another run of this config"
+
+
+def _or_go_on(workdir: Path) -> str:
+    if not workdirs.holds_run(workdir):
+        return ""
+    return f", or go on with that run: diloco run --resume {workdir}"

@@ -30,6 +30,7 @@ from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.loading import write_json
+from diloco_jax.paths import absolute
 from diloco_jax.wire.errors import WireError
 
 POLL_S = 0.2
@@ -89,7 +90,7 @@ class LocalCluster:
         if workdir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="diloco-")
             workdir = self._temporary.name
-        self.workdir = Path(workdir).absolute() / "run"
+        self.workdir = Path(absolute(str(workdir))) / "run"
         self.log = self.workdir.with_name("diloco.log")
         self.coordinator = LocalProcess("coordinator", self.workdir)
         self.islands = {

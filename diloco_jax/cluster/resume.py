@@ -42,14 +42,15 @@ def with_config(arguments: Sequence[str]) -> list[str]:
         value = arguments[1] if len(arguments) > 1 else ""
     if not value or value.startswith("-"):
         raise ConfigError(f"{OPTION} takes the workdir of the run that is to go on")
-    if Path(value).is_dir() and not workdirs.holds_run(Path(value)):
+    workdir = Path(value).expanduser()
+    if workdir.is_dir() and not workdirs.holds_run(workdir):
         raise ConfigError(
             f"{OPTION} {value}: no run is there (there is no run.json); give the "
             f"workdir of a run, or begin one with diloco run CONFIG"
         )
     # Before the config is read: one of another format may have other fields.
-    workdirs.require_format(Path(value))
-    return [str(Path(value) / run_files.CONFIG), *arguments]
+    workdirs.require_format(workdir)
+    return [str(workdir / run_files.CONFIG), *arguments]
 
 
 def resumed_config(config: Config, workdir: Path) -> Config:
@@ -63,7 +64,9 @@ def resumed_config(config: Config, workdir: Path) -> Config:
         raise ConfigError(f"{OPTION} {workdir}: there is no such folder")
     facts = workdirs.read_facts(workdir)
     written = read_config_json(workdir / run_files.CONFIG).run
-    config = resolve(dataclasses.replace(config, run=_filled(config.run, written)))
+    placement = dataclasses.replace(config.placement, workdir=str(workdir))
+    run = _filled(config.run, written)
+    config = resolve(dataclasses.replace(config, run=run, placement=placement))
     lines = differences(shared_fields(written), shared_fields(config.run))
     if lines:
         raise ConfigError(
@@ -72,7 +75,7 @@ def resumed_config(config: Config, workdir: Path) -> Config:
             f"placement may differ; for anything else, more total_tokens included, "
             f"begin a new run"
         )
-    lock = workdir / "coordinator.lock"
+    lock = workdir / run_files.LOCK
     if lock.exists():
         with workdirs.held(lock, "a coordinator"):
             pass

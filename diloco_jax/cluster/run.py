@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco_jax import run_files
+from diloco_jax import paths, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster import commands
 from diloco_jax.cluster.beginning import Beginning
@@ -32,12 +31,10 @@ from diloco_jax.config import (
     Config,
     ConfigError,
     Placement,
-    differences,
-    shared_fields,
 )
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
-from diloco_jax.loading import read_config_json, resolve, write_config_json
+from diloco_jax.loading import resolve
 from diloco_jax.observability.report import closing_report, comparison
 from diloco_jax.observability.terminal import LINE_EVERY_S, Dashboard
 from diloco_jax.wire import addresses
@@ -50,13 +47,6 @@ logger = logging.getLogger(__name__)
 STATUS_EVERY_S = 1.0
 LOOP_S = 0.2
 ROLES: tuple[Role, ...] = ("coordinator", "island")
-# Any of these means that a workdir belongs to a run.
-SIGNS_OF_A_RUN = (
-    run_files.CONFIG,
-    run_files.TAPE,
-    run_files.SUMMARY,
-    run_files.ATTEMPTS,
-)
 
 
 def run(
@@ -78,19 +68,17 @@ def run(
     _check_security(config.placement)
     with contextlib.ExitStack() as whole:
         if resume:
-            workdir = Path(resume).expanduser().absolute()
+            workdir = Path(paths.absolute(resume))
             if workdir.is_dir():
                 whole.enter_context(workdirs.held(workdir, "another `diloco run`"))
-            config = _with_absolute_paths(resumed_config(config, workdir), workdir)
+            config = resumed_config(config, workdir)
             if not finished(workdir):
                 config = resolve(config, text_is_here=True)
             begun = None
         else:
             config = resolve(config, text_is_here=True)
-            begun = Beginning(config.placement.workdir)
-            config = create_workdir(config, config_path)
-            workdir = Path(config.placement.workdir)
-            whole.enter_context(workdirs.held(workdir, "another `diloco run`"))
+            begun = whole.enter_context(Beginning(config, config_path))
+            config, workdir = begun.create(), begun.workdir
         return _run(config, workdir, console, begun, baseline=baseline)
 
 
@@ -156,7 +144,7 @@ def _processes(
             change.undo()
         if begun is not None:
             keep_logs = not isinstance(error, ConfigError)
-            begun.undo(cluster.workdir, keep_logs=keep_logs)
+            begun.undo(keep_logs=keep_logs)
         raise
     else:
         if resume and not interrupt.count:
@@ -164,51 +152,10 @@ def _processes(
         code = _supervise(cluster, console, interrupt)
         unserved = not cluster.address and not workdirs.read_summary(cluster.workdir)
         if begun is not None and unserved:
-            begun.undo(cluster.workdir, keep_logs=True)
+            begun.undo(keep_logs=True)
         return code
     finally:
         cluster.kill()
-
-
-def create_workdir(config: Config, config_path: str) -> Config:
-    """Makes the run's folder and writes the resolved `config.json` into it.
-
-    Returns the config with an absolute workdir. Raises ConfigError, and changes
-    nothing, if the folder holds a run already.
-    """
-    placement = config.placement
-    name = f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    workdir = Path(placement.workdir or Path("runs") / name).absolute()
-    if any((workdir / file).exists() for file in SIGNS_OF_A_RUN):
-        raise ConfigError(
-            f"workdir {workdir} holds {_described(workdir, config)}; give another "
-            f"--workdir{_or_go_on(workdir)}"
-        )
-    workdirs.make_workdir(workdir)
-    config = _with_absolute_paths(config, workdir)
-    write_config_json(config, workdir / run_files.CONFIG)
-    return config
-
-
-def _with_absolute_paths(config: Config, workdir: Path) -> Config:
-    """The config as it is read from any folder."""
-    placement, data = config.placement, config.run.data
-    placement = dataclasses.replace(
-        placement,
-        workdir=str(workdir),
-        certificates=placement.certificates and _absolute(placement.certificates),
-        checkpoints=placement.checkpoints and _absolute(placement.checkpoints),
-    )
-    data = dataclasses.replace(data, paths=tuple(_absolute(p) for p in data.paths))
-    model, factory = config.run.model, config.run.model.factory
-    if ".py:" in factory:
-        model = dataclasses.replace(model, factory=_absolute(factory))
-    run = dataclasses.replace(config.run, data=data, model=model)
-    return dataclasses.replace(config, run=run, placement=placement)
-
-
-def _absolute(path: str) -> str:
-    return path if workdirs.is_bucket(path) else str(Path(path).expanduser().absolute())
 
 
 def _check_security(placement: Placement) -> None:
@@ -346,21 +293,3 @@ def _baseline_lines(console: Console) -> Callable[[int, int, float], None]:
             )
 
     return report
-
-
-def _described(workdir: Path, config: Config) -> str:
-    """The run that is there, beside the one that was to begin there."""
-    try:
-        there = read_config_json(workdir / run_files.CONFIG).run
-    except ConfigError:
-        return "another run (its config.json cannot be read)"
-    lines = differences(shared_fields(there), shared_fields(config.run))
-    if lines:
-        return f"another run, with {'; '.join(lines)} (here: that folder)"
-    return "this run" if workdirs.holds_run(workdir) else "another run of this config"
-
-
-def _or_go_on(workdir: Path) -> str:
-    if not workdirs.holds_run(workdir):
-        return ""
-    return f", or go on with that run: diloco run --resume {workdir}"

@@ -34,9 +34,9 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
 
     A workdir whose coordinator is gone gives its summary, with `phase` "done" or, if
     the run was stopped before its end, "stopped" (ConnectionLost if it left none). Its
-    own placement counts, not the one given.
+    own placement counts where the one given names no certificates.
     """
-    workdir = Path(target)
+    workdir = Path(target).expanduser()
     if not workdir.is_dir():
         if ":" not in target:
             raise ConfigError(
@@ -52,9 +52,10 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
             f"started there, or its coordinator is not up yet"
         )
     if address_file.exists():
-        config = read_config_json(workdir / run_files.CONFIG)
+        if not placement.certificates:
+            placement = read_config_json(workdir / run_files.CONFIG).placement
         try:
-            return _ask(address_file.read_text().strip(), config.placement)
+            return _ask(address_file.read_text().strip(), placement)
         except ConnectionLost as error:
             if not summary:
                 raise ConnectionLost(f"{error}. {_cut_off(workdir)}") from error

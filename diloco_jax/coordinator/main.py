@@ -293,7 +293,8 @@ class Coordinator:
                 workdir / run_files.LOG,
                 self._tape,
             )
-            self._log = self._open_log()
+            # After the snapshot: it may have been killed between that and the log.
+            self._log = self._open_log(found)
             return state
         if gathered is not None:
             if found is not None:  # An older one, as where snapshots go elsewhere.
@@ -317,7 +318,7 @@ class Coordinator:
             self._facts.write(workdir)
         return state
 
-    def _open_log(self, after: int = -1) -> durable.RecordLog:
+    def _open_log(self, after: int) -> durable.RecordLog:
         log = durable.RecordLog(self._workdir / run_files.LOG, after)
         self._open.callback(log.close)
         return log

@@ -16,6 +16,7 @@ from diloco_jax.launch.certificates import prepare_certificates
 from diloco_jax.launch.order import COORDINATOR, Order, make_order
 from diloco_jax.launch.record import Record
 from diloco_jax.launch.submit import Submitter
+from diloco_jax.paths import absolute
 
 BACKENDS = {"tpu_vm": tpu_vm.deployment, "gke": gke.deployment}
 
@@ -54,10 +55,10 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
         )
     order = make_order(config, path, options.on)
     _check_owners(order, options.only)
-    workdir = Path(config.placement.workdir or Path("runs") / order.name).absolute()
+    workdir = Path(absolute(config.placement.workdir or f"runs/{order.name}"))
     record = Record(workdir / "launch.json", options.on)
     own = config.placement.certificates
-    certificates = Path(own).absolute() if own else workdir / "certificates"
+    certificates = Path(absolute(own)) if own else workdir / "certificates"
     folder = workdir / "launch"
     deployment = BACKENDS[options.on](
         order, str(certificates), str(folder), int(time.time())

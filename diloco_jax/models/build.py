@@ -20,6 +20,7 @@ from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.models import transformer
 from diloco_jax.models.layout import Layout
 from diloco_jax.models.model import Model
+from diloco_jax.paths import absolute
 
 Factory = Callable[[RunConfig, IslandConfig, Layout], Model]
 """What `model.factory` names."""
@@ -84,7 +85,7 @@ def _find(factory: str) -> Factory:
             f"'path/to/file.py:function'"
         )
     if place.endswith(".py"):
-        path = Path(place).expanduser().absolute()
+        path = Path(absolute(place))
         if not path.is_file():
             raise ConfigError(
                 f"{where}: there is no file {path}; correct the path, which counts "

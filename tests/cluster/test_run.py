@@ -22,7 +22,6 @@ from diloco_jax.config import (
     RunConfig,
 )
 from diloco_jax.data.corpus import load_corpus
-from diloco_jax.loading import read_config_json
 from diloco_jax.observability.tape import Tape
 from diloco_jax.wire.errors import SecurityError
 from diloco_jax.workdir import begin_run
@@ -300,42 +299,6 @@ def test_a_failed_evaluation_is_told_and_the_summary_kept(launch, workdir):
     assert code == 1
     assert "no checkpoint" in seen
     assert summary == {"merges": 3, "islands": {}}
-
-
-def test_the_workdir_of_another_run_is_refused_and_left_alone(launch, config, workdir):
-    launch()
-    before = (workdir / "config.json").read_bytes()
-    other = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=1))
-    with pytest.raises(ConfigError) as caught:
-        run_module.create_workdir(other, "configs/other.py")
-    for shown in (
-        str(workdir),
-        "seed: 0 here, 1 there",
-        "--workdir",
-    ):
-        assert shown in str(caught.value)
-    assert (workdir / "config.json").read_bytes() == before
-
-
-def test_without_a_workdir_the_run_is_named_after_its_config(
-    config, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    config = dataclasses.replace(config, placement=Placement())
-    made = Path(run_module.create_workdir(config, "configs/x.py").placement.workdir)
-    assert made.parent == tmp_path / "runs"
-    assert made.name.startswith("x-")
-
-
-def test_config_json_means_the_same_in_any_folder(config, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    data = dataclasses.replace(config.run.data, paths=("text",))
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, data=data))
-    run_module.create_workdir(config, "configs/x.py")
-    written = read_config_json(Path(config.placement.workdir) / "config.json")
-    assert written.run.data.paths == (str(tmp_path / "text"),)
-    assert written.placement.certificates == ""
-    assert written.run.fingerprint() == config.run.fingerprint()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,13 @@
 
 import jax
 import pytest
+import tiny
 
-from diloco_jax.coordinator import main
+from diloco_jax import checkpoint, run_files
+from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig, SyncConfig
+from diloco_jax.coordinator import durable, main
+from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.loading import resolve
 
 
 @pytest.fixture
@@ -25,3 +30,46 @@ def test_it_computes_on_the_cpu(any_platform, monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         main.run(None, tmp_path, init=True)
     assert platforms == ["cpu"]
+
+
+@pytest.fixture
+def config(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("one line of text\n" * 2000)
+    run = RunConfig(
+        model=tiny.MODEL,
+        data=DataConfig(paths=(str(text),)),
+        sync=SyncConfig(fragments=2),
+        sequence_length=tiny.SEQUENCE_LENGTH,
+        total_tokens=100_000,
+    )
+    return resolve(Config(run=run, islands={"a": IslandConfig()}).validate())
+
+
+class Killed(BaseException):
+    """At some point of a start."""
+
+
+def test_killed_between_first_snapshot_and_log(config, monkeypatch, tmp_path):
+    workdir = tmp_path / "run"
+
+    def killed(folder, after):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "RecordLog", killed)
+        coordinator = main.Coordinator(config, workdir, init=True)
+        with pytest.raises(Killed):
+            coordinator.start()
+        coordinator.close()
+
+    again = main.Coordinator(config, workdir, init=True)
+    again.start()
+    written = int(max((workdir / run_files.LOG).iterdir()).stem.split("-")[1])
+    assert again.conclude() == EXIT_DONE
+    again.close()
+    # What is written after snapshot 0 is read after it, and in the next snapshot.
+    assert written == 1
+    folder = checkpoint.snapshots_folder(config.placement, workdir)
+    assert sorted(int(path.name) for path in folder.iterdir()) == [0, 1]

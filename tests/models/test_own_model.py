@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from diloco_jax import cli
-from diloco_jax.cluster.run import create_workdir
 from diloco_jax.config import Config, ConfigError, IslandConfig, ModelConfig, RunConfig
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.loading import load_config
 from diloco_jax.models.build import build
+from diloco_jax.paths import with_absolute_paths
 from diloco_jax.planning.flops import count_flops
 from diloco_jax.planning.report import fragments_of
 
@@ -150,7 +150,7 @@ def test_a_factory_that_is_not_there_is_named(factory: str, what: str) -> None:
 def test_of_a_file_the_folder_is_this_machines(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = Config(run=made_by("models/m.py:make"))
-    made = create_workdir(config, "c.py")
+    made = with_absolute_paths(config)
     assert made.run.model.factory == f"{tmp_path}/models/m.py:make"
     assert made.run.fingerprint() == config.run.fingerprint()
     other = Config(run=made_by("models/n.py:make"))

@@ -120,14 +120,16 @@ def run(
     came of it goes there. Returns the summary."""
     check(config, options)
     compilation.use_cache(compilation.of_user())
-    workdir = config.placement.workdir
-    if workdir:
-        from diloco_jax.cluster.beginning import Beginning
-        from diloco_jax.cluster.run import create_workdir
+    with contextlib.ExitStack() as whole:
+        begun = None
+        if config.placement.workdir:
+            from diloco_jax.cluster.beginning import Beginning
 
-        config, begun = resolve(config), Beginning(workdir)
-        config = create_workdir(config, config_path)
-    with as_keyboard_interrupt(), Dashboard(console) as dashboard:
+            config = resolve(config)
+            begun = whole.enter_context(Beginning(config, config_path))
+            config = begun.create()
+        whole.enter_context(as_keyboard_interrupt())
+        dashboard = whole.enter_context(Dashboard(console))
         try:
             result = emulate(
                 config,
@@ -137,11 +139,11 @@ def run(
         except BaseException:
             # Interrupted, too: nothing came of it, the next one may have the folder.
             _settle()
-            if workdir:
-                begun.undo(Path(config.placement.workdir))
+            if begun is not None:
+                begun.undo()
             raise
-    if workdir:
-        result.write(Path(workdir))
+        if begun is not None:
+            result.write(begun.workdir)
     report = closing_report(result.summary, history.outages(result.history))
     console.print(f"\n{report}", highlight=False, soft_wrap=True)
     return result.summary

@@ -1,0 +1,37 @@
+"""Paths of a config: what they mean whatever folder a process was started in."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from diloco_jax.config import Config
+
+
+def is_bucket(folder: str) -> bool:
+    """Whether it is no folder of this machine: gs://BUCKET/FOLDER."""
+    return "://" in folder
+
+
+def absolute(path: str) -> str:
+    """With `~` as the user's folder; a bucket, and none, as it is."""
+    if not path or is_bucket(path):
+        return path
+    return str(Path(path).expanduser().absolute())
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The config as it is read from any folder."""
+    placement = dataclasses.replace(
+        config.placement,
+        workdir=absolute(config.placement.workdir),
+        certificates=absolute(config.placement.certificates),
+        checkpoints=absolute(config.placement.checkpoints),
+    )
+    run = config.run
+    data = dataclasses.replace(run.data, paths=tuple(map(absolute, run.data.paths)))
+    model = run.model
+    if ".py:" in model.factory:
+        model = dataclasses.replace(model, factory=absolute(model.factory))
+    run = dataclasses.replace(run, data=data, model=model)
+    return dataclasses.replace(config, run=run, placement=placement)

@@ -1,0 +1,36 @@
+"""Paths of a config mean the same in any folder."""
+
+from pathlib import Path
+
+from diloco_jax.config import Config, DataConfig, ModelConfig, Placement, RunConfig
+from diloco_jax.paths import with_absolute_paths
+
+
+def test_paths_are_those_of_the_folder_that_they_were_written_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = Config(
+        run=RunConfig(
+            data=DataConfig(paths=("text", "~/more")),
+            model=ModelConfig(factory="models/m.py:make"),
+        ),
+        placement=Placement(
+            workdir="~/runs/x", certificates="certs", checkpoints="gs://bucket/folder"
+        ),
+    )
+    made = with_absolute_paths(config)
+    assert made.run.data.paths == (str(tmp_path / "text"), "/home/somebody/more")
+    assert made.run.model.factory == str(tmp_path / "models/m.py:make")
+    assert made.placement == Placement(
+        workdir="/home/somebody/runs/x",
+        certificates=str(tmp_path / "certs"),
+        checkpoints="gs://bucket/folder",
+    )
+    assert made.run.fingerprint() == config.run.fingerprint()
+
+
+def test_what_names_no_file_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = Config(run=RunConfig(model=ModelConfig(factory="package.module:make")))
+    assert with_absolute_paths(config) == config
+    assert not Path("runs").exists()
