@@ -30,6 +30,8 @@ from diloco_jax.config import (
     differences,
     shared_fields,
 )
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.models.plan import other_model
 from diloco_jax.paths import is_bucket
 
 logger = logging.getLogger(__name__)
@@ -145,12 +147,13 @@ def newest(manager: ocp.CheckpointManager) -> int | None:
     return number
 
 
-def whose(run: RunConfig, run_id: str) -> dict[str, Any]:
-    """Facts by which a checkpoint is known to be of this run."""
+def whose(run: RunConfig, run_id: str, plan: FragmentPlan) -> dict[str, Any]:
+    """Facts by which a checkpoint is known to be of this run and model."""
     return {
         "run_id": run_id,
         "fingerprint": run.fingerprint(),
         "run": shared_fields(run),
+        "plan": plan.digest(),
     }
 
 
@@ -161,12 +164,25 @@ def refuse_other(
     `whose`."""
     lines = differences(ours["run"], facts["run"])
     if facts["run_id"] == ours["run_id"] and not lines:
+        refuse_other_model(folder, number, facts, ours["plan"])
         return
     raise ConfigError(
         f"checkpoint {number} in {folder} is of run {facts['run_id']}, this is run "
         f"{ours['run_id']}; their configs differ in {'; '.join(lines) or 'nothing'} "
         f"(here: this run's). Give another folder as --checkpoints, or remove that one"
     )
+
+
+def refuse_other_model(
+    folder: Folder, number: int, facts: Mapping[str, Any], plan: str
+) -> None:
+    """Raises ConfigError unless the arrays of a checkpoint are the parameters of our
+    model in order. plan: the digest of its fragments."""
+    if lines := other_model(plan, facts["plan"]):
+        raise ConfigError(
+            f"checkpoint {number} in {folder} does not fit: {lines[0]}. Bring the code "
+            f"back as it was when the run began"
+        )
 
 
 def require_access(folder: Folder) -> None:

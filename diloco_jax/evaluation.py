@@ -35,7 +35,8 @@ def load_params(workdir: str | Path) -> Params:
     """The global parameters of a run's newest snapshot: a nested dict of f32 arrays, as
     the model's `init` makes it (layers stacked on a leading axis).
 
-    Raises ConfigError if the workdir has no snapshot, or its model cannot be built.
+    Raises ConfigError if the workdir has no snapshot, or its model cannot be built, or
+    is not the one that was trained.
     """
     config = read_config(Path(workdir))
     return global_params(config, Path(workdir), build(config.run))
@@ -62,9 +63,11 @@ def global_params(config: Config, workdir: Path, model: Model) -> Params:
         number = checkpoint.newest(manager)
     if number is None:
         raise ConfigError(f"{folder} has no snapshot; give the workdir of a run")
+    plan = build_plan(config.run, model)
+    facts = checkpoint.read_facts(manager, number)
+    checkpoint.refuse_other_model(folder, number, facts, plan.digest())
     thetas = checkpoint.restore(manager, number, "theta")
     manager.close()
-    plan = build_plan(config.run, model)
     pieces = {}
     for fragment, theta in zip(plan.fragments, thetas, strict=True):
         for piece, value in zip(fragment, theta, strict=True):

@@ -12,6 +12,9 @@ from jax.sharding import SingleDeviceSharding
 
 from diloco_jax import checkpoint
 from diloco_jax.config import ConfigError, ModelConfig, Placement, RunConfig
+from diloco_jax.core.fragments import plan_fragments
+
+PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)
 
 
 @pytest.fixture
@@ -90,10 +93,10 @@ def test_folders_of_a_run_are_in_its_workdir_or_where_it_says(tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_both():
-    ours = checkpoint.whose(RunConfig(), "mine")
+    ours = checkpoint.whose(RunConfig(), "mine", PLAN)
     checkpoint.refuse_other(epath.Path("f"), 3, ours, ours)
     other = RunConfig(model=ModelConfig(d_model=64))
-    theirs = checkpoint.whose(other, "theirs")
+    theirs = checkpoint.whose(other, "theirs", PLAN)
     with pytest.raises(ConfigError) as refused:
         checkpoint.refuse_other(epath.Path("f"), 3, theirs, ours)
     for shown in (

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from diloco_jax import baseline, evaluation
+from diloco_jax import baseline, checkpoint, evaluation, run_files
 from diloco_jax.config import Config, ConfigError, DataConfig, IslandConfig, RunConfig
+from diloco_jax.loading import write_config_json
 
 
 @pytest.mark.parametrize(
@@ -23,3 +25,16 @@ def test_a_loss_on_other_text_than_the_runs_is_no_result(judge, tmp_path) -> Non
     )
     with pytest.raises(ConfigError, match=r"data.digest = 0000.*--data.paths"):
         judge(config)
+
+
+def test_parameters_of_another_model_are_refused(tmp_path) -> None:
+    config = Config(islands={"a": IslandConfig()})
+    write_config_json(config, tmp_path / run_files.CONFIG)
+    folder = checkpoint.snapshots_folder(config.placement, tmp_path)
+    manager = checkpoint.open_folder(folder, keep=1)
+    theta = [[np.zeros(3, np.float32)]]
+    checkpoint.save(manager, 2, {"theta": theta}, {"plan": "abc"})
+    manager.close()
+    wanted = r"checkpoint 2 in .* does not fit: .* here, abc there; .* Bring the code"
+    with pytest.raises(ConfigError, match=wanted):
+        evaluation.load_params(tmp_path)

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import msgspec
 
-from diloco_jax.config import ConfigError, RunConfig, differences, shared_fields
+from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
@@ -73,7 +74,7 @@ class Gatherer:
         names: frozenset[str],
     ) -> None:
         """names: of the config's islands. config: without a run id."""
-        self._shared, self._fingerprint = shared_fields(run), run.fingerprint()
+        self._likeness = Likeness(run, plan)
         self._config, self._plan, self._names = config, plan, names
         self._codec = get_codec("f32")
         self._layouts = [PayloadLayout.of(self._codec, p) for p in plan.fragments]
@@ -119,15 +120,12 @@ class Gatherer:
         """An island offers what it has."""
         with self._lock:
             self._sessions[hello.session] = session
-        lines: list[str] = []
-        if hello.fingerprint != self._fingerprint:
-            lines = differences(self._shared, hello.run) or ["fingerprint"]
         offer = Offer(
             island=hello.island,
             incarnation=hello.incarnation,
             session=hello.session,
             run_id=hello.run_id,
-            differences=tuple(lines),
+            differences=tuple(self._likeness.differences(hello)),
             term=hello.term,
             versions=hello.versions,
             tokens=hello.tokens,

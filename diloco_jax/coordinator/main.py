@@ -26,6 +26,7 @@ from diloco_jax.coordinator import durable, origin, summary, term
 from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.gatherer import Gathered
 from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
@@ -141,7 +142,8 @@ class Coordinator:
         self.policy_config = policy_config(
             run, placement, self._facts.run_id, self._plan.sizes
         )
-        self._snapshots = Snapshots(self._folder, placement, run, self._facts.run_id)
+        whose = checkpoint.whose(run, self._facts.run_id, self._plan)
+        self._snapshots = Snapshots(self._folder, placement, whose)
         self._open.callback(self._snapshots.close)
         found = self._snapshots.newest()
         if found is None and not self._init and gathered is None:
@@ -185,7 +187,7 @@ class Coordinator:
             self._begin_again()
         self._refresh(self.engine)
         service = Service(
-            run,
+            Likeness(run, self._plan),
             engine=self.engine,
             store=self.store,
             inbox=inbox,

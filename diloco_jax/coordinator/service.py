@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from diloco_jax.config import RunConfig, differences, shared_fields
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
@@ -39,7 +39,7 @@ class Service:
 
     def __init__(
         self,
-        run: RunConfig,
+        likeness: Likeness,
         *,
         engine: Engine,
         store: Store,
@@ -49,8 +49,7 @@ class Service:
         metrics: Metrics,
         status: Callable[[], dict[str, Any]],
     ) -> None:
-        self._shared = shared_fields(run)
-        self._fingerprint = run.fingerprint()
+        self._likeness = likeness
         self._engine, self._store, self._inbox = engine, store, inbox
         self._sessions, self._roster, self._metrics = sessions, roster, metrics
         self._status = status
@@ -58,15 +57,13 @@ class Service:
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """A control stream said hello."""
-        if hello.fingerprint != self._fingerprint:
-            lines = differences(self._shared, hello.run)
+        if lines := self._likeness.differences(hello):
             raise Refused(
                 "config",
-                f"the run's config has fingerprint {self._fingerprint}, island "
-                f"{hello.island!r} has {hello.fingerprint}; they differ in "
-                f"{'; '.join(lines) or 'nothing that was sent'} (here: the "
-                f"coordinator). Start the island with the run's config.json, and on "
-                f"the run's text (--data.paths)",
+                f"island {hello.island!r} and the run differ in {'; '.join(lines)} "
+                f"(here: the coordinator). Start the island with the run's "
+                f"config.json, on the run's text (--data.paths), and with the run's "
+                f"model",
             )
         if gathering.is_superseded(self._engine.state, hello.term):
             # Not refused, since the fault is here: the island goes on, and comes again.

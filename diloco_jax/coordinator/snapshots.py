@@ -15,7 +15,7 @@ import msgspec
 from etils.epath import Path as Folder
 
 from diloco_jax import checkpoint
-from diloco_jax.config import Placement, RunConfig
+from diloco_jax.config import Placement
 from diloco_jax.policy.state import State
 
 logger = logging.getLogger(__name__)
@@ -30,12 +30,12 @@ class Snapshots:
     """Those of one run, in one folder."""
 
     def __init__(
-        self, folder: Folder, placement: Placement, run: RunConfig, run_id: str
+        self, folder: Folder, placement: Placement, whose: dict[str, Any]
     ) -> None:
-        """Opens the folder, and makes it if it is missing."""
+        """Opens the folder, and makes it if it is missing. whose: see `checkpoint`."""
         self._manager = checkpoint.open_folder(folder, placement.snapshots_kept)
         self._folder, self._every_s = folder, placement.snapshot_every_s
-        self._whose = checkpoint.whose(run, run_id)
+        self._whose = whose
         self._due = time.monotonic() + self._every_s
         self._thread: threading.Thread | None = None
         self._began = 0.0

@@ -95,8 +95,7 @@ class Checkpoints:
             self._every_s = 0.0
             return
         self._whose = {
-            **checkpoint.whose(self._config.run, identity.run_id),
-            "plan": plan.digest(),
+            **checkpoint.whose(self._config.run, identity.run_id, plan),
             "island": self._name,
             "incarnation": identity.incarnation,
             "config": dataclasses.asdict(self._config.island(self._name)),

@@ -36,6 +36,7 @@ from diloco_jax.island.network.fetcher import Fetcher
 from diloco_jax.island.network.identity import Identity
 from diloco_jax.island.network.sender import Sender
 from diloco_jax.island.timing import Timing
+from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.policy.values import Version
 from diloco_jax.wire.client import Client
@@ -48,7 +49,8 @@ class Host:
     def __init__(
         self, config: Config, name: str, coordinator_address: str, workdir: Path
     ) -> None:
-        """Reads the corpus; raises ConfigError or SecurityError."""
+        """Reads the corpus, and makes the plan of the model's fragments; raises
+        ConfigError or SecurityError."""
         folder = checkpoint.island_folder(config.placement, workdir, name)
         self.checkpoints = Checkpoints(config, name, folder)
         compilation.use_cache(compilation.of_run(workdir))
@@ -56,6 +58,7 @@ class Host:
         self.config, self.name, self.island = config, name, config.island(name)
         self.deadlines = Deadlines(placement.time_budget_s)
         self.mailbox = Mailbox()
+        self.plan = build_plan(run, build(run))
         corpus = load_checked_corpus(run.data)
         windows = Windows(corpus.train, run.sequence_length, run.seed)
         self.data = LeasedStream(windows, self.island.batch_size)
@@ -76,8 +79,7 @@ class Host:
         of them must come here."""
         run, self._hosts = self.config.run, hosts
         model, self._trainer = build_trainer(run, self.island)
-        self._plan = build_plan(run, model)
-        self.checkpoints.open(identity, self._plan, hosts)
+        self.checkpoints.open(identity, self.plan, hosts)
         self._exchange, self._zeros = build_exchange(run, model, self._trainer)
         self.fetcher = Fetcher(self.client, identity, self._exchange, self.mailbox)
         self.sender = Sender(
@@ -124,9 +126,9 @@ class Host:
         anchors = {a.fragment: a.anchor or () for a in arrivals}
         versions = [a.version for a in arrivals]
         restored = self.checkpoints.restore(
-            self._plan, self._trainer, self._exchange, versions
+            self.plan, self._trainer, self._exchange, versions
         )
-        replica = join(self._plan, self._trainer, self._exchange, anchors, restored)
+        replica = join(self.plan, self._trainer, self._exchange, anchors, restored)
         self._meet("ready")
         books = Books(versions, rule)
         books.begin()

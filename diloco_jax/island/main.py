@@ -259,6 +259,7 @@ class Island:
             run_id=self._link.run_id,
             fingerprint=run.fingerprint(),
             run=shared_fields(run),
+            plan=self._host.plan.digest(),
             island=self._name,
             island_config=dataclasses.asdict(island),
             incarnation=self._incarnation,
@@ -297,6 +298,7 @@ class Island:
             incarnation=self._incarnation,
             session=self._session,
             fingerprint=self._config.run.fingerprint(),
+            plan=self._host.plan.digest(),
             island=dataclasses.asdict(self._host.island),
             lead=lead,
         )

@@ -7,6 +7,18 @@ from diloco_jax.core.fragments import FragmentPlan, plan_fragments
 from diloco_jax.models.model import Model
 
 
+def other_model(here: str, there: str) -> list[str]:
+    """What differs between two ends whose plans have these digests, for people; empty
+    if nothing does. Code makes a model, which a config names but does not hold."""
+    if here == there:
+        return []
+    return [
+        f"the model's parameters: the digest of their names, shapes and fragments is "
+        f"{here} here, {there} there; the code of model.factory, or the version of "
+        f"diloco_jax, is another one"
+    ]
+
+
 def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
     """From shapes alone; ConfigError if the run asks for more than there are."""
     sync = run.sync

@@ -41,6 +41,8 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     fingerprint: str
     run: dict[str, Any]
     """`config.shared_fields` of the RunConfig, to name what differs."""
+    plan: str
+    """`FragmentPlan.digest` of its model."""
     island: str
     island_config: dict[str, Any]
     incarnation: int

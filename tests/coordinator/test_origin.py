@@ -8,6 +8,7 @@ import pytest
 from coordinator_support import SHAPES
 from etils import epath
 
+from diloco_jax import checkpoint
 from diloco_jax.config import Config, IslandConfig, Placement
 from diloco_jax.coordinator import origin
 from diloco_jax.coordinator.durable import DurableError, RecordLog
@@ -32,7 +33,9 @@ def recover(run, store, tmp_path):
 
     def recovered(*lines):
         folder = epath.Path(tmp_path / "snapshots")
-        snapshots = Snapshots(folder, Placement(), run, "r")
+        snapshots = Snapshots(
+            folder, Placement(), checkpoint.whose(run, "r", store.plan)
+        )
         snapshots.save(0, initial(policy), store.arrays())
         log = RecordLog(tmp_path / "log", after=0)
         for line in lines:

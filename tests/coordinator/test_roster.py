@@ -17,6 +17,7 @@ def hello(incarnation=1, island="a"):
         run_id="",
         fingerprint="f",
         run={},
+        plan="p",
         island=island,
         island_config={},
         incarnation=incarnation,

@@ -9,23 +9,27 @@ import msgspec
 import pytest
 
 from diloco_jax.config import RunConfig, shared_fields
+from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.service import Service
+from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.policy.events import Hello
 from diloco_jax.policy.state import Fragment, State
 from diloco_jax.policy.values import Outstanding, Version
 from diloco_jax.wire import messages
-from diloco_jax.wire.errors import Busy
+from diloco_jax.wire.errors import Busy, Refused
+
+PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)
 
 
-def test_a_hello_reaches_the_policy_with_every_field() -> None:
-    posted: list[Any] = []
+def serve(posted: list[Any]) -> Service:
+    """One whose engine only keeps what is posted."""
     nothing: Any = None
     engine = SimpleNamespace(
         post=lambda event, then: posted.append(event),
         state=State(fragments=(Fragment(index=0, version=Version(2, 0)),)),
     )
-    service = Service(
-        RunConfig(),
+    return Service(
+        Likeness(RunConfig(), PLAN),
         engine=cast(Any, engine),
         store=nothing,
         inbox=nothing,
@@ -34,11 +38,15 @@ def test_a_hello_reaches_the_policy_with_every_field() -> None:
         metrics=nothing,
         status=nothing,
     )
+
+
+def hello(**changes: Any) -> messages.Hello:
     take = Outstanding(fragment=1, tick=9, start=3, end=7, base=Version(1, 2), seq=11)
-    hello = messages.Hello(
+    whole = messages.Hello(
         run_id="r",
         fingerprint=RunConfig().fingerprint(),
         run=shared_fields(RunConfig()),
+        plan=PLAN.digest(),
         island="a",
         island_config={},
         incarnation=3,
@@ -55,10 +63,30 @@ def test_a_hello_reaches_the_policy_with_every_field() -> None:
         term=1,
         lead=2,
     )
-    service.connect(hello, nothing)
+    return msgspec.structs.replace(whole, **changes)
+
+
+def test_a_hello_reaches_the_policy_with_every_field() -> None:
+    posted: list[Any] = []
+    serve(posted).connect(hello(), cast(Any, None))
     for field in Hello.__struct_fields__:
-        assert getattr(posted[0], field) == getattr(hello, field), field
-    later = msgspec.structs.replace(hello, term=3)
+        assert getattr(posted[0], field) == getattr(hello(), field), field
+
+
+def test_an_island_of_another_config_or_model_is_refused() -> None:
+    posted: list[Any] = []
+    other = RunConfig(seed=5)
+    fields = {"fingerprint": other.fingerprint(), "run": shared_fields(other)}
+    with pytest.raises(Refused, match=r"island 'a' .* seed: 0 here, 5 there.*\(here"):
+        serve(posted).connect(hello(**fields), cast(Any, None))
+    wanted = rf"parameters: .* is {PLAN.digest()} here, abc there; the code of model"
+    with pytest.raises(Refused, match=wanted):
+        serve(posted).connect(hello(plan="abc"), cast(Any, None))
+    assert not posted
+
+
+def test_an_island_of_a_later_term_is_to_come_again() -> None:
+    posted: list[Any] = []
     with pytest.raises(Busy, match=r"'a' is in term 3.* the newest state"):
-        service.connect(later, nothing)
-    assert len(posted) == 2, "the hello, and what follows it"
+        serve(posted).connect(hello(term=3), cast(Any, None))
+    assert not posted

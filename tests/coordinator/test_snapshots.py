@@ -9,24 +9,26 @@ import time
 import jax
 import numpy as np
 import pytest
-from coordinator_support import PIN_S
+from coordinator_support import AXES, PIN_S, SHAPES
 from etils import epath
 
+from diloco_jax.checkpoint import whose
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import Snapshots
+from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.policy.state import initial
 
 PLACEMENT = Placement(snapshot_every_s=10.0)
 
 
 @pytest.fixture
-def opened(run, tmp_path):
+def opened(run, store, tmp_path):
     made = []
 
-    def open_as(run_id, run=run):
+    def open_as(run_id, run=run, plan=store.plan):
         folder = epath.Path(tmp_path / "snapshots")
-        made.append(Snapshots(folder, PLACEMENT, run, run_id))
+        made.append(Snapshots(folder, PLACEMENT, whose(run, run_id, plan)))
         return made[-1]
 
     yield open_as
@@ -56,6 +58,9 @@ def test_those_of_another_run_or_config_are_refused(opened, run, store, state):
         opened("other").load(3, store.arrays())
     with pytest.raises(ConfigError, match="seed: 5 here, 0 there"):
         opened("r", dataclasses.replace(run, seed=5)).load(3, store.arrays())
+    other = plan_fragments(SHAPES, AXES, 2, "tensor")
+    with pytest.raises(ConfigError, match=r"checkpoint 3 .* does not fit: the model's"):
+        opened("r", plan=other).load(3, store.arrays())
 
 
 def test_a_failure_is_told_and_the_next_one_is_due_in_time(opened, tmp_path, caplog):

@@ -101,6 +101,7 @@ def hello(status, sequences_granted):
         run_id="r",
         fingerprint="f",
         run={},
+        plan="p",
         island="a",
         island_config={},
         incarnation=1,

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from diloco_jax.config import Config
+from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.island.mailbox import Status
 from diloco_jax.island.main import Island
 from diloco_jax.policy.values import Outstanding, Version
+
+PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)
 
 
 def test_it_says_what_it_holds_and_what_is_acknowledged() -> None:
@@ -18,7 +21,7 @@ def test_it_says_what_it_holds_and_what_is_acknowledged() -> None:
         _name="a",
         _incarnation=3,
         _session="s",
-        _host=SimpleNamespace(island=config.island("a")),
+        _host=SimpleNamespace(island=config.island("a"), plan=PLAN),
         _link=SimpleNamespace(run_id="r", term=2),
     )
     take = Outstanding(fragment=1, tick=9, start=3, end=7, base=Version(1, 2), seq=11)

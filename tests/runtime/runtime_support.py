@@ -27,6 +27,8 @@ from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.main import Island
+from diloco_jax.models.build import build
+from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.policy.state import State
 from diloco_jax.policy.values import FIRST_VERSION, Record
@@ -159,6 +161,7 @@ def hello(config: Config, island: str = "a", **changes: Any) -> messages.Hello:
         "run_id": "",
         "fingerprint": run.fingerprint(),
         "run": shared_fields(run),
+        "plan": build_plan(run, build(run)).digest(),
         "island": island,
         "island_config": dataclasses.asdict(own),
         "incarnation": 1,

@@ -271,7 +271,7 @@ def test_hosts_with_different_configs_are_told_apart(text, tmp_path):
         children[0].kill()
         children[0].communicate(timeout=TIMEOUT_S)
     assert children[1].returncode == 2, output
-    assert "host 1 of island 'pair' has another config than host 0" in output
+    assert "host 1 of island 'pair' has another config or model than host 0" in output
     assert "remat: 'full' here, 'none' there" in output
 
 

@@ -19,6 +19,7 @@ def hello(island: str = "a", **changes: Any) -> messages.Hello:
         "run_id": "",
         "fingerprint": "f",
         "run": {},
+        "plan": "p",
         "island": island,
         "island_config": {},
         "incarnation": 1,

@@ -26,6 +26,7 @@ from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Ending
 from diloco_jax.island.network.identity import Identity
+from diloco_jax.models.plan import other_model
 from diloco_jax.policy.values import Version
 
 logger = logging.getLogger(__name__)
@@ -130,10 +131,12 @@ class Follower:
             lines.append(
                 f"run: fingerprint {run.fingerprint()} here, {begin.fingerprint} there"
             )
+        lines = lines or other_model(self._host.plan.digest(), begin.plan)
         if lines:
             raise ConfigError(
                 f"host {self._hosts.index} of island {self._host.name!r} has another "
-                f"config than host 0: {'; '.join(lines)}; give all hosts one config"
+                f"config or model than host 0: {'; '.join(lines)}; give all hosts one "
+                f"config, and one model"
             )
 
     def _hear(self, key: str, timeout_s: float) -> bytes:

@@ -50,6 +50,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     session: str
     fingerprint: str
+    plan: str
     island: dict[str, Any]
     """The IslandConfig as builtins."""
     lead: int
