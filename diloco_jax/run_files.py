@@ -26,6 +26,7 @@ PROCESSES = "processes.json"
 """Process ids of everything that runs, by name and then by host."""
 ATTEMPTS = "attempts.json"
 """Incarnations counted so far, by island."""
+ATTEMPTS_LOCK = "attempts.lock"
 CACHE = "jax-cache"
 """What the processes of `diloco run` compiled."""
 

@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from diloco_jax import run_files
 from diloco_jax.config import ConfigError
 from diloco_jax.loading import write_json
+from diloco_jax.workdir import held
 
 
 class Attempts:
-    """Attempt numbers by island in `WORKDIR/attempts.json`, counted from 1.
-
-    Only one process may use a file at a time.
-    """
+    """Attempt numbers by island in `WORKDIR/attempts.json`, counted from 1. Several
+    processes may count at a time."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
 
     def next(self, name: str) -> int:
         """The number of the attempt that begins now; on disk before it is returned."""
-        counts = self._read()
-        counts[name] = counts.get(name, 0) + 1
-        write_json(counts, self.path)
+        with held(
+            self.path.with_name(run_files.ATTEMPTS_LOCK), "another island that starts"
+        ):
+            counts = self._read()
+            counts[name] = counts.get(name, 0) + 1
+            write_json(counts, self.path)
         return counts[name]
 
     def _read(self) -> dict[str, int]:

@@ -31,6 +31,10 @@ class Member(msgspec.Struct, kw_only=True):
     """One island. Times are unix seconds; `past` sums the ended incarnations."""
 
     tokens_per_step: int
+    """Of the newest incarnation."""
+    past_tokens: int = 0
+    past_seconds: float = 0.0
+    """Of the steps of ended incarnations, each as long as the median of its own."""
     first_seen: float
     last_seen: float
     ended: bool = False
@@ -211,15 +215,16 @@ class Roster:
         # Compiling for the first time and validating are no outages; compiling again
         # after one is part of it.
         apart = member.first_compile_seconds + sums.eval_seconds
+        tokens_per_step, median_step_seconds = _mean_step(member)
         provisioned_seconds = max(until - member.first_seen - apart, 0.0)
         if member.steps_before is not None:
             # Of those, what is not carried counts here, and so does its time.
-            counted = member.steps_before - carried / member.tokens_per_step
-            provisioned_seconds += max(counted, 0.0) * sums.median_step_seconds
+            counted = member.steps_before - carried / tokens_per_step
+            provisioned_seconds += max(counted, 0.0) * median_step_seconds
         return IslandMeasure(
             provisioned_seconds=provisioned_seconds,
-            tokens_per_step=member.tokens_per_step,
-            median_step_seconds=sums.median_step_seconds,
+            tokens_per_step=tokens_per_step,
+            median_step_seconds=median_step_seconds,
             computed_tokens=computed,
             merged_tokens=merged,
             active=tuple(active),
@@ -230,9 +235,29 @@ class Roster:
         while len(member.active) > INTERVALS_KEPT:
             first, second, *rest = member.active
             member.active = [(first[0], second[1]), *rest]
+        member.past_tokens, member.past_seconds = _made(member)
         member.past = _sum(member.past, member.current)
         member.current = Measures()
         member.adopted = {}
+
+
+def _made(member: Member) -> tuple[int, float]:
+    """Tokens of all its steps, and what these take undisturbed."""
+    now = member.current
+    return (
+        member.past_tokens + now.steps * member.tokens_per_step,
+        member.past_seconds + now.steps * now.median_step_seconds,
+    )
+
+
+def _mean_step(member: Member) -> tuple[float, float]:
+    """Tokens and undisturbed seconds of a step, over all incarnations: they may differ
+    in their batches, as where a run goes on with others."""
+    tokens, seconds = _made(member)
+    steps = member.past.steps + member.current.steps
+    if not steps:
+        return member.tokens_per_step, 0.0
+    return tokens / steps, seconds / steps
 
 
 def _activity(measures: Measures) -> list[tuple[float, float]]:

@@ -122,8 +122,9 @@ def _island_status(state: State, roster: Roster, name: str) -> dict[str, Any]:
     speed = up = down = 0.0
     if island.status == "live":
         up, down = member.bytes_per_second
-        if sums.median_step_seconds:
-            speed = island.tokens_per_step / sums.median_step_seconds
+        # Earlier incarnations may have had other batches.
+        if own := member.current.median_step_seconds:
+            speed = island.tokens_per_step / own
     return {
         "state": shown,
         "incarnation": island.incarnation,

@@ -17,9 +17,10 @@ class IslandMeasure:
     """What is known of one island over all its incarnations."""
 
     provisioned_seconds: float
-    tokens_per_step: int
+    tokens_per_step: float
     median_step_seconds: float
-    """Of undisturbed steps; 0 if there was none."""
+    """Of undisturbed steps; 0 if there was none. Both are means over incarnations, each
+    as often as it made steps."""
     computed_tokens: int
     merged_tokens: int
     active: tuple[tuple[float, float], ...] = ()

@@ -112,6 +112,8 @@ def not_on_tape(
 ) -> Sequence[dict[str, Any]]:
     """The last of these records that a crash kept from the tape: each was made durable
     first, and goes onto the tape with its `time`."""
+    if not durable:
+        return durable
     kinds = {record["kind"] for record in durable}
     for line in _newest_first(Path(path)):
         if line["kind"] in kinds:
@@ -133,11 +135,16 @@ def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
     """All complete lines from the last one back, unchecked."""
     with path.open("rb") as file:
         end = _after_last_newline(file, file.seek(0, os.SEEK_END))
+        rest = b""
         while end > 0:
-            start = _after_last_newline(file, end - 1)
+            start = max(0, end - BLOCK_BYTES)
             file.seek(start)
-            yield json.loads(file.read(end - 1 - start))
-            end = start
+            *whole, last = reversed((file.read(end - start) + rest).split(b"\n"))
+            # Of the first in the block, some may be in the one before.
+            rest, end = last, start
+            yield from (json.loads(line) for line in whole if line)
+        if rest:
+            yield json.loads(rest)
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

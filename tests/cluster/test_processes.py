@@ -1,10 +1,13 @@
 """Restart, refusal, stopping, and no orphans: with real children that do nothing."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -198,7 +201,30 @@ def test_log_tail_is_short_and_tolerant(tmp_path):
 def test_attempts_count_by_name_and_survive_the_process(tmp_path):
     path = tmp_path / "attempts.json"
     assert [Attempts(path).next(name) for name in ("a", "a", "b")] == [1, 2, 1]
-    assert [p.name for p in tmp_path.iterdir()] == ["attempts.json"]
+    assert {p.name for p in tmp_path.iterdir()} == {"attempts.json", "attempts.lock"}
+
+
+def test_islands_that_start_together_are_all_counted(tmp_path, monkeypatch):
+    path, read = tmp_path / "attempts.json", Attempts._read
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow_for_one(attempts):
+        counts = read(attempts)
+        if not reading.is_set():
+            reading.set()
+            assert go_on.wait(20)
+        return counts
+
+    monkeypatch.setattr(Attempts, "_read", slow_for_one)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(Attempts(path).next, "a")
+        assert reading.wait(20)
+        second = pool.submit(Attempts(path).next, "b")
+        with pytest.raises(TimeoutError):
+            second.result(0.2)
+        go_on.set()
+        assert (first.result(20), second.result(20)) == (1, 1)
+    assert json.loads(path.read_bytes()) == {"a": 1, "b": 1}
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"a": "x"}'])

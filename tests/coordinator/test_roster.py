@@ -8,11 +8,12 @@ import pytest
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator.roster import INTERVALS_KEPT, Roster
 from diloco_jax.coordinator.summary import missing
+from diloco_jax.observability.measures import goodput
 from diloco_jax.policy.values import Record, Version
 from diloco_jax.wire.messages import Hello, Measures
 
 
-def hello(incarnation=1, island="a"):
+def hello(incarnation=1, island="a", tokens_per_step=100):
     return Hello(
         run_id="",
         fingerprint="f",
@@ -23,7 +24,7 @@ def hello(incarnation=1, island="a"):
         incarnation=incarnation,
         session=f"{island}{incarnation}",
         environment={},
-        tokens_per_step=100,
+        tokens_per_step=tokens_per_step,
         sequences_per_step=1,
         phase="joining",
         steps=0,
@@ -167,6 +168,20 @@ def test_goodput_counts_outages_but_neither_first_compilation_nor_evaluation(ros
     gone = roster.measure("a", computed=1500, merged=1200, now=9999.0)
     assert gone.provisioned_seconds == 45.0 - 1.5 - 2.0
     assert (gone.computed_tokens, gone.merged_tokens) == (1500, 1200)
+
+
+@pytest.mark.parametrize("batches", [(800, 100), (100, 800)])
+def test_goodput_of_one_that_goes_on_with_another_batch(roster, batches):
+    """A step takes as long as its batch is large; half of the time it makes none."""
+    for life, tokens in enumerate(batches, start=1):
+        step_s, began = tokens / 100, 1000.0 * life
+        roster.hello(hello(life, tokens_per_step=tokens), began)
+        steps = int(500 / step_s)
+        told = measures(steps, began, began + 500, median_step_seconds=step_s)
+        roster.report("a", told, (), began + 1000)
+    measure = roster.measure("a", computed=100_000, merged=90_000, now=3000.0)
+    assert measure.undisturbed_tokens == pytest.approx(2000 * 100, rel=0.01)
+    assert goodput([measure]) == pytest.approx(0.45, rel=0.01)
 
 
 def test_adopted_versions_are_those_of_the_current_incarnation(roster):
