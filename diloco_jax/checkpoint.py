@@ -8,6 +8,7 @@ holds; whoever reads it may have another mesh, and another number of hosts.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -37,6 +38,8 @@ from diloco_jax.paths import is_bucket
 logger = logging.getLogger(__name__)
 
 ISLANDS = "islands"
+DISK_FULL = ("RESOURCE_EXHAUSTED", os.strerror(errno.ENOSPC))
+"""What tensorstore or the system say of one."""
 
 
 def snapshots_folder(placement: Placement, workdir: Path) -> Folder:
@@ -92,17 +95,21 @@ def save(
     facts: dict[str, Any],
 ) -> None:
     """Writes checkpoint `number`, trees of arrays by name; it is durable when this
-    returns. A failure leaves nothing of it in a folder of this machine."""
+    returns. A failure leaves nothing of it in a folder of this machine, and is an
+    OSError that names it where a disk is full."""
     arrays = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
     args = ocp.args.Composite(**arrays, facts=ocp.args.JsonSave(facts))
     local = not is_bucket(str(manager.directory))
     try:
         manager.save(number, args=args, force=True)
         manager.wait_until_finished()
-    except Exception:
+    except Exception as error:
         # A disk that is full would stay so.
         if local and jax.process_index() == 0:
             _remove_unfinished(Path(manager.directory), number)
+        if any(sign in str(error) for sign in DISK_FULL):
+            reason = os.strerror(errno.ENOSPC)
+            raise OSError(errno.ENOSPC, reason, str(manager.directory)) from error
         raise
     if local:
         _sync(Path(manager.directory), number)

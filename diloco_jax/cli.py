@@ -145,38 +145,15 @@ def coordinator_command(arguments: Sequence[str]) -> int:
     return code
 
 
-@dataclasses.dataclass(frozen=True)
-class IslandOptions:
-    """Of `diloco island`."""
-
-    name: str = ""
-    """The island's name in the config."""
-    coordinator: str = ""
-    """HOST:PORT of the coordinator."""
-    incarnation: int = 0
-    """Number of this attempt, higher than any before; 0 = counted in WORKDIR."""
-    world: str = ""
-    """HOST:PORT where the island's hosts meet; empty = found by jax (TPU slices)."""
-    host_index: int = 0
-    """Which host of the island this is, with --world."""
-
-
 def island_command(arguments: Sequence[str]) -> int:
     """`diloco island CONFIG --name NAME --coordinator HOST:PORT --workdir DIR`."""
+    from diloco_jax.island.options import IslandOptions
+
     _, config, options = _config_and_options("island", arguments, IslandOptions())
     workdir = _workdir(config)
+    options.check(config)
     from diloco_jax.island.environment import prepare_environment
-    from diloco_jax.wire.addresses import parse_address
 
-    for field in ("name", "coordinator"):
-        if not getattr(options, field):
-            raise ConfigError(f"--{field} is missing; see diloco island --help")
-    parse_address(options.coordinator, "--coordinator")
-    if options.incarnation < 0:
-        raise ConfigError(
-            f"--incarnation {options.incarnation}: attempts are counted from 1; leave "
-            f"it out to have them counted in WORKDIR"
-        )
     # Before anything imports jax.
     island = config.island(options.name)
     prepare_environment(island.devices // island.hosts)

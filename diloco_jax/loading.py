@@ -34,7 +34,7 @@ from diloco_jax.config import (
     RunConfig,
     suggest,
 )
-from diloco_jax.paths import with_absolute_paths
+from diloco_jax.paths import naming, with_absolute_paths
 from diloco_jax.validation import require_sections
 
 if TYPE_CHECKING:
@@ -245,15 +245,14 @@ def write_json(value: Mapping[str, Any], path: str | Path) -> None:
     path = Path(path)
     scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with scratch.open("w", encoding="utf-8") as file:
+        with naming(path), scratch.open("w", encoding="utf-8") as file:
             json.dump(value, file, indent=2)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)
-    except OSError as error:
+    except OSError:
         scratch.unlink(missing_ok=True)
-        error.filename = error.filename or str(path)
         raise
 
 

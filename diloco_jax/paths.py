@@ -1,8 +1,10 @@
-"""Paths of a config: what they mean whatever folder a process was started in."""
+"""Paths: what those of a config mean in any folder, and errors that name theirs."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 from diloco_jax.config import Config
@@ -18,6 +20,16 @@ def absolute(path: str) -> str:
     if not path or is_bucket(path):
         return path
     return str(Path(path).expanduser().absolute())
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Inside, an OSError names this file if it names none: those of writing do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def with_absolute_paths(config: Config) -> Config:

@@ -1,5 +1,6 @@
 """Checkpoints are whole or absent, are of one run, and say why they cannot be."""
 
+import errno
 import json
 import os
 
@@ -177,3 +178,14 @@ def test_a_checkpoint_that_does_not_read_is_named(tmp_path, folder, remedy, dama
     assert remedy in message
     assert "restore it from a copy" in message
     assert "\n" not in message
+
+
+def test_a_full_disk_is_told_with_the_folder(manager, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing local file: No space left")
+
+    monkeypatch.setattr(manager, "save", full)
+    with pytest.raises(OSError, match="No space left on device") as failed:
+        checkpoint.save(manager, 1, {"a": [np.zeros(3)]}, {})
+    assert failed.value.errno == errno.ENOSPC
+    assert failed.value.filename == str(tmp_path / "kept")

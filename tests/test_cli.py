@@ -91,6 +91,8 @@ def test_every_command_has_help_without_jax(name):
 
 
 ISLAND = ("island", "PATH", "--workdir", "w", "--name", "v6e")
+MEETING = [*ISLAND, "--coordinator", "h:1"]
+TWO_HOSTS = ["--islands.v6e.hosts", "2", "--islands.v6e.mesh-data", "2"]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,13 @@ ISLAND = ("island", "PATH", "--workdir", "w", "--name", "v6e")
         ),
         ([*ISLAND, "--coordinator", "foo"], "--coordinator: address 'foo' is not HOST"),
         ([*ISLAND, "--coordinator", "h:1", "--incarnation", "-1"], "--incarnation -1:"),
+        ([*MEETING, "--world", "h:1"], "--world h:1, but island 'v6e' has hosts = 1"),
+        ([*MEETING, "--host-index", "1"], "--host-index 1, but island 'v6e' has hosts"),
+        (
+            [*MEETING, *TWO_HOSTS, "--world", "nonsense"],
+            "--world: address 'nonsense' is not HOST:PORT",
+        ),
+        ([*MEETING, *TWO_HOSTS, "--host-index", "2"], "one from 0 to 1"),
         (["status", "nowhere"], "no folder and not HOST:PORT"),
         (["status", "h:x"], "port from 0 to 65535"),
         (["status", "10.0.0.1:7"], "not loopback"),

@@ -1,9 +1,12 @@
 """Paths of a config mean the same in any folder."""
 
+import errno
 from pathlib import Path
 
+import pytest
+
 from diloco_jax.config import Config, DataConfig, ModelConfig, Placement, RunConfig
-from diloco_jax.paths import with_absolute_paths
+from diloco_jax.paths import naming, with_absolute_paths
 
 
 def test_paths_are_those_of_the_folder_that_they_were_written_in(tmp_path, monkeypatch):
@@ -34,3 +37,20 @@ def test_what_names_no_file_stays(tmp_path, monkeypatch):
     config = Config(run=RunConfig(model=ModelConfig(factory="package.module:make")))
     assert with_absolute_paths(config) == config
     assert not Path("runs").exists()
+
+
+def write_to_a_full_disk():
+    with naming("the file"), Path("/dev/full").open("wb") as file:
+        file.write(b"x")
+        file.flush()
+
+
+def test_a_write_that_fails_names_its_file():
+    with pytest.raises(OSError, match="No space left on device") as failed:
+        write_to_a_full_disk()
+    assert (failed.value.errno, failed.value.filename) == (errno.ENOSPC, "the file")
+
+
+def test_an_error_that_names_its_file_keeps_that():
+    with pytest.raises(OSError, match="nowhere"), naming("the file"):
+        Path("nowhere").read_bytes()

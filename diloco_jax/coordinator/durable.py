@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from diloco_jax.config import ConfigError
+from diloco_jax.paths import naming
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,10 @@ class RecordLog:
 
     def append(self, record: Mapping[str, Any], payload: bytes = b"") -> None:
         """Writes a record and its payload; on disk when this returns."""
-        self._file.write(frame(record, payload))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(_path(self._folder, self.segment)):
+            self._file.write(frame(record, payload))
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def rotate(self) -> int:
         """Starts the next segment; returns the number of the one that ended."""
@@ -71,7 +73,8 @@ class RecordLog:
 
     def close(self) -> None:
         """Closes the newest segment."""
-        self._file.close()
+        with naming(_path(self._folder, self.segment)):
+            self._file.close()
 
 
 def next_number(folder: Path, after: int) -> int:

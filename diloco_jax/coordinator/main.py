@@ -202,7 +202,7 @@ class Coordinator:
         else:
             self._serve(service)
         address_file = workdir / run_files.ADDRESS
-        _write_text(address_file, self.address)
+        _write_text(address_file, addresses.on_this_machine(self.address))
         self._open.callback(address_file.unlink, missing_ok=True)
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
 

@@ -16,6 +16,7 @@ import msgspec
 
 from diloco_jax.config import ConfigError
 from diloco_jax.observability.measures import IslandMeasure
+from diloco_jax.paths import naming
 from diloco_jax.policy.values import Record
 from diloco_jax.wire.messages import Measures
 
@@ -191,7 +192,8 @@ class Roster:
         """Replaces the file, atomically."""
         assert self._path is not None
         scratch = self._path.with_suffix(".tmp")
-        scratch.write_bytes(msgspec.msgpack.encode(self.members))
+        with naming(self._path):
+            scratch.write_bytes(msgspec.msgpack.encode(self.members))
         os.replace(scratch, self._path)
 
     def measures(self, island: str) -> Measures:

@@ -96,7 +96,7 @@ def run(
     )
     if isinstance(island, Island) and preemption.expected:
         island.asked_to_end = preemption.notice
-    with _ended_by_sigterm(island):
+    with _ended_by_signals(island):
         try:
             preemption.watch()
             island.start()
@@ -221,6 +221,7 @@ class Island:
         return f"{path.rtt_s * 1e3:.1f} ms and {path.bytes_per_s / 1e6:.1f} MB/s away"
 
     def _end(self, who: str) -> None:
+        logger.info("asked to end by %s: at the next step boundary", who)
         self.mailbox.end(EXIT_DONE, f"asked to end by {who}", "stopped")
 
     # ---- joining ----------------------------------------------------------------
@@ -335,20 +336,23 @@ def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm(island: Island | Follower) -> Iterator[None]:
-    """Inside, SIGTERM ends the island at its next step boundary, with a goodbye."""
+def _ended_by_signals(island: Island | Follower) -> Iterator[None]:
+    """Inside, SIGTERM and Ctrl-C end the island at its next step boundary, with a
+    goodbye; a second Ctrl-C ends it at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def end(signum: int, frame: types.FrameType | None) -> None:
+    def end(number: int, frame: types.FrameType | None) -> None:
+        name = signal.Signals(number).name
         # Not from the handler itself: the main thread may hold the mailbox's lock.
-        threading.Thread(
-            target=island.asked_to_end, args=("SIGTERM",), daemon=True
-        ).start()
+        threading.Thread(target=island.asked_to_end, args=(name,), daemon=True).start()
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {n: signal.signal(n, end) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from diloco_jax.paths import naming
+
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 16
@@ -50,11 +52,13 @@ class JsonLines:
 
     def close(self) -> None:
         """Closes the file; appending afterwards is an error."""
-        self._file.close()
+        with naming(self.path):
+            self._file.close()
 
     def _write(self, line: bytes) -> None:
-        self._file.write(line + b"\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(line + b"\n")
+            self._file.flush()
 
 
 class Tape(JsonLines):

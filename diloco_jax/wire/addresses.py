@@ -33,6 +33,19 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def on_this_machine(address: str) -> str:
+    """Where a server that is bound to `address` is reached from its own machine: one on
+    all addresses (0.0.0.0, [::]) listens on loopback, too."""
+    host, port = parse_address(address)
+    try:
+        everywhere = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        everywhere = False
+    if not everywhere:
+        return address
+    return format_address("::1" if ":" in host else "127.0.0.1", port)
+
+
 def is_loopback(host: str) -> bool:
     """Whether nobody but this machine can reach `host`. Names are not looked up."""
     try:

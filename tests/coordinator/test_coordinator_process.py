@@ -1,5 +1,7 @@
 """What a coordinator's process is, whatever machine it is on."""
 
+import dataclasses
+
 import jax
 import pytest
 import tiny
@@ -73,3 +75,13 @@ def test_killed_between_first_snapshot_and_log(config, monkeypatch, tmp_path):
     assert written == 1
     folder = checkpoint.snapshots_folder(config.placement, workdir)
     assert sorted(int(path.name) for path in folder.iterdir()) == [0, 1]
+
+
+def test_an_address_file_is_for_this_machine(config, tmp_path):
+    placement = dataclasses.replace(config.placement, bind="0.0.0.0:0", insecure=True)
+    config = dataclasses.replace(config, placement=placement)
+    coordinator = main.Coordinator(config, tmp_path / "run", init=True)
+    coordinator.start()
+    address = (tmp_path / "run" / run_files.ADDRESS).read_text()
+    coordinator.close()
+    assert address == coordinator.address.replace("0.0.0.0", "127.0.0.1")

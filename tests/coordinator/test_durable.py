@@ -84,3 +84,14 @@ def test_a_short_segment_with_a_later_one_is_an_error(tmp_path):
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(DurableError, match="later segments exist"):
         list(read(tmp_path, -1))
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path):
+    segment = tmp_path / "log-000000.bin"
+    segment.symlink_to("/dev/full")
+    log = RecordLog(tmp_path)
+    with pytest.raises(OSError, match="No space left") as failed:
+        log.append({"kind": "joined"})
+    assert failed.value.filename == str(segment)
+    with pytest.raises(OSError, match="No space left"):
+        log.close()

@@ -7,7 +7,12 @@ import socket
 import pytest
 
 from diloco_jax.config import ConfigError
-from diloco_jax.wire.addresses import format_address, is_loopback, parse_address
+from diloco_jax.wire.addresses import (
+    format_address,
+    is_loopback,
+    on_this_machine,
+    parse_address,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +35,19 @@ def test_address_round_trip(address, host, port):
 def test_malformed_address_is_named(address):
     with pytest.raises(ConfigError, match="is not HOST:PORT"):
         parse_address(address)
+
+
+@pytest.mark.parametrize(
+    ("bound", "reached"),
+    [
+        ("0.0.0.0:7077", "127.0.0.1:7077"),
+        ("[::]:7077", "[::1]:7077"),
+        ("10.0.0.1:7077", "10.0.0.1:7077"),
+        ("name:7077", "name:7077"),
+    ],
+)
+def test_all_addresses_are_reached_by_loopback(bound, reached):
+    assert on_this_machine(bound) == reached
 
 
 @pytest.mark.parametrize(

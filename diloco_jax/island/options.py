@@ -1,0 +1,49 @@
+"""The options of `diloco island`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diloco_jax.config import Config, ConfigError
+from diloco_jax.wire.addresses import parse_address
+
+
+@dataclasses.dataclass(frozen=True)
+class IslandOptions:
+    """Of `diloco island`."""
+
+    name: str = ""
+    """The island's name in the config."""
+    coordinator: str = ""
+    """HOST:PORT of the coordinator."""
+    incarnation: int = 0
+    """Number of this attempt, higher than any before; 0 = counted in WORKDIR."""
+    world: str = ""
+    """HOST:PORT where the island's hosts meet; empty = found by jax (TPU slices)."""
+    host_index: int = 0
+    """Which host of the island this is, with --world."""
+
+    def check(self, config: Config) -> None:
+        """Raises ConfigError, naming the option, for what cannot be meant."""
+        for field in ("name", "coordinator"):
+            if not getattr(self, field):
+                raise ConfigError(f"--{field} is missing; see diloco island --help")
+        parse_address(self.coordinator, "--coordinator")
+        if self.incarnation < 0:
+            raise ConfigError(
+                f"--incarnation {self.incarnation}: attempts are counted from 1; leave "
+                f"it out to have them counted in WORKDIR"
+            )
+        hosts = config.island(self.name).hosts
+        if not 0 <= self.host_index < hosts:
+            raise ConfigError(
+                f"--host-index {self.host_index}, but island {self.name!r} has hosts = "
+                f"{hosts}; give each of them one from 0 to {hosts - 1}"
+            )
+        if self.world and hosts == 1:
+            raise ConfigError(
+                f"--world {self.world}, but island {self.name!r} has hosts = 1; leave "
+                f"it out, or set islands.{self.name}.hosts"
+            )
+        if self.world:
+            parse_address(self.world, "--world")
