@@ -8,6 +8,7 @@ it asks for, and welcomes the island in a new term.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -47,6 +48,16 @@ class Connects(Protocol):
         ...
 
 
+@dataclasses.dataclass
+class _Connection:
+    """A stream, and what was said on it."""
+
+    stream: ControlStream
+    began: float = dataclasses.field(default_factory=time.monotonic)
+    sent_through: int = 0
+    """Number of the last record."""
+
+
 class Link:
     """`connect`, then `start`, at the end `close`.
 
@@ -70,9 +81,9 @@ class Link:
         self.term = 0
         """The newest one in which this process was welcomed; 0: in none."""
         self._targets: Targets | None = None
-        self._stream: ControlStream | None = None
-        self._generation = 0
-        self._connected = 0.0
+        self._connection: _Connection | None = None
+        """Replaced as one by the receiving thread: a record that was sent on another
+        stream may be lost with it."""
         self._misunderstood = 0
         """Connections in a row that ended at once since one end sent what the other
         does not understand."""
@@ -115,25 +126,27 @@ class Link:
         """Reports what is left, says goodbye and hangs up. Never raises."""
         self._closing.set()
         # At once: the threads may take a while to end, and the machine may be gone.
-        stream = self._stream
-        said = stream is not None and self._say_goodbye(stream, ending)
+        first = self._connection
+        said = first is not None and self._say_goodbye(first, ending)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(timeout_s)
-        if self._stream is None:
+        last = self._connection
+        if last is None:
             return
-        if self._stream is not stream:  # Connected again meanwhile.
-            said = self._say_goodbye(self._stream, ending)
+        if last is not first:  # Connected again meanwhile.
+            said = self._say_goodbye(last, ending)
         if not said:
             logger.warning("left without a goodbye: the coordinator is away")
-        self._stream.close(timeout_s)
+        last.stream.close(timeout_s)
 
-    def _say_goodbye(self, stream: ControlStream, ending: Ending) -> bool:
+    def _say_goodbye(self, connection: _Connection, ending: Ending) -> bool:
         """The last that is said on this stream."""
         with self._sending:
             try:
-                self._send_reports(stream, sent_through=0)
-                stream.send(Goodbye(reason=ending.reason, text=ending.text))
+                self._send_reports(connection)
+                goodbye = Goodbye(reason=ending.reason, text=ending.text)
+                connection.stream.send(goodbye)
             except WireError:
                 return False
             return True
@@ -143,9 +156,9 @@ class Link:
     def _receive(self) -> None:
         try:
             while not self._closing.is_set():
-                assert self._stream is not None
+                assert self._connection is not None
                 try:
-                    message = self._stream.receive(self._deadlines.report_s)
+                    message = self._connection.stream.receive(self._deadlines.report_s)
                 except Refused as refused:
                     self._refused(refused)
                     return
@@ -164,10 +177,9 @@ class Link:
     def _given_up(self, error: WireError) -> bool:
         """Whether the two ends do not understand each other, which no connection
         cures."""
-        if (
-            not isinstance(error, ProtocolError)
-            or time.monotonic() - self._connected > self._deadlines.lease_s
-        ):
+        assert self._connection is not None
+        lasted_s = time.monotonic() - self._connection.began
+        if not isinstance(error, ProtocolError) or lasted_s > self._deadlines.lease_s:
             self._misunderstood = 0
             return False
         self._misunderstood += 1
@@ -204,8 +216,7 @@ class Link:
             raise
         except WireError as error:
             return error
-        self._stream, self._connected = stream, time.monotonic()
-        self._generation += 1
+        self._connection = _Connection(stream)
         self.run_id, term = stream.welcome.run_id, stream.welcome.term
         if 0 < self.term < term:
             logger.warning("the coordinator lost its state: term %d begins", term)
@@ -221,21 +232,19 @@ class Link:
     # ---- reporting --------------------------------------------------------------
 
     def _report(self) -> None:
-        seen, sent_through, generation = Status(), 0, self._generation
+        seen = Status()
         try:
             while not self._closing.is_set():
+                assert self._connection is not None
                 seen = self._mailbox.wait_for_post(
-                    seen, sent_through, self._deadlines.report_s
+                    seen, self._connection.sent_through, self._deadlines.report_s
                 )
-                if generation != self._generation:
-                    generation, sent_through = self._generation, 0
-                assert self._stream is not None
                 pause_s = MIN_REPORT_INTERVAL_S
                 try:
                     with self._sending:
                         if self._closing.is_set():
                             return
-                        sent_through = self._send_reports(self._stream, sent_through)
+                        self._send_reports(self._connection)
                 except WireError:
                     # The receiving thread finds out too, and reconnects.
                     pause_s = self._deadlines.retry_min_s
@@ -244,11 +253,11 @@ class Link:
             logger.exception("the reporting thread failed")
             self._mailbox.end(EXIT_FAILED, f"reporting failed: {error!r}")
 
-    def _send_reports(self, stream: ControlStream, sent_through: int) -> int:
-        """Sends status and unsent records; returns the number of the last record."""
+    def _send_reports(self, connection: _Connection) -> None:
+        """Sends status, and the records that this stream has not had."""
         while True:
-            status, records = self._mailbox.report(sent_through)
-            stream.send(
+            status, records = self._mailbox.report(connection.sent_through)
+            connection.stream.send(
                 Report(
                     phase=status.phase,
                     steps=status.steps,
@@ -258,6 +267,6 @@ class Link:
                 )
             )
             if records:
-                sent_through = records[-1].seq
+                connection.sent_through = records[-1].seq
             if len(records) < MAX_RECORDS_PER_REPORT:
-                return sent_through
+                return
