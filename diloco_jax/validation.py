@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -197,13 +198,12 @@ def require_blocks(sequence_length: int, where: str = "") -> None:
 def _check_values(config: Any, prefix: str, bounds: Mapping[str, Bound]) -> None:
     """Choices, types and numbers, field by field."""
     for field, value, hint in _leaves(config):
-        known = (
-            typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-        )
+        known = _choices(hint)
         if known and value not in known:
-            near = suggest(str(value), list(known))
+            names = list(map(str, known))
+            near = suggest(str(value), names)
             raise ConfigError(
-                f"{prefix}{field} = {value!r}{near}; choose from {', '.join(known)}"
+                f"{prefix}{field} = {value!r}{near}; choose from {', '.join(names)}"
             )
         try:
             msgspec.convert(value, hint)
@@ -216,6 +216,20 @@ def _check_values(config: Any, prefix: str, bounds: Mapping[str, Bound]) -> None
         if bound is None or value is None:
             continue
         _require(f"{prefix}{field}", value, bound)
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """What a field of this type may be, if that can be listed."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    found: list[Any] = []
+    for member in typing.get_args(hint) if union else (hint,):
+        if typing.get_origin(member) is typing.Literal:
+            found += typing.get_args(member)
+        elif member is type(None):
+            found.append(None)
+        else:
+            return ()
+    return tuple(found)
 
 
 def within(config: Any, bound: Bound, *fields: str) -> None:

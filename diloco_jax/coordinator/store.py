@@ -69,6 +69,11 @@ class _Fragment:
     digest: str
     publishes: deque[tuple[Version, bytes]]
     pins: dict[Version, tuple[Arrays, float]]
+    """Anchors that somebody fetches in full, and until when they are kept."""
+
+    def expire_pins(self, now: float) -> None:
+        """Frees those that nobody can be fetching any more."""
+        self.pins = {v: pin for v, pin in self.pins.items() if pin[1] > now}
 
 
 class Store:
@@ -194,6 +199,7 @@ class Store:
             state.theta, state.anchor = merged.theta, merged.anchor
             state.outer_state, state.digest = merged.outer_state, merged.digest
             state.publishes.append((merged.version, merged.payload))
+            state.expire_pins(time.monotonic())
 
     def replay(
         self, fragment: int, version: Version, payload: bytes, *, final: bool
@@ -287,7 +293,7 @@ class Store:
 
     def _pinned(self, state: _Fragment, want: Version) -> Arrays:
         now = time.monotonic()
-        state.pins = {v: p for v, p in state.pins.items() if p[1] > now}
+        state.expire_pins(now)
         anchor: Arrays | None = None
         if want == state.version:
             anchor = state.anchor

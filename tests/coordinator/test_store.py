@@ -1,5 +1,9 @@
 """Merges go through core/, stay invisible until committed, and survive a crash."""
 
+import gc
+import time
+import weakref
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -180,6 +184,18 @@ def test_a_join_goes_on_fetching_the_version_that_it_began_with(store):
     merge_once(store, 1, Version(1, 1))
     with pytest.raises(VersionGone, match="fetch this fragment again"):
         store.fetch(1, Version(1, 0), None)
+
+
+def test_an_anchor_that_nobody_fetches_any_more_is_freed(run, params):
+    store = Store(run, plan_fragments(SHAPES, AXES, 2), params, pin_s=0.05)
+    store.fetch(0, Version(1, 0), None)
+    pinned = weakref.ref(store.arrays()["anchor"][0][0])
+    merge_once(store, 0, Version(1, 1))
+    assert pinned() is not None
+    time.sleep(0.1)
+    merge_once(store, 0, Version(1, 2))
+    gc.collect()
+    assert pinned() is None
 
 
 def test_replayed_publishes_give_the_anchors_that_were_published(run, params, store):
