@@ -32,6 +32,7 @@ def eval_command(arguments: Sequence[str]) -> int:
     skip_absent_tpu()
     from diloco_jax.evaluation import run
     from diloco_jax.observability.logs import setup_logging
+    from diloco_jax.observability.report import loss_line
 
     setup_logging()
     result = run(config, options.workdir)
@@ -39,6 +40,9 @@ def eval_command(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(result))
     else:
-        for name, value in result.items():
-            print(f"{name} {value}", file=sys.stderr)
+        text = (
+            f"{loss_line(result)}, after {result['eval_merges']:,} merges and "
+            f"{result['eval_tokens']:,} tokens"
+        )
+        print(text, file=sys.stderr)
     return EXIT_DONE

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from diloco_jax import checkpoint
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.core.fragments import Params, from_pieces
@@ -16,19 +18,26 @@ from diloco_jax.island.evaluate import Evaluation, evaluate_all
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
+from diloco_jax.policy.state import State
 from diloco_jax.workdir import read_config
 
 BATCH_SIZE = 32
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
-    """`eval_loss` (nats per token) and `eval_bits_per_byte` of the newest snapshot.
+    """`eval_loss` (nats per token) and `eval_bits_per_byte` of the newest snapshot, and
+    the `eval_tokens` and `eval_merges` of the run that are in it.
 
     Raises ConfigError if the workdir has no snapshot.
     """
     model, trainer = build_trainer(config.run, IslandConfig(batch_size=BATCH_SIZE))
-    params = trainer.place_params(global_params(config, workdir, model))
-    return as_json(whole_validation(config, trainer, params))
+    params, state = newest_params(config, workdir, model)
+    found = whole_validation(config, trainer, trainer.place_params(params))
+    return {
+        **as_json(found),
+        "eval_tokens": state.progress_tokens,
+        "eval_merges": sum(fragment.merges for fragment in state.fragments),
+    }
 
 
 def load_params(workdir: str | Path) -> Params:
@@ -39,7 +48,7 @@ def load_params(workdir: str | Path) -> Params:
     is not the one that was trained.
     """
     config = read_config(Path(workdir))
-    return global_params(config, Path(workdir), build(config.run))
+    return newest_params(config, Path(workdir), build(config.run))[0]
 
 
 def whole_validation(config: Config, trainer: Trainer, params: Params) -> Evaluation:
@@ -54,8 +63,8 @@ def whole_validation(config: Config, trainer: Trainer, params: Params) -> Evalua
     return evaluate_all(trainer, params, validation)
 
 
-def global_params(config: Config, workdir: Path, model: Model) -> Params:
-    """Theta of the newest snapshot in a run's workdir."""
+def newest_params(config: Config, workdir: Path, model: Model) -> tuple[Params, State]:
+    """Theta and the policy's state of the newest snapshot in a run's workdir."""
     folder = checkpoint.snapshots_folder(config.placement, workdir)
     number = None
     if folder.is_dir():
@@ -72,7 +81,7 @@ def global_params(config: Config, workdir: Path, model: Model) -> Params:
     for fragment, theta in zip(plan.fragments, thetas, strict=True):
         for piece, value in zip(fragment, theta, strict=True):
             pieces[piece.name] = value
-    return from_pieces(plan, pieces)
+    return from_pieces(plan, pieces), msgspec.convert(facts["state"], State)
 
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:

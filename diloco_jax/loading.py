@@ -46,6 +46,10 @@ T = TypeVar("T")
 UNKNOWN_FIELD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword .* '(\w+)'")
 
 
+# Messages and pages call these fields so; their options have no prefix.
+PREFIX = re.compile(r"^--(?:run|placement)\.")
+
+
 @dataclasses.dataclass(frozen=True)
 class NoOptions:
     """A command without options of its own."""
@@ -88,7 +92,7 @@ def parse_options(
         parsed_type,
         prog=prog,
         description="Options override what the config says.",
-        args=list(arguments),
+        args=[PREFIX.sub("--", argument) for argument in arguments],
         default=parsed_type(
             options, config.run, config.islands, config.placement, config.launch
         ),

@@ -318,18 +318,39 @@ def test_status_says_for_how_long_a_run_that_was_cut_off_is_silent(finished, cap
     assert "wrote nothing to its tape for 1:00:0" in capsys.readouterr().err
 
 
+def test_status_of_a_run_that_is_being_started_again_says_so(finished, capsys):
+    for name in ("summary.json", "coordinator.address"):
+        (finished / name).unlink()
+    (finished / "log").mkdir()
+    assert cli.main(["status", str(finished)]) == 1
+    shown = capsys.readouterr().err
+    assert "no coordinator is up. The run in" in shown
+    assert f"`diloco run --resume {finished}`" in shown
+
+
+EVALUATED = {
+    "eval_loss": 1.5,
+    "eval_bits_per_byte": 2.164,
+    "eval_tokens": 30_000,
+    "eval_merges": 1200,
+}
+
+
 def test_eval_prints_its_result_and_adds_it_to_the_summary(finished, fake, capsys):
-    calls = fake("diloco_jax.evaluation", {"eval_loss": 1.5})
+    calls = fake("diloco_jax.evaluation", EVALUATED)
     before = read_summary(finished)
     assert cli.main(["eval", str(finished), "--data.paths", "here", "--json"]) == 0
-    assert read_summary(finished) == {**before, "eval_loss": 1.5}
+    assert read_summary(finished) == {**before, **EVALUATED}
     assert calls[0][0].run.data.paths == ("here",)
-    assert json.loads(capsys.readouterr().out) == {"eval_loss": 1.5}
+    assert json.loads(capsys.readouterr().out) == EVALUATED
     assert calls[0][1] == finished
     assert cli.main(["eval", str(finished)]) == 0
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "eval_loss 1.5" in captured.err
+    assert captured.err == (
+        "validation loss 1.5000 nats per token, 2.1640 bits per byte, after 1,200 "
+        "merges and 30,000 tokens\n"
+    )
 
 
 def test_certs_makes_adds_and_does_not_replace_by_accident(tmp_path, capsys):

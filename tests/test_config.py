@@ -58,6 +58,12 @@ def test_run_and_placement_fields_are_named_without_prefix(path):
     assert config.placement.workdir == "runs/x"
 
 
+def test_the_prefixes_that_messages_have_are_understood(path):
+    options = ["--placement.workdir", "runs/x", "--run.sync.quorum=2"]
+    config = load_config(path, options)
+    assert (config.placement.workdir, config.run.sync.quorum) == ("runs/x", 2)
+
+
 def test_options_of_one_island_leave_the_others_alone(path):
     config = load_config(path, ["--islands.v6e.step-seconds", "0.5"])
     assert config.islands["v6e"] == IslandConfig(step_seconds=0.5)

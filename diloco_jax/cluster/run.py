@@ -153,6 +153,8 @@ def _processes(
         unserved = not cluster.address and not workdirs.read_summary(cluster.workdir)
         if begun is not None and unserved:
             begun.undo(keep_logs=True)
+        if change is not None and unserved:
+            change.undo()
         return code
     finally:
         cluster.kill()

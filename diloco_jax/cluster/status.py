@@ -14,7 +14,7 @@ from diloco_jax.observability.terminal import duration_text
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.wire.tls import TlsFiles
-from diloco_jax.workdir import read_summary, require_format
+from diloco_jax.workdir import has_begun, read_summary, require_format
 
 
 def status_client(address: str, placement: Placement) -> Client:
@@ -47,6 +47,8 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
     require_format(workdir)
     address_file, summary = workdir / run_files.ADDRESS, read_summary(workdir)
     if not address_file.exists() and not summary:
+        if has_begun(workdir):
+            raise ConnectionLost(f"no coordinator is up. {_cut_off(workdir)}")
         raise ConfigError(
             f"{workdir} has neither {run_files.ADDRESS} nor summary.json: no run was "
             f"started there, or its coordinator is not up yet"

@@ -52,6 +52,10 @@ class Member(msgspec.Struct, kw_only=True):
     """Made before its first hello here by an incarnation that was in the run when the
     coordinator lost its state; None: it began here."""
     incarnations: int = 0
+    resumed: int = 0
+    """How often it came again since the run as a whole was stopped."""
+    awaited: bool = False
+    """It was in the run when that was stopped, and has not come again."""
     adopted: dict[int, int] = {}
     """Version number by fragment."""
     bytes_per_second: tuple[float, float] = (0.0, 0.0)
@@ -125,6 +129,8 @@ class Roster:
             )
         if member.incarnation != hello.incarnation:
             member.incarnations += 1
+            member.resumed += member.awaited
+            member.awaited = False
             member.bytes_per_second, member.rate_since = (0.0, 0.0), (now, 0, 0)
         if member.incarnation not in (0, hello.incarnation):
             self._fold(member)
@@ -174,6 +180,7 @@ class Roster:
         steps = {}
         for name, member in self.members.items():
             steps[name, member.incarnation] = member.current.steps
+            member.awaited = True
             self._fold(member)
             member.ended = True
             member.first_seen += stopped_s

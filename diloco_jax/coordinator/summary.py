@@ -167,6 +167,7 @@ def _island_summary(
         "compile_seconds": sums.compile_seconds,
         "away_seconds": roster.members[name].away_seconds,
         "joins": state.islands[name].joins,
+        "resumed": roster.members[name].resumed,
         "incarnation": state.islands[name].incarnation,
         "participation": _participation(state, name),
         "contributions": sum(

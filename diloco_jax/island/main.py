@@ -21,7 +21,7 @@ import msgspec
 
 from diloco_jax import environment
 from diloco_jax.config import Config, ConfigError, shared_fields
-from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
+from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import parse_faults
 from diloco_jax.island.decisions import Decisions, LiveDecisions
 from diloco_jax.island.environment import prepare_environment
@@ -47,7 +47,7 @@ from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Arrival, Ending, Status
 from diloco_jax.island.network.identity import Identity
 from diloco_jax.island.network.inbound import Targets
-from diloco_jax.island.network.link import Link
+from diloco_jax.island.network.link import Link, ending_of
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.preemption import Preemption
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
@@ -104,8 +104,7 @@ def run(
         except (ConfigError, SecurityError) as error:
             ending = Ending(EXIT_CONFIG, str(error))
         except Refused as refused:
-            text = f"{refused.message} ({refused.code})"
-            ending = Ending(EXIT_REFUSED, text, "refused")
+            ending = ending_of(refused)
         except (WireError, HostsError, TimeoutError) as error:
             # Asked to end, or refused on the control stream, while it was joining.
             ending = island.mailbox.ending or Ending(EXIT_FAILED, str(error))

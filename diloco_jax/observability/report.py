@@ -59,13 +59,18 @@ def comparison(summary: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
     )
 
 
+def loss_line(found: Mapping[str, Any]) -> str:
+    """What `diloco eval` and summaries have of it, for people."""
+    bits = found.get("eval_bits_per_byte")
+    per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
+    return f"validation loss {found['eval_loss']:.4f} nats per token{per_byte}"
+
+
 def _result(summary: Mapping[str, Any]) -> str:
-    loss, bits = summary.get("eval_loss"), summary.get("eval_bits_per_byte")
-    if loss is None:
+    if summary.get("eval_loss") is None:
         stopped = summary.get("phase", "done") != "done"
         return f"{'stopped before its end, ' if stopped else ''}not evaluated"
-    per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
-    return f"validation loss {loss:.4f} nats per token{per_byte}"
+    return loss_line(summary)
 
 
 def _outage_lines(
@@ -76,22 +81,23 @@ def _outage_lines(
     victims = [
         name
         for name, island in islands.items()
-        if island.get("joins", 1) > 1 or outages.get(name)
+        if _returns(island) or outages.get(name)
     ]
     lines = []
+    of_stops = sum(i.get("tokens_lost", {}).get(STOPPED, 0) for i in islands.values())
+    if of_stops:
+        lines.append(f"stopping the run as a whole cost {of_stops:,} tokens")
     for name in victims:
         island = islands[name]
         seen = outages.get(name, ())
         away = ", ".join("to the end" if s is None else f"for {s:.1f} s" for s in seen)
-        times = max(1, len(seen), island.get("joins", 1) - 1)
-        lost = _lost(island)
+        times = max(1, len(seen), _returns(island))
+        lost = _lost(island) - island.get("tokens_lost", {}).get(STOPPED, 0)
         share = lost / max(1, island.get("tokens_computed", 0))
-        stopped = island.get("tokens_lost", {}).get(STOPPED, 0)
-        of_stop = f" ({stopped:,} of them when the run was stopped)" if stopped else ""
         lines.append(
             f"{name} went away {times} time(s)"
             f"{f' ({away})' if away else ''}: it lost {lost:,} tokens of its own, "
-            f"{share:.1%} of what it computed{of_stop}"
+            f"{share:.1%} of what it computed"
         )
     others = [name for name in islands if name not in victims]
     if victims and others:
@@ -102,6 +108,11 @@ def _outage_lines(
         ratio = f" = {gap / median:.1f} medians of {median:.3f} s" if median else ""
         lines.append(f"  {name:<8} {gap:.3f} s{ratio}")
     return lines
+
+
+def _returns(island: Mapping[str, Any]) -> int:
+    """How often it came again, but for when the whole run did."""
+    return max(0, int(island.get("joins", 1)) - 1 - int(island.get("resumed", 0)))
 
 
 def _lost(tokens: Mapping[str, Any]) -> int:

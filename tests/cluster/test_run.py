@@ -22,9 +22,10 @@ from diloco_jax.config import (
     RunConfig,
 )
 from diloco_jax.data.corpus import load_corpus
+from diloco_jax.loading import write_json
 from diloco_jax.observability.tape import Tape
 from diloco_jax.wire.errors import SecurityError
-from diloco_jax.workdir import begin_run
+from diloco_jax.workdir import begin_run, read_summary
 
 pytestmark = pytest.mark.dist
 
@@ -221,14 +222,16 @@ def test_what_a_coordinator_refuses_is_told_as_its_own_and_nothing_is_left(
     assert launch()[0] == 0
 
 
-def test_ctrl_c_before_the_start_leaves_its_log_alone(launch, workdir):
-    interrupts = """
+INTERRUPTS = """
 import os, pathlib, signal, sys, time
-(pathlib.Path(sys.argv[1]) / "run.json").write_text("{}")
+(pathlib.Path(sys.argv[1]) / "run.json").touch()
 os.kill(os.getppid(), signal.SIGINT)
 time.sleep(600)
 """
-    code, summary, _ = launch(coordinator=interrupts)
+
+
+def test_ctrl_c_before_the_start_leaves_its_log_alone(launch, workdir):
+    code, summary, _ = launch(coordinator=INTERRUPTS)
     assert (code, summary) == (1, {})
     assert [path.name for path in workdir.iterdir()] == ["logs"]
 
@@ -360,3 +363,13 @@ while len(list(workdir.glob("*.starts"))) < 2:
     assert code == 0
     assert (summary["merges"], summary["eval_loss"]) == (4, 1.5)
     assert "goes on after 4 merges from global parameters d7" in seen
+
+
+def test_ctrl_c_before_a_run_goes_on_leaves_it_as_it_was(launch, config, workdir):
+    begin_run(config, workdir)
+    before = {"phase": "running", "merges": 4, "islands": {}}
+    write_json(before, workdir / "summary.json")
+    config_before = (workdir / "config.json").read_bytes()
+    launch(coordinator=INTERRUPTS, resume=workdir, restarts=7)
+    assert read_summary(workdir) == before
+    assert (workdir / "config.json").read_bytes() == config_before

@@ -218,6 +218,9 @@ def test_the_time_for_which_the_run_was_stopped_does_not_count(roster):
     member, measure = roster.members["a"], roster.measure("a", 0, 0, 2040.0)
     assert member.away_seconds == 20.0
     assert measure.provisioned_seconds == 40.0
+    assert member.resumed == 1
+    roster.hello(hello(3), 2050.0)
+    assert member.resumed == 1, "this time it alone had ended"
     assert measure.active == ((2002.0, 2010.0), (2030.0, 2040.0))
 
 

@@ -126,6 +126,12 @@ def test_a_refusal_ends_the_loop_with_its_words(coordinator, link, mailbox):
     assert mailbox.ending == (3, "incarnation 2 is here (fenced)", "refused")
 
 
+def test_one_that_comes_too_late_has_not_failed(coordinator, link, mailbox):
+    coordinator.session.close(Refused("finished", "the run is done"))
+    wait_for_news(mailbox)
+    assert mailbox.ending == (0, "it came too late: the run is done", "finished")
+
+
 def test_refused_at_the_first_connection(coordinator, client, mailbox):
     coordinator.refusal = Refused("config", "other config")
     with pytest.raises(Refused, match="other config"):

@@ -162,11 +162,19 @@ def test_report_names_an_island_that_did_not_return():
 
 
 def test_report_tells_what_a_stop_of_the_run_cost():
-    island = tokens(400, 300, 100, joins=2)
-    island["tokens_lost"] = {"died": 60, "stopped": 40}
+    lost = {"died": 60, "stopped": 40}
+    island = {**tokens(400, 300, 100, joins=3), "tokens_lost": lost, "resumed": 1}
     report = closing_report({"islands": {"v6e": tokens(1, 1, 0), "v5p": island}}, {})
-    assert "it lost 100 tokens of its own" in report
-    assert "(40 of them when the run was stopped)" in report
+    assert "stopping the run as a whole cost 40 tokens" in report
+    assert "v5p went away 1 time(s): it lost 60 tokens of its own, 15.0%" in report
+
+
+def test_an_island_is_not_said_to_go_away_when_the_run_is_stopped():
+    island = {**tokens(400, 360, 40, joins=2), "resumed": 1}
+    island["tokens_lost"] = {"stopped": 40}
+    report = closing_report({"islands": {"v6e": island}}, {})
+    assert "stopping the run as a whole cost 40 tokens" in report
+    assert "went away" not in report
 
 
 def test_report_without_outages_or_evaluation():

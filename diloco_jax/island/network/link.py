@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from diloco_jax.deadlines import Backoff, Deadlines
-from diloco_jax.exit_codes import EXIT_FAILED, EXIT_REFUSED
+from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.mailbox import MAX_RECORDS_PER_REPORT, Ending, Mailbox, Status
 from diloco_jax.island.network.inbound import Inbound, Targets
 from diloco_jax.wire.control import ControlStream
@@ -46,6 +46,13 @@ class Connects(Protocol):
     def open_control(self, hello: Hello) -> ControlStream:
         """Says hello and waits for the Welcome."""
         ...
+
+
+def ending_of(refused: Refused) -> Ending:
+    """How an island ends that is not let in. One that comes too late has not failed."""
+    if refused.code == "finished":
+        return Ending(EXIT_DONE, f"it came too late: {refused.message}", "finished")
+    return Ending(EXIT_REFUSED, f"{refused.message} ({refused.code})", "refused")
 
 
 @dataclasses.dataclass
@@ -225,8 +232,7 @@ class Link:
         return stream.welcome
 
     def _refused(self, refused: Refused) -> None:
-        text = f"{refused.message} ({refused.code})"
-        self._mailbox.end(EXIT_REFUSED, text, "refused")
+        self._mailbox.end(*ending_of(refused))
         self._closing.set()
 
     # ---- reporting --------------------------------------------------------------
