@@ -92,6 +92,10 @@ def mix_command(arguments: Sequence[str]) -> int:
     with _bar("mix") as progress:
         rows = simulate_mix(config, progress)
     table = _table("islands wait", "goodput", "published", "participation", "merges/h")
+    table.title = (
+        f"{config.v6e} v6e islands, {config.v5p} v5p islands with {config.gap:.0%} "
+        f"longer steps, spread {config.step_spread:.0%}, {config.hours:g} h"
+    )
     table.caption = (
         "Published with K = 8: 84 %, every step waiting for all, as in the row "
         "lockstep. K = M is this product's: no step waits."
@@ -116,6 +120,14 @@ def scavenge_command(arguments: Sequence[str]) -> int:
     with _bar("scavenge") as progress:
         rows = simulate_scavenge(config, progress)
     table = _table("extra", "time", "published", "at best", "elastic, published")
+    table.title = (
+        f"{config.islands} islands, and extra ones for {config.tokens_share:.0%} of "
+        f"the token budget: training time over that without them"
+    )
+    table.caption = (
+        "At best: as many tokens at the speed of all islands. Elastic: data-parallel, "
+        "which stops to take machines in and to let them go."
+    )
     for row in rows:
         table.add_row(
             f"{row.extra:+.0%}",
@@ -138,7 +150,11 @@ def bandwidth_command(arguments: Sequence[str]) -> int:
     config, output = _parse("bandwidth", arguments, BandwidthConfig(), Output())
     result = simulate_bandwidth(config)
     formulas = result.formulas()
-    values = {**dataclasses.asdict(result), "formulas": formulas}
+    values = {
+        **dataclasses.asdict(result),
+        "speedup": result.speedup,
+        "formulas": formulas,
+    }
     _show(output.json, values, "\n".join(formulas))
     return 0
 
@@ -279,7 +295,14 @@ def _with_config(config: Any, **values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+        title_style="",
+        title_justify="left",
+        caption_justify="left",
+    )
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
     return table

@@ -73,6 +73,33 @@ def test_the_formula_is_printed_with_its_terms():
     assert "gives it with a cycle of" not in other
 
 
+def test_links_that_carry_less_make_steps_longer():
+    config = BandwidthConfig(
+        params=1e9, sites=2, cycle=16, codec="bf16", link_utilisation=1, step_seconds=2
+    )
+    # Data-parallel: 16 Gbit a step. Decoupled: 1 Gbit a step.
+    wide = simulate_bandwidth(dataclasses.replace(config, link_gbit_per_s=1))
+    assert wide.data_parallel_step_seconds == pytest.approx(2 + 16)
+    assert (wide.decoupled_step_seconds, wide.speedup) == (2, pytest.approx(9))
+    narrow = simulate_bandwidth(dataclasses.replace(config, link_gbit_per_s=0.25))
+    assert narrow.data_parallel_step_seconds == pytest.approx(2 + 64)
+    assert narrow.decoupled_step_seconds == pytest.approx(4)
+
+
+@pytest.mark.parametrize("link", [2.0, 5.0])
+def test_twelve_billion_over_four_regions_is_as_fast_as_published(link):
+    """For steps of up to 3 s at 5 Gbit/s, which is what the formula gives 20 for."""
+    config = BandwidthConfig(
+        params=12e9, sites=4, step_seconds=3, codec="int4", link_gbit_per_s=link
+    )
+    result = simulate_bandwidth(config)
+    assert result.speedup > 20
+    assert result.decoupled_step_seconds == 3, "the link carries it"
+    assert "(published: more than 20)" in result.formulas()[4]
+    other = dataclasses.replace(config, link_gbit_per_s=100)
+    assert "(published" not in simulate_bandwidth(other).formulas()[4]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

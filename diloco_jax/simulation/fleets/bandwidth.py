@@ -10,6 +10,10 @@ Decoupled: in one cycle of H steps a site sends every parameter once, encoded, a
 every parameter once. Rates are one site's in one direction, as for data-parallel; the
 coordinator has `sites` times as much. At its peak a fragment goes up and comes back
 down within the overlap window, half of which each direction may use.
+
+On links of a given speed, a data-parallel step is its computation and then its exchange
+(conventional synchronization; hidden in full behind the computation, it would save that
+once). A decoupled one is its computation, or longer if the link cannot carry the mean.
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ from diloco_jax.validation import AT_LEAST_1, POSITIVE, SOME_SHARE, within
 PUBLISHED_CASE = "published for 8 sites, 7 B, 1 s"
 PUBLISHED_DATA_PARALLEL_GBIT_PER_S = 198.0
 PUBLISHED_DECOUPLED_GBIT_PER_S = 0.84
+PUBLISHED_SPEEDUP = "more than 20"
+"""Over conventional synchronization, for 12 B parameters in four regions with links of
+2 to 5 Gbit/s."""
 GRADIENT_CODEC: CodecName = "bf16"
 
 
@@ -48,6 +55,8 @@ class BandwidthConfig:
     """Of deltas and publishes."""
     link_utilisation: float = 0.99
     """Share of the time in which a link carries payload."""
+    link_gbit_per_s: float = 5.0
+    """Of a site, in one direction: how long are steps then?"""
 
     @property
     def as_published(self) -> bool:
@@ -56,9 +65,15 @@ class BandwidthConfig:
         usual = BandwidthConfig
         return case == (usual.params, usual.sites, usual.step_seconds)
 
+    @property
+    def speedup_is_published(self) -> bool:
+        """Whether the published speedup is of this case."""
+        case = (self.params, self.sites) == (12e9, 4)
+        return case and 2 <= self.link_gbit_per_s <= 5
+
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
-        within(self, POSITIVE, "step_seconds", "overlap")
+        within(self, POSITIVE, "step_seconds", "overlap", "link_gbit_per_s")
         within(self, AT_LEAST_1, "sites", "cycle")
         cut_in_reach(self)
         within(self, SOME_SHARE, "link_utilisation")
@@ -82,6 +97,14 @@ class Bandwidth:
     """H at which the formula gives the published decoupled figure, all else equal."""
     published_at_utilisation: float
     """Link utilisation at which it does; above 1: none does."""
+    data_parallel_step_seconds: float
+    """On the links of the config, nothing of the exchange hidden."""
+    decoupled_step_seconds: float
+
+    @property
+    def speedup(self) -> float:
+        """Data-parallel steps over decoupled ones, in seconds."""
+        return self.data_parallel_step_seconds / self.decoupled_step_seconds
 
     def formulas(self) -> list[str]:
         """The results with the terms that they come from."""
@@ -104,6 +127,14 @@ class Bandwidth:
             f"coordinator: {c.sites} sites x decoupled "
             f"= {self.coordinator_gbit_per_s:.4g} Gbit/s",
         ]
+        published = f" (published: {PUBLISHED_SPEEDUP})" * c.speedup_is_published
+        exchange_seconds = self.data_parallel_step_seconds - c.step_seconds
+        lines.append(
+            f"on links of {c.link_gbit_per_s:g} Gbit/s: a data-parallel step takes "
+            f"{seconds} + {exchange_seconds:.4g} s of exchange, a decoupled one "
+            f"{self.decoupled_step_seconds:.4g} s, so it is {self.speedup:.1f} times "
+            f"as fast{published}"
+        )
         if c.as_published:
             none = "; no link has it" if self.published_at_utilisation > 1 else ""
             lines.append(
@@ -124,15 +155,19 @@ def simulate_bandwidth(config: BandwidthConfig) -> Bandwidth:
     mean = config.params * each / config.cycle * per_second
     fragment = config.params / config.fragments * each / (config.overlap / 2)
     relative = mean / PUBLISHED_DECOUPLED_GBIT_PER_S
+    gradients = ring * gradient_bytes * per_second
+    link = config.link_gbit_per_s
     return Bandwidth(
         config=config,
-        data_parallel_gbit_per_s=ring * gradient_bytes * per_second,
+        data_parallel_gbit_per_s=gradients,
         decoupled_gbit_per_s=mean,
         peak_gbit_per_s=max(mean, fragment * per_second),
         coordinator_gbit_per_s=config.sites * mean,
         bytes_per_parameter=each,
         published_at_cycle=config.cycle * relative,
         published_at_utilisation=config.link_utilisation * relative,
+        data_parallel_step_seconds=config.step_seconds * (1 + gradients / link),
+        decoupled_step_seconds=config.step_seconds * max(1.0, mean / link),
     )
 
 
