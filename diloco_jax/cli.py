@@ -224,9 +224,9 @@ def _config_and_options(
     """CONFIG comes first, its path is returned; help needs none."""
     from diloco_jax.loading import parse_options, read_config
 
-    prog = f"diloco {command} CONFIG"
+    prog, launches = f"diloco {command} CONFIG", command == "launch"
     if arguments and arguments[0] in ("-h", "--help"):
-        parse_options(Config(), ["--help"], options, prog)
+        parse_options(Config(), ["--help"], options, prog, launches=launches)
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError(
             f"CONFIG comes first: {prog} [options], with the path to a configs/*.py"
@@ -234,7 +234,11 @@ def _config_and_options(
         )
     path = arguments[0]
     config, parsed = parse_options(
-        read_config(path), arguments[1:], options, f"diloco {command} {path}"
+        read_config(path),
+        arguments[1:],
+        options,
+        f"diloco {command} {path}",
+        launches=launches,
     )
     return path, config, parsed
 

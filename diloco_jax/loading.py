@@ -67,16 +67,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_options(
-    config: Config, arguments: Sequence[str], options: T, prog: str
+    config: Config,
+    arguments: Sequence[str],
+    options: T,
+    prog: str,
+    *,
+    launches: bool = False,
 ) -> tuple[Config, T]:
     """As `load_config`, with a command's own options beside the config's fields.
 
     options: a dataclass instance whose fields, with their values as defaults, become
-    options of the same names. prog: what the help calls the command.
+    options of the same names. prog: what the help calls the command. launches: the
+    command is one for which `LaunchConfig` is of interest; others' help has it not.
     """
     import tyro
 
     bare = tyro.conf.arg(name="")
+    shown = LaunchConfig if launches else tyro.conf.Suppress[LaunchConfig]
     parsed_type = dataclasses.make_dataclass(
         "Options",
         [
@@ -84,7 +91,7 @@ def parse_options(
             ("run", Annotated[RunConfig, bare]),
             ("islands", dict[str, IslandConfig]),
             ("placement", Annotated[Placement, bare]),
-            ("launch", LaunchConfig),
+            ("launch", shown),
         ],
         frozen=True,
     )
