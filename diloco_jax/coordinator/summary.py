@@ -8,7 +8,7 @@ from typing import Any
 from diloco_jax.config import Config
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.observability import measures
-from diloco_jax.policy import ledger
+from diloco_jax.policy import ending, ledger
 from diloco_jax.policy.state import PolicyConfig, State
 
 
@@ -33,7 +33,7 @@ def status(
         "run_id": config.run_id,
         "term": state.fragments[0].version.term,
         "phase": phase,
-        **_progress(config, state, alerts),
+        **_progress(config, state, [*alerts, *_awaited(config, state)]),
         "seconds": seconds,
         "goodput": measures.goodput(_measures(config, state, roster, now)),
         up: sum(island[up] for island in islands.values()),
@@ -84,6 +84,18 @@ def missing(config: Config, roster: Roster) -> list[str]:
         f"island {name} never made a step: see its log"
         for name in config.islands
         if name not in roster.members or not roster.measures(name).steps
+    ]
+
+
+def _awaited(config: PolicyConfig, state: State) -> list[str]:
+    """Why a run that has its tokens does not end."""
+    names = ending.awaited(state) if state.phase == "stopping" else ()
+    away = [name for name in names if state.islands[name].status == "absent"]
+    if not away:
+        return []
+    return [
+        f"the run has its tokens; for up to {config.lease_s:g} s it waits for "
+        f"{', '.join(away)}, away with steps that can still be merged"
     ]
 
 

@@ -39,13 +39,15 @@ def stop(config: PolicyConfig, state: State, now: float) -> Step:
     return state, effects
 
 
-def all_stopped(state: State) -> bool:
-    """Whether nobody steps any more; an absent island is waited for, up to the
-    deadline, since it may come back with steps that can still be merged."""
-    return all(
-        island.status == "live" and island.phase == "stopped"
-        for island in state.islands.values()
-        if island.status != "gone" and island.phase in ("training", "stopped")
+def awaited(state: State) -> tuple[str, ...]:
+    """Who has not stopped yet. An absent island is waited for too, up to the deadline,
+    since it may come back with steps that can still be merged."""
+    return tuple(
+        name
+        for name, island in state.islands.items()
+        if island.status != "gone"
+        and island.phase in ("training", "stopped")
+        and (island.status, island.phase) != ("live", "stopped")
     )
 
 

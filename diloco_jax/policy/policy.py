@@ -259,7 +259,7 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
         state, found = _due_ticks(config, state, now)
         effects += found
     late = now >= state.deadline
-    if state.phase == "stopping" and (late or ending.all_stopped(state)):
+    if state.phase == "stopping" and (late or not ending.awaited(state)):
         state = replace(state, phase="flushing", deadline=now + config.flush_s)
     moving = list(state.fragments)
     if same_live and state.phase == "running":

@@ -86,3 +86,21 @@ def test_a_status_has_the_bandwidth_of_live_islands(run):
     now = replace(now, islands={"a": absent})
     shown = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
     assert shown["bytes_up_per_second"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("phase", "status", "waits"),
+    [
+        ("stopping", "absent", True),
+        ("stopping", "gone", False),
+        ("stopping", "live", False),
+        ("running", "absent", False),
+    ],
+)
+def test_a_status_says_for_whom_the_end_waits(run, phase, status, waits):
+    config, now, roster = run
+    island = replace(now.islands["a"], status=status)
+    now = replace(now, phase=phase, islands={"a": island})
+    shown = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
+    told = [alert for alert in shown["alerts"] if "waits for a, away" in alert]
+    assert bool(told) == waits
