@@ -62,7 +62,8 @@ class DataConfig:
     """The corpus. `digest` is filled in when the run is created."""
 
     paths: tuple[str, ...] = dataclasses.field(default=(), metadata=LOCAL)
-    """Text files or folders; empty means the Python standard library's sources."""
+    """Text files or folders, or `.npy` files of tokens; empty means the Python standard
+    library's sources."""
     validation_fraction: float = 0.02
     """Share of the documents held out for validation."""
     digest: str = ""

@@ -58,7 +58,10 @@ def whole_validation(config: Config, trainer: Trainer, params: Params) -> Evalua
     """
     corpus = load_checked_corpus(config.run.data)
     validation = ValidationBatches(
-        corpus.validation, config.run.sequence_length, trainer.batch_size
+        corpus.validation,
+        config.run.sequence_length,
+        trainer.batch_size,
+        of_bytes=corpus.of_bytes,
     )
     return evaluate_all(trainer, params, validation)
 

@@ -197,6 +197,7 @@ def resolve(config: Config, *, text_is_here: bool = False) -> Config:
         corpus = text.load_checked_corpus(run.data)
         text.require_window(len(corpus.train), run.sequence_length)
         text.require_prediction(len(corpus.validation))
+        text.require_vocabulary(corpus, run.model)
         data = dataclasses.replace(run.data, digest=corpus.digest)
         run = dataclasses.replace(run, data=data)
     return resolve_outer(dataclasses.replace(config, run=run))

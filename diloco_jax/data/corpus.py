@@ -1,4 +1,4 @@
-"""Text files as two long rows of byte tokens: one to train on, one to validate on.
+"""Text or token files as two long rows of tokens: to train on, and to validate on.
 
 A document is a file. Its name is the path relative to what was given, so the same
 files give the same corpus, split and digest on every machine.
@@ -13,14 +13,18 @@ import math
 import os
 import pathlib
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
 
-from diloco_jax.config import ConfigError, DataConfig
-from diloco_jax.data.tokenizer import SEPARATOR
+from diloco_jax.config import ConfigError, DataConfig, ModelConfig
+from diloco_jax.data.tokenizer import SEPARATOR, VOCAB_SIZE
+from diloco_jax.data.tokens import SUFFIX, TokenRow, Tokens, read_token_file
 
 logger = logging.getLogger(__name__)
+
+DocumentT = TypeVar("DocumentT", bytes, np.ndarray)
 
 # Not every installation has these, or they differ between builds, or they are tables
 # and test data rather than text.
@@ -35,16 +39,19 @@ SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Documents, each followed by a separator.
+    """Documents; of text, each is followed by a separator.
 
-    `train` and `validation` are uint8 [bytes]; `names` those of all documents, in
-    order; `digest` 16 hex digits over names and contents.
+    `train` and `validation` are integers [tokens], of text uint8; `names` those of all
+    documents, in order; `digest` 16 hex digits over names and contents; `largest` the
+    highest token; `of_bytes`: tokens are bytes.
     """
 
-    train: np.ndarray
-    validation: np.ndarray
+    train: Tokens
+    validation: Tokens
     digest: str
     names: tuple[str, ...]
+    largest: int = VOCAB_SIZE - 1
+    of_bytes: bool = True
 
 
 def load_corpus(paths: tuple[str, ...], validation_fraction: float) -> Corpus:
@@ -52,17 +59,28 @@ def load_corpus(paths: tuple[str, ...], validation_fraction: float) -> Corpus:
 
     Args:
       paths: text files, and folders in which every regular file counts, hidden ones
-        apart; none = the Python standard library's own sources.
+        apart; or token files (`tokens.py`); none = the Python standard library's own
+        sources.
       validation_fraction: share of the documents held out. A document's side depends
         on its name alone, so new documents move no others. Where that leaves a side
         without any, as with one file, the end of every document is held out.
 
     Raises:
-      ConfigError: a path that is missing, empty or not text.
+      ConfigError: a path that is missing, empty or not text, or text beside tokens.
     """
+    files = list(_user_files(paths) if paths else _library_files())
+    tokenised = [path for _, path in files if path.suffix == SUFFIX]
+    if tokenised:
+        for _, path in files:
+            if path.suffix != SUFFIX:
+                raise ConfigError(
+                    f"data.paths: {tokenised[0]} has tokens, and {path} is text; give "
+                    f"files of one kind"
+                )
+        return _load_tokens(files, validation_fraction)
     documents: dict[str, bytes] = {}
     digest = hashlib.sha256()
-    for name, path in _user_files(paths) if paths else _library_files():
+    for name, path in files:
         data = _read_text(path)
         if not data:
             continue
@@ -74,9 +92,30 @@ def load_corpus(paths: tuple[str, ...], validation_fraction: float) -> Corpus:
         raise ConfigError(
             f"data.paths: no text in {where}; name files or folders with text"
         )
-    train, validation = _split(documents, validation_fraction)
+    train, validation = _split(documents, validation_fraction, _cut)
     return Corpus(
         _row(train), _row(validation), digest.hexdigest()[:16], tuple(documents)
+    )
+
+
+def _load_tokens(
+    files: Iterable[tuple[str, pathlib.Path]], validation_fraction: float
+) -> Corpus:
+    read = {name: read_token_file(path) for name, path in files}
+    digest = hashlib.sha256()
+    for name, file in read.items():
+        digest.update(name.encode() + b":" + file.digest)
+    documents = {name: file.tokens for name, file in read.items() if len(file.tokens)}
+    if not documents:
+        raise ConfigError(f"data.paths: no tokens in {', '.join(read)}")
+    train, validation = _split(documents, validation_fraction, _cut_tokens)
+    return Corpus(
+        TokenRow(train),
+        TokenRow(validation),
+        digest.hexdigest()[:16],
+        tuple(documents),
+        max(file.largest for file in read.values()),
+        of_bytes=False,
     )
 
 
@@ -91,9 +130,11 @@ def load_checked_corpus(data: DataConfig) -> Corpus:
             f"version if it is the standard library"
         )
     logger.info(
-        "text: %d documents, %s bytes to train on, %s to validate on",
+        "%s: %d documents, %s %s to train on, %s to validate on",
+        "text" if corpus.of_bytes else "tokens",
         len(corpus.names),
         f"{len(corpus.train):,}",
+        "bytes" if corpus.of_bytes else "tokens",
         f"{len(corpus.validation):,}",
     )
     return corpus
@@ -120,6 +161,16 @@ def require_prediction(nbytes: int) -> None:
         )
 
 
+def require_vocabulary(corpus: Corpus, model: ModelConfig) -> None:
+    """Raises ConfigError if the bundled model has no place for a token. What one's own
+    model has is not known here."""
+    if corpus.largest >= model.vocab_size and not model.factory:
+        raise ConfigError(
+            f"model.vocab_size = {model.vocab_size}, but the tokens go up to "
+            f"{corpus.largest}; set it to {corpus.largest + 1} or more"
+        )
+
+
 def is_validation(name: str, fraction: float) -> bool:
     """Whether the document of this name is held out."""
     head = hashlib.sha256(name.encode()).digest()[:8]
@@ -127,17 +178,20 @@ def is_validation(name: str, fraction: float) -> bool:
 
 
 def _split(
-    documents: dict[str, bytes], fraction: float
-) -> tuple[list[bytes], list[bytes]]:
-    """Documents to train on, and to validate on."""
+    documents: dict[str, DocumentT],
+    fraction: float,
+    cut: Callable[[DocumentT, float], tuple[DocumentT, DocumentT]],
+) -> tuple[list[DocumentT], list[DocumentT]]:
+    """Documents to train on, and to validate on. cut: one of them into both."""
     held = {name for name in documents if is_validation(name, fraction)}
     if 0 < len(held) < len(documents):
         return (
             [data for name, data in documents.items() if name not in held],
             [data for name, data in documents.items() if name in held],
         )
-    parts = [_cut(data, fraction) for data in documents.values()]
-    return [head for head, _ in parts if head], [tail for _, tail in parts if tail]
+    parts = [cut(data, fraction) for data in documents.values()]
+    heads = [head for head, _ in parts if len(head)]
+    return heads, [tail for _, tail in parts if len(tail)]
 
 
 def _cut(data: bytes, fraction: float) -> tuple[bytes, bytes]:
@@ -146,6 +200,11 @@ def _cut(data: bytes, fraction: float) -> tuple[bytes, bytes]:
     while at > 0 and data[at] & 0xC0 == 0x80:
         at -= 1
     return data[:at], data[at:]
+
+
+def _cut_tokens(tokens: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    at = len(tokens) - math.ceil(len(tokens) * fraction)
+    return tokens[:at], tokens[at:]
 
 
 def _row(documents: list[bytes]) -> np.ndarray:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diloco_jax.data.corpus import require_prediction
+from diloco_jax.data.tokens import Tokens
 
 
 class ValidationBatch(NamedTuple):
@@ -22,11 +23,19 @@ class ValidationBatch(NamedTuple):
 class ValidationBatches:
     """A sequence of equally shaped batches in the order of the text."""
 
-    def __init__(self, tokens: np.ndarray, sequence_length: int, batch_size: int):
-        """tokens: uint8 [bytes]. ConfigError if there is nothing to predict."""
+    def __init__(
+        self,
+        tokens: Tokens,
+        sequence_length: int,
+        batch_size: int,
+        *,
+        of_bytes: bool = True,
+    ):
+        """tokens: integers [tokens]. ConfigError if there is nothing to predict."""
         require_prediction(len(tokens))
         self.sequence_length = sequence_length
         self.batch_size = batch_size
+        self.of_bytes = of_bytes
         self._tokens = tokens
 
     def __len__(self) -> int:

@@ -11,6 +11,7 @@ import grain
 import numpy as np
 
 from diloco_jax.data.corpus import require_window
+from diloco_jax.data.tokens import Tokens
 
 
 class Windows:
@@ -21,8 +22,8 @@ class Windows:
     not fill a window is not trained on.
     """
 
-    def __init__(self, tokens: np.ndarray, sequence_length: int, seed: int):
-        """tokens: uint8 [bytes]. ConfigError if they do not fill one window."""
+    def __init__(self, tokens: Tokens, sequence_length: int, seed: int):
+        """tokens: integers [tokens]. ConfigError if they do not fill one window."""
         require_window(len(tokens), sequence_length)
         self.sequence_length = sequence_length
         self._tokens = tokens

@@ -11,10 +11,11 @@ from diloco_jax.models.model import Params
 
 
 class Evaluation(NamedTuple):
-    """`loss` in nats per token; `bits_per_byte` is the same where tokens are bytes."""
+    """`loss` in nats per token; `bits_per_byte` is the same where tokens are bytes, and
+    None elsewhere."""
 
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None
 
 
 class Evaluator:
@@ -65,7 +66,7 @@ def evaluate_all(
         total, weight = trainer.eval_step(params, *validation[index])
         sums.append((float(total), float(weight)))
     loss = _mean(sums)
-    return Evaluation(loss, loss / math.log(2))
+    return Evaluation(loss, loss / math.log(2) if validation.of_bytes else None)
 
 
 def _mean(sums: list[tuple[float, float]]) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.core.fragments import Params
 from diloco_jax.data.corpus import load_checked_corpus
+from diloco_jax.data.tokens import Tokens
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
 from diloco_jax.deadlines import Deadlines
@@ -166,7 +168,10 @@ class _Emulator:
         self._windows = _windows(config, corpus.train, options.unlike_shards)
         model, self._judge = trainer_of(run, IslandConfig(batch_size=BATCH_SIZE))
         self._validation = ValidationBatches(
-            corpus.validation, run.sequence_length, BATCH_SIZE
+            corpus.validation,
+            run.sequence_length,
+            BATCH_SIZE,
+            of_bytes=corpus.of_bytes,
         )
         self._evaluator = Evaluator(
             self._judge, self._validation, 1, placement.evaluate_batches
@@ -284,10 +289,14 @@ class _Emulator:
         )
 
 
-def _windows(config: Config, text: np.ndarray, unlike: bool) -> dict[str, Windows]:
+def _windows(config: Config, text: Tokens, unlike: bool) -> dict[str, Windows]:
     """What each island's positions mean: of the whole text, or of a part of its own."""
     names, run = sorted(config.islands), config.run
-    parts = np.array_split(text, len(names)) if unlike else [text] * len(names)
+    parts: list[Tokens] = [text] * len(names)
+    if unlike:
+        each, rest = divmod(len(text), len(names))
+        bounds = [i * each + min(i, rest) for i in range(len(names) + 1)]
+        parts = [text[a:b] for a, b in itertools.pairwise(bounds)]
     return {
         name: Windows(part, run.sequence_length, run.seed)
         for name, part in zip(names, parts, strict=True)

@@ -1,0 +1,89 @@
+"""Tokens that were made beforehand: `.npy` files, mapped into memory.
+
+A file is a document, as one of text is. It is one row of integers, as `numpy.save`
+writes it; separators between what it holds are its maker's. Every process reads all of
+it once, for the digest; after that, only what it trains on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from diloco_jax.config import ConfigError
+
+SUFFIX = ".npy"
+CHUNK = 1 << 24
+"""Tokens looked at at a time."""
+MOST = 2**31 - 1
+
+
+class TokenRow:
+    """Arrays one after the other, without a copy of them: what `numpy.concatenate`
+    gives, as far as `len` and slices go."""
+
+    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+        self._parts = tuple(parts)
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, wanted: slice) -> np.ndarray:
+        """A copy of the tokens in a slice of step 1."""
+        start, stop, _ = wanted.indices(len(self))
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        found = []
+        for part, end in zip(self._parts[first:], self._ends[first:], strict=True):
+            began = int(end) - len(part)
+            if began >= stop:
+                break
+            found.append(part[max(0, start - began) : stop - began])
+        return np.concatenate(found) if found else np.zeros(0, np.int32)
+
+
+Tokens = np.ndarray | TokenRow
+"""Integers [tokens]; both are read by slices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+    """One file. tokens: mapped, [tokens]; `digest` is of its type and contents."""
+
+    tokens: np.ndarray
+    digest: bytes
+    largest: int
+
+
+def read_token_file(path: pathlib.Path) -> TokenFile:
+    """Maps it, and looks at every token once. Raises ConfigError, naming the file, for
+    what is no row of token numbers."""
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(
+            f"data.paths: {path} cannot be read as an array of numpy ({error}); write "
+            f"it with numpy.save"
+        ) from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ConfigError(
+            f"data.paths: {path} has shape {tokens.shape} and type {tokens.dtype}; "
+            f"tokens are one row of integers"
+        )
+    sha = hashlib.sha256(f"{tokens.dtype.str}:{len(tokens)}:".encode())
+    largest = 0
+    for start in range(0, len(tokens), CHUNK):
+        chunk = np.ascontiguousarray(tokens[start : start + CHUNK])
+        sha.update(chunk.data)
+        low, high = int(chunk.min()), int(chunk.max())
+        if low < 0 or high > MOST:
+            wrong = low if low < 0 else high
+            raise ConfigError(
+                f"data.paths: {path} has {wrong} as a token; they are from 0 to {MOST}"
+            )
+        largest = max(largest, high)
+    return TokenFile(tokens, sha.digest(), largest)

@@ -1,0 +1,136 @@
+"""Token files: what is read of them, and what is refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tiny
+
+from diloco_jax import emulate
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    IslandConfig,
+    RunConfig,
+    SyncConfig,
+)
+from diloco_jax.data.corpus import is_validation, load_corpus
+from diloco_jax.data.tokens import TokenRow
+from diloco_jax.data.validation import ValidationBatches
+from diloco_jax.data.windows import Windows
+from diloco_jax.loading import resolve
+
+
+def save(folder, lengths, dtype=np.uint16):
+    """Files 0.npy, 1.npy, ...; every token is another one."""
+    first = 0
+    for number, length in enumerate(lengths):
+        np.save(folder / f"{number}.npy", np.arange(first, first + length, dtype=dtype))
+        first += length
+    return (str(folder),)
+
+
+def test_a_row_is_read_as_if_it_were_one_array():
+    parts = [np.arange(3), np.arange(3, 3), np.arange(3, 10)]
+    row, whole = TokenRow(parts), np.arange(10)
+    assert len(row) == 10
+    for start in range(12):
+        for stop in range(12):
+            np.testing.assert_array_equal(row[start:stop], whole[start:stop])
+
+
+def test_every_token_is_on_one_side(tmp_path):
+    names = [f"{number}.npy" for number in range(60)]
+    corpus = load_corpus(save(tmp_path, [50] * 60), 0.2)
+    assert corpus.names == tuple(sorted(names))
+    assert (corpus.largest, corpus.of_bytes) == (60 * 50 - 1, False)
+    held = sum(50 for name in names if is_validation(name, 0.2))
+    assert 0 < len(corpus.validation) == held
+    both = np.concatenate([corpus.train[:], corpus.validation[:]])
+    assert sorted(both) == list(range(60 * 50))
+
+
+def test_of_one_file_the_end_is_held_out(tmp_path):
+    corpus = load_corpus(save(tmp_path, [1000]), 0.02)
+    np.testing.assert_array_equal(corpus.train[:], np.arange(980))
+    np.testing.assert_array_equal(corpus.validation[:], np.arange(980, 1000))
+
+
+def test_the_digest_is_of_names_and_tokens(tmp_path):
+    def digest(folder, **changes):
+        (tmp_path / folder).mkdir()
+        return load_corpus(save(tmp_path / folder, **changes), 0.1).digest
+
+    first = digest("a", lengths=[10, 20])
+    assert digest("b", lengths=[10, 20]) == first
+    others = {digest("c", lengths=[20, 10]), digest("d", lengths=[30])}
+    assert len({first, *others}) == 3
+
+
+def test_windows_and_batches_are_of_the_tokens(tmp_path):
+    corpus = load_corpus(save(tmp_path, [40, 23, 40]), 0.02)
+    windows = Windows(corpus.train, 4, seed=0)
+    batch = windows.batch(np.arange(len(windows)))
+    assert (batch.dtype, batch.shape) == (np.int32, (len(windows), 5))
+    assert set(batch.ravel()) <= set(range(103))
+    batches = ValidationBatches(corpus.validation, 4, 2)
+    np.testing.assert_array_equal(batches[0].tokens[0, :3], corpus.validation[:3])
+
+
+@pytest.mark.parametrize(
+    ("array", "shown"),
+    [
+        (np.zeros((2, 3), np.int32), r"shape \(2, 3\) and type int32"),
+        (np.zeros(3), "type float64; tokens are one row of integers"),
+        (np.array([1, -2]), "has -2 as a token"),
+        (np.array([2**31]), "has 2147483648 as a token"),
+        (np.array([object()]), "cannot be read as an array of numpy"),
+        (np.zeros(0, np.int32), "no tokens in 0.npy"),
+    ],
+)
+def test_what_is_no_row_of_tokens_is_refused(tmp_path, array, shown):
+    np.save(tmp_path / "0.npy", array)
+    with pytest.raises(ConfigError, match=shown):
+        load_corpus((str(tmp_path),), 0.1)
+
+
+def test_a_file_that_is_cut_off_is_refused(tmp_path):
+    save(tmp_path, [1000])
+    path = tmp_path / "0.npy"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"0\.npy cannot be read as an array"):
+        load_corpus((str(tmp_path),), 0.1)
+
+
+def test_text_beside_tokens_is_refused(tmp_path):
+    save(tmp_path, [100])
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match=r"0.npy has tokens, and .*a.txt is text"):
+        load_corpus((str(tmp_path),), 0.1)
+
+
+def test_a_model_without_a_place_for_a_token_is_refused(tmp_path):
+    data = DataConfig(paths=save(tmp_path, [1000]))
+    run = RunConfig(data=data, sequence_length=16)
+    config = Config(run=run, islands={"a": IslandConfig()})
+    with pytest.raises(ConfigError, match=r"vocab_size = 256, .* up to 999; set it to"):
+        resolve(config)
+    model = dataclasses.replace(run.model, vocab_size=1000)
+    run = dataclasses.replace(run, model=model)
+    assert resolve(dataclasses.replace(config, run=run)).run.data.digest
+
+
+def test_a_loss_of_tokens_has_no_bits_per_byte(tmp_path):
+    np.save(tmp_path / "0.npy", np.arange(5000, dtype=np.uint16) % 200)
+    run = RunConfig(
+        model=tiny.MODEL,
+        data=DataConfig(paths=(str(tmp_path),)),
+        sync=SyncConfig(fragments=2),
+        sequence_length=tiny.SEQUENCE_LENGTH,
+        total_tokens=5000,
+    )
+    islands = {"a": IslandConfig(batch_size=4, step_seconds=1.0)}
+    summary = emulate(Config(run=run, islands=islands)).summary
+    assert 0 < summary["eval_loss"] < np.log(256)
+    assert summary["eval_bits_per_byte"] is None
