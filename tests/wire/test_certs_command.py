@@ -1,0 +1,48 @@
+"""`diloco certs`: what it makes, and what it does not."""
+
+import pytest
+
+from diloco_jax import cli
+
+
+def test_certs_makes_adds_and_does_not_replace_by_accident(tmp_path, capsys):
+    folder = tmp_path / "certificates"
+    assert cli.main(["certs", str(folder), "--hosts", "10.0.0.1"]) == 0
+    assert "called localhost, 10.0.0.1." in capsys.readouterr().err
+    authority = (folder / "ca.pem").read_bytes()
+    assert cli.main(["certs", str(folder), "--hosts", "10.0.0.2"]) == 2
+    assert "--add" in capsys.readouterr().err
+    assert cli.main(["certs", str(folder), "--hosts", "10.0.0.2", "--add"]) == 0
+    assert (folder / "ca.pem").read_bytes() == authority
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--days", "-5"], ["--days -5", "1 day", "3650 days"]),
+        (["--days", "0"], ["--days 0", "1 day"]),
+        (["--days", "3651"], ["--days 3651", "3650"]),
+        (["--hosts", "bad name!"], ["'bad name!'", "letters, digits"]),
+        (["--hosts", ""], ["name ''", "as islands dial it"]),
+        (["--hosts", "a..b"], ["'a..b'"]),
+        (["--hosts", "x" * 64], ["x" * 64]),
+    ],
+)
+def test_certificates_that_would_not_do_are_not_made(
+    tmp_path, capsys, arguments, shown
+):
+    folder = tmp_path / "certificates"
+    assert cli.main(["certs", str(folder), *arguments]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    for text in shown:
+        assert text in message
+    assert not folder.exists()
+
+
+def test_certificates_need_a_folder_that_can_be_made(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["certs", str(tmp_path / "file" / "in"), "--hosts", "a.b-c"]) == 2
+    message = capsys.readouterr().err
+    assert f"cannot write certificates to {tmp_path / 'file' / 'in'}: " in message
+    assert "give a folder" in message
