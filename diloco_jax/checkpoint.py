@@ -38,8 +38,6 @@ from diloco_jax.paths import is_bucket
 logger = logging.getLogger(__name__)
 
 ISLANDS = "islands"
-DISK_FULL = ("RESOURCE_EXHAUSTED", os.strerror(errno.ENOSPC))
-"""What tensorstore or the system say of one."""
 
 
 def snapshots_folder(placement: Placement, workdir: Path) -> Folder:
@@ -107,8 +105,9 @@ def save(
         # A disk that is full would stay so.
         if local and jax.process_index() == 0:
             _remove_unfinished(Path(manager.directory), number)
-        if any(sign in str(error) for sign in DISK_FULL):
-            reason = os.strerror(errno.ENOSPC)
+        # Of tensorstore, it is a ValueError.
+        reason = os.strerror(errno.ENOSPC)
+        if local and reason in str(error):
             raise OSError(errno.ENOSPC, reason, str(manager.directory)) from error
         raise
     if local:

@@ -17,9 +17,7 @@ ENTRY = "-cache"
 
 def of_user() -> Path:
     """The cache that a user's commands share on this machine."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = os.environ.get(VARIABLE)
-    return Path(folder or Path(home).expanduser() / "diloco_jax" / "jax")
+    return Path(os.environ.get(VARIABLE) or _ours())
 
 
 def of_run(workdir: Path) -> Path:
@@ -39,13 +37,19 @@ def use_cache(folder: Path) -> None:
         "jax_compilation_cache_max_size": -1,
     }
     if named := os.environ.get(VARIABLE):
-        # Somebody else's, or shared with others: nothing that is whole goes from it.
-        _tidy(Path(named), None)
+        folder = Path(named)
     else:
         settings["jax_compilation_cache_dir"] = str(folder)
-        _tidy(folder, MAX_BYTES)
+    # What others may keep there too, whole entries of it stay.
+    _tidy(folder, MAX_BYTES if not named or folder == _ours() else None)
     for name, value in settings.items():
         jax.config.update(name, value)  # type: ignore[no-untyped-call]
+
+
+def _ours() -> Path:
+    """Where the cache is if nobody says so."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "diloco_jax" / "jax"
 
 
 def _tidy(folder: Path, max_bytes: int | None) -> None:

@@ -34,7 +34,7 @@ from diloco_jax.config import (
     RunConfig,
     suggest,
 )
-from diloco_jax.paths import naming, with_absolute_paths
+from diloco_jax.paths import expand, naming, with_absolute_paths
 from diloco_jax.validation import require_sections
 
 if TYPE_CHECKING:
@@ -83,7 +83,9 @@ def parse_options(
     import tyro
 
     bare = tyro.conf.arg(name="")
-    shown = LaunchConfig if launches else tyro.conf.Suppress[LaunchConfig]
+    # What is suppressed is not understood either.
+    hidden = not launches and not {"-h", "--help"}.isdisjoint(arguments)
+    shown = tyro.conf.Suppress[LaunchConfig] if hidden else LaunchConfig
     parsed_type = dataclasses.make_dataclass(
         "Options",
         [
@@ -146,7 +148,7 @@ def _int(text: str) -> int:
 
 def read_config(path: str | Path) -> Config:
     """The `Config` of a configs file or `config.json`, as it stands there."""
-    path = Path(path).expanduser()
+    path = expand(path)
     if not path.is_file():
         raise ConfigError(
             f"no config file {str(path)!r}{_suggest_file(path)}; give the path to a "

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from diloco_jax.config import Config
+from diloco_jax.config import Config, ConfigError
 
 
 def is_bucket(folder: str) -> bool:
@@ -15,11 +15,22 @@ def is_bucket(folder: str) -> bool:
     return "://" in folder
 
 
+def expand(path: str | Path) -> Path:
+    """With `~` as the user's folder; ConfigError if there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{path}: {error} Write the folder's whole name, or ./{path} for what is "
+            f"called so"
+        ) from error
+
+
 def absolute(path: str) -> str:
     """With `~` as the user's folder; a bucket, and none, as it is."""
     if not path or is_bucket(path):
         return path
-    return str(Path(path).expanduser().absolute())
+    return str(expand(path).absolute())
 
 
 @contextlib.contextmanager

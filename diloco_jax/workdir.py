@@ -182,12 +182,22 @@ def held(path: Path, what: str, patience_s: float = RELEASE_S) -> Iterator[None]
     descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT)
     try:
         _lock(descriptor, path, what, patience_s)
+        if not _is_still(path, descriptor):
+            raise ConfigError(f"{path} was removed by {what} just now; start once more")
         if not folder:
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    """Whether what is open is what has the name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _lock(descriptor: int, path: Path, what: str, patience_s: float) -> None:

@@ -182,7 +182,7 @@ def test_a_checkpoint_that_does_not_read_is_named(tmp_path, folder, remedy, dama
 
 def test_a_full_disk_is_told_with_the_folder(manager, tmp_path, monkeypatch):
     def full(*args, **kwargs):
-        raise ValueError("RESOURCE_EXHAUSTED: Error writing local file: No space left")
+        raise ValueError("RESOURCE_EXHAUSTED: ... No space left on device]")
 
     monkeypatch.setattr(manager, "save", full)
     with pytest.raises(OSError, match="No space left on device") as failed:

@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from diloco_jax.config import Config, DataConfig, ModelConfig, Placement, RunConfig
-from diloco_jax.paths import naming, with_absolute_paths
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    Placement,
+    RunConfig,
+)
+from diloco_jax.paths import absolute, naming, with_absolute_paths
 
 
 def test_paths_are_those_of_the_folder_that_they_were_written_in(tmp_path, monkeypatch):
@@ -37,6 +44,11 @@ def test_what_names_no_file_stays(tmp_path, monkeypatch):
     config = Config(run=RunConfig(model=ModelConfig(factory="package.module:make")))
     assert with_absolute_paths(config) == config
     assert not Path("runs").exists()
+
+
+def test_the_folder_of_nobody_is_refused():
+    with pytest.raises(ConfigError, match=r"~nobody-here/x: .* whole name, or \./~nob"):
+        absolute("~nobody-here/x")
 
 
 def write_to_a_full_disk():

@@ -26,6 +26,7 @@ from diloco_jax.loading import (
     write_json,
 )
 from diloco_jax.observability.tape import newest_record
+from diloco_jax.paths import expand
 from diloco_jax.policy.records import from_tape
 
 OPTION = "--resume"
@@ -42,7 +43,7 @@ def with_config(arguments: Sequence[str]) -> list[str]:
         value = arguments[1] if len(arguments) > 1 else ""
     if not value or value.startswith("-"):
         raise ConfigError(f"{OPTION} takes the workdir of the run that is to go on")
-    workdir = Path(value).expanduser()
+    workdir = expand(value)
     if workdir.is_dir() and not workdirs.holds_run(workdir):
         raise ConfigError(
             f"{OPTION} {value}: no run is there (there is no run.json); give the "

@@ -11,6 +11,7 @@ from diloco_jax.config import ConfigError, Placement
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.loading import read_config_json
 from diloco_jax.observability.terminal import duration_text
+from diloco_jax.paths import expand
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.wire.tls import TlsFiles
@@ -36,7 +37,7 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
     the run was stopped before its end, "stopped" (ConnectionLost if it left none). Its
     own placement counts where the one given names no certificates.
     """
-    workdir = Path(target).expanduser()
+    workdir = expand(target)
     if not workdir.is_dir():
         if ":" not in target:
             raise ConfigError(

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 INTERVALS_KEPT = 64
 """Activity intervals per island; when there are more, the oldest two become one."""
+STOPPING_S = 60.0
+"""Who left so shortly before the last one left because the run was stopped."""
 RATE_OVER_S = 5.0
 """Fragments travel in bursts: over less, a rate says nothing."""
 
@@ -178,9 +180,10 @@ class Roster:
         Returns the steps that each last reported, by name and incarnation.
         """
         steps = {}
+        stop = max((member.last_seen for member in self.members.values()), default=0.0)
         for name, member in self.members.items():
             steps[name, member.incarnation] = member.current.steps
-            member.awaited = True
+            member.awaited = member.last_seen >= stop - STOPPING_S
             self._fold(member)
             member.ended = True
             member.first_seen += stopped_s

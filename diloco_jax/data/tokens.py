@@ -1,4 +1,4 @@
-"""Tokens that were made beforehand: `.npy` files, mapped into memory.
+"""Tokens that were made beforehand: `.npy` files, large ones mapped into memory.
 
 A file is a document, as one of text is. It is one row of integers, as `numpy.save`
 writes it; separators between what it holds are its maker's. Every process reads all of
@@ -8,9 +8,11 @@ it once, for the digest; after that, only what it trains on.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import pathlib
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -20,6 +22,8 @@ SUFFIX = ".npy"
 CHUNK = 1 << 24
 """Tokens looked at at a time."""
 MOST = 2**31 - 1
+MAPPED_FROM = 1 << 24
+"""Bytes of a file. Each one that is mapped stays open, and those are limited."""
 
 
 class TokenRow:
@@ -31,7 +35,7 @@ class TokenRow:
         self._ends = np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._ends[-1]) if self._parts else 0
 
     def __getitem__(self, wanted: slice) -> np.ndarray:
         """A copy of the tokens in a slice of step 1."""
@@ -63,8 +67,14 @@ def read_token_file(path: pathlib.Path) -> TokenFile:
     """Maps it, and looks at every token once. Raises ConfigError, naming the file, for
     what is no row of token numbers."""
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        mode: Literal["r"] | None = "r" if path.stat().st_size >= MAPPED_FROM else None
+        tokens = np.load(path, mmap_mode=mode, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            raise ConfigError(
+                f"data.paths: {path} is one file too many to be open at a time; join "
+                f"some, or raise `ulimit -n`"
+            ) from error
         raise ConfigError(
             f"data.paths: {path} cannot be read as an array of numpy ({error}); write "
             f"it with numpy.save"

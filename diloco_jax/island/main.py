@@ -32,6 +32,7 @@ from diloco_jax.island.hosts.following import (
     LeadDecisions,
     Order,
     Orders,
+    Refusal,
     lead_of,
 )
 from diloco_jax.island.hosts.world import (
@@ -119,7 +120,7 @@ def run(
         if island.ended_together:
             # Who goes first would have the others abort, which hides their exit code.
             leave_world()
-        if ending.exit_code != EXIT_DONE:
+        if not island.ended_together or ending.exit_code != EXIT_DONE:
             abandon_world(ending.exit_code)
     return ending.exit_code
 
@@ -160,7 +161,11 @@ class Island:
 
         script: another source of decisions than what comes in.
         """
-        welcome = self._link.connect(self._config.placement.outage_budget_s)
+        try:
+            welcome = self._link.connect(self._config.placement.outage_budget_s)
+        except Refused as refused:
+            self._tell_refused(refused)
+            raise
         logger.info(
             "island %s, incarnation %d: in run %s, %s",
             self._name,
@@ -305,6 +310,17 @@ class Island:
         self._hosts.tell("begin", msgspec.msgpack.encode(begin))
         threading.Thread(target=self._watch_for_leave, daemon=True).start()
 
+    def _tell_refused(self, refused: Refused) -> None:
+        """The others end as this host does, once they know."""
+        if self._hosts is None:
+            return
+        with contextlib.suppress(HostsError):
+            refusal = Refusal(code=refused.code, message=refused.message)
+            self._hosts.tell("refusal", msgspec.msgpack.encode(refusal))
+            self._hosts.tell("begin", b"")
+            for host in self._hosts.others:
+                self._hosts.hear(f"refusal/{host}", self._deadlines.stop_s)
+
     def _tell_joined(self, arrivals: list[Arrival]) -> None:
         if self._hosts is not None:
             versions = [arrival.version for arrival in arrivals]
@@ -337,7 +353,8 @@ def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
 @contextlib.contextmanager
 def _ended_by_signals(island: Island | Follower) -> Iterator[None]:
     """Inside, SIGTERM and Ctrl-C end the island at its next step boundary, with a
-    goodbye; a second Ctrl-C ends it at once."""
+    goodbye; a second Ctrl-C ends it at once. What was ignored before still is, as by
+    processes in the background of a script."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -349,7 +366,11 @@ def _ended_by_signals(island: Island | Follower) -> Iterator[None]:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = {n: signal.signal(n, end) for n in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.signal(number, end)
+        for number in (signal.SIGTERM, signal.SIGINT)
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         yield
     finally:

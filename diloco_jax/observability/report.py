@@ -34,7 +34,7 @@ def closing_report(
             f"{_lost(island):>11,} {island.get('tokens_in_flight', 0):>11,}"
             f"  {merged / total:>15.1%}"
         )
-    cost = _outage_lines(islands, outages)
+    cost = _outage_lines(summary, islands, outages)
     skipped = [
         f"{name}: {island['skipped_steps']:,} of {island.get('steps', 0):,} steps had "
         f"a loss or gradient that is not finite, and changed nothing"
@@ -74,6 +74,7 @@ def _result(summary: Mapping[str, Any]) -> str:
 
 
 def _outage_lines(
+    summary: Mapping[str, Any],
     islands: Mapping[str, Mapping[str, Any]],
     outages: Mapping[str, Sequence[float | None]],
 ) -> list[str]:
@@ -84,15 +85,15 @@ def _outage_lines(
         if _returns(island) or outages.get(name)
     ]
     lines = []
-    of_stops = sum(i.get("tokens_lost", {}).get(STOPPED, 0) for i in islands.values())
-    if of_stops:
+    stopped = summary.get("phase", "done") != "done"
+    if of_stops := sum(_of_stops(i, stopped=stopped) for i in islands.values()):
         lines.append(f"stopping the run as a whole cost {of_stops:,} tokens")
     for name in victims:
         island = islands[name]
         seen = outages.get(name, ())
         away = ", ".join("to the end" if s is None else f"for {s:.1f} s" for s in seen)
         times = max(1, len(seen), _returns(island))
-        lost = _lost(island) - island.get("tokens_lost", {}).get(STOPPED, 0)
+        lost = _lost(island) - _of_stops(island, stopped=stopped)
         share = lost / max(1, island.get("tokens_computed", 0))
         lines.append(
             f"{name} went away {times} time(s)"
@@ -113,6 +114,14 @@ def _outage_lines(
 def _returns(island: Mapping[str, Any]) -> int:
     """How often it came again, but for when the whole run did."""
     return max(0, int(island.get("joins", 1)) - 1 - int(island.get("resumed", 0)))
+
+
+def _of_stops(island: Mapping[str, Any], *, stopped: bool) -> int:
+    """Tokens that it lost as the whole run was stopped, which it is now or was once.
+    One that is asked to end by itself loses some for the same reason."""
+    if not stopped and not island.get("resumed"):
+        return 0
+    return int(island.get("tokens_lost", {}).get(STOPPED, 0))
 
 
 def _lost(tokens: Mapping[str, Any]) -> int:

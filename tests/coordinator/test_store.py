@@ -1,8 +1,8 @@
 """Merges go through core/, stay invisible until committed, and survive a crash."""
 
 import gc
-import time
 import weakref
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -186,13 +186,15 @@ def test_a_join_goes_on_fetching_the_version_that_it_began_with(store):
         store.fetch(1, Version(1, 0), None)
 
 
-def test_an_anchor_that_nobody_fetches_any_more_is_freed(run, params):
-    store = Store(run, plan_fragments(SHAPES, AXES, 2), params, pin_s=0.05)
+def test_an_anchor_that_nobody_fetches_any_more_is_freed(store, monkeypatch):
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("diloco_jax.coordinator.store.time", clock)
     store.fetch(0, Version(1, 0), None)
     pinned = weakref.ref(store.arrays()["anchor"][0][0])
     merge_once(store, 0, Version(1, 1))
     assert pinned() is not None
-    time.sleep(0.1)
+    now[0] = PIN_S + 1.0
     merge_once(store, 0, Version(1, 2))
     gc.collect()
     assert pinned() is None

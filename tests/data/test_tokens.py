@@ -1,6 +1,7 @@
 """Token files: what is read of them, and what is refused."""
 
 import dataclasses
+import errno
 
 import numpy as np
 import pytest
@@ -31,6 +32,12 @@ def save(folder, lengths, dtype=np.uint16):
     return (str(folder),)
 
 
+@pytest.fixture(params=["mapped", "read"], autouse=True)
+def kind(request, monkeypatch):
+    from_size = 0 if request.param == "mapped" else 1 << 30
+    monkeypatch.setattr("diloco_jax.data.tokens.MAPPED_FROM", from_size)
+
+
 def test_a_row_is_read_as_if_it_were_one_array():
     parts = [np.arange(3), np.arange(3, 3), np.arange(3, 10)]
     row, whole = TokenRow(parts), np.arange(10)
@@ -38,6 +45,7 @@ def test_a_row_is_read_as_if_it_were_one_array():
     for start in range(12):
         for stop in range(12):
             np.testing.assert_array_equal(row[start:stop], whole[start:stop])
+    assert len(TokenRow([])) == len(TokenRow([])[0:3]) == 0
 
 
 def test_every_token_is_on_one_side(tmp_path):
@@ -76,6 +84,24 @@ def test_windows_and_batches_are_of_the_tokens(tmp_path):
     assert set(batch.ravel()) <= set(range(103))
     batches = ValidationBatches(corpus.validation, 4, 2)
     np.testing.assert_array_equal(batches[0].tokens[0, :3], corpus.validation[:3])
+
+
+def test_too_little_for_both_sides_is_refused(tmp_path):
+    run = RunConfig(data=DataConfig(paths=save(tmp_path, [1])), sequence_length=16)
+    with pytest.raises(ConfigError, match=r"has [01] bytes"):
+        resolve(Config(run=run, islands={"a": IslandConfig()}))
+
+
+def test_files_beyond_those_that_may_be_open_are_told(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    paths = save(tmp_path, [10])
+    monkeypatch.setattr(np, "load", full)
+    with pytest.raises(
+        ConfigError, match=r"0\.npy is one file too many .* raise `ulimit -n`"
+    ):
+        load_corpus(paths, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,13 @@ def test_an_island_is_not_said_to_go_away_when_the_run_is_stopped():
     assert "went away" not in report
 
 
+def test_what_an_island_lost_that_was_asked_to_end_is_its_own():
+    island = {**tokens(400, 360, 40, joins=2), "tokens_lost": {"stopped": 40}}
+    report = closing_report({"phase": "done", "islands": {"v6e": island}}, {})
+    assert "as a whole" not in report
+    assert "v6e went away 1 time(s): it lost 40 tokens of its own" in report
+
+
 def test_report_without_outages_or_evaluation():
     summary = {"islands": {"v6e": tokens(1, 1, 0)}}
     report = closing_report(summary, {})

@@ -21,6 +21,7 @@ from diloco_jax.island.hosts.following import (
     Begin,
     FollowDecisions,
     OrderThread,
+    Refusal,
 )
 from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.loop import Loop
@@ -28,6 +29,7 @@ from diloco_jax.island.mailbox import Ending
 from diloco_jax.island.network.identity import Identity
 from diloco_jax.models.plan import other_model
 from diloco_jax.policy.values import Version
+from diloco_jax.wire.errors import Refused
 
 logger = logging.getLogger(__name__)
 
@@ -49,15 +51,22 @@ class Follower:
         self._arrivals = Arrivals()
         self._orders: OrderThread | None = None
         self._loop: Loop | None = None
+        self._refused = False
         self.mailbox = self._host.mailbox
 
     def start(self) -> None:
-        """Joins with host 0; raises HostsError if that says nothing in time, and
-        ConfigError if it has another config."""
+        """Joins with host 0; raises HostsError if that says nothing in time, Refused if
+        it was, and ConfigError if it has another config."""
         host, hosts = self._host, self._hosts
         config, deadlines = host.config, host.deadlines
         patience_s = config.placement.outage_budget_s + deadlines.pin_s
-        begin = msgspec.msgpack.decode(self._hear("begin", patience_s), type=Begin)
+        told = self._hear("begin", patience_s)
+        if not told:
+            self._refused = True
+            told = self._hear("refusal", deadlines.pin_s)
+            refusal = msgspec.msgpack.decode(told, type=Refusal)
+            raise Refused(refusal.code, refusal.message)
+        begin = msgspec.msgpack.decode(told, type=Begin)
         self._check(begin)
         host.build(
             Identity(
@@ -123,6 +132,10 @@ class Follower:
     def close(self) -> None:
         """Frees sockets and threads."""
         self._host.close()
+        if self._refused:
+            # Host 0 waits for this: its end would have this process abort.
+            with contextlib.suppress(HostsError):
+                self._hosts.tell(f"refusal/{self._hosts.index}", b"")
 
     def _check(self, begin: Begin) -> None:
         run, island = self._host.config.run, dataclasses.asdict(self._host.island)

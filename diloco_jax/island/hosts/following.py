@@ -57,6 +57,13 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     """Boundaries between the publication of a decision and its time."""
 
 
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the island is not let in; in place of a Begin, which is empty then."""
+
+    code: str
+    message: str
+
+
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Bulk work for every host: to fetch its part of a version, or, with a tick, to
     send its part of that take once more."""

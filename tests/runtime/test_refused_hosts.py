@@ -1,0 +1,69 @@
+"""An island of several hosts that is not let in: all of them end alike."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from runtime_support import make_config
+from test_hosts import HOST, free_port
+
+from diloco_jax.config import IslandConfig
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.loading import write_config_json
+from diloco_jax.wire.errors import Refused
+from diloco_jax.wire.server import Server
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT_S = 120.0
+
+
+@pytest.fixture
+def refusing(request):
+    """The address of a coordinator that lets nobody in."""
+
+    def refuse(hello, session):
+        raise Refused(request.param, "nobody is let in")
+
+    handlers = SimpleNamespace(connect=refuse, disconnect=lambda session: None)
+    server = Server(
+        "127.0.0.1:0",
+        handlers,
+        tls=None,
+        deadlines=Deadlines(5.0),
+        max_islands=2,
+        bulk_channels=1,
+    )
+    yield server.start()
+    server.stop(0.1)
+
+
+@pytest.mark.parametrize(
+    ("refusing", "code", "told"),
+    [
+        ("finished", 0, "ends: it came too late: nobody is let in"),
+        ("config", 3, "ends: nobody is let in (config)"),
+    ],
+    indirect=["refusing"],
+)
+def test_all_hosts_end_with_the_code_of_the_first(text, tmp_path, refusing, code, told):
+    config = make_config(text)
+    pair = IslandConfig(batch_size=4, hosts=2, mesh_fsdp=2)
+    islands = {"pair": pair, "b": IslandConfig()}
+    config = type(config)(run=config.run, islands=islands, placement=config.placement)
+    path = tmp_path / "config.json"
+    write_config_json(config.validate(), path)
+    world, children = f"127.0.0.1:{free_port()}", []
+    for index in range(2):
+        arguments = [path, "pair", refusing, tmp_path, world, index, "1"]
+        child = subprocess.Popen(
+            [sys.executable, str(HOST), *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        children.append(child)
+    outputs = [child.communicate(timeout=TIMEOUT_S)[0] for child in children]
+    assert [child.returncode for child in children] == [code, code], outputs
+    assert all(told in output for output in outputs)
