@@ -159,8 +159,19 @@ def whose(run: RunConfig, run_id: str, plan: FragmentPlan) -> dict[str, Any]:
         "run_id": run_id,
         "fingerprint": run.fingerprint(),
         "run": shared_fields(run),
-        "plan": plan.digest(),
+        **of_model(plan),
     }
+
+
+def of_model(plan: FragmentPlan) -> dict[str, Any]:
+    """The fact by which the order of a checkpoint's arrays is known: see
+    `refuse_other_model`."""
+    return {"plan": plan.digest()}
+
+
+def trained(merges: int, tokens: int) -> dict[str, Any]:
+    """Facts of how far the global parameters have come: what `diloco eval` tells."""
+    return {"merges": merges, "tokens": tokens}
 
 
 def refuse_other(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from diloco_jax import checkpoint
 from diloco_jax.config import Config, ConfigError, IslandConfig
@@ -18,7 +17,6 @@ from diloco_jax.island.evaluate import Evaluation, evaluate_all
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
-from diloco_jax.policy.state import State
 from diloco_jax.workdir import read_config
 
 BATCH_SIZE = 32
@@ -26,17 +24,17 @@ BATCH_SIZE = 32
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
     """`eval_loss` (nats per token) and `eval_bits_per_byte` of the newest snapshot, and
-    the `eval_tokens` and `eval_merges` of the run that are in it.
+    the `eval_tokens` and `eval_merges` that are in its parameters.
 
     Raises ConfigError if the workdir has no snapshot.
     """
     model, trainer = build_trainer(config.run, IslandConfig(batch_size=BATCH_SIZE))
-    params, state = newest_params(config, workdir, model)
+    params, facts = newest_params(config, workdir, model)
     found = whole_validation(config, trainer, trainer.place_params(params))
     return {
         **as_json(found),
-        "eval_tokens": state.progress_tokens,
-        "eval_merges": sum(fragment.merges for fragment in state.fragments),
+        "eval_tokens": facts["tokens"],
+        "eval_merges": facts["merges"],
     }
 
 
@@ -66,8 +64,10 @@ def whole_validation(config: Config, trainer: Trainer, params: Params) -> Evalua
     return evaluate_all(trainer, params, validation)
 
 
-def newest_params(config: Config, workdir: Path, model: Model) -> tuple[Params, State]:
-    """Theta and the policy's state of the newest snapshot in a run's workdir."""
+def newest_params(
+    config: Config, workdir: Path, model: Model
+) -> tuple[Params, Mapping[str, Any]]:
+    """Theta of the newest snapshot in a run's workdir, and the snapshot's facts."""
     folder = checkpoint.snapshots_folder(config.placement, workdir)
     number = None
     if folder.is_dir():
@@ -84,7 +84,7 @@ def newest_params(config: Config, workdir: Path, model: Model) -> tuple[Params, 
     for fragment, theta in zip(plan.fragments, thetas, strict=True):
         for piece, value in zip(fragment, theta, strict=True):
             pieces[piece.name] = value
-    return from_pieces(plan, pieces), msgspec.convert(facts["state"], State)
+    return from_pieces(plan, pieces), facts
 
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:

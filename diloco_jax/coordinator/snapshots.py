@@ -16,7 +16,8 @@ from etils.epath import Path as Folder
 
 from diloco_jax import checkpoint
 from diloco_jax.config import Placement
-from diloco_jax.policy.state import State
+from diloco_jax.policy import ledger
+from diloco_jax.policy.state import PolicyConfig, State
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +31,16 @@ class Snapshots:
     """Those of one run, in one folder."""
 
     def __init__(
-        self, folder: Folder, placement: Placement, whose: dict[str, Any]
+        self,
+        folder: Folder,
+        placement: Placement,
+        config: PolicyConfig,
+        whose: dict[str, Any],
     ) -> None:
         """Opens the folder, and makes it if it is missing. whose: see `checkpoint`."""
         self._manager = checkpoint.open_folder(folder, placement.snapshots_kept)
         self._folder, self._every_s = folder, placement.snapshot_every_s
-        self._whose = whose
+        self._config, self._whose = config, whose
         self._due = time.monotonic() + self._every_s
         self._thread: threading.Thread | None = None
         self._began = 0.0
@@ -62,7 +67,11 @@ class Snapshots:
 
     def save(self, number: int, state: State, arrays: dict[str, Any]) -> None:
         """Writes snapshot `number`; durable when this returns. One at a time."""
-        facts = {**self._whose, "state": msgspec.to_builtins(state)}
+        trained = checkpoint.trained(
+            sum(fragment.merges for fragment in state.fragments),
+            ledger.trained_tokens(self._config, state),
+        )
+        facts = {**self._whose, **trained, "state": msgspec.to_builtins(state)}
         checkpoint.save(self._manager, number, arrays, facts)
 
     def due(self, now: float) -> bool:

@@ -179,6 +179,13 @@ def merged_by_fragment(state: State, name: str = "") -> list[int]:
     ]
 
 
+def trained_tokens(config: PolicyConfig, state: State) -> int:
+    """Tokens that the global parameters have been trained on: merged ones, and in a
+    later term those that its islands brought along."""
+    totals = run_totals(config, state)
+    return state.carried_progress + totals.carried + totals.merged
+
+
 def progress_tokens(config: PolicyConfig, state: State) -> int:
     """Computed tokens that are not lost, over all islands and terms: by these the
     learning rate goes. A fragment's lost tokens count by its share of the parameters.

@@ -34,7 +34,7 @@ def recover(run, store, tmp_path):
     def recovered(*lines):
         folder = epath.Path(tmp_path / "snapshots")
         snapshots = Snapshots(
-            folder, Placement(), checkpoint.whose(run, "r", store.plan)
+            folder, Placement(), policy, checkpoint.whose(run, "r", store.plan)
         )
         snapshots.save(0, initial(policy), store.arrays())
         log = RecordLog(tmp_path / "log", after=0)

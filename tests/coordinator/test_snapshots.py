@@ -7,12 +7,13 @@ import threading
 import time
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 from coordinator_support import AXES, PIN_S, SHAPES
 from etils import epath
 
-from diloco_jax.checkpoint import whose
+from diloco_jax.checkpoint import open_folder, read_facts, whose
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import Snapshots
@@ -28,7 +29,8 @@ def opened(run, store, tmp_path):
 
     def open_as(run_id, run=run, plan=store.plan):
         folder = epath.Path(tmp_path / "snapshots")
-        made.append(Snapshots(folder, PLACEMENT, whose(run, run_id, plan)))
+        policy = policy_config(run, PLACEMENT, run_id, plan.sizes)
+        made.append(Snapshots(folder, PLACEMENT, policy, whose(run, run_id, plan)))
         return made[-1]
 
     yield open_as
@@ -50,6 +52,18 @@ def test_arrays_and_state_come_back(opened, store, state):
     ours = jax.tree.leaves(store.arrays())
     theirs = jax.tree.leaves(arrays)
     assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_it_says_how_far_its_parameters_have_come(opened, store, state, tmp_path):
+    fragment = msgspec.structs.replace(state.fragments[0], merges=7)
+    state = msgspec.structs.replace(
+        state, carried_progress=500, fragments=(fragment, *state.fragments[1:])
+    )
+    opened("r").save(3, state, store.arrays())
+    manager = open_folder(epath.Path(tmp_path / "snapshots"), keep=1, read_only=True)
+    facts = read_facts(manager, 3)
+    manager.close()
+    assert (facts["merges"], facts["tokens"]) == (7, 500)
 
 
 def test_those_of_another_run_or_config_are_refused(opened, run, store, state):

@@ -66,6 +66,12 @@ def test_totals_balance_exactly() -> None:
     assert ledger.merged_by_fragment(d.state, "b") == [30, 0]
 
 
+def test_the_parameters_are_trained_on_what_is_merged() -> None:
+    d = worked()
+    merged = ledger.run_totals(d.config, d.state).merged
+    assert ledger.trained_tokens(d.config, d.state) == merged > 0
+
+
 def test_progress_counts_what_is_computed_and_not_lost() -> None:
     d = worked()
     assert ledger.progress_tokens(d.config, d.state) == 120 - 36

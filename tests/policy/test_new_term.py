@@ -93,6 +93,10 @@ def test_steps_of_an_earlier_term_are_carried_and_no_more() -> None:
     assert sum(totals.lost.values()) == 10 * 40 // 40, "the last steps of the smaller"
     assert totals.in_flight == 0
     assert ledger.run_totals(d.config, d.state) == totals
+    others = d.state.carried_progress
+    assert others > 0, "of islands that are not back"
+    trained = ledger.trained_tokens(d.config, d.state)
+    assert trained == others + totals.carried + totals.merged
 
 
 def test_what_it_tells_of_takes_of_the_earlier_term_changes_nothing() -> None:

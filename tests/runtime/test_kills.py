@@ -164,6 +164,8 @@ def test_replay_names_the_first_merge_that_differs(run, workdir):
     evaluate = [*support.DILOCO, "eval", str(saved), "--json"]
     evaluated = json.loads(subprocess.check_output(evaluate, timeout=TIMEOUT_S))
     assert evaluated["eval_loss"] > run.summary["eval_loss"], "an early state"
+    assert evaluated["eval_merges"] == 3
+    assert 0 < evaluated["eval_tokens"] < run.summary["tokens"]
 
 
 def test_replay_refuses_a_tape_with_a_line_missing(workdir):

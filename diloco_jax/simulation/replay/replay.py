@@ -188,8 +188,19 @@ class Replay(contextlib.ExitStack):
         write_config_json(config, folder / run_files.CONFIG)
         snapshots = checkpoint.snapshots_folder(placement, folder)
         manager = checkpoint.open_folder(snapshots, keep=1)
-        checkpoint.save(manager, number, self._store.arrays(), {})
+        facts = {
+            **checkpoint.of_model(self._store.plan),
+            **checkpoint.trained(number, self._tokens(number)),
+        }
+        checkpoint.save(manager, number, self._store.arrays(), facts)
         manager.close()
+
+    def _tokens(self, merges: int) -> int:
+        """Those in the first merges, a fragment's by its share of the parameters."""
+        sizes, tokens = self._store.plan.sizes, 0
+        for merge in self._recording.merges[:merges]:
+            tokens += sizes[merge.fragment] * sum(c.tokens for c in merge.contributions)
+        return tokens // sum(sizes)
 
     def _island(self, who: Who) -> ReplayedIsland:
         """The incarnation, begun when a merge first needs it."""
