@@ -143,9 +143,7 @@ class Coordinator:
             run, placement, self._facts.run_id, self._plan.sizes
         )
         whose = checkpoint.whose(run, self._facts.run_id, self._plan)
-        self._snapshots = Snapshots(
-            self._folder, placement, self.policy_config, whose
-        )
+        self._snapshots = Snapshots(self._folder, placement, self.policy_config, whose)
         self._open.callback(self._snapshots.close)
         found = self._snapshots.newest()
         if found is None and not self._init and gathered is None:
