@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
@@ -71,6 +72,14 @@ class Other:
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
+def long_run(text: Path, **placement: float) -> Config:
+    """Island a alone takes longer than anybody waits, so that it does not end first."""
+    config = make_config(text, cycles=1000)
+    a = dataclasses.replace(config.islands["a"], step_seconds=0.02)
+    config = dataclasses.replace(config, islands={**config.islands, "a": a}).validate()
+    return placed(config, time_budget_s=PATIENCE_S, **placement)
+
+
 def _trains(state) -> bool:
     return "a" in state.islands and state.islands["a"].phase == "training"
 
@@ -84,8 +93,7 @@ def _arrived(state) -> bool:
 def test_what_an_island_sent_is_merged_after_its_goodbye(
     text: Path, tmp_path: Path
 ) -> None:
-    config = make_config(text, cycles=1000)
-    config = placed(config, time_budget_s=PATIENCE_S, notice_s=PATIENCE_S / 2)
+    config = long_run(text, notice_s=PATIENCE_S / 2)
     with coordinator(config, tmp_path) as service:
         other = Other(config, service)
         other.thread.start()
@@ -113,7 +121,7 @@ def test_what_an_island_sent_is_merged_after_its_goodbye(
 
 @pytest.mark.timeout(2 * PATIENCE_S)
 def test_ctrl_c_ends_an_island_with_a_goodbye(text: Path, tmp_path: Path) -> None:
-    config = placed(make_config(text, cycles=1000), time_budget_s=PATIENCE_S)
+    config = long_run(text)
 
     def interrupt(service: Coordinator) -> None:
         await_state(service, _trains)
