@@ -56,7 +56,7 @@ from machine import machine_facts
 from quality_configs import SIZES, Row
 from quality_rows import rates, rows, same_runs
 
-from diloco_jax.cluster.commands import HUGE_PAGES
+from diloco_jax.cluster.commands import ALLOCATOR
 from diloco_jax.config import DataConfig
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.loading import write_json
@@ -106,7 +106,7 @@ def main() -> int:
             known += [run for run in runs if _job(run) not in done]
     # One thread each: two runs side by side are faster than one on two cores. Of a
     # GPU's memory each takes what it needs.
-    os.environ.update(HUGE_PAGES)
+    os.environ.update(ALLOCATOR)
     os.environ.update(NPROC="1", JAX_PLATFORMS=options.platform)
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     _refuse_mixed(known)

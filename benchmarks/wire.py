@@ -38,7 +38,7 @@ from typing import Any
 
 import support
 
-from diloco_jax.cluster.commands import HUGE_PAGES
+from diloco_jax.cluster.commands import ALLOCATOR
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.policy.values import Version
 from diloco_jax.wire import messages
@@ -66,9 +66,9 @@ def main() -> int:
     parser.add_argument("--serve", metavar="CERTIFICATES")
     parser.add_argument("--tls", action="store_true")
     options = parser.parse_args()
-    if not HUGE_PAGES.items() <= os.environ.items():
+    if not ALLOCATOR.items() <= os.environ.items():
         # As the product's processes have it; the allocator reads it when it starts.
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | HUGE_PAGES)
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ALLOCATOR)
     size = options.mib << 20
     if options.serve:
         serve(Path(options.serve), size, tls=options.tls)
@@ -196,7 +196,7 @@ def _server(certificates: Path, size: int, *, tls: bool) -> Iterator[tuple[str, 
     """Its gRPC address and the port of its bare socket."""
     command = [sys.executable, __file__, "--serve", str(certificates)]
     command += ["--mib", str(size >> 20), *(["--tls"] if tls else [])]
-    environment = {**os.environ, **HUGE_PAGES}
+    environment = {**os.environ, **ALLOCATOR}
     with subprocess.Popen(
         command,
         env=environment,

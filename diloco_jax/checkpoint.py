@@ -65,7 +65,9 @@ def open_folder(
     `jax.distributed` world. What a writer finds unfinished there is removed.
     """
     logging.getLogger("absl").setLevel(logging.ERROR)
-    folder = epath.Path(folder).absolute()
+    folder = epath.Path(folder)
+    if not is_bucket(str(folder)):  # Of a bucket's, etils makes one of this machine.
+        folder = folder.absolute()
     together = ocp.options.MultiprocessingOptions()
     if hosts > 1:
         # Named, so that they meet through the world's store: orbax would run a

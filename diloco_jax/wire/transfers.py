@@ -12,6 +12,7 @@ from concurrent import futures
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.policy.values import Version
@@ -41,7 +42,7 @@ class Fetched:
     full: bool
     """True: A_v in f32; False: `count` encoded publishes, oldest first."""
     count: int
-    payload: bytearray
+    payload: memoryview
     wire_bytes: int
     """Bytes received, headers and what was received twice included."""
 
@@ -192,7 +193,7 @@ class _Stripe:
 class _Fetch:
     """One fetch: what its stripes must agree on, and where they put their bytes."""
 
-    payload: bytearray
+    payload: memoryview
 
     def __init__(
         self,
@@ -291,7 +292,7 @@ class _Fetch:
                 f"ends must run the same configuration"
             )
         self._start = start
-        self.payload = bytearray(start.total)
+        self.payload = np.empty(start.total, np.uint8).data
         first.end = min(first.end, start.total)
 
     def _check_same(self, start: FetchStart, stripe: _Stripe) -> None:
