@@ -9,11 +9,9 @@ holds; whoever reads it may have another mesh, and another number of hosts.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import shutil
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from etils.epath import Path as Folder
 
-from diloco_jax import run_files
+from diloco_jax import run_files, storage
 from diloco_jax.config import (
     ConfigError,
     Placement,
@@ -123,6 +121,7 @@ def _read(manager: ocp.CheckpointManager, number: int, args: Any) -> Any:
     except Exception as error:
         # Of orbax, of tensorstore, of JSON: of many kinds, and long.
         folder = manager.directory
+        storage.raise_if_away(folder, error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         remedy = "the record log goes on from it, so that no older one will do"
         if folder.parent.name == ISLANDS:
@@ -204,33 +203,6 @@ def refuse_other_model(
         )
 
 
-def require_access(folder: Folder) -> None:
-    """Raises ConfigError, naming who was refused, unless files can be made in the
-    folder, which is made, and removed."""
-    probe = folder / f"probe-{uuid.uuid4().hex}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_text("may be deleted")
-        probe.unlink()
-    except Exception as error:
-        # Backends of buckets have errors of their own.
-        raise ConfigError(cannot_write(folder, error)) from error
-
-
-def cannot_write(folder: Folder, error: Exception) -> str:
-    """Where, as whom, why not, and what to do."""
-    if isinstance(error, ImportError):
-        return (
-            f"checkpoints in {folder} need a package that is not here ({error}); "
-            f"`pip install -e '.[gcs]'`, or give a local folder as --checkpoints"
-        )
-    reason = str(error).strip() or type(error).__name__
-    return (
-        f"cannot write checkpoints to {folder}{_identity(folder)}: {reason}. "
-        f"{_remedy(folder)}, or give another folder as --checkpoints"
-    )
-
-
 def _remove_unfinished(folder: Path, number: int) -> None:
     for path in folder.glob(f"{number}{ocp.utils.TMP_DIR_SUFFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -246,24 +218,3 @@ def _sync(folder: Path, number: int) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _identity(folder: Folder) -> str:
-    if not is_bucket(str(folder)):
-        return f" as user {os.getuid()}"
-    path = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", "")
-    try:
-        known = json.loads(Path(path).read_bytes()).get("client_email", "")
-    except (OSError, ValueError):
-        known = ""
-    return f" as {known or 'the default account of this machine'}"
-
-
-def _remedy(folder: Folder) -> str:
-    if not is_bucket(str(folder)):
-        return "Make it writable"
-    bucket = str(folder).split("/")[2]
-    return (
-        f"Grant roles/storage.objectAdmin on bucket {bucket} to that account, or log "
-        f"in with another (`gcloud auth application-default login`)"
-    )

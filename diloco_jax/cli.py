@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             EXIT_CONFIG,
         )
     from diloco_jax.cluster.cluster import ClusterError
+    from diloco_jax.paths import StorageAway
     from diloco_jax.wire.errors import Refused, SecurityError, WireError
 
     try:
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), EXIT_REFUSED)
     except ClusterError as error:
         return _fail(str(error), error.exit_code)
-    except WireError as error:
+    except (WireError, StorageAway) as error:
         return _fail(str(error), EXIT_FAILED)
     except OSError as error:
         if error.errno in FULL:

@@ -10,6 +10,10 @@ from pathlib import Path
 from diloco_jax.config import Config, ConfigError
 
 
+class StorageAway(Exception):  # noqa: N818
+    """A bucket did not answer, which passes: whoever supervises tries again."""
+
+
 def is_bucket(folder: str) -> bool:
     """Whether it is no folder of this machine: gs://BUCKET/FOLDER."""
     return "://" in folder

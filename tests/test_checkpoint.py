@@ -1,5 +1,6 @@
 """Checkpoints are whole or absent, are of one run, and say why they cannot be."""
 
+import contextlib
 import errno
 import json
 import os
@@ -11,9 +12,10 @@ import pytest
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from diloco_jax import checkpoint
+from diloco_jax import checkpoint, storage
 from diloco_jax.config import ConfigError, ModelConfig, Placement, RunConfig
 from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.paths import StorageAway
 
 PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)
 
@@ -113,7 +115,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_both():
 def test_a_folder_that_cannot_be_made_is_refused_with_who_asked(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as refused:
-        checkpoint.require_access(epath.Path(tmp_path / "file" / "in"))
+        storage.require_access(epath.Path(tmp_path / "file" / "in"))
     for shown in (f"{tmp_path}/file/in", "as user ", "Make it writable"):
         assert shown in str(refused.value)
 
@@ -135,18 +137,42 @@ def test_a_bucket_without_permission_is_refused_with_the_account(tmp_path, monke
     key.write_text(json.dumps({"client_email": "trainer@p.iam"}))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(key))
     with pytest.raises(ConfigError) as refused:
-        checkpoint.require_access(epath.Path("gs://bucket/run"))
+        storage.require_access(epath.Path("gs://bucket/run"))
     for shown in (
         "gs://bucket/run as trainer@p.iam",
         "403: no storage.objects.create",
-        "roles/storage.objectAdmin on bucket bucket",
+        "roles/storage.legacyBucketReader on bucket bucket",
     ):
         assert shown in str(refused.value)
 
 
+class BackendError(Exception):
+    code = 503
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (BackendError("backend error"), True),
+        (ValueError("Error opening zarr: UNAVAILABLE: no route"), True),
+        (ConnectionResetError("reset by peer"), True),
+        (PermissionError("403"), False),
+        (ValueError("manifest is damaged"), False),
+    ],
+)
+@pytest.mark.parametrize("folder", ["gs://bucket/run", "/run"])
+def test_what_passes_is_no_fault_of_the_config(folder, error, passes):
+    found = RuntimeError("it failed")
+    found.__cause__ = error
+    away = passes and folder.startswith("gs:")
+    wanted = pytest.raises(StorageAway, match=f"{folder}.*it failed")
+    with wanted if away else contextlib.nullcontext():
+        storage.raise_if_away(epath.Path(folder), found)
+
+
 def test_a_bucket_without_its_package_says_how_to_get_it():
     missing = ImportError("install gcsfs to access GCS")
-    text = checkpoint.cannot_write(epath.Path("gs://bucket/run"), missing)
+    text = storage.cannot_write(epath.Path("gs://bucket/run"), missing)
     for shown in ("gs://bucket/run", "gcsfs", "`pip install -e '.[gcs]'`"):
         assert shown in text
 

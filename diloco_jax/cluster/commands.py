@@ -18,9 +18,9 @@ ALLOCATOR = {
         ":glibc.malloc.trim_threshold=268435456"
     )
 }
-"""XLA allocates its temporaries, and gRPC its messages, anew every time. Page faults cost
-more than the arithmetic of a merge, a third of a step and a fifth of a transfer, so
-pages are huge, and up to 256 MiB that were freed are kept."""
+"""XLA allocates its temporaries, and gRPC its messages, anew every time. Page faults
+cost more than the arithmetic of a merge, a third of a step and a fifth of a transfer,
+so pages are huge, and up to 256 MiB that were freed are kept."""
 
 
 def coordinator_command(workdir: Path, bind: str, how: str) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from diloco_jax import checkpoint, compilation, loading, run_files
+from diloco_jax import checkpoint, compilation, loading, run_files, storage
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import durable, origin, summary, term
@@ -107,7 +107,7 @@ class Coordinator:
         addresses.require_free(placement.bind)
         self._folder = checkpoint.snapshots_folder(placement, workdir)
         if placement.checkpoints:
-            checkpoint.require_access(self._folder)
+            storage.require_access(self._folder)
         self._model = build(config.run)
         self._plan = build_plan(config.run, self._model)
         # Islands have it; a name that optax lacks is refused before they start.

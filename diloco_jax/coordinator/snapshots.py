@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from etils.epath import Path as Folder
 
-from diloco_jax import checkpoint
+from diloco_jax import checkpoint, storage
 from diloco_jax.config import Placement
 from diloco_jax.policy import ledger
 from diloco_jax.policy.state import PolicyConfig, State
@@ -85,7 +85,7 @@ class Snapshots:
             try:
                 save()
             except Exception as error:
-                self._failure = checkpoint.cannot_write(self._folder, error)
+                self._failure = storage.cannot_write(self._folder, error)
                 logger.error(
                     "no snapshot was written, the log keeps what it holds: %s",
                     self._failure,

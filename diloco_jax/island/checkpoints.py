@@ -26,7 +26,7 @@ from typing import Any
 import jax
 from etils.epath import Path as Folder
 
-from diloco_jax import checkpoint
+from diloco_jax import checkpoint, storage
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.deadlines import Deadlines
@@ -68,7 +68,7 @@ class Checkpoints:
             target=self._run, name="checkpoints", daemon=True
         )
         if self._every_s and self._explicit:
-            checkpoint.require_access(folder)
+            storage.require_access(folder)
 
     def open(self, identity: Identity, plan: FragmentPlan, hosts: Hosts | None) -> None:
         """Looks what is there. All hosts must call it.
@@ -223,7 +223,7 @@ class Checkpoints:
             logger.error(
                 "checkpoint %d was not written, training goes on: %s",
                 number,
-                checkpoint.cannot_write(self._folder, error),
+                storage.cannot_write(self._folder, error),
             )
             return
         logger.info(

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from diloco_jax.launch.resources import Command
 
+UNREACHED = "Could not prepare all"
+"""`queued-resources ssh` says so of machines that it leaves out, and exits with 0."""
 NOT_FOUND = re.compile(r"not[ _]found", re.IGNORECASE)
 
 CAPACITY = re.compile(
@@ -30,6 +32,10 @@ REMEDIES = {
     r"Reauthentication|gcloud auth login|Unauthorized|must be logged in": (
         "log in: `gcloud auth login`; kubectl also needs `gcloud components install "
         "gke-gcloud-auth-plugin`"
+    ),
+    UNREACHED: (
+        "a machine of that slice cannot be reached: `diloco launch` shows the slice's "
+        "state, and makes it anew if it was taken away; --only leaves it out"
     ),
     r"matches for kind \"JobSet\"|resource type \"jobset\"": (
         "install JobSet in the cluster; docs/tpu.md says how"
@@ -84,7 +90,8 @@ def attempt(command: Command) -> Result:
             f"{command.deadline_s:g} s; it may go on in the cloud: run the same "
             f"`diloco launch` again, it takes up what is there"
         ) from error
-    return Result(done.returncode, done.stdout, done.stderr)
+    code = done.returncode or int(UNREACHED in done.stderr)
+    return Result(code, done.stdout, done.stderr)
 
 
 def call(command: Command) -> str:

@@ -5,6 +5,7 @@ The authority's key stays here.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import tarfile
@@ -32,6 +33,15 @@ def prepare_certificates(folder: Path, hosts: tuple[str, ...]) -> None:
         add_names(folder, missing, DAYS)
     for role in ROLES:
         _pack(folder, role)
+
+
+def digest(folder: Path, role: str) -> str:
+    """Of what `prepare_certificates` packed for a role; empty if it has not."""
+    try:
+        packed = (folder / f"{role}.tar").read_bytes()
+    except FileNotFoundError:
+        return ""
+    return hashlib.sha256(packed).hexdigest()
 
 
 def _known_hosts(folder: Path) -> set[str]:

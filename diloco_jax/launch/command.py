@@ -18,7 +18,7 @@ from diloco_jax.launch.record import Record
 from diloco_jax.launch.submit import Submitter
 from diloco_jax.paths import absolute
 
-BACKENDS = {"tpu_vm": tpu_vm.deployment, "gke": gke.deployment}
+BACKENDS = {"tpu_vm": tpu_vm, "gke": gke}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,10 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     own = config.placement.certificates
     certificates = Path(absolute(own)) if own else workdir / "certificates"
     folder = workdir / "launch"
-    deployment = BACKENDS[options.on](
+    backend = BACKENDS[options.on]
+    if options.action in ("create", "run") and not options.dry_run:
+        prepare_certificates(certificates, backend.hosts(order))
+    deployment = backend.deployment(
         order, str(certificates), str(folder), int(time.time())
     )
     for line in _remarks(order):
@@ -70,8 +73,6 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
         for name, text in deployment.files.items():
             (folder / name).write_text(text, encoding="utf-8")
             _show(f"written: {folder / name}")
-        if not options.dry_run:
-            prepare_certificates(certificates, deployment.hosts)
     submitter = Submitter(
         deployment,
         record,

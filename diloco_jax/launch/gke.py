@@ -7,11 +7,14 @@ the JobSet's pods ask for it, again after a preemption, and gives it back when t
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from diloco_jax.launch import manifests
+from diloco_jax.launch.certificates import digest
 from diloco_jax.launch.order import COORDINATOR, PORT, Order, PlacedIsland
 from diloco_jax.launch.resources import SHARED, Command, Deployment, Owned, Resource
 
@@ -25,8 +28,7 @@ def deployment(
 ) -> Deployment:
     """All that `diloco launch --on gke` makes and runs; see `tpu_vm.deployment`."""
     settings, name = order.settings, order.coordinator
-    config = manifests.config_name(order)
-    service = f"{name}.{settings.namespace}.svc"
+    service, _ = hosts(order)
     address = f"{service}:{PORT}"
     files = {
         "config.yaml": _yaml(manifests.config_map(order)),
@@ -38,7 +40,7 @@ def deployment(
         *(_island_pool(order, island) for island in order.islands),
         *([_namespace(order)] if settings.namespace != "default" else []),
         *(_secret(order, role, certificates) for role in (COORDINATOR, "island")),
-        _object(order, f"{folder}/config.yaml", "configmap", config, SHARED),
+        _config_map(order, f"{folder}/config.yaml"),
         _object(
             *(order, f"{folder}/disk.yaml", "persistentvolumeclaim", name, COORDINATOR),
             keeps=True,
@@ -53,13 +55,17 @@ def deployment(
     scale = ("scale", "statefulset", name)
     return Deployment(
         files=files,
-        hosts=(service, name),
         prepare=(Command((*login, *_cluster(order))),),
         resources=tuple(made),
         start=(Owned(COORDINATOR, _kubectl(order, *scale, "--replicas=1")),),
         stop=(Owned(COORDINATOR, _kubectl(order, *scale, "--replicas=0")),),
         logs=_logs(order),
     )
+
+
+def hosts(order: Order) -> tuple[str, ...]:
+    """Names by which islands reach the coordinator, for its certificate."""
+    return (f"{order.coordinator}.{order.settings.namespace}.svc", order.coordinator)
 
 
 # ---- machines ---------------------------------------------------------------------
@@ -158,26 +164,44 @@ def _object(
     return Resource(
         what=f"{kinds} {name}",
         owner=owner,
-        find=_kubectl(order, "get", first, name, "--ignore-not-found", "-o", "name"),
+        find=_find(order, first, name),
         create=_kubectl(order, "apply", "-f", file),
         delete=_delete(order, kinds, name),
         keeps=keeps,
     )
 
 
+def _config_map(order: Order, file: str) -> Resource:
+    name = manifests.config_name(order)
+    apply = _kubectl(order, "apply", "-f", file)
+    return Resource(
+        what=f"configmap {name}",
+        owner=SHARED,
+        find=_find(order, "configmap", name),
+        create=apply,
+        delete=_delete(order, "configmap", name),
+        content=hashlib.sha256(order.config_json.encode()).hexdigest(),
+        update=(apply,),
+    )
+
+
 def _secret(order: Order, role: str, certificates: str) -> Resource:
     name = manifests.secret_name(order, role)
     files = ("ca.pem", f"{role}.pem", f"{role}.key")
+    create = _kubectl(
+        order,
+        *("create", "secret", "generic", name),
+        *(f"--from-file={certificates}/{file}" for file in files),
+    )
+    delete = _delete(order, "secret", name)
     return Resource(
         what=f"secret {name}",
         owner=SHARED,
-        find=_kubectl(order, "get", "secret", name, "--ignore-not-found", "-o", "name"),
-        create=_kubectl(
-            order,
-            *("create", "secret", "generic", name),
-            *(f"--from-file={certificates}/{file}" for file in files),
-        ),
-        delete=_delete(order, "secret", name),
+        find=_find(order, "secret", name),
+        create=create,
+        delete=delete,
+        content=digest(Path(certificates), role),
+        update=(delete, create),
     )
 
 
@@ -186,9 +210,7 @@ def _namespace(order: Order) -> Resource:
     return Resource(
         what=f"namespace {name}",
         owner=SHARED,
-        find=_kubectl(
-            order, "get", "namespace", name, "--ignore-not-found", "-o", "name"
-        ),
+        find=_find(order, "namespace", name),
         create=_kubectl(order, "create", "namespace", name),
         delete=None,
     )
@@ -215,6 +237,10 @@ def _logs(order: Order) -> tuple[Owned, ...]:
             for island in order.islands
         ),
     )
+
+
+def _find(order: Order, kind: str, name: str) -> Command:
+    return _kubectl(order, "get", kind, name, "--ignore-not-found", "-o", "name")
 
 
 def _delete(order: Order, kinds: str, name: str) -> Command:

@@ -56,7 +56,7 @@ run() {
   if [ -n "$DATA" ]; then
     cloud storage rsync --recursive "$DATA" "$ROOT/data"
   fi
-  local work="$ROOT/run"
+  local work="$ROOT/run" environment=()
   if [ "$ROLE" = coordinator ]; then
     mount_disk
     work=$DISK/run
@@ -70,13 +70,16 @@ run() {
     attempt=$(($(cat "$ROOT/attempt" 2>/dev/null || echo -1) + 1))
     echo "$attempt" >"$ROOT/attempt"
     ARGUMENTS+=(--incarnation "$((FIRST_INCARNATION + attempt))")
+    # Without TPUs it fails, and does not train on the CPU.
+    environment=(--env "JAX_PLATFORMS=$PLATFORMS")
   fi
   # Left by a run that was killed; chips in use by it would keep the next one waiting.
   docker rm --force diloco >/dev/null 2>&1 || true
   trap - ERR
   # In the foreground: signals and the exit code pass through.
   exec docker run --rm --name diloco --privileged --network host --log-driver none \
-    --volume "$ROOT:$ROOT" --volume "$work:$ROOT/run" "$IMAGE" "${ARGUMENTS[@]}"
+    --volume "$ROOT:$ROOT" --volume "$work:$ROOT/run" "${environment[@]}" \
+    "$IMAGE" "${ARGUMENTS[@]}"
 }
 
 mount_disk() {

@@ -15,6 +15,7 @@ from diloco_jax.launch.order import (
     COORDINATOR,
     DATA,
     INIT_WITHIN_S,
+    PLATFORMS,
     PORT,
     WORKDIR,
     Order,
@@ -22,6 +23,7 @@ from diloco_jax.launch.order import (
 )
 
 Manifest = dict[str, Any]
+
 
 CLOUD_IMAGE = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
 MAX_RESTARTS = 1000
@@ -246,7 +248,9 @@ def _island_pod(
                     {
                         "name": "RESTART_ATTEMPT",
                         "valueFrom": {"fieldRef": {"fieldPath": attempt}},
-                    }
+                    },
+                    # Without TPUs it fails, and does not train on the CPU.
+                    {"name": "JAX_PLATFORMS", "value": PLATFORMS},
                 ],
                 "ports": [{"containerPort": port} for port in TPU_PORTS],
                 "resources": {"requests": chips, "limits": chips},

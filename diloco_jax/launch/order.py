@@ -19,6 +19,8 @@ Backend = Literal["tpu_vm", "gke"]
 Purchase = Literal["on_demand", "spot", "reserved"]
 PURCHASES: dict[str, Purchase] = {p: p for p in get_args(Purchase)}
 
+PLATFORMS = "tpu,cpu"
+"""JAX_PLATFORMS of every island's process."""
 PORT = 7077
 """Of the coordinator."""
 
@@ -105,7 +107,7 @@ def make_order(config: Config, path: str, on: Backend) -> Order:
             f"launch.project = {settings.project!r} is no project id; `gcloud projects "
             f"list` shows yours"
         )
-    if settings.data and not re.match(r"gs://[^/]+", settings.data):
+    if settings.data and not re.match(r"gs://[^/]+/[^/]", settings.data):
         raise ConfigError(
             f"launch.data = {settings.data!r} is no gs://BUCKET/FOLDER; copy the text "
             f"to a bucket (`gcloud storage rsync -r FOLDER gs://BUCKET/FOLDER`)"
@@ -169,6 +171,11 @@ def _place(name: str, config: Config, island: str, on: Backend) -> PlacedIsland:
         raise ConfigError(
             f"{field} = {settings.purchase[island]!r}; write 'on_demand', 'spot', "
             f"'reserved' or 'reserved:NAME'"
+        )
+    if on == "tpu_vm" and reservation:
+        raise ConfigError(
+            f"{field} = {settings.purchase[island]!r}: queued resources take any "
+            f"reservation that fits; write 'reserved'"
         )
     if on == "gke" and purchase == "reserved" and not reservation:
         raise ConfigError(

@@ -40,11 +40,20 @@ class Record:
 
     @property
     def made(self) -> tuple[dict[str, Any], ...]:
-        """`what`, `owner`, `runs`, `keeps`, `delete` and `deadline_s` of each thing."""
+        """`what`, `owner`, `runs`, `keeps`, `content`, `delete` and `deadline_s` of
+        each thing."""
         return tuple(self._made)
 
-    def add(self, resource: Resource) -> None:
-        """It is there, or about to be made: on disk before this returns."""
+    def content(self, what: str) -> str:
+        """What it was last given; empty if that is not known."""
+        for entry in self._made:
+            if entry["what"] == what:
+                return str(entry.get("content", ""))
+        return ""
+
+    def add(self, resource: Resource, content: str) -> None:
+        """It is there with that content, or about to be made (""): on disk before this
+        returns."""
         if resource.delete is None:
             return
         entry = {
@@ -52,6 +61,7 @@ class Record:
             "owner": resource.owner,
             "runs": resource.runs,
             "keeps": resource.keeps,
+            "content": content,
             "delete": list(resource.delete.arguments),
             "deadline_s": resource.delete.deadline_s,
         }

@@ -39,6 +39,10 @@ class Resource:
     """It is a process rather than a machine: stopping a launch deletes it."""
     keeps: bool = False
     """It holds the run: deleted only on demand."""
+    content: str = ""
+    """A digest of what is in it. Empty = what it was made with stays."""
+    update: tuple[Command, ...] = ()
+    """Give it that content in the place of another."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +59,6 @@ class Deployment:
 
     files: dict[str, str]
     """Text by name, for the launch's folder. Without secrets."""
-    hosts: tuple[str, ...]
-    """Names by which islands reach the coordinator, for its certificate."""
     prepare: tuple[Command, ...]
     """Before anything else; changes nothing in the cloud."""
     resources: tuple[Resource, ...]

@@ -62,7 +62,7 @@ class Submitter:
     def run(self) -> None:
         """Processes run again, on the machines that are there."""
         self._prepare()
-        processes = [r for r in self._deployment.resources if r.runs]
+        processes = [r for r in self._deployment.resources if r.runs or r.content]
         self._carry_out(
             [*self._missing(processes), *self._steps(self._deployment.start)]
         )
@@ -94,12 +94,20 @@ class Submitter:
 
     def _missing(self, resources: Iterable[Resource]) -> list[Step]:
         steps = []
-        for resource in self._chosen(resources):
+        for resource in resources:
+            # What processes read has to be right for whomever this is limited to.
+            if not (resource.content or self._chosen([resource])):
+                continue
             state = self._state(resource)
             if state:
                 self._show(f"# there: {resource.what}: {state}")
             if state and not set(state.split()) & set(resource.dead):
-                self._record.add(resource)
+                known = self._record.content(resource.what)
+                self._record.add(resource, known)
+                if resource.content != known:
+                    *first, last = resource.update
+                    steps += [Step(command) for command in first]
+                    steps.append(Step(last, makes=resource))
                 continue
             if state and resource.delete is not None:
                 steps.append(Step(resource.delete, deletes=resource.what))
@@ -142,13 +150,15 @@ class Submitter:
             return
         for step in steps:
             if step.makes is not None:
-                self._record.add(step.makes)
+                self._record.add(step.makes, content="")
             self._show(f"$ {shlex.join(step.command.arguments)}")
             result = attempt(step.command)
             if result.code and not (step.deletes and result.not_found):
                 raise failure(step.command, result)
             if result.output.strip():
                 self._show(result.output.rstrip())
+            if step.makes is not None:
+                self._record.add(step.makes, step.makes.content)
             if step.deletes:
                 self._record.remove(step.deletes)
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import shlex
 from importlib import resources
+from pathlib import Path
 
+from diloco_jax.launch.certificates import digest
 from diloco_jax.launch.order import (
     COORDINATOR,
     INIT_WITHIN_S,
+    PLATFORMS,
     PORT,
     ROOT,
     Order,
@@ -41,9 +44,7 @@ def deployment(
       now_unix: the incarnations of a slice made now begin there, above those of any
         made before; a coordinator made now may begin a run for a while.
     """
-    settings = order.settings
-    machine = order.coordinator
-    host = f"{machine}.{settings.coordinator_zone}.c.{settings.project}.internal"
+    (host,) = hosts(order)
     address = f"{host}:{PORT}"
     files = {"coordinator.sh": _coordinator_script(order, address, now_unix)}
     made = [
@@ -58,7 +59,6 @@ def deployment(
         made.append(_queued_resource(order, island, f"{folder}/{script}"))
     return Deployment(
         files=files,
-        hosts=(host,),
         prepare=(),
         resources=tuple(made),
         start=_everywhere(order, "sudo systemctl start diloco"),
@@ -67,6 +67,13 @@ def deployment(
             order, f"sudo journalctl --unit diloco --lines {LOG_LINES} --no-pager"
         ),
     )
+
+
+def hosts(order: Order) -> tuple[str, ...]:
+    """Names by which islands reach the coordinator, for its certificate."""
+    settings = order.settings
+    zone = f"{settings.coordinator_zone}.c.{settings.project}.internal"
+    return (f"{order.coordinator}.{zone}",)
 
 
 # ---- what is made -----------------------------------------------------------------
@@ -172,16 +179,18 @@ def _firewall(order: Order) -> Resource:
 
 def _secret(order: Order, role: str, certificates: str) -> Resource:
     name = _secret_name(order, role)
+    data = f"--data-file={certificates}/{role}.tar"
     return Resource(
         what=f"secret {name}",
         owner=SHARED,
         find=_gcloud(order, "secrets", "describe", name, "--format=value(name)"),
         create=_gcloud(
             order,
-            *("secrets", "create", name, "--replication-policy=automatic"),
-            f"--data-file={certificates}/{role}.tar",
+            *("secrets", "create", name, "--replication-policy=automatic", data),
         ),
         delete=_gcloud(order, "secrets", "delete", name),
+        content=digest(Path(certificates), role),
+        update=(_gcloud(order, "secrets", "versions", "add", name, data),),
     )
 
 
@@ -243,6 +252,7 @@ def _island_script(
         "island",
         island.arguments(address, NOTICE_S),
         FIRST_INCARNATION=str(now_unix),
+        PLATFORMS=PLATFORMS,
     )
 
 

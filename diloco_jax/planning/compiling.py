@@ -212,10 +212,10 @@ def _devices(found: Slice) -> Any:
     """Of the slice, which is not here."""
     from jax.experimental import topologies
 
-    described = topologies.get_topology_desc(
-        platform="tpu", topology_name=found.topology
-    )
-    return described.devices
+    facts: dict[str, Any] = {"topology_name": found.topology}
+    if found.hosts == 1:  # libtpu takes it that each host has 2x2 chips.
+        facts["chips_per_host_bounds"] = (*found.axes, 1)[:3]
+    return topologies.get_topology_desc(platform="tpu", **facts).devices
 
 
 def main(arguments: list[str]) -> None:

@@ -115,6 +115,7 @@ COMMANDS = {
         "create",
         "--data-file --labels --location --locations --replication-policy --ttl",
     ),
+    "secrets versions add": Spec("secret", "version", "--data-file"),
     "secrets describe": Spec("secret", "describe", "--location"),
     "secrets delete": Spec("secret", "delete", "--etag --location"),
     "container clusters get-credentials": Spec(
@@ -247,7 +248,8 @@ def act(
     """Changes or shows what there is."""
     things = json.loads(path.read_text())
     kind, name = things.setdefault(spec.kind, {}), names[0]
-    if spec.verb in ("describe", "delete", "ssh") and name not in kind:
+    there = ("describe", "delete", "ssh", "version")
+    if spec.verb in there and name not in kind:
         print(f"ERROR: ({command}) NOT_FOUND: {name} was not found", file=sys.stderr)
         return 1
     if spec.verb == "create":
@@ -261,6 +263,8 @@ def act(
         kind[name] = {"state": FRESH.get(spec.kind, name), **flags}
     elif spec.verb == "describe":
         print(kind[name]["state"])
+    elif spec.verb == "version":
+        kind[name]["versions"] = kind[name].get("versions", 1) + 1
     elif spec.verb == "delete":
         del kind[name]
     elif spec.verb == "ssh":

@@ -140,6 +140,7 @@ def test_an_island_runs_with_certificates_and_a_new_incarnation(island):
     assert not any("rsync" in call for call in calls)
     assert "docker rm --force diloco" in calls
     assert "--network host" in calls[-1]
+    assert "--env JAX_PLATFORMS=tpu,cpu" in calls[-1]
     assert calls[-1].endswith(
         "island /var/lib/diloco/config/config.json --name v6e.b --coordinator "
         "two-coordinator.us-east5-a.c.my-project.internal:7077 --workdir "
@@ -173,6 +174,7 @@ def test_what_fails_before_is_tried_again(tmp_path, config, broken):
 def test_a_coordinator_begins_a_run_on_its_new_disk(coordinator):
     assert coordinator.start("run") == 0, coordinator.errors
     calls = coordinator.calls
+    assert "JAX_PLATFORMS" not in calls[-1]
     (made,) = [call for call in calls if call.startswith("mkfs")]
     device = "/dev/disk/by-id/google-two-coordinator"
     assert made == f"mkfs.ext4 -q {device}"

@@ -58,7 +58,11 @@ def test_bad_settings_are_refused_with_a_remedy(config):
     reserved = changed(config, purchase={"v5p": "reserved"})
     make_order(reserved, "two.py", "tpu_vm")
     assert "write 'reserved:NAME'" in refusal(reserved, on="gke")
-    assert "gs://BUCKET/FOLDER" in refusal(changed(config, data="/data/text"))
+    named = changed(config, purchase={"v5p": "reserved:mine"})
+    assert "write 'reserved'" in refusal(named, on="tpu_vm")
+    make_order(named, "two.py", "gke")
+    for data in ("/data/text", "gs://bucket", "gs://bucket/"):
+        assert "gs://BUCKET/FOLDER" in refusal(changed(config, data=data))
     assert "launch.name is empty" in refusal(
         changed(config, name=""), path="runs/x/config.json"
     )

@@ -4,12 +4,15 @@ name what is missing. Nothing is installed here."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from diloco_jax.cluster.commands import ALLOCATOR
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60
@@ -112,3 +115,9 @@ def test_other_requirements_are_installed_again(installed):
     refused = bash(installed, "launch/local.sh", python=without)
     assert refused.returncode == 2
     assert "has no venv module: install it" in refused.stderr
+
+
+def test_the_images_allocator_is_that_of_diloco_run() -> None:
+    dockerfile = (ROOT / "launch/gke/Dockerfile").read_text()
+    (set_to,) = re.findall(r"^ENV GLIBC_TUNABLES=(\S+)$", dockerfile, re.MULTILINE)
+    assert {"GLIBC_TUNABLES": set_to} == ALLOCATOR

@@ -40,7 +40,7 @@ def test_create_makes_everything_once(cloud, launch, capsys):
 
 
 def test_slices_are_bought_as_the_config_says(cloud, launch):
-    purchase = {"v5p": "reserved:mine", "v6e.b": "on_demand"}
+    purchase = {"v5p": "reserved", "v6e.b": "on_demand"}
     launch(
         "tpu_vm",
         purchase=purchase,
@@ -184,6 +184,30 @@ def test_a_failure_comes_with_its_remedy(cloud, launch, capsys, text, remedy):
     said = capsys.readouterr().err
     assert text in said
     assert remedy in said.rpartition(text)[2]
+
+
+def test_a_certificate_of_another_name_reaches_the_machines(cloud, launch):
+    launch("tpu_vm")
+    cloud.changes()
+    zones = {"coordinator_zone": "us-east5-c"}
+    assert launch("tpu_vm", **zones) == 0
+    added = [call for call in cloud.changes() if "versions" in call]
+    secrets = [f"two-certificates-{role}" for role in ("coordinator", "island")]
+    assert [call[4] for call in added] == secrets
+    assert [cloud.things["secret"][name]["versions"] for name in secrets] == [2, 2]
+    assert launch("tpu_vm", **zones) == 0
+    assert cloud.changes() == []
+
+
+@pytest.mark.parametrize("action", ["logs", "stop"])
+def test_a_slice_that_ssh_leaves_out_is_told(cloud, launch, capsys, action):
+    launch("tpu_vm")
+    left_out = "WARNING: Could not prepare all 1 nodes, attempting to ssh into the rest"
+    cloud.fail("compute tpus queued-resources ssh", 0, left_out)
+    assert launch("tpu_vm", action) == 1
+    said = capsys.readouterr().err
+    assert left_out in said
+    assert "--only leaves it out" in said
 
 
 def test_what_cannot_be_looked_at_is_not_taken_for_missing(cloud, launch, capsys):

@@ -141,3 +141,28 @@ def test_what_is_too_large_comes_back_with_by_how_much(tmp_path):
         line.startswith(short) and "accumulation = 2" in line
         for line in found["advice"]
     )
+
+
+def test_the_compiler_has_the_slices_hosts():
+    script = """
+import json, sys
+from diloco_jax.launch.fleet import GENERATIONS, Slice
+from diloco_jax.planning.compiling import _devices
+for generation in GENERATIONS.values():
+    for shape in generation.shapes[:6]:
+        found = Slice(generation, shape)
+        devices = _devices(found)
+        assert len(devices) == found.chips, found
+        assert len({d.process_index for d in devices}) == found.hosts, found
+        print(found.topology)
+"""
+    shown = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert shown.returncode == 0, shown.stderr[-2000:]
+    assert {"v6e:1x1", "v6e:2x4", "v5p:2x2x2"} <= set(shown.stdout.split())
