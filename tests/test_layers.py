@@ -18,6 +18,8 @@ MODULES = {
     "orbax-checkpoint": "orbax",
     "grpcio": "grpc",
     "pyyaml": "yaml",
+    "google-cloud-storage": "google",
+    "gcp-storage-emulator": "gcp_storage_emulator",
     "jax[tpu]": "jax",
 }
 """Imported under another name than the one they are installed by."""
@@ -68,7 +70,7 @@ def declared(extra: str | None = None) -> set[str]:
 
 @pytest.mark.parametrize(
     ("folder", "extras"),
-    [("diloco_jax", ()), ("tests", ("test",)), ("benchmarks", ("test",))],
+    [("diloco_jax", ("gcs",)), ("tests", ("test",)), ("benchmarks", ("test",))],
 )
 def test_what_is_imported_is_declared(folder: str, extras: tuple[str, ...]) -> None:
     files = list((PACKAGE.parent / folder).rglob("*.py"))

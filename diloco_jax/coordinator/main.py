@@ -311,7 +311,7 @@ class Coordinator:
         number = durable.next_number(
             workdir / run_files.LOG, -1 if found is None else found
         )
-        self._snapshots.save(number, state, self.store.arrays())
+        self._snapshots.save_first(number, state, self.store.arrays())
         self._log = self._open_log(number)
         self._log.forget(number)
         if gathered is not None:

@@ -166,7 +166,7 @@ class Service:
         if not finite:
             logger.warning(
                 "the delta of fragment %d, tick %d from %s, incarnation %d, has values "
-                "that are not finite, all must be: it is not merged; lower "
+                "or a norm that are not finite, all must be: it is not merged; lower "
                 "inner.learning_rate, or start that island again",
                 start.fragment,
                 start.tick,

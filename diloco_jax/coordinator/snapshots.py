@@ -15,7 +15,7 @@ import msgspec
 from etils.epath import Path as Folder
 
 from diloco_jax import checkpoint, storage
-from diloco_jax.config import Placement
+from diloco_jax.config import ConfigError, Placement
 from diloco_jax.policy import ledger
 from diloco_jax.policy.state import PolicyConfig, State
 
@@ -73,6 +73,18 @@ class Snapshots:
         )
         facts = {**self._whose, **trained, "state": msgspec.to_builtins(state)}
         checkpoint.save(self._manager, number, arrays, facts)
+
+    def save_first(self, number: int, state: State, arrays: dict[str, Any]) -> None:
+        """The same, for a run that does not begin without it. Raises OSError where the
+        disk is full, ConfigError or StorageAway of a bucket that takes none."""
+        try:
+            self.save(number, state, arrays)
+        except OSError:
+            raise
+        except Exception as error:
+            # Of orbax, of tensorstore: of many kinds.
+            storage.raise_if_away(self._folder, error)
+            raise ConfigError(storage.cannot_write(self._folder, error)) from error
 
     def due(self, now: float) -> bool:
         """Whether it is time for the next one, and none is being written."""

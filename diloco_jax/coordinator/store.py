@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
 from diloco_jax.core import merge, outer, publish
-from diloco_jax.core.codec import all_finite, get_codec
+from diloco_jax.core.codec import get_codec, square_sum
 from diloco_jax.core.fragments import (
     FragmentPlan,
     Params,
@@ -40,6 +40,8 @@ RETAINED_PUBLISHES = 4
 """Encoded publishes per fragment kept for islands that missed some."""
 PINNED_VERSIONS = 2
 """Anchors per fragment, besides the current one, kept for joins under way."""
+MOST_SQUARES = 1e36
+"""Sum of a delta's squares: what a merge computes of it is far from overflowing."""
 BLOCK_BYTES = 4 << 20
 """About what a fetch copies at a time, of parts that lie scattered in memory."""
 
@@ -127,13 +129,14 @@ class Store:
                 self.merge(fragment, Version(), [nothing], [zeros], final=final)
 
     def is_finite(self, fragment: int, payload: npt.NDArray[np.uint8]) -> bool:
-        """Whether an encoded delta decodes to finite numbers."""
+        """Whether an encoded delta decodes to finite numbers whose norm is, too."""
         layout = self._up_layouts[fragment]
         arrays = layout.unpack(payload.data)
-        return all(
-            all_finite(self._up, array, placed.piece.shape)
+        squares = sum(
+            square_sum(self._up, array, placed.piece.shape)
             for array, placed in zip(arrays, layout.placed, strict=True)
         )
+        return squares <= MOST_SQUARES
 
     def merge(
         self,

@@ -104,9 +104,10 @@ def encode_with_feedback(
     return encoded, total - codec.decode(encoded, x.shape)
 
 
-def all_finite(codec: Codec, encoded: ArrayLike, shape: tuple[int, ...]) -> bool:
-    """Whether everything decodes to finite numbers. Waits for the result."""
-    return bool(_all_finite(codec, encoded, tuple(shape)))
+def square_sum(codec: Codec, encoded: ArrayLike, shape: tuple[int, ...]) -> float:
+    """Of what is decoded; inf or NaN if that, or this sum, is not finite in f32. Waits
+    for the result."""
+    return float(_square_sum(codec, encoded, tuple(shape)))
 
 
 def flush_subnormals(x: jax.Array) -> jax.Array:
@@ -157,8 +158,8 @@ def _decode(codec: Codec, encoded: jax.Array, shape: tuple[int, ...]) -> jax.Arr
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _all_finite(codec: Codec, encoded: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.all(jnp.isfinite(codec.decode(encoded, shape)))
+def _square_sum(codec: Codec, encoded: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.sum(jnp.square(codec.decode(encoded, shape)))
 
 
 def _round(x: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ import gc
 import weakref
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -223,8 +224,23 @@ def test_a_snapshot_brings_everything_back(run, params, store):
     assert one.digest == two.digest
 
 
-def test_deltas_that_are_not_finite_are_seen(store):
+@pytest.mark.parametrize("scale", [float("inf"), 1e30, 1e19])
+def test_deltas_without_a_finite_norm_are_seen(store, scale):
     payload, _ = encoded_delta(store, 0, 1)
     assert store.is_finite(0, payload)
-    broken, _ = encoded_delta(store, 0, 1, scale=float("inf"))
+    broken, _ = encoded_delta(store, 0, 1, scale=scale)
     assert not store.is_finite(0, broken)
+
+
+def test_what_is_let_in_leaves_the_parameters_finite(store):
+    largest, _ = encoded_delta(store, 0, 1, scale=1e16)
+    assert store.is_finite(0, largest)
+    usual, _ = encoded_delta(store, 0, 1)
+    for number in range(1, 9):
+        payload = largest if number == 6 else usual
+        part = contribution("a", 100)
+        version = Version(1, number)
+        merged = store.merge(0, version, [part], [payload], final=False)
+        store.commit(0, merged)
+    for array in jax.tree.leaves(store.arrays()):
+        assert np.isfinite(np.asarray(array)).all()

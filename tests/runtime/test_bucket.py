@@ -1,0 +1,177 @@
+"""Checkpoints in a bucket, as machines that share no disk have them: a server here
+speaks Google Cloud Storage's protocol, and everything else is what runs elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import support
+from runtime_support import make_config, with_run
+
+from diloco_jax import run_files
+from diloco_jax.cluster.commands import free_port
+from diloco_jax.config import IslandConfig, Placement
+from diloco_jax.loading import write_config_json
+from diloco_jax.observability.tape import read_tape
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT_S = 240.0
+SERVER = Path(__file__).parent / "bucket_server.py"
+
+
+class Bucket:
+    """`gs://bucket`, and the environment in which it is found."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.environment = {
+            "STORAGE_EMULATOR_HOST": url,
+            "TENSORSTORE_GCS_HTTP_URL": url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",
+            "GOOGLE_CLOUD_PROJECT": "any",
+            "NO_GCE_CHECK": "true",
+            # It is asked by a protocol that this server does not speak.
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        }
+
+    def names(self) -> list[str]:
+        """Of all objects."""
+        with urllib.request.urlopen(
+            f"{self._url}/storage/v1/b/bucket/o", timeout=10
+        ) as got:
+            return [item["name"] for item in json.load(got).get("items", [])]
+
+    def complete(self, folder: str) -> set[int]:
+        """Numbers of the checkpoints that are complete in one."""
+        ends = [n for n in self.names() if n.endswith("/commit_success.txt")]
+        paths = [Path(name).relative_to(folder) for name in ends if folder in name]
+        return {int(path.parts[0]) for path in paths if len(path.parts) == 2}
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    port = free_port()
+    command = [sys.executable, str(SERVER), str(port), str(4 * TIMEOUT_S)]
+    server = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    found = Bucket(f"http://127.0.0.1:{port}")
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            found.names()
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    yield found
+    server.kill()
+    server.wait(TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def resumed(bucket, text, tmp_path_factory):
+    """All processes of a run are killed, and it goes on to its end. One island has two
+    hosts, which write each checkpoint together."""
+    folder = tmp_path_factory.mktemp("bucket")
+    config = make_config(text, quorum=1)
+    config = with_run(config, total_tokens=60 * 8 * 16)
+    islands = {
+        "pair": IslandConfig(batch_size=4, hosts=2, mesh_fsdp=2, step_seconds=0.1),
+        # So slow that the other one is there long before the end.
+        "solo": IslandConfig(batch_size=2, step_seconds=0.4),
+    }
+    placement = Placement(
+        checkpoints="gs://bucket/runs/one",
+        checkpoint_every_s=0.5,
+        checkpoints_kept=2,
+        snapshot_every_s=1.0,
+        snapshots_kept=2,
+    )
+    config = dataclasses.replace(config, islands=islands, placement=placement)
+    write_config_json(config.validate(), folder / "two.json")
+    workdir = folder / "run"
+    first = start(bucket, folder, str(folder / "two.json"), "--workdir", str(workdir))
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not all(
+            bucket.complete(f"runs/one/{part}")
+            for part in ("islands/pair", "islands/solo", "coordinator")
+        ):
+            assert first.poll() is None, (folder / "log").read_text()[-3000:]
+            assert time.monotonic() < deadline, bucket.names()
+            time.sleep(0.2)
+        pids = json.loads((workdir / run_files.PROCESSES).read_bytes()).values()
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait(TIMEOUT_S)
+    for pid in [pid for hosts in pids for pid in hosts]:
+        while Path(f"/proc/{pid}").exists():
+            time.sleep(0.02)
+    second = start(bucket, folder, "--resume", str(workdir))
+    try:
+        assert second.wait(TIMEOUT_S) == 0, (folder / "log").read_text()[-3000:]
+    finally:
+        second.kill()
+        second.wait(TIMEOUT_S)
+    return workdir
+
+
+def start(bucket: Bucket, folder: Path, *options: str) -> subprocess.Popen[bytes]:
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen(
+            [*support.DILOCO, "run", *options],
+            cwd=folder,
+            env={**os.environ, **bucket.environment},
+            stdout=log,
+            stderr=log,
+        )
+
+
+def test_the_run_goes_on_from_what_is_in_the_bucket(resumed):
+    tape = list(read_tape(resumed / "tape.jsonl"))
+    (recovered,) = (r for r in tape if r["kind"] == "recovered")
+    assert sum(version[1] for version in recovered["versions"]) > 0
+    restored = {
+        r["island"]: r["record"]["value"]
+        for r in tape
+        if r["kind"] == "island"
+        and r["record"]["kind"] == "restored"
+        and r["record"]["fragment"] < 0
+    }
+    assert sorted(restored) == ["pair", "solo"]
+    assert min(restored.values()) > 0, "steps whose moments they have"
+    assert json.loads((resumed / "summary.json").read_bytes())["phase"] == "done"
+
+
+def test_nothing_of_it_is_on_this_machine(resumed, bucket):
+    assert not (resumed / run_files.CHECKPOINTS).exists()
+    assert not list(resumed.parent.rglob("gs:"))
+    for part in ("islands/pair", "islands/solo", "coordinator"):
+        assert bucket.complete(f"runs/one/{part}")
+    assert len(bucket.complete("runs/one/coordinator")) == 2, "older ones are deleted"
+
+
+def test_its_loss_and_parameters_are_read_from_the_bucket(resumed, bucket):
+    done = subprocess.run(
+        [*support.DILOCO, "eval", str(resumed), "--json"],
+        env={**os.environ, **bucket.environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((resumed / "summary.json").read_bytes())
+    assert json.loads(done.stdout)["eval_loss"] == summary["eval_loss"]
+    assert json.loads(done.stdout)["eval_merges"] == summary["merges"]
