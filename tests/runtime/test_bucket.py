@@ -3,8 +3,10 @@ speaks Google Cloud Storage's protocol, and everything else is what runs elsewhe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -26,6 +28,8 @@ from diloco_jax.observability.tape import read_tape
 pytestmark = pytest.mark.dist
 
 TIMEOUT_S = 240.0
+FOLDER = "runs/one"
+PARTS = [f"{FOLDER}/{part}" for part in ("islands/pair", "islands/solo", "coordinator")]
 SERVER = Path(__file__).parent / "bucket_server.py"
 
 
@@ -81,88 +85,90 @@ def bucket():
 
 @pytest.fixture(scope="module")
 def resumed(bucket, text, tmp_path_factory):
-    """All processes of a run are killed, and it goes on to its end. One island has two
-    hosts, which write each checkpoint together."""
+    """All processes of a run are killed; it goes on until both islands are back, and is
+    asked to end. One island has two hosts, which write each checkpoint together."""
     folder = tmp_path_factory.mktemp("bucket")
-    config = make_config(text, quorum=1)
-    config = with_run(config, total_tokens=60 * 8 * 16)
+    config = with_run(make_config(text, quorum=1), total_tokens=10**9)
     islands = {
         "pair": IslandConfig(batch_size=4, hosts=2, mesh_fsdp=2, step_seconds=0.1),
-        # So slow that the other one is there long before the end.
-        "solo": IslandConfig(batch_size=2, step_seconds=0.4),
+        "solo": IslandConfig(batch_size=4, step_seconds=0.1),
     }
     placement = Placement(
-        checkpoints="gs://bucket/runs/one",
-        checkpoint_every_s=0.5,
-        checkpoints_kept=2,
+        checkpoints=f"gs://bucket/{FOLDER}",
+        checkpoint_every_s=1.0,
         snapshot_every_s=1.0,
         snapshots_kept=2,
     )
     config = dataclasses.replace(config, islands=islands, placement=placement)
     write_config_json(config.validate(), folder / "two.json")
     workdir = folder / "run"
-    first = start(bucket, folder, str(folder / "two.json"), "--workdir", str(workdir))
-    try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not all(
-            bucket.complete(f"runs/one/{part}")
-            for part in ("islands/pair", "islands/solo", "coordinator")
-        ):
-            assert first.poll() is None, (folder / "log").read_text()[-3000:]
-            assert time.monotonic() < deadline, bucket.names()
-            time.sleep(0.2)
+    with started(
+        bucket, folder, str(folder / "two.json"), "--workdir", str(workdir)
+    ) as (first):
+        await_true(folder, first, lambda: all(bucket.complete(part) for part in PARTS))
         pids = json.loads((workdir / run_files.PROCESSES).read_bytes()).values()
-    finally:
         first.send_signal(signal.SIGKILL)
         first.wait(TIMEOUT_S)
     for pid in [pid for hosts in pids for pid in hosts]:
         while Path(f"/proc/{pid}").exists():
             time.sleep(0.02)
-    second = start(bucket, folder, "--resume", str(workdir))
-    try:
-        assert second.wait(TIMEOUT_S) == 0, (folder / "log").read_text()[-3000:]
-    finally:
-        second.kill()
+    with started(bucket, folder, "--resume", str(workdir)) as second:
+        await_true(folder, second, lambda: len(restored(workdir)) == len(islands))
+        second.send_signal(signal.SIGINT)
         second.wait(TIMEOUT_S)
     return workdir
 
 
-def start(bucket: Bucket, folder: Path, *options: str) -> subprocess.Popen[bytes]:
+def restored(workdir: Path) -> dict[str, int]:
+    """Islands, and after how many steps they had the moments that they took over."""
+    records = [r for r in read_tape(workdir / "tape.jsonl") if r["kind"] == "island"]
+    return {
+        r["island"]: r["record"]["value"]
+        for r in records
+        if r["record"]["kind"] == "restored" and r["record"]["fragment"] < 0
+    }
+
+
+@contextlib.contextmanager
+def started(bucket: Bucket, folder: Path, *options: str):
+    """`diloco run`, killed at the end if it is still there."""
     with (folder / "log").open("ab") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*support.DILOCO, "run", *options],
             cwd=folder,
             env={**os.environ, **bucket.environment},
             stdout=log,
             stderr=log,
         )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(TIMEOUT_S)
+
+
+def await_true(folder: Path, process: subprocess.Popen, happened) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not happened():
+        assert process.poll() is None, (folder / "log").read_text()[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def test_the_run_goes_on_from_what_is_in_the_bucket(resumed):
     tape = list(read_tape(resumed / "tape.jsonl"))
     (recovered,) = (r for r in tape if r["kind"] == "recovered")
     assert sum(version[1] for version in recovered["versions"]) > 0
-    restored = {
-        r["island"]: r["record"]["value"]
-        for r in tape
-        if r["kind"] == "island"
-        and r["record"]["kind"] == "restored"
-        and r["record"]["fragment"] < 0
-    }
-    assert sorted(restored) == ["pair", "solo"]
-    assert min(restored.values()) > 0, "steps whose moments they have"
-    assert json.loads((resumed / "summary.json").read_bytes())["phase"] == "done"
+    assert min(restored(resumed).values()) > 0
 
 
 def test_nothing_of_it_is_on_this_machine(resumed, bucket):
     assert not (resumed / run_files.CHECKPOINTS).exists()
     assert not list(resumed.parent.rglob("gs:"))
-    for part in ("islands/pair", "islands/solo", "coordinator"):
-        assert bucket.complete(f"runs/one/{part}")
-    assert len(bucket.complete("runs/one/coordinator")) == 2, "older ones are deleted"
+    assert len(bucket.complete(f"{FOLDER}/coordinator")) == 2, "older ones are deleted"
 
 
-def test_its_loss_and_parameters_are_read_from_the_bucket(resumed, bucket):
+def test_loss_and_parameters_are_read_from_the_bucket(resumed, bucket):
     done = subprocess.run(
         [*support.DILOCO, "eval", str(resumed), "--json"],
         env={**os.environ, **bucket.environment},
@@ -173,5 +179,6 @@ def test_its_loss_and_parameters_are_read_from_the_bucket(resumed, bucket):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((resumed / "summary.json").read_bytes())
-    assert json.loads(done.stdout)["eval_loss"] == summary["eval_loss"]
-    assert json.loads(done.stdout)["eval_merges"] == summary["merges"]
+    found = json.loads(done.stdout)
+    assert found["eval_merges"] == summary["merges"] > 0
+    assert 0 < found["eval_loss"] < math.log(256)
