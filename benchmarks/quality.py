@@ -39,12 +39,13 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
+import math
 import multiprocessing
 import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -133,7 +134,7 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
         from diloco_jax.loading import resolve
 
         found = baseline.run(resolve(config))
-        result = {"loss": found["eval_loss"], "tokens": found["tokens"]}
+        result = {"loss": _loss(found), "tokens": found["tokens"]}
     else:
         from diloco_jax import emulate
 
@@ -141,7 +142,7 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
         summary = emulate(config, options=options).summary
         islands = summary["islands"].values()
         result = {
-            "loss": summary["eval_loss"],
+            "loss": _loss(summary),
             "tokens": summary["tokens_merged"],
             "lost": sum(summary["tokens_lost"].values()),
             "merges": summary["merges"],
@@ -154,6 +155,10 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
     result["text"] = _digest(data)
     result["rate"] = run.inner.learning_rate
     return {"size": size, "row": name, "seed": seed, **result}
+
+
+def _loss(found: Mapping[str, Any]) -> float:
+    return math.nan if found["eval_loss"] is None else float(found["eval_loss"])
 
 
 @functools.lru_cache(maxsize=1)

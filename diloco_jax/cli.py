@@ -111,7 +111,7 @@ def run_command(arguments: Sequence[str]) -> int:
     code, summary = run(
         config,
         path,
-        Console(stderr=True),
+        Console(stderr=True, markup=False),
         baseline=options.baseline,
         resume=options.resume,
     )
@@ -196,7 +196,7 @@ def emulate_command(arguments: Sequence[str]) -> int:
 
     from diloco_jax.simulation.emulation.emulate import run
 
-    summary = run(config, path, Console(stderr=True), options)
+    summary = run(config, path, Console(stderr=True, markup=False), options)
     if options.json:
         print(json.dumps(summary))
     return 0

@@ -14,6 +14,7 @@ from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.evaluate import Evaluation, evaluate_all
+from diloco_jax.loading import json_number
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
@@ -88,8 +89,8 @@ def newest_params(
 
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:
-    """The fields of `summary.json`."""
+    """The fields of `summary.json`; null where they are not finite."""
     return {
-        "eval_loss": evaluation.loss,
-        "eval_bits_per_byte": evaluation.bits_per_byte,
+        "eval_loss": json_number(evaluation.loss),
+        "eval_bits_per_byte": json_number(evaluation.bits_per_byte),
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import runpy
@@ -254,13 +255,18 @@ def read_config_json(path: str | Path) -> Config:
         raise ConfigError(f"{path}: {error}") from error
 
 
+def json_number(value: float | None) -> float | None:
+    """None, which is null, for what JSON has no number for: NaN and infinities."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def write_json(value: Mapping[str, Any], path: str | Path) -> None:
     """Writes JSON so that the file is, at any moment, the old one or the new one."""
     path = Path(path)
     scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with naming(path), scratch.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2)
+            json.dump(value, file, indent=2, allow_nan=False)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())

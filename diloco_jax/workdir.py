@@ -158,9 +158,10 @@ def read_summary(workdir: Path) -> dict[str, Any]:
             f"{path} cannot be read as JSON ({error}); restore it from a copy, or "
             f"remove it: the end of the run is written again when it goes on"
         ) from error
-    if not isinstance(summary, dict):
+    if not (isinstance(summary, dict) and "phase" in summary):
         raise ConfigError(
-            f"{path} holds {type(summary).__name__}, no object; restore it from a copy"
+            f"{path} is no summary of a run: it has no phase; restore it from a copy, "
+            f"or remove it"
         )
     return summary
 

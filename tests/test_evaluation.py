@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from diloco_jax import baseline, checkpoint, evaluation, run_files
 from diloco_jax.config import Config, ConfigError, DataConfig, IslandConfig, RunConfig
+from diloco_jax.island.evaluate import Evaluation
 from diloco_jax.loading import write_config_json
 
 
@@ -25,6 +28,11 @@ def test_a_loss_on_other_text_than_the_runs_is_no_result(judge, tmp_path) -> Non
     )
     with pytest.raises(ConfigError, match=r"data.digest = 0000.*--data.paths"):
         judge(config)
+
+
+def test_what_is_not_finite_is_null_in_json() -> None:
+    diverged = Evaluation(loss=math.nan, bits_per_byte=math.inf)
+    assert set(evaluation.as_json(diverged).values()) == {None}
 
 
 def test_parameters_of_another_model_are_refused(tmp_path) -> None:

@@ -122,7 +122,7 @@ def test_what_is_held_is_refused_with_its_holder(tmp_path, name):
         pass
 
 
-@pytest.mark.parametrize("content", [b'{"phase": "do', b"", b"[3]", b"\xff"])
+@pytest.mark.parametrize("content", [b'{"phase": "do', b"", b"[3]", b"{}", b"\xff"])
 def test_a_summary_that_was_cut_off_is_named(tmp_path, content):
     (tmp_path / "summary.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"summary\.json .*restore it from a copy"):

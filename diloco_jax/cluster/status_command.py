@@ -36,9 +36,9 @@ def status_command(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(status))
     elif "wall_seconds" in status:
-        Console(stderr=True).print(
+        Console(stderr=True, markup=False).print(
             closing_report(status, {}), highlight=False, soft_wrap=True
         )
     else:
-        Console(stderr=True).print(render(status, None))
+        Console(stderr=True, markup=False).print(render(status, None))
     return 0

@@ -8,7 +8,6 @@ cost anything. Reads of the engine's state are reads of one immutable value.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
+from diloco_jax.loading import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.policy import gathering
 from diloco_jax.policy.events import DeltaArrived, Disconnected, Goodbye, Hello, Report
@@ -263,8 +263,8 @@ class Service:
                 "island": island,
                 "phase": message.phase,
                 "step": message.steps,
-                "loss": _number(measures.loss),
-                "eval_loss": _number(measures.eval_loss),
+                "loss": json_number(measures.loss),
+                "eval_loss": json_number(measures.eval_loss),
                 "learning_rate": measures.learning_rate,
                 "median_step_seconds": measures.median_step_seconds,
                 "stalled_seconds": measures.stalled_seconds,
@@ -273,7 +273,3 @@ class Service:
                 "bytes_down": measures.bytes_down,
             }
         )
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

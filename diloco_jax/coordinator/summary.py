@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from diloco_jax.config import Config
 from diloco_jax.coordinator.roster import Roster
+from diloco_jax.loading import json_number
 from diloco_jax.observability import measures
 from diloco_jax.policy import ending, ledger
 from diloco_jax.policy.state import PolicyConfig, State
@@ -146,8 +146,8 @@ def _island_status(state: State, roster: Roster, name: str) -> dict[str, Any]:
         "tokens_per_second": speed,
         "median_step_seconds": sums.median_step_seconds,
         "stalled_seconds": sums.stalled_seconds,
-        "loss": _finite(sums.loss),
-        "eval_loss": _finite(sums.eval_loss),
+        "loss": json_number(sums.loss),
+        "eval_loss": json_number(sums.eval_loss),
         "learning_rate": sums.learning_rate,
         "participation": _participation(state, name),
         "version": min(
@@ -185,7 +185,7 @@ def _island_summary(
         "contributions": sum(
             f.accounts[name].merges_in for f in state.fragments if name in f.accounts
         ),
-        "loss": _finite(sums.loss),
+        "loss": json_number(sums.loss),
         "bytes_up": sums.bytes_up,
         "bytes_down": sums.bytes_down,
         "bytes_join": sums.bytes_join,
@@ -207,8 +207,3 @@ def _participation(state: State, name: str) -> float:
     return measures.participation(
         sum(a.merges_in for a in accounts), sum(a.merges_alive for a in accounts)
     )
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no NaN: nothing measured yet is null."""
-    return value if math.isfinite(value) else None

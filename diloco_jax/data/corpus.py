@@ -101,10 +101,11 @@ def load_corpus(paths: tuple[str, ...], validation_fraction: float) -> Corpus:
 def _load_tokens(
     files: Iterable[tuple[str, pathlib.Path]], validation_fraction: float
 ) -> Corpus:
-    read = {name: read_token_file(path) for name, path in files}
-    digest = hashlib.sha256()
-    for name, file in read.items():
-        digest.update(name.encode() + b":" + file.digest)
+    read, digest = {}, hashlib.sha256()
+    for name, path in files:
+        encoded = _encoded(name, path)
+        read[name] = read_token_file(path)
+        digest.update(encoded + b":" + read[name].digest)
     documents = {name: file.tokens for name, file in read.items() if len(file.tokens)}
     if not documents:
         raise ConfigError(f"data.paths: no tokens in {', '.join(read)}")
@@ -233,10 +234,13 @@ def _user_files(paths: Iterable[str]) -> Iterator[tuple[str, pathlib.Path]]:
     found: dict[str, pathlib.Path] = {}
     for given in paths:
         root = pathlib.Path(given)
-        if not root.exists():
+        try:
+            root.stat()
+        except OSError as error:
             raise ConfigError(
-                f"data.paths: {given} does not exist; name a text file or a folder"
-            )
+                f"data.paths: {given} does not exist ({error.strerror}); name a text "
+                f"file or a folder"
+            ) from error
         files = _walk(root) if root.is_dir() else [(root.name, root)]
         if not any(path.stat().st_size for _, path in files):
             raise ConfigError(

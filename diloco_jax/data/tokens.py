@@ -12,9 +12,9 @@ import errno
 import hashlib
 import pathlib
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
+from numpy.lib import format
 
 from diloco_jax.config import ConfigError
 
@@ -67,9 +67,13 @@ def read_token_file(path: pathlib.Path) -> TokenFile:
     """Maps it, and looks at every token once. Raises ConfigError, naming the file, for
     what is no row of token numbers."""
     try:
-        mode: Literal["r"] | None = "r" if path.stat().st_size >= MAPPED_FROM else None
-        tokens = np.load(path, mmap_mode=mode, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        if path.stat().st_size >= MAPPED_FROM:
+            tokens: np.ndarray = format.open_memmap(path, mode="r")
+        else:
+            with path.open("rb") as file:
+                tokens = format.read_array(file, allow_pickle=False)
+    except Exception as error:
+        # A header is parsed as Python, so they are of many kinds.
         if isinstance(error, OSError) and error.errno == errno.EMFILE:
             raise ConfigError(
                 f"data.paths: {path} is one file too many to be open at a time; join "

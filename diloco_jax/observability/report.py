@@ -51,7 +51,7 @@ def comparison(summary: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
     """One sentence on the run and plain training on as many tokens."""
     ours, theirs = summary.get("eval_loss"), baseline.get("eval_loss")
     if ours is None or theirs is None:
-        return "no comparison: an evaluation is missing"
+        return "no comparison: a validation loss is missing, or not finite"
     return (
         f"plain data-parallel training on {baseline.get('tokens', 0):,} tokens "
         f"(learning rate {baseline.get('learning_rate', 0):g}): loss {theirs:.4f}; "
@@ -61,13 +61,15 @@ def comparison(summary: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
 
 def loss_line(found: Mapping[str, Any]) -> str:
     """What `diloco eval` and summaries have of it, for people."""
+    if found["eval_loss"] is None:
+        return "validation loss not finite: the parameters have diverged"
     bits = found.get("eval_bits_per_byte")
     per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
     return f"validation loss {found['eval_loss']:.4f} nats per token{per_byte}"
 
 
 def _result(summary: Mapping[str, Any]) -> str:
-    if summary.get("eval_loss") is None:
+    if "eval_loss" not in summary:
         stopped = summary.get("phase", "done") != "done"
         return f"{'stopped before its end, ' if stopped else ''}not evaluated"
     return loss_line(summary)

@@ -45,7 +45,7 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     # A machine's own TPUs are none of its business.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     fragments = fragments_of(config)
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     try:
         with _bars(console, list(config.islands)) as report:
             compiled = compile_islands(config, report)

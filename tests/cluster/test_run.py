@@ -42,7 +42,8 @@ with (workdir / "starts").open("a") as file:
 while not ended and len(list(workdir.glob("*.over"))) < 2:
     time.sleep(0.01)
 (workdir / "order").open("a").write("coordinator ")
-(workdir / "summary.json").write_text(json.dumps({"merges": 3, "islands": {}}))
+summary = {"phase": "stopped", "merges": 3, "islands": {}}
+(workdir / "summary.json").write_text(json.dumps(summary))
 """
 ISLAND = """
 import os, pathlib, signal, sys, time
@@ -134,6 +135,7 @@ def test_a_run_ends_with_its_evaluation_in_the_summary(launch, workdir):
     code, summary, seen = launch()
     assert code == 0
     assert summary == {
+        "phase": "stopped",
         "merges": 3,
         "islands": {},
         "eval_loss": 1.5,
@@ -301,7 +303,7 @@ def test_a_failed_evaluation_is_told_and_the_summary_kept(launch, workdir):
     code, summary, seen = launch(evaluate=evaluate)
     assert code == 1
     assert "no checkpoint" in seen
-    assert summary == {"merges": 3, "islands": {}}
+    assert summary == {"phase": "stopped", "merges": 3, "islands": {}}
 
 
 @pytest.mark.parametrize(

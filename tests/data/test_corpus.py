@@ -132,6 +132,11 @@ def test_a_path_that_is_no_text_is_refused_by_name(tmp_path, content, message):
         load_corpus((str(path),), 0.5)
 
 
+def test_a_path_that_is_too_long_is_refused():
+    with pytest.raises(ConfigError, match=r"does not exist \(File name too long\)"):
+        load_corpus(("x" * 300,), 0.5)
+
+
 def test_an_empty_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is empty"):
         load_corpus((str(tmp_path),), 0.5)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import os
 
 import numpy as np
 import pytest
@@ -97,7 +98,8 @@ def test_files_beyond_those_that_may_be_open_are_told(tmp_path, monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     paths = save(tmp_path, [10])
-    monkeypatch.setattr(np, "load", full)
+    for name in ("open_memmap", "read_array"):
+        monkeypatch.setattr(np.lib.format, name, full)
     with pytest.raises(
         ConfigError, match=r"0\.npy is one file too many .* raise `ulimit -n`"
     ):
@@ -118,6 +120,30 @@ def test_files_beyond_those_that_may_be_open_are_told(tmp_path, monkeypatch):
 def test_what_is_no_row_of_tokens_is_refused(tmp_path, array, shown):
     np.save(tmp_path / "0.npy", array)
     with pytest.raises(ConfigError, match=shown):
+        load_corpus((str(tmp_path),), 0.1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"PK\x03\x04 no archive", b"\x93NUMPY\x01\x00v\x00{'descr' (" + b" " * 107],
+)
+def test_what_only_begins_as_numpys_files_do_is_refused(tmp_path, content):
+    (tmp_path / "0.npy").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"0\.npy cannot be read as an array"):
+        load_corpus((str(tmp_path),), 0.1)
+
+
+def test_an_archive_of_arrays_is_refused(tmp_path):
+    np.savez(tmp_path / "0", np.zeros(9, np.int32))
+    (tmp_path / "0.npz").rename(tmp_path / "0.npy")
+    with pytest.raises(ConfigError, match="the magic string is not correct"):
+        load_corpus((str(tmp_path),), 0.1)
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path):
+    np.save(tmp_path / "0.npy", np.zeros(9, np.int32))
+    os.rename(tmp_path / "0.npy", os.fsencode(tmp_path) + b"/a\xff.npy")
+    with pytest.raises(ConfigError, match="is not UTF-8"):
         load_corpus((str(tmp_path),), 0.1)
 
 

@@ -192,6 +192,11 @@ def test_report_without_outages_or_evaluation():
     assert "longest gap" not in report
 
 
+def test_a_loss_that_is_not_finite_is_told():
+    assert "not finite" in closing_report({"islands": {}, "eval_loss": None}, {})
+    assert "not finite" in comparison({"eval_loss": None}, {"eval_loss": 1.6})
+
+
 def test_comparison_is_relative_to_the_baseline():
     baseline = {"eval_loss": 1.6, "tokens": 1000, "learning_rate": 1e-3}
     text = comparison({"eval_loss": 2.0}, baseline)

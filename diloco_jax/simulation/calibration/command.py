@@ -55,7 +55,7 @@ def calibrate_command(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(_as_json(calibration, rows)))
     else:
-        console = Console(stderr=True)
+        console = Console(stderr=True, markup=False)
         for table in (_fitted_table(calibration), _prediction_table(rows)):
             console.print(table, highlight=False, soft_wrap=True)
     return 0

@@ -33,7 +33,7 @@ def replay_command(arguments: Sequence[str]) -> int:
 
         from diloco_jax.simulation.replay.replay import run
 
-        outcome = run(recording, Console(stderr=True), options.save)
+        outcome = run(recording, Console(stderr=True, markup=False), options.save)
     except TapeError as error:
         raise ConfigError(str(error)) from error
     if options.json:
