@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import signal
-import threading
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
+
+PIPE_BYTES = 1 << 16
 
 
 def signals() -> tuple[signal.Signals, ...]:
@@ -25,10 +28,14 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.count = 0
-        self._event = threading.Event()
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupt:
+        # A handler runs wherever this thread is, in the middle of another one too: a
+        # lock, as threading.Event has, would wait for itself.
+        self._ears, self._mouth = os.pipe()
+        for end in (self._ears, self._mouth):
+            os.set_blocking(end, False)
         for number in signals():
             self._previous[number] = signal.signal(number, self._arrived)
         return self
@@ -41,15 +48,20 @@ class Interrupt:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        os.close(self._ears)
+        os.close(self._mouth)
 
     def wait(self, seconds: float) -> None:
         """Sleeps, less long if a signal comes that was not waited for before."""
-        self._event.wait(seconds)
-        self._event.clear()
+        poll = select.poll()
+        poll.register(self._ears, select.POLLIN)
+        if poll.poll(seconds * 1000):
+            os.read(self._ears, PIPE_BYTES)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-        self._event.set()
+        with contextlib.suppress(BlockingIOError):  # It is full: heard all the same.
+            os.write(self._mouth, b"!")
 
 
 @contextlib.contextmanager

@@ -354,6 +354,7 @@ class Coordinator:
             self._snapshots.write(now, functools.partial(self._save, *now_saved))
         if ending:
             if self._end_by is None:
+                logger.info("ending, %s", "asked to" if self._interrupted else "done")
                 # Asked to end alone, it is not waited for: islands train on without it.
                 deadlines = self._deadlines
                 patience = deadlines.stop_s if engine.finished else deadlines.report_s
@@ -385,7 +386,7 @@ class Coordinator:
         return self._config.placement.outage_budget_s
 
     def _asked_to_end(self, number: int, frame: Any) -> None:
-        logger.info("%s: ending", signal.Signals(number).name)
+        # Nothing else: a handler may find any lock held, that of a log's stream too.
         self._interrupted = True
 
 

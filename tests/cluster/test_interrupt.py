@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
@@ -26,6 +30,28 @@ def test_requests_to_end_are_counted(hangup, number):
         os.kill(os.getpid(), number)
         assert interrupt.count == 2
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.timeout(60, method="thread")
+def test_signals_that_come_during_anything_hang_nothing():
+    send = "import os\nfor _ in range(100_000): os.kill(os.getppid(), 2)"
+    with Interrupt() as interrupt:
+        sender = subprocess.Popen([sys.executable, "-c", send])
+        while sender.poll() is None:
+            interrupt.wait(1e-4)
+        interrupt.wait(0.0)
+        began = time.monotonic()
+        interrupt.wait(0.05)
+        assert time.monotonic() - began > 0.04, "all were waited for"
+        assert interrupt.count > 100
+
+
+def test_a_signal_ends_a_wait(hangup):
+    with Interrupt() as interrupt:
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGHUP))
+        timer.start()
+        interrupt.wait(60.0)
+        assert interrupt.count == 1
 
 
 @pytest.mark.parametrize("context", [Interrupt, as_keyboard_interrupt])
