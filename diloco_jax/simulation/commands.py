@@ -63,6 +63,11 @@ def goodput_command(arguments: Sequence[str]) -> int:
     default = goodput.GoodputConfig()
     config, output = _parse("goodput", arguments, default, SweepOutput())
     if not output.sweep:
+        if output.out != SweepOutput.out:
+            raise ConfigError(
+                f"--out {output.out} without --sweep, which alone writes files; add "
+                f"--sweep or leave out --out"
+            )
         with _bar("goodput") as progress:
             result = goodput.simulate_goodput(config, progress)
         _show(output.json, _goodput_json(result), _goodput_text(result))
@@ -80,7 +85,8 @@ def goodput_command(arguments: Sequence[str]) -> int:
     sweep.write_plot(results, output.out / "goodput.png")
     points = {"points": [_goodput_json(result) for result in results]}
     _show(output.json, points, _sweep_table(results))
-    Console(stderr=True).print(f"written: {output.out}/goodput.csv, goodput.png")
+    written = f"written: {output.out}/goodput.csv, goodput.png"
+    Console(stderr=True).print(written, markup=False)
     return 0
 
 
@@ -233,7 +239,8 @@ def _show(as_json: bool, values: dict[str, Any], text: Table | str) -> None:
     if as_json:
         print(json.dumps(values))
     else:
-        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+        console = Console(stderr=True)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _goodput_json(result: Any) -> dict[str, Any]:

@@ -1,15 +1,20 @@
 """The bandwidth formula against figures that can be worked out by hand."""
 
 import dataclasses
+import math
 
 import pytest
 
 from diloco_jax.config import ConfigError
 from diloco_jax.simulation.fleets.bandwidth import (
+    OVERLAP,
     PUBLISHED_DECOUPLED_GBIT_PER_S,
+    UTILISATION,
     BandwidthConfig,
     simulate_bandwidth,
 )
+from diloco_jax.simulation.fleets.checks import GBIT_PER_S, PARAMS, STEP_SECONDS
+from diloco_jax.validation import LARGEST
 
 
 def test_data_parallel_between_eight_sites_is_the_published_198():
@@ -100,17 +105,40 @@ def test_twelve_billion_over_four_regions_is_as_fast_as_published(link):
     assert "(published" not in simulate_bandwidth(other).formulas()[4]
 
 
+@pytest.mark.parametrize("bound", ["low", "high"])
+def test_at_the_bounds_every_result_is_finite(bound):
+    config = BandwidthConfig(
+        params={"low": 1, "high": PARAMS.high}[bound],
+        fragments=1,
+        sites=LARGEST,
+        cycle={"low": 1, "high": LARGEST}[bound],
+        step_seconds=getattr(STEP_SECONDS, bound),
+        overlap=getattr(OVERLAP, bound),
+        link_utilisation=getattr(UTILISATION, bound),
+        link_gbit_per_s=getattr(GBIT_PER_S, bound),
+    )
+    result = simulate_bandwidth(config)
+    assert math.isfinite(result.speedup)
+    numbers = dataclasses.asdict(result)
+    del numbers["config"]
+    assert all(map(math.isfinite, numbers.values())), numbers
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"params": -1}, r"params = -1; .* above 0"),
         ({"params": 1e308}, r"params = 1e\+308; .* at most 1e\+15"),
         ({"sites": 0}, r"sites = 0; .* at least 1"),
-        ({"overlap": 0}, r"overlap = 0; .* above 0"),
+        ({"overlap": 0}, r"overlap = 0; .* at least 1e-06"),
+        ({"overlap": 1e-320}, r"overlap = 1e-320; .* at least 1e-06"),
+        ({"step_seconds": 1e-320}, r"step_seconds = 1e-320; .* at least 1e-06"),
+        ({"link_gbit_per_s": 1e-320}, r"link_gbit_per_s = 1e-320; .* at least 1e-06"),
+        ({"link_utilisation": 1e-320}, r"link_utilisation = 1e-320; .* at least"),
         ({"params": 3, "fragments": 24}, r"fragments = 24, but params = 3"),
         (
             {"link_utilisation": 1.5},
-            r"link_utilisation = 1.5; it must be above",
+            r"link_utilisation = 1.5; .* at most 1",
         ),
     ],
 )

@@ -53,13 +53,16 @@ def test_every_stated_option_of_goodput_is_there(capsys):
 
 
 def test_a_sweep_writes_table_and_plot(capsys, tmp_path, monkeypatch):
+    folder = tmp_path / "o[" / "x]"
+    folder.mkdir(parents=True)
     monkeypatch.setattr("diloco_jax.simulation.fleets.sweep.CHIPS", (100_000,))
     monkeypatch.setattr("diloco_jax.simulation.fleets.sweep.ISLANDS", (1,))
-    arguments = ["--sweep", "--out", str(tmp_path), "--hours", "0.1", "--json"]
-    code, out, _ = run(capsys, "goodput", *arguments)
+    arguments = ["--sweep", "--out", str(folder), "--hours", "0.1", "--json"]
+    code, out, err = run(capsys, "goodput", *arguments)
     assert code == 0
     assert len(json.loads(out)["points"]) == 3
-    assert {p.name for p in tmp_path.iterdir()} == {"goodput.csv", "goodput.png"}
+    assert {p.name for p in folder.iterdir()} == {"goodput.csv", "goodput.png"}
+    assert f"written: {folder}/goodput.csv" in err.replace("\n", "")
 
 
 def test_a_sweep_needs_its_folder(capsys, tmp_path):
@@ -107,6 +110,10 @@ def test_bandwidth_has_its_stated_keys(capsys):
         (["goodput", "--quorum", "9"], "quorum = 9, but islands = 8"),
         (["gooput"], "did you mean 'goodput'"),
         (["goodput", "--sweep", "--out", "/proc"], "/proc: no file can be made there"),
+        (
+            ["goodput", "--out", "/tmp"],
+            "--out /tmp without --sweep, which alone writes files; add --sweep or",
+        ),
         (
             ["goodput", "--sweep", "--method", "rigid"],
             "--method rigid with --sweep, which goes over method decoupled, elastic",

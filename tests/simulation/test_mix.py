@@ -26,6 +26,12 @@ def test_published_figures_are_for_their_setting_only(field):
     assert not any(row.published_goodput for row in rows)
 
 
+@pytest.mark.parametrize("hours", [0.01, 0.1])
+def test_no_merge_rate_is_above_a_merge_per_step_of_the_fast(hours):
+    rows = simulate_mix(MixConfig(hours=hours, step_spread=0))
+    assert all(row.merges_per_hour <= 3600 / 10 for row in rows)
+
+
 @pytest.mark.parametrize("name", ["K = 1", "K = 1 with grace", "K = M"])
 def test_islands_of_the_product_never_wait(rows, name):
     assert rows[name].compute_goodput == pytest.approx(1.0, abs=0.02)
@@ -41,12 +47,21 @@ def test_a_quorum_of_all_merges_at_the_pace_of_the_slowest(rows):
     assert rows["K = M"].merges_per_hour < rows["K = 1"].merges_per_hour
 
 
+def test_more_islands_than_the_policy_gets_through_are_refused():
+    config = MixConfig(v6e=20_000, hours=0.01)
+    with pytest.raises(
+        ConfigError, match=r"pairs of 20,004 islands .*; lower v6e or v5p"
+    ):
+        config.validate()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"v6e": 1, "v5p": 0}, "v6e = 1 and v5p = 0 islands"),
         ({"hours": 1e-4}, "hours = 0.0001 is less than a step of .* 10 with gap = 0.1"),
-        ({"step_seconds": 1e-300}, "steps of islands to simulate, more than"),
+        ({"step_seconds": 1e-6}, "steps of islands to simulate, more than"),
+        ({"step_seconds": 1e-320}, "step_seconds = 1e-320; .* at least 1e-06"),
     ],
 )
 def test_bad_numbers_are_refused(fields, message):

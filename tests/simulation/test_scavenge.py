@@ -1,5 +1,7 @@
 """Extra islands for a part of the run."""
 
+import math
+
 import pytest
 
 from diloco_jax.config import ConfigError
@@ -24,9 +26,28 @@ def test_published_figures_are_for_half_of_the_tokens_only():
     assert row.best_ratio == pytest.approx(0.6)
 
 
+def test_a_share_that_is_whole_but_for_rounding_is_taken():
+    assert 0.29 * 100 != 29
+    ScavengeConfig(islands=100, extra=(0.29,)).validate()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (1e5, "6.4e.11 pairs of 800,008 islands .*; lower islands, or extra = 100000"),
+        (1e300, "inf pairs of 8e.300 islands to simulate"),
+    ],
+)
+def test_extra_islands_count_among_those_to_get_through(extra, message):
+    with pytest.raises(ConfigError, match=message):
+        ScavengeConfig(extra=(1.0, extra), hours=0.1).validate()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"extra": (math.nan,)}, "extra = nan of islands = 8"),
+        ({"extra": (math.inf,)}, "extra = inf of islands = 8"),
         ({"extra": (0.3,)}, "extra = 0.3 of islands = 8 is 2.4 islands; choose"),
         ({"extra": (-1.0,)}, "extra = -1 of islands = 8"),
         ({"tokens_share": 0}, "tokens_share = 0; choose"),

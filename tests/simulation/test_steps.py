@@ -1,12 +1,14 @@
 """How step times vary, and what it costs to wait for the slowest."""
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from diloco_jax.simulation.virtual.steps import (
     DRAWN_AT_ONCE,
+    LOCKSTEP_STEPS,
     drawn,
     durations,
     lockstep_share,
@@ -35,3 +37,14 @@ def test_the_published_mix_computes_84_percent_of_the_time_in_lockstep():
     rng = np.random.default_rng(0)
     share = lockstep_share([1.0] * 4 + [1.18] * 4, 0.10, rng)
     assert share == pytest.approx(0.84, abs=0.01)
+
+
+def test_lockstep_of_many_islands_holds_few_arrays():
+    rng = np.random.default_rng(0)
+    tracemalloc.start()
+    try:
+        lockstep_share([1.0] * 100, 0.1, rng)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 10 * LOCKSTEP_STEPS * 8

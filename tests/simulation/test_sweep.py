@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from diloco_jax.config import ConfigError
-from diloco_jax.simulation.fleets.goodput import GoodputConfig
+from diloco_jax.simulation.fleets.goodput import GoodputConfig, simulate_goodput
 from diloco_jax.simulation.fleets.sweep import sweep_goodput, write_csv, write_plot
 
 
@@ -39,6 +39,16 @@ def test_too_few_islands_for_quorum_are_left_out():
     assert [r.config.quorum for r in results[2:]] == [2, 2]
     with pytest.raises(ConfigError, match="quorum = 5, but a sweep has at most 4"):
         sweep_goodput(dataclasses.replace(config, quorum=5), (100_000,), (1, 2, 4))
+
+
+def test_spread_costs_one_program_as_much_as_it_does_alone():
+    config = GoodputConfig(hours=0.5, seeds=1, step_spread=0.5, chips=100_000)
+    results = sweep_goodput(config, chips=(100_000,), islands=(1, 2))
+    for result in results[:2]:
+        method = result.config.method
+        alone = dataclasses.replace(config, method=method, islands=2)
+        assert result.mean == simulate_goodput(alone).mean
+        assert result.mean.compute_goodput < 0.85
 
 
 def test_the_csv_has_a_line_per_point_with_bounds(results, tmp_path):

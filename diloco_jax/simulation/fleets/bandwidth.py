@@ -23,8 +23,8 @@ import dataclasses
 from diloco_jax.config import SyncConfig
 from diloco_jax.core.choices import CodecName
 from diloco_jax.core.codec import Codec
-from diloco_jax.simulation.fleets.checks import cut_in_reach
-from diloco_jax.validation import AT_LEAST_1, POSITIVE, SOME_SHARE, within
+from diloco_jax.simulation.fleets.checks import GBIT_PER_S, STEP_SECONDS, cut_in_reach
+from diloco_jax.validation import AT_LEAST_1, Bound, within
 
 PUBLISHED_CASE = "published for 8 sites, 7 B, 1 s"
 PUBLISHED_DATA_PARALLEL_GBIT_PER_S = 198.0
@@ -33,6 +33,9 @@ PUBLISHED_SPEEDUP = "more than 20"
 """Over conventional synchronization, for 12 B parameters in four regions with links of
 2 to 5 Gbit/s."""
 GRADIENT_CODEC: CodecName = "bf16"
+OVERLAP = Bound(1e-6)
+UTILISATION = Bound(1e-6, 1)
+"""With them every result is finite, as JSON asks for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,10 +76,12 @@ class BandwidthConfig:
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
-        within(self, POSITIVE, "step_seconds", "overlap", "link_gbit_per_s")
+        within(self, STEP_SECONDS, "step_seconds")
+        within(self, OVERLAP, "overlap")
+        within(self, GBIT_PER_S, "link_gbit_per_s")
         within(self, AT_LEAST_1, "sites", "cycle")
         cut_in_reach(self)
-        within(self, SOME_SHARE, "link_utilisation")
+        within(self, UTILISATION, "link_utilisation")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

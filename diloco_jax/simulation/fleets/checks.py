@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_jax.config import ConfigError
-from diloco_jax.validation import Bound, within
+from diloco_jax.validation import LONGEST_S, Bound, within
 
 MOST_EVENTS = 1e8
 """That a simulation may have: hours on one core."""
 PARAMS = Bound(0, 1e15, above=True)
 FRAGMENTS = Bound(1, 100_000)
 GBIT_PER_S = Bound(1e-6, 1e6)
+STEP_SECONDS = Bound(1e-6, LONGEST_S)
 
 
 def cut_in_reach(config: Any) -> None:
@@ -39,3 +40,10 @@ def steps_in_reach(hours: float, step_seconds: float, islands: int) -> None:
     gets through."""
     steps = hours * 3600 / step_seconds * islands
     in_reach("steps of islands", steps, "lower hours, or raise step_seconds")
+
+
+def islands_in_reach(islands: float, fields: str) -> None:
+    """Raises ConfigError unless the policy, which at every delta goes through what
+    it keeps of all islands, gets through them. fields: that say how many there are."""
+    pairs = islands * islands
+    in_reach(f"pairs of {islands:,.15g} islands", pairs, f"lower {fields}")

@@ -22,7 +22,7 @@ from diloco_jax.core.choices import CodecName
 from diloco_jax.core.codec import Codec
 from diloco_jax.observability.measures import IslandMeasure, participation
 from diloco_jax.policy import ledger
-from diloco_jax.policy.state import State
+from diloco_jax.policy.state import Fragment, State
 from diloco_jax.simulation.fleets.checks import GBIT_PER_S, cut_in_reach
 from diloco_jax.simulation.fleets.failures import Capacity, Segment
 from diloco_jax.simulation.progress import Progress, nobody
@@ -144,6 +144,7 @@ class Fleet:
         self._members: dict[str, _Member] = {}
         self._began = 0.0
         self._ended: float | None = None
+        self._fragments_at_end: tuple[Fragment, ...] | None = None
 
     # ---- what happens -----------------------------------------------------------
 
@@ -201,11 +202,12 @@ class Fleet:
 
     def end(self) -> None:
         """The run has its tokens: islands end their steps, and what is open is merged,
-        in seconds that do not count."""
+        in seconds that do not count; of what it brings, only tokens do."""
         coordinator = self._world.coordinator
         tokens = max(1, coordinator.state.progress_tokens)
         coordinator.config = replace(coordinator.config, total_tokens=tokens)
         self._ended = self._world.clock.now
+        self._fragments_at_end = coordinator.state.fragments
         self._world.run()
 
     def _step(self, member: _Member, work_seconds: float) -> float:
@@ -241,12 +243,12 @@ class Fleet:
 
     @property
     def merges(self) -> int:
-        """Over all fragments."""
-        return sum(fragment.merges for fragment in self._state.fragments)
+        """Over all fragments, up to `end`."""
+        return sum(fragment.merges for fragment in self._counted_fragments)
 
     def participation(self) -> float:
-        """Over all islands and fragments."""
-        accounts = [a for f in self._state.fragments for a in f.accounts.values()]
+        """Over all islands and fragments, up to `end`."""
+        accounts = [a for f in self._counted_fragments for a in f.accounts.values()]
         return participation(
             sum(a.merges_in for a in accounts), sum(a.merges_alive for a in accounts)
         )
@@ -258,6 +260,12 @@ class Fleet:
     @property
     def _now(self) -> float:
         return self._world.clock.now if self._ended is None else self._ended
+
+    @property
+    def _counted_fragments(self) -> tuple[Fragment, ...]:
+        if self._fragments_at_end is None:
+            return self._state.fragments
+        return self._fragments_at_end
 
     @property
     def _state(self) -> State:

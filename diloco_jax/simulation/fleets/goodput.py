@@ -17,7 +17,12 @@ import numpy as np
 from diloco_jax.config import ConfigError, SyncConfig
 from diloco_jax.observability import measures
 from diloco_jax.simulation.fleets import dataparallel
-from diloco_jax.simulation.fleets.checks import in_reach, steps_in_reach
+from diloco_jax.simulation.fleets.checks import (
+    STEP_SECONDS,
+    in_reach,
+    islands_in_reach,
+    steps_in_reach,
+)
 from diloco_jax.simulation.fleets.failures import FailureModel, segments
 from diloco_jax.simulation.fleets.fleet import Exchange, Fleet
 from diloco_jax.simulation.progress import Progress, nobody, part
@@ -71,7 +76,8 @@ class GoodputConfig:
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
         within(self, AT_LEAST_1, "chips", "islands", "quorum", "seeds")
-        within(self, POSITIVE, "step_seconds", "hours")
+        within(self, STEP_SECONDS, "step_seconds")
+        within(self, POSITIVE, "hours")
         within(self, NOT_NEGATIVE, "seed")
         within(self, SHARE, "step_spread")
         within(self, BELOW_1, "grace")
@@ -83,6 +89,8 @@ class GoodputConfig:
                 f"s each, less than step_seconds = {self.step_seconds:g}; raise hours"
             )
         steps_in_reach(self.hours, self.step_seconds, self.islands)
+        if self.method == "decoupled":
+            islands_in_reach(self.islands, "islands")
         rate = self.chips * self.failures.interruptions_per_chip_second
         interruptions = rate * self.hours * 3600
         in_reach("interruptions", interruptions, "lower hours, or raise mtbi_years")

@@ -17,7 +17,11 @@ import numpy as np
 
 from diloco_jax.config import ConfigError, SyncConfig
 from diloco_jax.observability import measures
-from diloco_jax.simulation.fleets.checks import steps_in_reach
+from diloco_jax.simulation.fleets.checks import (
+    STEP_SECONDS,
+    islands_in_reach,
+    steps_in_reach,
+)
 from diloco_jax.simulation.fleets.failures import undisturbed
 from diloco_jax.simulation.fleets.fleet import Exchange, Fleet
 from diloco_jax.simulation.progress import Progress, nobody, part
@@ -54,7 +58,8 @@ class MixConfig:
         within(self, NOT_NEGATIVE, "v6e", "v5p", "gap", "seed")
         within(self, SHARE, "step_spread")
         within(self, BELOW_1, "grace")
-        within(self, POSITIVE, "step_seconds", "hours")
+        within(self, STEP_SECONDS, "step_seconds")
+        within(self, POSITIVE, "hours")
         if self.v6e + self.v5p < 2:
             raise ConfigError(
                 f"v6e = {self.v6e} and v5p = {self.v5p} islands; a mix has at least 2"
@@ -65,6 +70,7 @@ class MixConfig:
                 f"{self.step_seconds:g} with gap = {self.gap:g}; raise hours"
             )
         steps_in_reach(self.hours, self.step_seconds, self.v6e + self.v5p)
+        islands_in_reach(self.v6e + self.v5p, "v6e or v5p")
         self.exchange.validate()
 
     def mean_step_seconds(self) -> dict[str, float]:

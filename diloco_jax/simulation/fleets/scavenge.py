@@ -14,7 +14,11 @@ import math
 import numpy as np
 
 from diloco_jax.config import ConfigError, SyncConfig
-from diloco_jax.simulation.fleets.checks import steps_in_reach
+from diloco_jax.simulation.fleets.checks import (
+    STEP_SECONDS,
+    islands_in_reach,
+    steps_in_reach,
+)
 from diloco_jax.simulation.fleets.failures import undisturbed
 from diloco_jax.simulation.fleets.fleet import TOKENS_PER_STEP, Exchange, Fleet
 from diloco_jax.simulation.progress import Progress, nobody, part
@@ -62,7 +66,8 @@ class ScavengeConfig:
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
         within(self, AT_LEAST_1, "islands", "quorum")
-        within(self, POSITIVE, "step_seconds", "hours")
+        within(self, STEP_SECONDS, "step_seconds")
+        within(self, POSITIVE, "hours")
         within(self, NOT_NEGATIVE, "seed")
         within(self, SHARE, "step_spread")
         within(self, BELOW_1, "grace")
@@ -85,12 +90,13 @@ class ScavengeConfig:
                 f"extra ones no fragment could merge; lower quorum or add islands"
             )
         for extra in self.extra:
-            if extra <= 0 or not float(extra * self.islands).is_integer():
+            added = extra * self.islands
+            if not (0 < added < math.inf and math.isclose(added, round(added))):
                 raise ConfigError(
-                    f"extra = {extra:g} of islands = {self.islands} is "
-                    f"{extra * self.islands:g} islands; choose a share that gives a "
-                    f"whole number of them"
+                    f"extra = {extra:g} of islands = {self.islands} is {added:g} "
+                    f"islands; choose a share that gives a whole number of them"
                 )
+            islands_in_reach(self.islands + added, f"islands, or extra = {extra:g}")
         self.exchange.validate()
 
 

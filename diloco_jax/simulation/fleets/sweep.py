@@ -32,13 +32,21 @@ def sweep_goodput(
     progress: Progress = nobody,
 ) -> list[GoodputResult]:
     """Both data-parallel methods, and decoupled with each number of islands that has a
-    quorum, at each number of chips; all else as in `config`. Raises ConfigError."""
+    quorum, at each number of chips; all else as in `config`. Raises ConfigError.
+
+    With a spread of the step time, a data-parallel step waits for the slowest of as
+    many groups as the most islands; without one, for nobody.
+    """
     if max(islands) < config.quorum:
         raise ConfigError(
             f"quorum = {config.quorum}, but a sweep has at most {max(islands)} "
             f"islands: no fragment could ever merge; lower quorum"
         )
-    ways: list[tuple[Method, int, int]] = [("rigid", 1, 1), ("elastic", 1, 1)]
+    groups = max(islands) if config.step_spread else 1
+    ways: list[tuple[Method, int, int]] = [
+        ("rigid", groups, 1),
+        ("elastic", groups, 1),
+    ]
     enough = (count for count in islands if count >= config.quorum)
     ways += [("decoupled", count, config.quorum) for count in enough]
     points = [

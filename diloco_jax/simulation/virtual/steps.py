@@ -33,5 +33,9 @@ def lockstep_share(
 ) -> float:
     """Share of their time that islands compute if each step waits for the slowest of
     them, as one data-parallel program does. mean_seconds: of a step, by island."""
-    each = [drawn(mean, spread, LOCKSTEP_STEPS, rng) for mean in mean_seconds]
-    return float(np.mean(each) / np.mean(np.max(each, axis=0)))
+    total, slowest = 0.0, np.zeros(LOCKSTEP_STEPS)
+    for mean in mean_seconds:
+        seconds = drawn(mean, spread, LOCKSTEP_STEPS, rng)
+        total += seconds.sum()
+        np.maximum(slowest, seconds, out=slowest)
+    return float(total / len(mean_seconds) / slowest.sum())
