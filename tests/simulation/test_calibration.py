@@ -110,6 +110,22 @@ def test_compiling_shortly_before_the_end_delays_it(calibration):
     assert wall_seconds(20.0) == pytest.approx(wall_seconds(10.0) + 10.0, abs=0.5)
 
 
+def test_an_island_is_given_up_as_diloco_run_does():
+    def joins(restarts: int) -> int:
+        faults = ("b@20:kill", "b#2@20:kill")
+        found = measured(config(faults=faults, restarts=restarts))
+        return found["islands"]["b"]["joins"]
+
+    assert [joins(n) for n in (0, 1, 2)] == [1, 2, 3]
+
+
+def test_a_coordinator_that_is_not_started_again_is_not_predicted():
+    faults = ("coordinator@30:kill", "coordinator@50:kill", "coordinator@99999:kill")
+    assert measured(config(faults=faults, restarts=2))["phase"] == "done"
+    with pytest.raises(ConfigError, match=r"restarts = 1, .* coordinator 2 times"):
+        measured(config(faults=faults, restarts=1))
+
+
 def row(calibration, what: str, *faults: str) -> float:
     """One predicted number."""
     rows = predict(calibration, config(faults=faults), 1, None)
@@ -286,7 +302,7 @@ def test_a_folder_without_a_run_is_refused(copied, capsys, name):
         ("run.json", b"\xff{}", "run.json cannot be read"),
         ("roster.msgpack", b"", "roster.msgpack cannot be read"),
         ("metrics.jsonl", b"\xff\n", "metrics.jsonl, line 1: not a line of metrics"),
-        ("summary.json", b"{}", "summary.json is not what a run leaves"),
+        ("summary.json", b'{"phase": "done"}', "summary.json is not what a run leaves"),
     ],
 )
 def test_damaged_files_are_named(copied, capsys, name, content, message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,8 +30,10 @@ from diloco_jax.config import (
 )
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.windows import Windows
+from diloco_jax.simulation.emulation import attendance
 from diloco_jax.simulation.emulation.bodies import TrainedBody
 from diloco_jax.simulation.virtual.line import LineSpeed
+from diloco_jax.simulation.virtual.world import World
 
 CYCLES = 3
 
@@ -177,6 +180,71 @@ def test_a_kill_costs_what_was_not_merged(text) -> None:
     adoptions = result.history.frame("adoptions")
     again = adoptions[(adoptions.island == "b") & (adoptions.incarnation == 2)]
     assert again.version.min() > 3
+
+
+def test_crashes_use_up_restarts_and_failures_of_machines_do_not(text) -> None:
+    config = make_config(text, steps=40, quorum=1)
+
+    def deaths(*faults: str, restarts: int, **options: float) -> tuple[int, str]:
+        """Of b, and what became of it."""
+        placed = with_placement(config, faults=faults, restarts=restarts)
+        history = emulate(placed, options=EmulationOptions(**options)).history
+        ends = history.frame("lives").query("island == 'b'").end.tolist()
+        return ends.count("died"), ends[-1]
+
+    twice = ("b@3:kill", "b#2@3:kill")
+    assert deaths(*twice, restarts=0) == (1, "died")
+    assert deaths(*twice, restarts=1) == (2, "died")
+    assert deaths(*twice, restarts=2) == (2, "finished")
+    failures, end = deaths(restarts=0, failure_every_seconds=20.0, down_seconds=2.0)
+    assert (failures, end) == (1, "finished")
+    nobody = with_placement(config, faults=("b@3:kill", "a@5:kill"), restarts=0)
+    with pytest.raises(ConfigError, match=r"restarts = 0 .* of a, b: at .*no island"):
+        emulate(nobody)
+
+
+def test_failures_without_progress_between_them_end_it(text, monkeypatch) -> None:
+    monkeypatch.setattr(attendance, "LIVES_IN_VAIN", 20)
+
+    hopeless = EmulationOptions(failure_every_seconds=0.01)
+    with pytest.raises(ConfigError, match=r"seconds = 0.01: .* 20 .* of its 1536") as e:
+        emulate(make_config(text), options=hopeless)
+    with pytest.raises(ConfigError, match=re.escape(str(e.value))):
+        emulate(make_config(text), options=hopeless)
+    # Those with progress between them are counted anew.
+    monkeypatch.setattr(attendance, "LIVES_IN_VAIN", 3)
+    options = EmulationOptions(failure_every_seconds=20.0, down_seconds=2.0)
+    found = emulate(make_config(text, steps=60, quorum=1), options=options)
+    assert found.history.lives["end"].tolist().count("died") > 3
+
+
+def test_alerts_are_as_many_as_a_runs_and_name_absent_islands(
+    text, monkeypatch
+) -> None:
+    class Alerting(World):
+        def run(self, until: float = float("inf")) -> None:
+            for number in range(25):
+                self.coordinator.alert(f"{number}")
+            super().run(until)
+
+    monkeypatch.setattr("diloco_jax.simulation.emulation.emulate.World", Alerting)
+    options = EmulationOptions(joins={"b": (1000.0, 2000.0)})
+    found = emulate(make_config(text, quorum=1), options=options).summary["alerts"]
+    assert found == [
+        *(f"{number}" for number in range(5, 25)),
+        "island b never made a step: see its log",
+    ]
+
+
+def test_a_diverged_emulation_tells_of_skipped_steps(text) -> None:
+    config = make_config(text)
+    inner = dataclasses.replace(config.run.inner, learning_rate=1e12)
+    run = dataclasses.replace(config.run, inner=inner)
+    result = emulate(dataclasses.replace(config, run=run))
+    steps = result.history.frame("steps")
+    for name, island in result.summary["islands"].items():
+        diverged = int(steps[steps.island == name].loss.isna().sum())
+        assert 0 < diverged <= island["skipped_steps"] < island["steps"]
 
 
 def test_an_island_takes_part_for_a_while(text) -> None:

@@ -3,10 +3,12 @@
 import dataclasses
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from rich.console import Console
 
-from diloco_jax import environment
+from diloco_jax import checkpoint, environment, load_params
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -144,6 +146,28 @@ def test_fewer_devices_are_refused(recording):
 def test_a_folder_that_cannot_be_made_is_refused_first(recording):
     with pytest.raises(ConfigError, match="--save /proc/x/y: in /proc: no file can"):
         replay.run(recording, Console(), Path("/proc/x/y"))
+
+
+def test_what_is_saved_is_there_whole_or_not_at_all(recording, tmp_path, monkeypatch):
+    folder, save = tmp_path / "new" / "saved", checkpoint.save
+
+    def interrupted(*arguments):
+        save(*arguments)
+        raise KeyboardInterrupt
+
+    with replay.Replay(recording) as repeated:
+        monkeypatch.setattr(checkpoint, "save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            repeated.save(folder, 0)
+        assert not list(folder.parent.iterdir())
+        monkeypatch.setattr(checkpoint, "save", save)
+        repeated.save(folder, 0)
+    assert [path.name for path in folder.parent.iterdir()] == ["saved"]
+    saved, begun = (
+        load_params(folder),
+        transformer.build(RUN.model).init(jax.random.key(0)),
+    )
+    assert jax.tree.all(jax.tree.map(np.array_equal, saved, begun))
 
 
 def test_other_text_is_refused(recording, tmp_path):

@@ -56,7 +56,7 @@ def config(**changes: Any) -> Config:
         for name, step_s in changes.pop("step_s", STEP_S).items()
     }
     faults = changes.pop("faults", ("b@60:kill", "coordinator@50:kill"))
-    placement = Placement(faults=faults)
+    placement = Placement(faults=faults, restarts=changes.pop("restarts", 5))
     return Config(
         run=dataclasses.replace(run, **changes), islands=islands, placement=placement
     ).validate()

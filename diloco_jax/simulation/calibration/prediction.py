@@ -46,7 +46,7 @@ class Prediction:
     def __init__(self, calibration: Calibration, config: Config, seed: int) -> None:
         """Raises ConfigError if the calibration does not tell what is needed."""
         run, placement = config.run, config.placement
-        self._calibration = calibration
+        self._calibration, self._restarts = calibration, placement.restarts
         payloads, recorded = _payloads(run), _payloads(calibration.run)
         faults = parse_faults(placement.faults, config.islands)
         coordinator_faults = faults.for_who(COORDINATOR).faults
@@ -80,12 +80,19 @@ class Prediction:
     def summary(self) -> dict[str, Any]:
         """Plays it to its end; as `summary.json`, without losses."""
         self._world.run()
+        if self._world.deaths > self._restarts:
+            raise ConfigError(
+                f"placement.restarts = {self._restarts}, but placement.faults kill the "
+                f"coordinator {self._world.deaths} times before the run is over, and "
+                f"diloco run would not start it again; raise it, or take faults out"
+            )
         coordinator, now = self._world.coordinator, self._world.clock.now
         if not coordinator.finished:
             raise ConfigError(
                 f"the predicted run stands still at {now:.0f} s with "
-                f"{coordinator.state.progress_tokens} of its tokens; lower sync.quorum "
-                f"or take faults out"
+                f"{coordinator.state.progress_tokens} of its tokens; lower "
+                f"sync.quorum, raise placement.restarts = {self._restarts}, or take "
+                f"faults out"
             )
         self._attendance.close()
         return summary.summary(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 
-from diloco_jax.config import Config
+from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.faults import Fault, parse_faults
 from diloco_jax.island.hosts.following import lead_of
@@ -18,9 +19,17 @@ from diloco_jax.simulation.virtual.island import IslandSpec
 from diloco_jax.simulation.virtual.steps import durations
 from diloco_jax.simulation.virtual.world import World
 
+LIVES_IN_VAIN = 1000
+"""Failures of machines in a row, of all islands together, without a token of progress
+between them: the run would go on for ever."""
+
 
 class Attendance:
     """Starts islands, ends them and starts them again, as config and options say.
+
+    A kill of `placement.faults` is a crash, of which `diloco run` makes up for
+    `placement.restarts`; after one more it gives the island up. A random failure is
+    one of the machine: when that is back, a launcher starts there that counts anew.
 
     bytes_up: of an encoded delta, by fragment.
     """
@@ -36,6 +45,9 @@ class Attendance:
         """Of all incarnations, by island."""
         self._config, self._options, self._world = config, options, world
         self._clock, self._bytes_up = world.clock, bytes_up
+        self._crashes: Counter[str] = Counter()
+        """Since the island's machine was there."""
+        self._in_vain = self._progress_tokens = 0
         self._faults = parse_faults(config.placement.faults, config.islands).faults
         for name in self.diaries:
             start, stop = self._stay(name)
@@ -68,6 +80,12 @@ class Attendance:
                 if diary.end == "left":
                     roster.left(name, now)
         return roster
+
+    @property
+    def given_up(self) -> list[str]:
+        """Islands that crashed once more than they are started again."""
+        restarts = self._config.placement.restarts
+        return [name for name in self.diaries if self._crashes[name] > restarts]
 
     # ---- what islands are like ------------------------------------------------------
 
@@ -112,9 +130,8 @@ class Attendance:
             (options.chance_seed, list(self.diaries).index(name), incarnation)
         )
         if options.failure_every_seconds:
-            self._kill_after(
-                chance.exponential(options.failure_every_seconds), name, incarnation
-            )
+            lasts_s = chance.exponential(options.failure_every_seconds)
+            self._clock.after(lasts_s, functools.partial(self._fail, name, incarnation))
         seconds = self.usual_steps(name, chance)
         self._world.start(
             IslandSpec(
@@ -134,20 +151,47 @@ class Attendance:
         pauses = [f.pause_s for f in faults if f.step == step and f.pause_s is not None]
         seconds = next(usual) + sum(pauses)
         if any(f.step == step + 1 and f.pause_s is None for f in faults):
-            self._kill_after(seconds, name, diary.incarnation)
+            crash = functools.partial(self._crash, name, diary.incarnation)
+            self._clock.after(seconds, crash)
         diary.step_seconds.append(seconds)
         return seconds
 
-    def _kill_after(self, seconds: float, name: str, incarnation: int) -> None:
-        self._clock.after(seconds, functools.partial(self._kill, name, incarnation))
+    def _fail(self, name: str, incarnation: int) -> None:
+        """Its machine is gone for a while."""
+        if self._kill(name, incarnation):
+            self._crashes[name] = 0
+            self._clock.after(self.down_seconds, functools.partial(self._start, name))
+            self._require_progress()
 
-    def _kill(self, name: str, incarnation: int) -> None:
+    def _crash(self, name: str, incarnation: int) -> None:
+        """Its process ends; see `cluster.processes` for how often it comes back."""
+        if self._kill(name, incarnation):
+            self._crashes[name] += 1
+            if name not in self.given_up:
+                again = functools.partial(self._start, name)
+                self._clock.after(self.down_seconds, again)
+
+    def _kill(self, name: str, incarnation: int) -> bool:
+        """Whether this incarnation was still there."""
         island = self._world.islands[name]
-        if island.incarnation == incarnation and island.ended is None:
-            self._world.kill(name)
-            self._close(name, "died")
-            again = functools.partial(self._start, name)
-            self._clock.after(self.down_seconds, again)
+        if island.incarnation != incarnation or island.ended is not None:
+            return False
+        self._world.kill(name)
+        self._close(name, "died")
+        return True
+
+    def _require_progress(self) -> None:
+        tokens = self._world.coordinator.state.progress_tokens
+        self._in_vain = self._in_vain + 1 if tokens == self._progress_tokens else 0
+        self._progress_tokens = tokens
+        if self._in_vain >= LIVES_IN_VAIN:
+            raise ConfigError(
+                f"failure_every_seconds = {self._options.failure_every_seconds:g}: the "
+                f"last {LIVES_IN_VAIN} lives of islands brought no progress, and at "
+                f"{self._clock.now:g} s the run has {tokens} of its "
+                f"{self._config.run.total_tokens} tokens; raise it well above the "
+                f"seconds of a join and of sync.steps_per_cycle steps"
+            )
 
     def _leave(self, name: str) -> None:
         island = self._world.islands[name]

@@ -118,11 +118,12 @@ class TrainedBody:
         self._diary.step_began.append(self._clock.now)
         self._diary.learning_rates.append(learning_rate)
         metrics = self._replica.step(self._windows.batch(positions), learning_rate)
-        losses = self._diary.losses
-        losses.append(metrics["loss"])
-        if len(losses) > 1:
-            # One step late: the devices have the new one to do meanwhile.
-            losses[-2] = float(losses[-2])
+        diary = self._diary
+        for name, column in (("loss", diary.losses), ("skipped", diary.skipped)):
+            column.append(metrics[name])
+            if len(column) > 1:
+                # One step late: the devices have the new one to do meanwhile.
+                column[-2] = float(column[-2])
 
     def take(self, fragment: int) -> Encoded:
         """See Arrays."""

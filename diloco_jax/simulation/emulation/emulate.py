@@ -1,9 +1,10 @@
 """`diloco emulate`: all islands of a config with real gradients, in virtual time.
 
 Everything is done by the runtime's own parts: policy, boundaries, books, steps, takes,
-merges. What is missing: wire, threads, disks, failures of the coordinator. Equal
-inputs give equal bits. A pause among the faults makes one step longer; the island's
-reports go on meanwhile.
+merges. What is missing: wire, threads, failures of the coordinator, disks (an island
+that returns begins with fresh moments), islands' own validation
+(`placement.evaluate_every_steps`). Equal inputs give equal bits. A pause among the
+faults makes one step longer; the island's reports go on meanwhile.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from diloco_jax import compilation, run_files
 from diloco_jax.cluster.interrupt import as_keyboard_interrupt
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator import summary
+from diloco_jax.coordinator.engine import ALERTS_KEPT
 from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.store import Merged, Store
@@ -180,7 +182,7 @@ class _Emulator:
         deadlines = Deadlines(placement.time_budget_s)
         params = jax.jit(model.init)(jax.random.key(run.seed))
         self._store = Store(run, plan, params, deadlines.pin_s)
-        self._alerts: list[str] = []
+        self._alerts: deque[str] = deque(maxlen=ALERTS_KEPT)
         chance = np.random.default_rng(options.chance_seed)
         merging = durations(options.merge_seconds, options.merge_spread, chance)
         self._world = World(
@@ -206,13 +208,19 @@ class _Emulator:
         self._world.run()
         coordinator, now = self._coordinator, self._clock.now
         if not coordinator.finished:
+            why, remedy = "joins", "let an island stay to the end"
+            if given_up := self._attendance.given_up:
+                restarts = self._config.placement.restarts
+                why = f"placement.restarts = {restarts} is less than the kills of "
+                why, remedy = why + ", ".join(given_up), "raise it, take faults out"
             raise ConfigError(
-                f"joins: at {now:g} s no island is left, and the run has "
+                f"{why}: at {now:g} s no island is left, and the run has "
                 f"{coordinator.state.progress_tokens} of its "
-                f"{self._config.run.total_tokens} tokens; let an island stay to the "
-                f"end, or lower total_tokens"
+                f"{self._config.run.total_tokens} tokens; {remedy}, or lower "
+                f"total_tokens"
             )
         self._attendance.close()
+        roster = self._attendance.roster()
         self._show({**self._status(), "phase": "evaluating"})
         params = self._store.params()
         placed = self._judge.place_params(params)
@@ -220,9 +228,9 @@ class _Emulator:
         result = summary.summary(
             coordinator.config,
             coordinator.state,
-            self._attendance.roster(),
+            roster,
             wall_seconds=now,
-            alerts=self._alerts,
+            alerts=[*self._alerts, *summary.missing(self._config, roster)],
             now=now,
         )
         return Emulation(
@@ -284,7 +292,7 @@ class _Emulator:
             self._coordinator.state,
             self._attendance.roster(),
             seconds=self._clock.now,
-            alerts=self._alerts,
+            alerts=list(self._alerts),
             now=self._clock.now,
         )
 

@@ -85,6 +85,8 @@ class Diary:
     step_began: list[float] = dataclasses.field(default_factory=list)
     step_seconds: list[float] = dataclasses.field(default_factory=list)
     losses: list[SupportsFloat] = dataclasses.field(default_factory=list)
+    skipped: list[SupportsFloat] = dataclasses.field(default_factory=list)
+    """1 for a step that changed nothing: its loss or gradient was not finite."""
     learning_rates: list[float] = dataclasses.field(default_factory=list)
     takes: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     """Fragment and time."""
@@ -132,10 +134,11 @@ class Diary:
         losses = [float(loss) for loss in self.losses[done][-LOSS_STEPS:]]
         return Measures(
             steps=self.steps,
+            skipped_steps=sum(map(int, map(float, self.skipped[done]))),
             median_step_seconds=float(np.median(gaps)),
             max_step_gap_seconds=float(np.max(gaps)),
             step_seconds_total=math.fsum(seconds),
-            stalled_seconds=float(np.sum(gaps)) - math.fsum(seconds),
+            stalled_seconds=max(0.0, math.fsum(gaps) - math.fsum(seconds)),
             loss=statistics.fmean(losses),
             learning_rate=self.learning_rates[self.steps - 1],
             first_step_unix=float(began[0]),

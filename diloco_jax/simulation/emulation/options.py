@@ -42,8 +42,10 @@ class EmulationOptions:
     not named: from 0 to the end."""
     unlike_shards: bool = False
     """Every island trains on a part of its own: the documents in the order of their
-    names, cut into as many parts of one length as there are islands. A part is gone
-    through at the pace of the run's epochs; few of its windows come twice."""
+    names, cut into as many parts of one length as there are islands. An island
+    draws from its part at random, at the pace of the run's epochs: few windows come
+    twice in a run that is much shorter than an epoch; after a whole one about a
+    quarter has, and a quarter to a third has not come at all."""
     evaluate_every_tokens: int = 0
     """Tokens between two evaluations of the global parameters, each on
     `placement.evaluate_batches` batches; 0 = only at the end."""

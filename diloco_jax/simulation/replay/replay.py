@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -180,7 +182,18 @@ class Replay(contextlib.ExitStack):
             self._commit(merge, merged)
 
     def save(self, folder: Path, number: int) -> None:
-        """Writes config and global parameters as a run's workdir has them."""
+        """Writes config and global parameters as a run's workdir has them; the folder
+        is there once it is whole."""
+        scratch = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+        shutil.rmtree(scratch, ignore_errors=True)  # Of a process that was killed.
+        try:
+            self._write(scratch, number)
+            scratch.rename(folder)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+
+    def _write(self, folder: Path, number: int) -> None:
         folder.mkdir(parents=True)
         config = self._recording.config
         placement = dataclasses.replace(config.placement, checkpoints="")

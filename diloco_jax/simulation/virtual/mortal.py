@@ -57,6 +57,8 @@ class MortalWorld(World):
         self._dies_at = frozenset(dies_at)
         self._down_s, self._resume_s = down_s, resume_s
         self._compiled_at, self._recompiled_s = compiled_s, recompiled_s
+        self.deaths = 0
+        """Of coordinators."""
         self._log: list[Durable] = []
         self._merges = 0
         self._away = False
@@ -76,6 +78,7 @@ class MortalWorld(World):
 
     def _die(self) -> None:
         self._away = True
+        self.deaths += 1
         self.coordinator.die()
         for island in self.islands.values():
             island.disconnect()
