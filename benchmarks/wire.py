@@ -12,11 +12,15 @@ at 0.45 and 0.4); 1.2 CPU seconds per GB, 1.5 with TLS.
 What it means: at 5 Gbit/s (0.625 GB/s) the link limits, not the wire, as long as the
 speed is above that.
 
-Seen: a quarter of the bare socket. Both ends together take 2.7 core seconds per GB, 3.6
-with TLS, and share two cores here, which limits them to 5.3 Gbit/s, 4.0 with TLS. That
-is three times the CPU that gRPC alone was measured at; where the rest goes is not known
-yet. XXH3 (47 GB/s) has taken the place of CRC-32 (3.8 GB/s) at both ends; with fewer
-bulk channels, on a busy machine, the CPU time was the same.
+Seen: 0.4 to 0.5 of the bare socket, which is that slow where both ends share two cores:
+2.0 (upload) and 2.4 core seconds per GB, 2.8 and 3.1 with TLS. A profile of a fetch
+(perf, the island's end) has a third in page faults and copies of the kernel, a fifth in
+copies of ours and of gRPC, an eighth in switching threads, a twentieth in XXH3. Half an
+hour before, on the same machine, it was 2.4 and 2.8, 0.41 and 0.33 of the bare socket:
+gRPC's messages of 1 MiB, given back to the kernel and faulted in again each time, and
+zeroes in every fetch's buffer, were the rest. A client and a server of gRPC that do
+nothing else take 1.3. Chunks of 2 and 4 MiB take more; one bulk channel takes a
+quarter less.
 
 Command: `python benchmarks/wire.py`. Cost: about a minute on two cores.
 """
