@@ -12,15 +12,15 @@ at 0.45 and 0.4); 1.2 CPU seconds per GB, 1.5 with TLS.
 What it means: at 5 Gbit/s (0.625 GB/s) the link limits, not the wire, as long as the
 speed is above that.
 
-Seen: 0.4 to 0.5 of the bare socket, which is that slow where both ends share two cores:
-2.0 (upload) and 2.4 core seconds per GB, 2.8 and 3.1 with TLS. A profile of a fetch
-(perf, the island's end) has a third in page faults and copies of the kernel, a fifth in
-copies of ours and of gRPC, an eighth in switching threads, a twentieth in XXH3. Half an
-hour before, on the same machine, it was 2.4 and 2.8, 0.41 and 0.33 of the bare socket:
-gRPC's messages of 1 MiB, given back to the kernel and faulted in again each time, and
-zeroes in every fetch's buffer, were the rest. A client and a server of gRPC that do
-nothing else take 1.3. Chunks of 2 and 4 MiB take more; one bulk channel takes a
-quarter less.
+Seen: 0.40 to 0.46 of the bare socket, 0.32 to 0.38 with TLS: both ends share two cores
+here, and take 2.2 (upload) and 2.6 core seconds per GB, 2.9 and 3.2 with TLS, which
+limits them to 4.4 to 5.8 Gbit/s. A profile of a fetch (perf, the island's end) has a
+third in page faults and copies of the kernel, a fifth in copies of ours and of gRPC, an
+eighth in switching threads, a twentieth in XXH3. A client and a server of gRPC that do
+nothing else take 1.3 to 1.7. Tried in turn, 64 MiB forty times each: keeping freed
+memory (`commands.ALLOCATOR`), so that messages of 1 MiB are not faulted in again each
+time, 2.2 to 1.8 for uploads and 2.5 to 2.2 for fetches; chunks of 2 and 4 MiB are
+slower; one bulk channel takes a quarter less.
 
 Command: `python benchmarks/wire.py`. Cost: about a minute on two cores.
 """

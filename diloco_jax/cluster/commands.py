@@ -19,7 +19,7 @@ ALLOCATOR = {
     )
 }
 """XLA allocates its temporaries, and gRPC its messages, anew every time. Page faults
-cost more than the arithmetic of a merge, a third of a step and a fifth of a transfer,
+cost more than the arithmetic of a merge, a third of a step and a sixth of a transfer,
 so pages are huge, and up to 256 MiB that were freed are kept."""
 
 

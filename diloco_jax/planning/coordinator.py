@@ -25,7 +25,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.outer import make_outer
 from diloco_jax.core.payload import PayloadLayout
 
-WIRE_CORE_SECONDS_PER_GB = 1.67
+WIRE_CORE_SECONDS_PER_GB = 1.45
 """With mutual TLS, the mean of both ways (docs/results/wire.md)."""
 MERGE_CORE_SECONDS_PER_GB = 2 / 4.6
 """Of f32 deltas: two cores decode, merge and step 4.6 GB/s, one arrival at a time."""
