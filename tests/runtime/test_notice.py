@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -119,7 +120,16 @@ def test_what_an_island_sent_is_merged_after_its_goodbye(
     assert [who[:2] for who in whose[1:]] == [("a", 2), ("b", 1)]
 
 
+@pytest.fixture
+def listens() -> Iterator[None]:
+    """Ctrl-C is not ignored, as it is in a shell's background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.timeout(2 * PATIENCE_S)
+@pytest.mark.usefixtures("listens")
 def test_ctrl_c_ends_an_island_with_a_goodbye(text: Path, tmp_path: Path) -> None:
     config = long_run(text)
 
