@@ -40,8 +40,6 @@ RETAINED_PUBLISHES = 4
 """Encoded publishes per fragment kept for islands that missed some."""
 PINNED_VERSIONS = 2
 """Anchors per fragment, besides the current one, kept for joins under way."""
-MOST_SQUARES = 1e36
-"""Sum of a delta's squares: what a merge computes of it is far from overflowing."""
 BLOCK_BYTES = 4 << 20
 """About what a fetch copies at a time, of parts that lie scattered in memory."""
 
@@ -136,7 +134,7 @@ class Store:
             square_sum(self._up, array, placed.piece.shape)
             for array, placed in zip(arrays, layout.placed, strict=True)
         )
-        return squares <= MOST_SQUARES
+        return squares <= merge.MOST_SQUARES
 
     def merge(
         self,

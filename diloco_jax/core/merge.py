@@ -27,6 +27,8 @@ from diloco_jax.core.choices import MergeRule, Weighting
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.tiles import ArrayLike
 
+MOST_SQUARES = 1e36
+"""Sum of a delta's squares: what is computed of it in f32 is far from overflowing."""
 CANCELLED = 1e-5
 """A sum of unit vectors shorter than this share of its weights is rounding error."""
 

@@ -86,7 +86,7 @@ def goodput_command(arguments: Sequence[str]) -> int:
     points = {"points": [_goodput_json(result) for result in results]}
     _show(output.json, points, _sweep_table(results))
     written = f"written: {output.out}/goodput.csv, goodput.png"
-    Console(stderr=True).print(written, markup=False)
+    Console(stderr=True, markup=False).print(written)
     return 0
 
 
@@ -239,8 +239,8 @@ def _show(as_json: bool, values: dict[str, Any], text: Table | str) -> None:
     if as_json:
         print(json.dumps(values))
     else:
-        console = Console(stderr=True)
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console = Console(stderr=True, markup=False)
+        console.print(text, highlight=False, soft_wrap=True)
 
 
 def _goodput_json(result: Any) -> dict[str, Any]:
