@@ -220,23 +220,27 @@ class Coordinator:
         failure: then only what was durable counts."""
         self._server.stop(self._deadlines.stop_s / 5)
         self._roster.save()
+        finished = self.engine.finished
+        if not finished:
+            # Whoever asked for the end may not wait for a snapshot.
+            self._sum_up()
         if self._snapshots.wait(self._patience_s):
             self._save(self._log.rotate(), self.engine.state, self.store.arrays())
-        elif self._interrupted:
-            logger.warning(
-                "a snapshot has not ended within %g s: none is written at the end, the "
-                "log has what is since the last one",
-                self._patience_s(),
-            )
         else:
             logger.error(
-                "the run is over, but a snapshot has not ended within "
-                "placement.outage_budget_s = %g, so that none has its last parameters: "
-                "the log has what is since the last one; start the coordinator again, "
-                "and it writes them",
+                "a snapshot has not ended within %g s: none is written at the end, and "
+                "the log has what is since the last one%s",
                 self._patience_s(),
+                "; start the coordinator again, and it writes it" if finished else "",
             )
-            return EXIT_FAILED
+            if finished:
+                return EXIT_FAILED
+        if finished:
+            # It says so: now there is nothing left to do.
+            self._sum_up()
+        return EXIT_DONE
+
+    def _sum_up(self) -> None:
         now = time.time()
         result = summary.summary(
             self.policy_config,
@@ -248,7 +252,6 @@ class Coordinator:
         )
         result["parameters_digest"] = self.store.digest()
         loading.write_json(result, self._workdir / run_files.SUMMARY)
-        return EXIT_DONE
 
     def close(self) -> None:
         """Ends service and closes the files; also after a start that failed."""
@@ -380,8 +383,8 @@ class Coordinator:
         self._log.forget(number)
 
     def _patience_s(self) -> float:
-        """For the snapshot that is being written when the run is over."""
-        if self._interrupted:
+        """For the snapshot that is being written at the end."""
+        if self._interrupted or not self.engine.finished:
             return self._deadlines.stop_s
         return self._config.placement.outage_budget_s
 

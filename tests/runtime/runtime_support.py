@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -249,3 +249,11 @@ def await_message(stream: ControlStream, kind: type[Found]) -> Found:
         if isinstance(message, kind):
             return message
     raise AssertionError(f"no {kind.__name__} within {PATIENCE_S} s")
+
+
+def await_gone(pids: Iterable[int]) -> None:
+    """Until none of these processes is left, which were killed."""
+    deadline = time.monotonic() + PATIENCE_S
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.02)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import support
-from runtime_support import make_config, with_run
+from runtime_support import await_gone, make_config, with_run
 
 from diloco_jax import run_files
 from diloco_jax.cluster.commands import free_port
@@ -28,6 +28,8 @@ from diloco_jax.observability.tape import read_tape
 pytestmark = pytest.mark.dist
 
 TIMEOUT_S = 240.0
+PATIENCE_S = 60.0
+"""What has it may take so long to end, where a machine is busy."""
 FOLDER = "runs/one"
 PARTS = [f"{FOLDER}/{part}" for part in ("islands/pair", "islands/solo", "coordinator")]
 SERVER = Path(__file__).parent / "bucket_server.py"
@@ -98,6 +100,7 @@ def resumed(bucket, text, tmp_path_factory):
         checkpoint_every_s=1.0,
         snapshot_every_s=1.0,
         snapshots_kept=2,
+        time_budget_s=PATIENCE_S,
     )
     config = dataclasses.replace(config, islands=islands, placement=placement)
     write_config_json(config.validate(), folder / "two.json")
@@ -109,9 +112,7 @@ def resumed(bucket, text, tmp_path_factory):
         pids = json.loads((workdir / run_files.PROCESSES).read_bytes()).values()
         first.send_signal(signal.SIGKILL)
         first.wait(TIMEOUT_S)
-    for pid in [pid for hosts in pids for pid in hosts]:
-        while Path(f"/proc/{pid}").exists():
-            time.sleep(0.02)
+    await_gone([pid for hosts in pids for pid in hosts])
     with started(bucket, folder, "--resume", str(workdir)) as second:
         await_true(folder, second, lambda: len(restored(workdir)) == len(islands))
         second.send_signal(signal.SIGINT)

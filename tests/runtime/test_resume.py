@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import support
 import tape_checks
-from runtime_support import coordinator, make_config, with_run
+from runtime_support import await_gone, coordinator, make_config, with_run
 
 from diloco_jax import cli, run_files
 from diloco_jax.config import Config, IslandConfig, Placement
@@ -47,13 +47,6 @@ def await_merges(folder: Path, process: subprocess.Popen[bytes]) -> None:
         assert process.poll() is None, (folder / "diloco.log").read_text()[-3000:]
         time.sleep(0.05)
     raise AssertionError(f"no {MERGES} merges and 2 checkpoints within {TIMEOUT_S} s")
-
-
-def await_end(pids: list[int]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, f"still alive of {pids}"
-        time.sleep(0.02)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +91,7 @@ def resumed(text, tmp_path_factory) -> Resumed:
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(TIMEOUT_S)
-    await_end([pid for hosts in pids for pid in hosts])
+    await_gone([pid for hosts in pids for pid in hosts])
     # What another coordinator makes of what is there.
     shutil.copytree(workdir, folder / "copy")
     with coordinator(config, folder / "copy", init=False, killed=True) as service:
