@@ -1,4 +1,4 @@
-"""What a person should look at: islands that are alive, but train alone.
+"""What a person should look at: islands that train alone, or for nothing.
 
 Remedies in `sync` are for a run's successor: a run keeps its own, resumed or not.
 """
@@ -14,6 +14,8 @@ from diloco_jax.policy.values import Contribution
 
 SOLO_MERGES = 3
 """Merges of one fragment in a row by one of several live islands."""
+UNFIT_DELTAS = 10
+"""Deltas of one fragment in a row that are not finite."""
 WATCHED_MERGES = (10, 100, 1000)
 """Merges of a fragment after which it is looked at how many islands were in them."""
 MOST_MERGES = 0.75
@@ -46,6 +48,19 @@ def after_merge(
                 )
             )
     return alerts
+
+
+def after_unfit(fragment: Fragment, name: str) -> list[Effect]:
+    """The alert that a delta raises which is not finite; once between two merges."""
+    if fragment.unfit_deltas != UNFIT_DELTAS:
+        return []
+    text = (
+        f"{UNFIT_DELTAS} deltas of fragment {fragment.index} in a row were not finite, "
+        f"the last one of island {name!r}, and none was merged between them: the run "
+        f"diverges, and what it computes is lost; stop it, look at the islands' "
+        f"losses, and for the next run lower inner.learning_rate or look at the data"
+    )
+    return [Alert(text=text)]
 
 
 def in_turns(config: PolicyConfig, state: State, fragment: Fragment) -> list[Effect]:

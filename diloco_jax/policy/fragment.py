@@ -193,6 +193,7 @@ def computed(
         asked=(),
         merges=fragment.merges + 1,
         solo_merges=fragment.solo_merges + 1 if solo else 0,
+        unfit_deltas=0,
         merge_seconds=seconds,
     )
     fragment, effects = takes.expire_left_behind(config, fragment)

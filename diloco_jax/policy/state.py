@@ -155,6 +155,8 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     merges: int = 0
     solo_merges: int = 0
     """Merges in a row with a delta of only one of several live islands."""
+    unfit_deltas: int = 0
+    """Deltas since the last merge that were not finite."""
     quorum_seconds: float = 0.0
     merge_seconds: float = 0.0
     transfer_seconds: float = 0.0

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from diloco_jax.policy import records
+from diloco_jax.policy import alerts, records
 from diloco_jax.policy.events import AskResend, DropDelta, Effect, Note, TellVerdict
-from diloco_jax.policy.reasons import OVERLAP, STALE, Refusal, RefusalReason
+from diloco_jax.policy.reasons import NON_FINITE, OVERLAP, STALE, Refusal, RefusalReason
 from diloco_jax.policy.state import (
     Account,
     Fragment,
@@ -186,7 +186,12 @@ def refuse(fragment: Fragment, name: str, reason: RefusalReason) -> Step:
         return fragment, []
     take = replace(account.take, refused=reason)
     fragment = with_account(fragment, name, replace(account, take=take))
+    raised: list[Effect] = []
+    if reason == NON_FINITE:
+        fragment = replace(fragment, unfit_deltas=fragment.unfit_deltas + 1)
+        raised = alerts.after_unfit(fragment, name)
     return fragment, [
+        *raised,
         _refusal(fragment.index, name, account.incarnation, take.tick, reason),
         verdict_on(fragment, name, take.tick, "refused", reason),
         drop(fragment, name),

@@ -3,7 +3,9 @@
 import pytest
 from kit import Driver, asked, make_config, notes, of, only, persisted, took
 
+from diloco_jax.policy.alerts import UNFIT_DELTAS
 from diloco_jax.policy.events import (
+    Alert,
     AskResend,
     AskTake,
     DeltaArrived,
@@ -229,6 +231,41 @@ def test_dropped_steps_are_lost_by_their_reason() -> None:
     d.report("a", 3, answer(d, "dropped", 3))
     assert d.account("a", 0).start == 2
     assert d.totals("a").lost == {"non_finite": 20}
+
+
+def unfit(d: Driver, step: int) -> list[str]:
+    """What is said when a's delta up to this step is not finite, and given up."""
+    d.report("a", step)
+    d.take("a", 0, step, arrive=False)
+    effects = d.arrive("a", 0, refusal="non_finite")
+    d.report("a", step, answer(d, "dropped", step))
+    return [alert.text for alert in of(effects, Alert)]
+
+
+def test_deltas_that_are_not_finite_in_a_row_are_told_of_once() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    steps = range(2, 2 * (UNFIT_DELTAS + 2), 2)
+    said = [unfit(d, step) for step in steps]
+    assert [len(texts) for texts in said] == [0] * (UNFIT_DELTAS - 1) + [1, 0]
+    (text,) = said[UNFIT_DELTAS - 1]
+    assert f"{UNFIT_DELTAS} deltas of fragment 0" in text
+    assert "'a'" in text
+    assert "inner.learning_rate" in text
+
+
+def test_a_merge_ends_a_row_of_deltas_that_are_not_finite() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a")
+    steps = iter(range(2, 6 * UNFIT_DELTAS, 2))
+    for _ in range(UNFIT_DELTAS - 1):
+        assert unfit(d, next(steps)) == []
+    step = next(steps)
+    d.report("a", step)
+    d.take("a", 0, step)
+    d.computed(0)
+    said = [unfit(d, next(steps)) for _ in range(UNFIT_DELTAS)]
+    assert [len(texts) for texts in said] == [0] * (UNFIT_DELTAS - 1) + [1]
 
 
 def test_bytes_that_prove_unfit_before_the_record() -> None:
