@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import statistics
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Any
 
 import support
 from quality_configs import SIZES, Row, Size, parameters_of
-from quality_rows import RATE, rates, rows, same_runs
+from quality_rows import PRESET, RATE, rates, rows, same_runs
 from quality_schedules import CYCLES, TOKEN_FACTORS
 
 PUBLISHED_GAPS = {
@@ -175,12 +176,13 @@ def _swept(size: str, losses: dict[str, dict[int, float]]) -> list[dict[str, str
 
 def _checks(size: str, losses: dict[str, dict[int, float]]) -> list[support.Check]:
     checks = []
-    for name, told, against, bound in BOUNDS:
-        compared = difference(losses, name, against)
+    for outer, (name, told, against, bound) in itertools.product(("", PRESET), BOUNDS):
+        # Both rows with an outer step of 1, then both with the other one.
+        compared = difference(losses, name + outer, against + outer)
         if compared is None:
             continue
         mean, half, pairs = compared
-        what = f"{size}: {told} over {against}, upper end of {pairs} pairs"
+        what = f"{size}: {told} over {against}{outer}, upper end of {pairs} pairs"
         checks.append(support.at_most(what, mean + half, bound, ".2f"))
     return checks
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -202,19 +203,25 @@ def _partial(size: Size) -> Iterator[Row]:
 
 
 def _presets(size: Size) -> Iterator[Row]:
-    """Headlines with the outer step that the product chooses from 150 merges on."""
-    suffix, synchronous = PRESET, "synchronous DiLoCo, 8 islands"
+    """Headlines with the outer step that the product chooses in runs of many merges."""
+    synchronous, bf16 = "synchronous DiLoCo, 8 islands", "bf16 both ways"
     against = {
         synchronous: synchronous,
-        "decoupled, 8 islands": synchronous + suffix,
-        "decoupled, 4 fast + 4 slow islands": synchronous + suffix,
+        "decoupled, 8 islands": synchronous + PRESET,
+        "decoupled, 4 fast + 4 slow islands": synchronous + PRESET,
+        "decoupled, failures as at 1.2 M chips": synchronous + PRESET,
+        bf16: "decoupled, 8 islands" + PRESET,
+        "int4 both ways": bf16 + PRESET,
+        "decoupled, 2 islands": "decoupled, 2 islands",
+        "decoupled, 4 islands": "decoupled, 4 islands",
     }
-    for row in _headlines(size):
+    groups = (_headlines(size), _codecs(size), _islands(size))
+    for row in itertools.chain.from_iterable(groups):
         if row.name in against:
             run = dataclasses.replace(row.config.run, outer=GENTLE)
             yield dataclasses.replace(
                 row,
-                name=row.name + suffix,
+                name=row.name + PRESET,
                 group="preset",
                 config=dataclasses.replace(row.config, run=run),
                 against=against[row.name],
