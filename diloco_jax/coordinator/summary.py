@@ -11,6 +11,9 @@ from diloco_jax.observability import measures
 from diloco_jax.policy import ending, ledger
 from diloco_jax.policy.state import PolicyConfig, State
 
+SKIPPED_STEPS = 10
+"""From so many on they are told of, while they go on."""
+
 
 def status(
     config: PolicyConfig,
@@ -33,7 +36,9 @@ def status(
         "run_id": config.run_id,
         "term": state.fragments[0].version.term,
         "phase": phase,
-        **_progress(config, state, [*alerts, *_awaited(config, state)]),
+        **_progress(
+            config, state, [*alerts, *_awaited(config, state), *_skipping(roster)]
+        ),
         "seconds": seconds,
         "goodput": measures.goodput(_measures(config, state, roster, now)),
         up: sum(island[up] for island in islands.values()),
@@ -84,6 +89,19 @@ def missing(config: Config, roster: Roster) -> list[str]:
         f"island {name} never made a step: see its log"
         for name in config.islands
         if name not in roster.members or not roster.measures(name).steps
+    ]
+
+
+def _skipping(roster: Roster) -> list[str]:
+    """Islands whose steps change nothing at the moment: what they compute is counted,
+    so that no other number tells."""
+    sums = {name: roster.measures(name) for name in sorted(roster.members)}
+    return [
+        f"island {name} makes steps that change nothing, since their loss or gradient "
+        f"is not finite: stop the run; lower inner.learning_rate or look at the data"
+        for name, measures in sums.items()
+        if measures.skipped_steps >= SKIPPED_STEPS
+        and json_number(measures.loss) is None
     ]
 
 

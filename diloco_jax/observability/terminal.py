@@ -97,6 +97,7 @@ class Dashboard:
         )
         self._began: tuple[float, float] | None = None
         self._next_line_s = 0.0
+        self._told: list[str] = []
 
     def __enter__(self) -> Dashboard:
         if self._console.is_terminal:
@@ -118,7 +119,11 @@ class Dashboard:
             self._live.update(render(status, left), refresh=True)
         elif now >= self._next_line_s:
             self._next_line_s = now + LINE_EVERY_S
-            self._console.print(line(status, left), soft_wrap=True, highlight=False)
+            alerts = status.get("alerts", [])[-ALERTS_SHOWN:]
+            new = [f"! {text}" for text in alerts if text not in self._told]
+            self._told = alerts
+            for text in (line(status, left), *new):
+                self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def seconds_left(self, progress: float, now: float) -> float | None:
         """By the mean speed since the first progress; None as long as there is none."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from msgspec.structs import replace
 
@@ -104,3 +106,20 @@ def test_a_status_says_for_whom_the_end_waits(run, phase, status, waits):
     shown = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
     told = [alert for alert in shown["alerts"] if "waits for a, away" in alert]
     assert bool(told) == waits
+
+
+@pytest.mark.parametrize(
+    ("skipped", "loss", "says"),
+    [
+        (summary.SKIPPED_STEPS, math.nan, True),
+        (summary.SKIPPED_STEPS, 2.5, False),
+        (summary.SKIPPED_STEPS - 1, math.nan, False),
+    ],
+)
+def test_a_status_says_whose_steps_change_nothing(run, skipped, loss, says):
+    config, now, roster = run
+    measures = Measures(steps=30, skipped_steps=skipped, loss=loss)
+    roster.report("a", measures, (), AT + 9)
+    shown = summary.status(config, now, roster, seconds=9.0, alerts=[], now=AT + 9)
+    told = [alert for alert in shown["alerts"] if "change nothing" in alert]
+    assert [alert.split()[1] for alert in told] == ["a"] * says

@@ -107,10 +107,21 @@ def test_without_a_terminal_there_is_a_line_now_and_then():
     console = Console(file=io.StringIO(), width=40)
     with Dashboard(console) as dashboard:
         for second in range(25):
-            dashboard.show(STATUS, float(second))
+            dashboard.show({**STATUS, "alerts": []}, float(second))
     lines = console.file.getvalue().splitlines()
     assert len(lines) == 3
     assert "v6e training 1,234 loss 2.500" in lines[0]
+
+
+def test_without_a_terminal_each_alert_is_told_when_it_comes():
+    console = Console(file=io.StringIO(), width=40)
+    alerts = [[], ["one of [b]"], ["one of [b]"], ["one of [b]", "two"], ["two"]]
+    with Dashboard(console) as dashboard:
+        for number, now in enumerate(alerts):
+            dashboard.show({**STATUS, "alerts": now}, 100.0 * number)
+    lines = console.file.getvalue().splitlines()
+    assert [text for text in lines if text[0] == "!"] == ["! one of [b]", "! two"]
+    assert len(lines) == len(alerts) + 2
 
 
 def test_units():
