@@ -67,8 +67,8 @@ class Loop:
         self._seen = Inbox()
         """What came in last."""
         self._last_metrics: Metrics | None = None
-        self._waiting: tuple[str, float] | None = None
-        """For what, and since when."""
+        self._waiting: tuple[tuple[str, int], float] | None = None
+        """For what, after how many answers, and since when."""
 
     def run(self) -> Ending:
         """Trains until the run is over, or something ends this incarnation."""
@@ -205,15 +205,16 @@ class Loop:
         self.timing.restart()
         if self._seen.leaving:
             return None  # Whoever had it leave ends it, in time.
-        if self._seen.stop:
-            return self._overdue(2 * self._deadlines.flush_s, "the run did not finish")
         patience_s = 3 * self.config.placement.outage_budget_s
-        return self._overdue(patience_s, "nobody said that the run ends")
+        waits = "the run did not finish" if self._seen.stop else "nobody said it ends"
+        return self._overdue(patience_s, waits, self._seen.heard)
 
-    def _overdue(self, patience_s: float, what: str) -> Ending | None:
-        now = self.clock()
-        if self._waiting is None or self._waiting[0] != what:
-            self._waiting = what, now
+    def _overdue(self, patience_s: float, what: str, heard: int = 0) -> Ending | None:
+        """An end, once this was waited for so long. heard: how often the coordinator
+        answered, if that makes the time begin anew: its last merges may take long."""
+        now, waiting = self.clock(), (what, heard)
+        if self._waiting is None or self._waiting[0] != waiting:
+            self._waiting = waiting, now
         if now - self._waiting[1] < patience_s:
             return None
         return Ending(

@@ -72,6 +72,8 @@ class Inbox:
     """A new term began, and with it new books; 0: none did."""
     others_tokens: int = 0
     """Of the other islands, and of this one's earlier incarnations."""
+    heard: int = 0
+    """How often the coordinator has answered so far."""
     again: bool = False
     """Look once more before the next step."""
     save: bool = False
@@ -119,6 +121,7 @@ class Mailbox:
         self._term = self._put_off = 0
         self._delivered: dict[int, Version] = {}
         self._others_tokens = self._tokens = self._next_position = 0
+        self._heard = 0
         self._stop = self._leaving = self._may_leave = self._finished = False
         self._ending: Ending | None = None
         self._status = Status()
@@ -141,6 +144,7 @@ class Mailbox:
                 anchors=tuple(self._anchors),
                 term=self._term,
                 others_tokens=self._others_tokens,
+                heard=self._heard,
                 stop=self._stop or self._leaving,
                 leaving=self._leaving,
                 finished=self._finished,
@@ -276,6 +280,7 @@ class Mailbox:
     def progress(self, others_tokens: int, records_through: int) -> None:
         """The other islands' tokens; records up to that number are forgotten."""
         with self._lock:
+            self._heard += 1
             self._others_tokens = others_tokens
             self._records = [r for r in self._records if r.seq > records_through]
             self._records_through = max(self._records_through, records_through)

@@ -90,10 +90,13 @@ def build(
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         inputs, targets, weights = split_batch(batch)
+        # The gradient of a row is a sum over its tokens, in the dtype of the lookup: in
+        # bf16 it would stop growing at some hundreds of them.
+        rows = layout.constrain(params["embedding"], axes["embedding"])[inputs]
+        x = layout.constrain(rows.astype(dtype), STREAM)
         params = jax.tree.map(lambda p: p.astype(dtype), params)
         # `gather` would sum the gradient of the table once for each chunk of logits.
         embedding = layout.constrain(params["embedding"], axes["embedding"])
-        x = layout.constrain(embedding[inputs], STREAM)
         x = run_layers(params["layers"], x)
         x = rms_norm(x, params["norm"])
         if config.tied_embeddings:

@@ -99,3 +99,25 @@ def in_turns(config: PolicyConfig, state: State, fragment: Fragment) -> list[Eff
         f"to wait for the others; for the next run, {remedy}"
     )
     return [Alert(text=text)]
+
+
+def at_end(config: PolicyConfig, state: State) -> list[Effect]:
+    """Tells of islands that were there when the run ended, and have steps in no merge.
+
+    At the end of the flush, before what is open is booked as lost.
+    """
+    open_steps = {
+        name
+        for name, island in sorted(state.islands.items())
+        if island.status == "live"
+        for fragment in state.fragments
+        if fragment.accounts[name].start < island.steps
+    }
+    if not open_steps:
+        return []
+    text = (
+        f"the run ended without all that {', '.join(sorted(open_steps))} computed: for "
+        f"{config.flush_s:g} s no delta came, and what was to come is lost (finished); "
+        f"look at their logs and links; a longer placement.time_budget_s waits longer"
+    )
+    return [Alert(text=text)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from diloco_jax.policy import fragment as fragments
-from diloco_jax.policy import membership, records, schedule
+from diloco_jax.policy import alerts, membership, records, schedule
 from diloco_jax.policy.events import Effect, Finish, Persist, StopStepping
 from diloco_jax.policy.reasons import EndReason
 from diloco_jax.policy.state import (
@@ -100,9 +100,9 @@ def _went_on(island: Island, account: Account) -> bool:
     return take.end < island.steps
 
 
-def finish(state: State) -> Step:
+def finish(config: PolicyConfig, state: State) -> Step:
     """Everything that could be merged is merged."""
-    effects: list[Effect] = []
+    effects: list[Effect] = alerts.at_end(config, state)
     for name, island in state.islands.items():
         if island.status != "gone":
             live = island.status == "live"

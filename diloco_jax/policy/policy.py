@@ -203,14 +203,13 @@ def _arrived(
             event.incarnation,
             event.tick,
         )
+    before = state.fragments[event.fragment]
     fragment, effects = takes.arrived(
-        config,
-        state.fragments[event.fragment],
-        event.island,
-        event.tick,
-        event.refusal,
-        now,
+        config, before, event.island, event.tick, event.refusal, now
     )
+    if state.phase == "flushing" and fragment is not before:
+        # What is to come goes the same way, however long that is.
+        state = replace(state, deadline=now + config.flush_s)
     state, asks = leaving.stopped(config, with_fragment(state, fragment), event.island)
     return state, effects + asks
 
@@ -274,7 +273,7 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
         state, found = _settle(config, state, moving, now)
         effects += found
     if state.phase == "flushing" and all(f.phase == "done" for f in state.fragments):
-        state, found = ending.finish(state)
+        state, found = ending.finish(config, state)
         effects += found
     return state, effects
 

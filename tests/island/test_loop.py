@@ -360,6 +360,28 @@ def test_each_thing_that_is_waited_for_has_its_own_deadline(loop):
     assert loop._overdue(60, "the run did not finish").exit_code == 1
 
 
+def test_who_waits_for_the_end_gives_up_only_where_nobody_answers(loop):
+    """The last merges of a large model take longer than any fixed time."""
+    loop, network = loop
+    mailbox = network.mailbox
+    patience_s = 3 * loop.config.placement.outage_budget_s
+    answers = 3
+    waits = []
+
+    def wait(timeout_s):
+        waits.append(network.now)
+        network.now += 0.9 * patience_s
+        if len(waits) <= answers:
+            mailbox.progress(0, 0)
+
+    mailbox.wait = wait
+    network.at = {4: mailbox.stop}
+    ending = loop.run()
+    assert ending.exit_code == 1
+    assert "the run did not finish" in ending.text
+    assert len(waits) == answers + 3
+
+
 def test_steps_that_changed_nothing_are_counted_and_told(loop, caplog):
     loop, network = loop
     step = loop.replica.step

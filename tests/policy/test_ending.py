@@ -6,6 +6,7 @@ from kit import Driver, asked, of, only, persisted
 
 from diloco_jax.policy import policy
 from diloco_jax.policy.events import (
+    Alert,
     AskTake,
     Effect,
     Finish,
@@ -161,6 +162,44 @@ def test_at_the_deadline_the_flush_merges_what_is_here() -> None:
     effects = d.computed(0)
     assert of(effects, Finish)
     assert d.totals("b").lost == {"finished": 100}
+
+
+def test_the_flush_goes_on_while_deltas_come() -> None:
+    """A link that carries the model in a cycle need not carry it in a fixed time."""
+    sizes = (4,) * 4
+    d = stopping("a", fragment_sizes=sizes)
+    stop(d, "a")
+    for fragment in range(len(sizes)):
+        assert d.state.phase == "flushing"
+        d.wait(d.config.flush_s - 1)
+        assert only(d.take("a", fragment, 10), Merge).fragment == fragment
+        effects = d.computed(fragment)
+    assert of(effects, Finish)
+    assert of(effects, Alert) == []
+    assert d.totals("a").lost == {}
+
+
+def test_bytes_that_come_again_do_not_lengthen_the_flush() -> None:
+    d = stopping("a", "b", fragment_sizes=(4, 4))
+    stop(d, "a", "b")
+    d.take("a", 0, 10)
+    deadline = d.state.deadline
+    d.wait(1)
+    d.arrive("a", 0)
+    assert d.state.deadline == deadline
+
+
+def test_what_the_flush_did_not_wait_for_is_told() -> None:
+    d = stopping("a", "b", fragment_sizes=(4, 4))
+    stop(d, "a", "b")
+    d.take("a", 0, 10)
+    d.take("a", 1, 10)
+    d.take("b", 1, 10)
+    d.computed(1)
+    d.wait(d.config.flush_s)
+    told = only(d.computed(0), Alert)
+    assert "all that b computed" in told.text
+    assert f"{d.config.flush_s:g} s" in told.text
 
 
 def whose(merge: Merge) -> list[tuple[str, int, int]]:

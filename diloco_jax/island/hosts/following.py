@@ -95,6 +95,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     anchors: tuple[int, ...]
     term: int
     others_tokens: int
+    heard: int
     again: bool
     save: bool
     stop: bool
@@ -113,6 +114,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             anchors=inbox.anchors,
             term=inbox.term,
             others_tokens=inbox.others_tokens,
+            heard=inbox.heard,
             again=inbox.again,
             save=inbox.save,
             stop=inbox.stop,
@@ -131,6 +133,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             anchors=self.anchors,
             term=self.term,
             others_tokens=self.others_tokens,
+            heard=self.heard,
             again=self.again,
             save=self.save,
             stop=self.stop,
