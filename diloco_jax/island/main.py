@@ -164,7 +164,7 @@ class Island:
         try:
             welcome = self._link.connect(self._config.placement.outage_budget_s)
         except Refused as refused:
-            self._tell_refused(refused)
+            self._tell_refused(refused, "begin")
             raise
         logger.info(
             "island %s, incarnation %d: in run %s, %s",
@@ -175,7 +175,11 @@ class Island:
         )
         lead = lead_of(self._host.island.hosts) if script is None else 0
         self._tell_begin(welcome.run_id, lead)
-        arrivals = self._join(welcome)
+        try:
+            arrivals = self._join(welcome)
+        except Refused as refused:
+            self._tell_refused(refused, "joined")
+            raise
         self._tell_joined(arrivals)
         faults = parse_faults(self._config.placement.faults, self._config.islands)
         self._loop = self._host.loop(
@@ -310,14 +314,15 @@ class Island:
         self._hosts.tell("begin", msgspec.msgpack.encode(begin))
         threading.Thread(target=self._watch_for_leave, daemon=True).start()
 
-    def _tell_refused(self, refused: Refused) -> None:
-        """The others end as this host does, once they know."""
+    def _tell_refused(self, refused: Refused, instead_of: str) -> None:
+        """The others end as this host does, once they know. instead_of: the key that
+        they wait for."""
         if self._hosts is None:
             return
         with contextlib.suppress(HostsError):
             refusal = Refusal(code=refused.code, message=refused.message)
             self._hosts.tell("refusal", msgspec.msgpack.encode(refusal))
-            self._hosts.tell("begin", b"")
+            self._hosts.tell(instead_of, b"")
             for host in self._hosts.others:
                 self._hosts.hear(f"refusal/{host}", self._deadlines.stop_s)
 

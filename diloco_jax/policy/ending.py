@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from diloco_jax.policy import fragment as fragments
 from diloco_jax.policy import alerts, membership, records, schedule
+from diloco_jax.policy import fragment as fragments
 from diloco_jax.policy.events import Effect, Finish, Persist, StopStepping
 from diloco_jax.policy.reasons import EndReason
 from diloco_jax.policy.state import (

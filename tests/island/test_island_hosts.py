@@ -8,8 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 
+from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.hosts import world as island_hosts
+from diloco_jax.island.hosts.following import Arrivals, Order, Orders, OrderThread
 from diloco_jax.island.hosts.world import Hosts, HostsError
+from diloco_jax.island.mailbox import Arrival, Mailbox
+from diloco_jax.policy.values import Version
 
 PATIENCE_S = 30.0
 
@@ -30,6 +34,14 @@ class Store:
             if not self._changed.wait_for(lambda: key in self._told, timeout_ms / 1000):
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: not set")
             return self._told[key]
+
+    def key_value_delete(self, key):
+        with self._changed:
+            del self._told[key]
+
+    def keys(self):
+        with self._changed:
+            return sorted(self._told)
 
 
 @pytest.fixture(autouse=True)
@@ -86,3 +98,32 @@ def test_who_cannot_go_on_keeps_its_exit_code_among_hosts_that_met(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     island_hosts.end_alone(2)
     assert ended == [2]
+
+
+def test_a_follower_hears_of_every_order_however_many_come_while_it_fetches():
+    store, mailbox, arrivals = Store(), Mailbox(), Arrivals()
+    orders = Orders(Hosts(store, 0, 2), mailbox, PATIENCE_S)
+    fetches, resent = threading.Event(), []
+
+    def fetch(fragment, want, have):
+        assert fetches.wait(PATIENCE_S)
+        return Arrival(fragment=fragment, version=want)
+
+    def resend(fragment, tick):
+        resent.append((fragment, tick))
+
+    deadlines = Deadlines(PATIENCE_S)
+    host = Hosts(store, 1, 2)
+    thread = OrderThread(host, Mailbox(), fetch, resend, arrivals, deadlines)
+    thread.start()
+    first = orders.give(Order(fragment=0, want=Version(1, 1)))
+    again = [(fragment, 7) for fragment in range(100)]
+    for fragment, tick in again:
+        orders.give(Order(fragment=fragment, resend_tick=tick))
+    fetches.set()
+    orders.await_answers(first)
+    last = orders.give(Order(fragment=1, want=Version(1, 1)))
+    orders.await_answers(last)
+    assert resent == again
+    assert store.keys() == [], "what was read is forgotten"
+    thread.close(PATIENCE_S)

@@ -60,12 +60,7 @@ class Follower:
         host, hosts = self._host, self._hosts
         config, deadlines = host.config, host.deadlines
         patience_s = config.placement.outage_budget_s + deadlines.pin_s
-        told = self._hear("begin", patience_s)
-        if not told:
-            self._refused = True
-            told = self._hear("refusal", deadlines.pin_s)
-            refusal = msgspec.msgpack.decode(told, type=Refusal)
-            raise Refused(refusal.code, refusal.message)
+        told = self._hear_unless_refused("begin", patience_s)
         begin = msgspec.msgpack.decode(told, type=Begin)
         self._check(begin)
         host.build(
@@ -87,7 +82,8 @@ class Follower:
         )
         self._orders.start()
         host.compile()
-        joined = self._hear("joined", config.placement.compile_budget_s)
+        compile_s = config.placement.compile_budget_s
+        joined = self._hear_unless_refused("joined", compile_s)
         versions = msgspec.msgpack.decode(joined, type=list[Version])
         arrivals = [self._arrivals.take(f, v) for f, v in enumerate(versions)]
         decisions = FollowDecisions(
@@ -151,6 +147,15 @@ class Follower:
                 f"config or model than host 0: {'; '.join(lines)}; give all hosts one "
                 f"config, and one model"
             )
+
+    def _hear_unless_refused(self, key: str, timeout_s: float) -> bytes:
+        told = self._hear(key, timeout_s)
+        if told:
+            return told
+        self._refused = True
+        told = self._hear("refusal", self._host.deadlines.pin_s)
+        refusal = msgspec.msgpack.decode(told, type=Refusal)
+        raise Refused(refusal.code, refusal.message)
 
     def _hear(self, key: str, timeout_s: float) -> bytes:
         heard = self._hosts.hear(key, timeout_s)

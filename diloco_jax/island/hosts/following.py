@@ -34,8 +34,6 @@ LEAD = 2
 """More than the steps that are dispatched ahead, so that no host waits."""
 BATCH = 32
 """Decisions after which followers say that they passed them, and their keys go."""
-ORDERS_KEPT = 64
-"""At most JOIN_FETCHES orders are under way at a time."""
 
 
 def lead_of(hosts: int) -> int:
@@ -275,14 +273,13 @@ class Orders:
         self._hosts, self._mailbox, self._patience_s = hosts, mailbox, patience_s
         self._numbers = itertools.count()
         self._lock = threading.Lock()
+        self._forgotten = 0
 
     def give(self, order: Order) -> int:
         """Tells everybody; returns the order's number."""
         with self._lock:
             number = next(self._numbers)
             self._hosts.tell(f"order/{number}", msgspec.msgpack.encode(order))
-            if number >= ORDERS_KEPT:
-                self._hosts.forget(f"order/{number - ORDERS_KEPT}")
         return number
 
     def await_answers(self, number: int) -> None:
@@ -303,10 +300,18 @@ class Orders:
             answer = msgspec.msgpack.decode(told, type=Answer)
             self._mailbox.count_of(host, answer.traffic)
             outcomes.add(answer.outcome)
+        self._forget_through(number)
         if "gone" in outcomes:
             raise VersionGone("a host of this island could not fetch its part any more")
         if "lost" in outcomes:
             raise ConnectionLost("a host of this island lost the coordinator")
+
+    def _forget_through(self, number: int) -> None:
+        """Orders are done in their turn: who answered one has read all before it."""
+        with self._lock:
+            for read in range(self._forgotten, number + 1):
+                self._hosts.forget(f"order/{read}")
+            self._forgotten = max(self._forgotten, number + 1)
 
 
 class OrderThread:

@@ -120,6 +120,8 @@ class Receiver:
         deadline = time.monotonic() + self._deadlines.pin_s
         backoff = Backoff(self._deadlines)
         while True:
+            if self._mailbox.finished:
+                raise Refused("finished", "the run was over before this island's join")
             try:
                 return self._fetch(fragment, None)
             except WireError as error:
