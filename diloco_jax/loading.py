@@ -218,6 +218,7 @@ def resolve_outer(config: Config) -> Config:
         steps_per_cycle=config.run.sync.steps_per_cycle,
         islands=len(config.islands),
         merge=config.run.sync.merge,
+        inner=config.run.inner.optimizer,
     )
     run = dataclasses.replace(config.run, outer=filled(outer, chosen))
     return dataclasses.replace(config, run=run)
@@ -261,13 +262,16 @@ def json_number(value: float | None) -> float | None:
 
 
 def write_json(value: Mapping[str, Any], path: str | Path) -> None:
-    """Writes JSON so that the file is, at any moment, the old one or the new one."""
-    path = Path(path)
+    """Writes JSON as `write_text` does."""
+    write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", Path(path))
+
+
+def write_text(text: str, path: Path) -> None:
+    """Writes a file so that it is, at any moment, the old one or the new one."""
     scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with naming(path), scratch.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, allow_nan=False)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)

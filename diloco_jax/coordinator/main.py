@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
 import signal
 import threading
 import time
@@ -166,6 +165,8 @@ class Coordinator:
         self._metrics = Metrics(workdir)
         self._open.callback(self._metrics.close)
         self._roster = Roster.begin_from(workdir / run_files.ROSTER)
+        # Unix time; 0: it was not over before this life.
+        self._over = self._roster.saved_unix() if state.phase == "done" else 0.0
         spared = SPARED_BYTES * self.policy_config.parameters
         rooms = Rooms(placement.merge_buffer_bytes, workdir, spared)
         inbox = Inbox(self.store.layouts_up, rooms)
@@ -202,7 +203,7 @@ class Coordinator:
         else:
             self._serve(service)
         address_file = workdir / run_files.ADDRESS
-        _write_text(address_file, addresses.on_this_machine(self.address))
+        loading.write_text(addresses.on_this_machine(self.address), address_file)
         self._open.callback(address_file.unlink, missing_ok=True)
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
 
@@ -241,7 +242,12 @@ class Coordinator:
         return EXIT_DONE
 
     def _sum_up(self) -> None:
-        now = time.time()
+        """Writes the summary, unless the run was over before and left it."""
+        digest = self.store.digest()
+        left = workdirs.read_summary(self._workdir)
+        if self._over and left.get("parameters_digest") == digest:
+            return
+        now = self._over or time.time()
         result = summary.summary(
             self.policy_config,
             self.engine.state,
@@ -250,7 +256,7 @@ class Coordinator:
             alerts=[*self.engine.alerts, *summary.missing(self._config, self._roster)],
             now=now,
         )
-        result["parameters_digest"] = self.store.digest()
+        result["parameters_digest"] = digest
         loading.write_json(result, self._workdir / run_files.SUMMARY)
 
     def close(self) -> None:
@@ -391,9 +397,3 @@ class Coordinator:
     def _asked_to_end(self, number: int, frame: Any) -> None:
         # Nothing else: a handler may find any lock held, that of a log's stream too.
         self._interrupted = True
-
-
-def _write_text(path: Path, text: str) -> None:
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(text)
-    os.replace(scratch, path)

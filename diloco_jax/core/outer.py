@@ -72,12 +72,16 @@ SHORT = OuterPreset("sgd", 1.0, 0.0)
 """Runs of few merges, in which momentum was no better, or worse."""
 
 GENTLE = OuterPreset("nesterov", 0.4, 0.6)
-GENTLE_FROM_MERGES = 150.0
+GENTLE_FROM_MERGES = 80.0
 """Momentum that goes as far as the islands went, 0.4 / (1 - 0.6), and no further. Over
-none, 8 islands, 0.1 M parameters, RDA (docs/results/quality.md): H = 12, 163 merges per
-fragment: -3.2, -1.0 and -2.6 % of the loss; H = 24, 326 merges: -2.6, -1.4 and -0.8 %;
-below 150 merges -1.9 to +1.4 %. 0.4 / 0.9, published for one island, was behind it in
-three pairs of three at H = 24 and 326 merges (1.5, 1.6 and 0.1 %)."""
+none, 8 islands, RDA, AdamW inside (docs/results/quality.md), by merges per fragment:
+81: -0.7, -2.8 and -1.7 % of the loss; 143: -2.3, -3.4, -1.4 and -3.1 %; 163: -3.2, -1.0
+and -2.6 %; 326: -2.6, -1.4 and -0.8 %; with a quarter of the tokens 10 to 122: +1.6 to
+-0.5 %. 0.4 / 0.9, published for one island, was behind it in three pairs of three at
+326 merges (1.5, 1.6 and 0.1 %)."""
+SHORT_INSIDE = ("muon",)
+"""With these inside, momentum was worse in nine pairs of nine (41 to 151 merges: +0.3
+to +2.8 %)."""
 
 PUBLISHED_MOMENTUM = 0.9
 PUBLISHED_RATES = ((1, 0.4), (4, 0.6), (math.inf, 0.8))
@@ -92,10 +96,15 @@ than none at H = 12 and 163 merges, 72 % at H = 4 and 490."""
 
 
 def preset(
-    *, merges_per_fragment: float, steps_per_cycle: int, islands: int, merge: MergeRule
+    *,
+    merges_per_fragment: float,
+    steps_per_cycle: int,
+    islands: int,
+    merge: MergeRule,
+    inner: str,
 ) -> OuterPreset:
-    """The outer optimizer for a run like that."""
-    if merges_per_fragment < GENTLE_FROM_MERGES:
+    """The outer optimizer for a run like that. inner: the optimizer's name."""
+    if merges_per_fragment < GENTLE_FROM_MERGES or inner in SHORT_INSIDE:
         return SHORT
     if (
         merge == "rda"

@@ -143,15 +143,16 @@ LONG: dict[str, Any] = {
     "steps_per_cycle": 24,
     "islands": 8,
     "merge": "mean",
+    "inner": "adamw",
 }
 
 
 @pytest.mark.parametrize(
     ("merges", "cycle", "expected"),
     [
-        (149.9, 24, ("sgd", 1.0, 0.0)),
-        (149.9, 500, ("sgd", 1.0, 0.0)),
-        (150.0, 24, ("nesterov", 0.4, 0.6)),
+        (79.9, 24, ("sgd", 1.0, 0.0)),
+        (79.9, 500, ("sgd", 1.0, 0.0)),
+        (80.0, 24, ("nesterov", 0.4, 0.6)),
         (199.9, 24, ("nesterov", 0.4, 0.6)),
         (1e6, 23, ("nesterov", 0.4, 0.6)),
         (200.0, 24, ("nesterov", 0.8, 0.9)),
@@ -175,6 +176,12 @@ def test_the_rate_follows_the_length_of_a_mean(islands: int, rate: float) -> Non
 def test_what_is_as_long_as_one_delta_goes_no_further(islands: int) -> None:
     run = {**LONG, "merges_per_fragment": 1e6, "merge": "rda", "islands": islands}
     assert preset(**run) == ("nesterov", 0.4, 0.6)
+
+
+@pytest.mark.parametrize("merge", ["rda", "mean"])
+def test_with_muon_inside_there_is_no_momentum(merge: str) -> None:
+    run = {**LONG, "merges_per_fragment": 1e6, "merge": merge, "inner": "muon"}
+    assert preset(**run) == ("sgd", 1.0, 0.0)
 
 
 @pytest.mark.parametrize(

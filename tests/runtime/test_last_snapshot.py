@@ -2,15 +2,21 @@
 one earlier waits for none."""
 
 import contextlib
+import dataclasses
 import json
+import os
 import threading
 import time
 
 import pytest
-from runtime_support import make_config, placed
+from msgspec.structs import replace
+from runtime_support import coordinator, make_config, placed
 
+from diloco_jax import run_files
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
+from diloco_jax.loading import write_json
+from diloco_jax.workdir import read_facts
 
 PATIENCE_S = 60.0
 
@@ -32,6 +38,22 @@ def ends(service):
     service._snapshots.write(time.monotonic(), lambda: event.wait(PATIENCE_S) and None)
     yield event
     event.set()
+
+
+@pytest.fixture
+def ended(text, tmp_path):
+    """A run that was over a thousand seconds ago."""
+    config, workdir = make_config(text), tmp_path / "run"
+    with coordinator(config, workdir) as service:
+        service.engine.state = replace(service.engine.state, phase="done")
+        service.engine.finished = True
+    facts = read_facts(workdir)
+    begun = facts.begun_unix - 1000
+    dataclasses.replace(facts, begun_unix=begun).write(workdir)
+    roster = workdir / run_files.ROSTER
+    then = roster.stat().st_mtime - 1000
+    os.utime(roster, (then, then))
+    return config, workdir
 
 
 @pytest.mark.parametrize("service", [0.5], indirect=True)
@@ -70,3 +92,26 @@ def test_the_summary_of_a_run_that_is_cut_off_comes_before_a_snapshot(
     ends.set()
     ending.join(PATIENCE_S)
     assert not ending.is_alive()
+
+
+def test_a_coordinator_of_a_run_that_is_over_leaves_its_summary_alone(ended):
+    """As where a pod is scheduled anew, or a machine boots, after the end."""
+    config, workdir = ended
+    path = workdir / "summary.json"
+    write_json({**json.loads(path.read_bytes()), "eval_loss": 1.5}, path)
+    before = path.read_bytes()
+    with coordinator(config, workdir, init=False):
+        pass
+    assert path.read_bytes() == before
+
+
+def test_a_summary_that_is_written_later_counts_up_to_the_end(ended):
+    config, workdir = ended
+    path = workdir / "summary.json"
+    before = json.loads(path.read_bytes())
+    path.unlink()
+    with coordinator(config, workdir, init=False):
+        pass
+    after = json.loads(path.read_bytes())
+    assert after["wall_seconds"] == pytest.approx(before["wall_seconds"], abs=100)
+    assert after["parameters_digest"] == before["parameters_digest"]
