@@ -36,6 +36,7 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.loading import resolve
 from diloco_jax.observability.report import closing_report, comparison
+from diloco_jax.observability.tape import tells_of_the_end
 from diloco_jax.observability.terminal import LINE_EVERY_S, Dashboard
 from diloco_jax.wire import addresses
 from diloco_jax.wire.client import Client
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 1.0
 LOOP_S = 0.2
+CONCLUDE_S = 3600.0
+"""For the last snapshot of a run that is over, however large it is."""
 ROLES: tuple[Role, ...] = ("coordinator", "island")
 
 
@@ -124,7 +127,8 @@ def _run(
 
 
 def _say_how_to_go_on(workdir: Path, console: Console, interrupt: Interrupt) -> None:
-    if interrupt.count and workdirs.has_begun(workdir):
+    cut_off = interrupt.count or not workdirs.read_summary(workdir)
+    if cut_off and workdirs.has_begun(workdir):
         text = f"go on with: diloco run --resume {workdir}"
         console.print(text, highlight=False, soft_wrap=True)
 
@@ -199,8 +203,9 @@ def _watch(
             if not cluster.alone():
                 give_up_s = float("inf")
             elif give_up_s == float("inf"):
-                # Islands leave a little before a coordinator that sums up.
-                give_up_s = now + deadlines.flush_s
+                # Islands leave before a coordinator that writes its last snapshot.
+                over = tells_of_the_end(cluster.workdir / run_files.TAPE)
+                give_up_s = now + (CONCLUDE_S if over else deadlines.flush_s)
             if now >= next_status_s:
                 next_status_s = now + STATUS_EVERY_S
                 try:

@@ -113,7 +113,8 @@ class Engine:
         Raises what went wrong in a merge or while carrying out an effect: the process
         must end then, and start again from what is durable.
         """
-        self._merger.submit(self._store.warm_up).add_done_callback(self._compiled)
+        compiling = self._merger.submit(self._store.warm_up, lambda: self._stopping)
+        compiling.add_done_callback(self._compiled)
         try:
             while not self._stopping:
                 self._turn()

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -114,13 +114,24 @@ class Store:
         """Of an encoded delta, by fragment."""
         return self._up_layouts
 
-    def warm_up(self) -> None:
-        """Compiles all that merges need, so that no merge has to wait for it."""
+    def warm_up(self, ended: Callable[[], bool] = lambda: False) -> None:
+        """Compiles all that merges need, so that no merge has to wait for it. ended:
+        looked at between two fragments; once true, the rest is not compiled."""
         nothing = Contribution(
             island="", incarnation=0, tick=0, start=0, end=1, tokens=1, base=Version()
         )
-        for fragment in range(len(self._fragments)):
-            zeros = np.zeros(self._up_layouts[fragment].total_bytes, np.uint8)
+        compiled = set()
+        for fragment, layout in enumerate(self._up_layouts):
+            alike = tuple(
+                (p.piece.shape, merge.rule_for(p.piece, self._run.sync.merge))
+                for p in layout.placed
+            )
+            if alike in compiled:
+                continue
+            if ended():
+                return
+            compiled.add(alike)
+            zeros = np.zeros(layout.total_bytes, np.uint8)
             self.is_finite(fragment, zeros)
             for final in (False, True):
                 # Deltas of zero have no direction: this compiles the fallback too.

@@ -9,6 +9,7 @@ ends early.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from diloco_jax.paths import naming
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 16
+LAST_LINES = 1000
 
 
 class TapeError(ValueError):
@@ -133,6 +135,12 @@ def newest_record(path: str | Path, kind: str) -> dict[str, Any]:
         if line["kind"] == kind:
             return line
     raise ValueError(f"{path} has no record {kind!r}")
+
+
+def tells_of_the_end(path: Path) -> bool:
+    """Whether the run is over: after that, no more is written than islands leaving."""
+    newest = itertools.islice(_newest_first(path), LAST_LINES) if path.exists() else ()
+    return any(line["kind"] == "finished" for line in newest)
 
 
 def _newest_first(path: Path) -> Iterator[dict[str, Any]]:

@@ -244,3 +244,26 @@ def test_what_is_let_in_leaves_the_parameters_finite(store):
         store.commit(0, merged)
     for array in jax.tree.leaves(store.arrays()):
         assert np.isfinite(np.asarray(array)).all()
+
+
+def test_no_merge_compiles_after_the_warm_up(store, caplog):
+    jax.clear_caches()
+    store.warm_up()
+    payloads = {
+        fragment: [encoded_delta(store, fragment, seed)[0] for seed in (1, 2)]
+        for fragment in range(len(store.plan.fragments))
+    }
+    parts = [contribution("a", 100), contribution("b", 200)]
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for fragment, given in payloads.items():
+            assert store.is_finite(fragment, given[0])
+            for final in (False, True):
+                store.merge(fragment, Version(1, 1), parts, given, final=final)
+    assert [r.message for r in caplog.records if "Compiling" in r.message] == []
+
+
+def test_a_warm_up_ends_when_the_run_does(store, monkeypatch):
+    fragments = []
+    monkeypatch.setattr(store, "merge", lambda f, *a, **k: fragments.append(f))
+    store.warm_up(lambda: len(fragments) > 0)
+    assert set(fragments) == {0}

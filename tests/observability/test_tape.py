@@ -4,12 +4,14 @@ import pytest
 
 from diloco_jax.observability.tape import (
     BLOCK_BYTES,
+    LAST_LINES,
     JsonLines,
     Tape,
     TapeError,
     newest_record,
     not_on_tape,
     read_tape,
+    tells_of_the_end,
 )
 
 
@@ -142,3 +144,14 @@ def test_the_newest_record_of_a_kind_is_found_while_a_line_is_being_written(tmp_
     assert newest_record(path, "a")["n"] == 3
     with pytest.raises(ValueError, match="no record 'c'"):
         newest_record(path, "c")
+
+
+def test_the_end_of_a_run_is_on_its_tape_before_islands_leave(path):
+    assert not tells_of_the_end(path)
+    assert not tells_of_the_end(path.with_name("none"))
+    tape = Tape(path)
+    tape.append({"kind": "finished"})
+    for _ in range(LAST_LINES - 1):
+        tape.append({"kind": "left"})
+    tape.close()
+    assert tells_of_the_end(path)
