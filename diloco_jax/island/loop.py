@@ -61,6 +61,7 @@ class Loop:
         run, island = self.config.run, self.config.island(self.name)
         self._deadlines = Deadlines(self.config.placement.time_budget_s)
         self._step_seconds = island.step_seconds
+        self._patience_s = 3 * self.config.placement.outage_budget_s
         tokens_per_step = island.batch_size * run.sequence_length
         self._pace = Pace(run, tokens_per_step, warm=self.warm)
         self._step = 0
@@ -87,7 +88,7 @@ class Loop:
             else:
                 self._waiting = overdue = None
                 self._validate()
-                self._train_step(self.data.next_batch(self._deadlines.budget_s))
+                self._train_step(self.data.next_batch(self._patience_s))
             if overdue is not None:
                 return overdue
 
@@ -196,8 +197,7 @@ class Loop:
 
     def _wait_for_data(self) -> Ending | None:
         self.decisions.wait(DATA_POLL_S)
-        patience_s = 3 * self.config.placement.outage_budget_s
-        return self._overdue(patience_s, "no data was granted")
+        return self._overdue("no data was granted")
 
     def _wait_for_end(self) -> Ending | None:
         self._read_metrics()
@@ -205,20 +205,19 @@ class Loop:
         self.timing.restart()
         if self._seen.leaving:
             return None  # Whoever had it leave ends it, in time.
-        patience_s = 3 * self.config.placement.outage_budget_s
         waits = "the run did not finish" if self._seen.stop else "nobody said it ends"
-        return self._overdue(patience_s, waits, self._seen.heard)
+        return self._overdue(waits, self._seen.heard)
 
-    def _overdue(self, patience_s: float, what: str, heard: int = 0) -> Ending | None:
+    def _overdue(self, what: str, heard: int = 0) -> Ending | None:
         """An end, once this was waited for so long. heard: how often the coordinator
         answered, if that makes the time begin anew: its last merges may take long."""
         now, waiting = self.clock(), (what, heard)
         if self._waiting is None or self._waiting[0] != waiting:
             self._waiting = waiting, now
-        if now - self._waiting[1] < patience_s:
+        if now - self._waiting[1] < self._patience_s:
             return None
         return Ending(
             EXIT_FAILED,
-            f"{what} for {patience_s:g} s at step {self._step}; is the coordinator "
-            f"running? Start it again, then this island",
+            f"{what} for {self._patience_s:g} s at step {self._step}; is the "
+            f"coordinator running? Start it again, then this island",
         )

@@ -351,13 +351,14 @@ def test_stopped_it_still_answers_takes(loop):
 def test_each_thing_that_is_waited_for_has_its_own_deadline(loop):
     """Else a Stop after a long outage finds all overdue, before the last merges."""
     loop, network = loop
-    assert loop._overdue(180, "nobody said that the run ends") is None
-    network.now = 75
-    assert loop._overdue(60, "the run did not finish") is None
-    network.now = 134
-    assert loop._overdue(60, "the run did not finish") is None
-    network.now = 135
-    assert loop._overdue(60, "the run did not finish").exit_code == 1
+    patience_s = 3 * loop.config.placement.outage_budget_s
+    assert loop._overdue("nobody said it ends") is None
+    network.now = 0.9 * patience_s
+    assert loop._overdue("the run did not finish") is None
+    network.now = 1.8 * patience_s
+    assert loop._overdue("the run did not finish") is None
+    network.now = 2 * patience_s
+    assert loop._overdue("the run did not finish").exit_code == 1
 
 
 def test_who_waits_for_the_end_gives_up_only_where_nobody_answers(loop):
