@@ -56,6 +56,8 @@ class Cluster:
             "coordinator", self._coordinator_command, commands.coordinator_environment()
         )
         self.islands: dict[str, ManagedProcess] = {}
+        self._step_seconds = max(i.step_seconds for i in config.islands.values())
+        """Of the slowest island, as far as is known."""
 
     def start(self, interrupt: Interrupt) -> None:
         """Starts the coordinator and, once it has an address, the islands.
@@ -128,7 +130,8 @@ class Cluster:
         After the end of a run islands end by themselves, those of several hosts
         together; who is asked then would be cut off.
 
-        Within three times `stop_s`, and at once when a further signal arrives.
+        Within three times `stop_s`, and two steps of the slowest island, which ends at
+        a boundary; at once when a further signal arrives.
         """
         asked = interrupt.count
         deadline = time.monotonic() + self._deadlines.stop_s
@@ -139,16 +142,19 @@ class Cluster:
             and interrupt.count == asked
         ):
             interrupt.wait(POLL_S)
-        for group in (tuple(self.islands.values()), (self.coordinator,)):
+        for group, more_s in (
+            (tuple(self.islands.values()), 2 * self._step_seconds),
+            ((self.coordinator,), 0.0),
+        ):
             for process in group:
-                process.stop()
+                process.stop(more_s)
 
             def wait(seconds: float) -> None:
                 interrupt.wait(seconds)
                 if interrupt.count > asked:
                     self.kill()
 
-            wait_all(group, self._deadlines.stop_s + 1, wait)
+            wait_all(group, self._deadlines.stop_s + more_s + 1, wait)
 
     def kill(self) -> None:
         """Ends everything now."""
@@ -158,6 +164,8 @@ class Cluster:
     def overlay(self, status: Mapping[str, Any]) -> dict[str, Any]:
         """The coordinator's status with what the launcher knows of its processes."""
         known = status.get("islands", {})
+        steps = (island.get("median_step_seconds", 0.0) for island in known.values())
+        self._step_seconds = max(self._step_seconds, *steps, 0.0)
         islands = {name: {"state": "starting"} for name in self.islands}
         islands |= {name: dict(island) for name, island in known.items()}
         for name, process in self.islands.items():

@@ -164,9 +164,10 @@ class LocalCluster:
         if self._launcher is not None and not self._ended():
             self._launcher.terminate()
             try:
-                # Islands say goodbye, then the coordinator sums up.
-                budget_s = Deadlines(self.config.placement.time_budget_s).stop_s
-                self._launcher.wait(3 * budget_s)
+                # Islands say goodbye, then the coordinator sums up (`Cluster.stop`).
+                stop_s = Deadlines(self.config.placement.time_budget_s).stop_s
+                steps = (i.step_seconds for i in self.config.islands.values())
+                self._launcher.wait(4 * stop_s + 2 * max(steps))
             except subprocess.TimeoutExpired:
                 self._launcher.kill()
                 self._launcher.wait()

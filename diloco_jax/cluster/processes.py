@@ -74,6 +74,7 @@ class ManagedProcess:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._restart_at = 0.0
         self._kill_at = float("inf")
+        self._patience_s = stop_s
 
     @property
     def pids(self) -> list[int]:
@@ -103,20 +104,22 @@ class ManagedProcess:
                 self._ended(code)
             elif self._clock() >= self._kill_at:
                 logger.warning(
-                    "%s did not end within %g s; killed", self.name, self._stop_s
+                    "%s did not end within %g s; killed", self.name, self._patience_s
                 )
                 self._kill_groups()
         return self.state
 
-    def stop(self) -> None:
-        """Asks the children to end (SIGTERM); `poll` kills them after `stop_s`."""
+    def stop(self, more_s: float = 0.0) -> None:
+        """Asks the children to end (SIGTERM); `poll` kills them after `stop_s` and so
+        much more."""
         if self._processes and (code := self._exit_code()) is not None:
             self._ended(code)
         if not self._processes:
             if self.state == "restarting":
                 self.state = "stopped"
         elif self._kill_at == float("inf"):
-            self._kill_at = self._clock() + self._stop_s
+            self._patience_s = self._stop_s + more_s
+            self._kill_at = self._clock() + self._patience_s
             for process in self._processes:
                 process.terminate()
 

@@ -116,13 +116,15 @@ def test_stop_asks_first(make, until):
     assert "bye" in text(process)
 
 
-def test_stop_kills_the_deaf_after_its_deadline(make, until):
+@pytest.mark.parametrize("more_s", [0.0, 60.0])
+def test_stop_kills_the_deaf_after_its_deadline(make, until, more_s):
     now = [0.0]
     process = make(DEAF, stop_s=5.0, clock=lambda: now[0])
     until(lambda: "up" in text(process), "start")
-    process.stop()
+    process.stop(more_s)
+    now[0] = 4.9 + more_s
     assert process.poll() == "running"
-    now[0] = 5.1
+    now[0] = 5.1 + more_s
     until(lambda: process.poll() == "stopped", "kill")
     assert process.starts == 1
 

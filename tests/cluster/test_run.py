@@ -11,7 +11,7 @@ from rich.console import Console
 
 from diloco_jax.cluster import commands
 from diloco_jax.cluster import run as run_module
-from diloco_jax.cluster.cluster import Cluster, ClusterError
+from diloco_jax.cluster.cluster import ClusterError
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -321,17 +321,6 @@ def test_bad_placement_is_refused_before_anything_is_made(
     with pytest.raises((ConfigError, SecurityError), match=what):
         launch(**fields)
     assert not workdir.exists()
-
-
-def test_what_the_launcher_knows_goes_before_what_the_coordinator_knew(config, workdir):
-    cluster = Cluster(config, workdir)
-    cluster.islands["a"] = cluster.coordinator
-    cluster.islands["a"].state = "restarting"
-    status = {"islands": {"a": {"state": "training", "steps": 3}}}
-    shown = cluster.overlay(status)
-    assert shown["islands"] == {"a": {"state": "restarting", "steps": 3}}
-    assert status["islands"]["a"]["state"] == "training"
-    assert cluster.overlay({})["islands"] == {"a": {"state": "restarting"}}
 
 
 ENDED = """

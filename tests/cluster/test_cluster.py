@@ -1,0 +1,65 @@
+"""The processes of a run together: who is alive, and how long all have to end."""
+
+import dataclasses
+
+import pytest
+
+from diloco_jax.cluster.cluster import Cluster
+from diloco_jax.cluster.interrupt import Interrupt
+from diloco_jax.config import Config, IslandConfig, Placement, RunConfig
+
+
+@pytest.fixture
+def config():
+    return Config(
+        run=RunConfig(),
+        islands={"a": IslandConfig()},
+        placement=Placement(time_budget_s=5.0),
+    )
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    return tmp_path / "run"
+
+
+def test_what_the_launcher_knows_goes_before_what_the_coordinator_knew(config, workdir):
+    cluster = Cluster(config, workdir)
+    cluster.islands["a"] = cluster.coordinator
+    cluster.islands["a"].state = "restarting"
+    status = {"islands": {"a": {"state": "training", "steps": 3}}}
+    shown = cluster.overlay(status)
+    assert shown["islands"] == {"a": {"state": "restarting", "steps": 3}}
+    assert status["islands"]["a"]["state"] == "training"
+    assert cluster.overlay({})["islands"] == {"a": {"state": "restarting"}}
+
+
+@pytest.mark.parametrize(("measured", "granted"), [(20.0, 40.0), (2.0, 10.0)])
+def test_who_is_to_end_has_two_steps_of_the_slowest_more(
+    config, workdir, measured, granted
+):
+    """It ends at a step boundary, with a goodbye and a checkpoint."""
+    islands = {"a": dataclasses.replace(config.islands["a"], step_seconds=5.0)}
+    cluster = Cluster(dataclasses.replace(config, islands=islands), workdir)
+    cluster.overlay({"islands": {"a": {"median_step_seconds": measured}}})
+    asked = []
+    with Interrupt() as interrupt:
+        cluster.islands["a"] = Asked(asked)
+        cluster.coordinator = Asked(asked)
+        cluster.stop(interrupt)
+    assert asked == [granted, 0.0]
+
+
+class Asked:
+    """A process that is gone at once."""
+
+    state = "stopped"
+
+    def __init__(self, asked):
+        self._asked = asked
+
+    def stop(self, more_s):
+        self._asked.append(more_s)
+
+    def poll(self):
+        return self.state
