@@ -25,6 +25,7 @@ from diloco_jax.island.network.fetcher import Fetcher
 from diloco_jax.island.network.inbound import Targets
 from diloco_jax.island.network.link import Link
 from diloco_jax.island.network.receiver import Receiver
+from diloco_jax.island.network.sender import TOLD_FROM
 from diloco_jax.policy.values import Outstanding, Record, Span, Version
 from diloco_jax.wire import messages
 from diloco_jax.wire.errors import (
@@ -199,6 +200,14 @@ def test_a_busy_coordinator_is_asked_again(coordinator, sender, mailbox):
     assert mailbox.status().measures.bytes_up > 38 * 4
 
 
+def test_a_delta_that_does_not_get_through_is_told_of(coordinator, sender, caplog):
+    coordinator.upload_errors = [Busy("later")] * (2 * TOLD_FROM - 1)
+    sender.put(0, 4, encoded(1.0))
+    assert coordinator.uploads.get(timeout=WAIT_S)[0].tick == 4
+    told = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert [f"not sent in {TOLD_FROM} attempts" in text for text in told] == [True]
+
+
 def test_a_refused_delta_waits_for_its_verdict(coordinator, sender):
     coordinator.upload_errors = [Refused("stale", "too old")]
     sender.put(0, 4, encoded(1.0))
@@ -273,6 +282,14 @@ def test_a_join_gives_up_when_the_island_must_end(coordinator, receiver, mailbox
     mailbox.end(0, "asked to end by SIGTERM")
     with pytest.raises(VersionGone):
         receiver.fetch_all()
+
+
+def test_a_join_after_the_end_comes_too_late(coordinator, receiver, mailbox):
+    coordinator.fetch_errors = [VersionGone("gone")] * 1000
+    mailbox.finish()
+    with pytest.raises(Refused) as refused:
+        receiver.fetch_all()
+    assert refused.value.code == "finished"
 
 
 def test_closing_does_not_wait_for_the_network(coordinator, sender, receiver):

@@ -8,6 +8,7 @@ the bound.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import threading
 from collections.abc import Sequence
@@ -26,6 +27,9 @@ from diloco_jax.wire.errors import Refused, WireError
 from diloco_jax.wire.messages import UploadStart
 
 logger = logging.getLogger(__name__)
+
+TOLD_FROM = 4
+"""Failures in a row to send one delta, from which on people are told."""
 
 
 class Uploads(Protocol):
@@ -164,7 +168,7 @@ class Sender:
             version=parcel.version,
         )
         backoff = Backoff(self._deadlines)
-        while True:
+        for attempt in itertools.count(1):
             try:
                 nbytes = self._client.upload(start, parcel.payload)
             except Refused as refused:
@@ -177,7 +181,16 @@ class Sender:
                 )
                 return
             except WireError as error:
-                logger.debug("%s not sent: %s", parcel, error)
+                # Told in ever longer intervals, once it is more than an outage.
+                tell = attempt >= TOLD_FROM and attempt.bit_count() == 1
+                logger.log(
+                    logging.WARNING if tell else logging.DEBUG,
+                    "%s not sent in %d attempts (%s); where the link is very slow, "
+                    "raise placement.time_budget_s or lower bulk_channels",
+                    parcel,
+                    attempt,
+                    error,
+                )
                 if not self._pause(parcel, backoff.next_s()):
                     return
             else:
