@@ -324,7 +324,7 @@ def _adoption(size: Size) -> Iterator[Row]:
 
 
 def _muon(size: Size) -> Iterator[Row]:
-    """Muon inside, at rates swept on the first seed (`muon_rates`)."""
+    """Muon inside, at the best of the rates that were tried on the first seed."""
     yield Row(
         name="Muon inside, data-parallel",
         group="muon",

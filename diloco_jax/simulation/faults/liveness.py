@@ -48,7 +48,8 @@ def takes_within_s(schedule: Schedule) -> float:
 
 def over_within_s(schedule: Schedule) -> float:
     """Once faults have stopped, the run is over within this: as if it began anew, and
-    what its end takes at most, a lease and the flush (`Deadlines.flush_s`).
+    what its end takes at most, a lease and the flush (`Deadlines.flush_s` from the last
+    delta on).
 
     What a run computes counts unless it is lost, and under every adopt rule deltas that
     are late again and again can be refused, and their steps lost, again and again. Sure
