@@ -1,5 +1,7 @@
 """The log gives back what was appended, and nothing else."""
 
+import os
+
 import pytest
 
 from diloco_jax.coordinator.durable import DurableError, RecordLog, read
@@ -66,6 +68,27 @@ def test_a_damaged_length_is_no_unfinished_record(tmp_path, record, field):
     with pytest.raises(DurableError, match="whole ones after its beginning"):
         numbers(tmp_path)
     assert path.read_bytes() == data
+
+
+def test_a_payload_that_looks_like_a_record_hides_none_after_it(tmp_path):
+    log = RecordLog(tmp_path)
+    log.append({"n": 0}, b"dlc1" * 30)
+    log.append({"n": 1})
+    log.close()
+    path = tmp_path / "log-000000.bin"
+    data = bytearray(path.read_bytes())
+    data[9] ^= 0x40  # The first payload is longer by 16 KiB.
+    path.write_bytes(data)
+    with pytest.raises(DurableError, match="whole ones after its beginning"):
+        numbers(tmp_path)
+
+
+def test_a_new_segment_stays_in_its_folder(tmp_path, monkeypatch):
+    log, synced = RecordLog(tmp_path), []
+    monkeypatch.setattr("os.fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    log.rotate()
+    log.close()
+    assert tmp_path.stat().st_ino in synced
 
 
 def test_damage_in_the_middle_is_an_error_that_names_the_place(tmp_path):

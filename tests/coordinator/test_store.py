@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +11,12 @@ import numpy as np
 import pytest
 from coordinator_support import AXES, PIN_S, SHAPES
 
-from diloco_jax.coordinator.store import RETAINED_PUBLISHES, Store, outer_settings
+from diloco_jax.coordinator.store import (
+    PINNED_VERSIONS,
+    RETAINED_PUBLISHES,
+    Store,
+    outer_settings,
+)
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments, to_pieces
 from diloco_jax.core.merge import merge_deltas, rule_for
@@ -109,7 +115,10 @@ def test_a_merge_is_invisible_until_it_is_committed(store):
     )
 
 
-def test_the_flush_takes_the_weighted_mean_with_rate_one(store, params):
+@pytest.mark.parametrize("weighting", ["tokens", "uniform"])
+def test_the_flush_takes_the_mean_by_tokens_with_rate_one(run, params, weighting):
+    run = replace(run, sync=replace(run.sync, weighting=weighting))
+    store = Store(run, plan_fragments(SHAPES, AXES, 2), params, PIN_S)
     (one, da), (two, db) = (encoded_delta(store, 0, s) for s in (1, 2))
     merged = store.merge(
         0,
@@ -155,6 +164,14 @@ def test_who_missed_more_than_is_retained_gets_the_anchor_in_full(store):
     assert not store.fetch(0, last, Version(1, last.number - 1)).full
 
 
+def test_no_chain_leads_from_one_term_into_another(store):
+    """The numbers of both look like neighbours."""
+    store.load(store.arrays(), [Version(2, 5), Version(1, 0)])
+    merge_once(store, 0, Version(2, 6))
+    assert store.fetch(0, Version(2, 6), Version(1, 5)).full
+    assert not store.fetch(0, Version(2, 6), Version(2, 5)).full
+
+
 def test_a_host_gets_its_tiles_of_the_anchor(run, params, monkeypatch):
     monkeypatch.setattr("diloco_jax.coordinator.store.BLOCK_BYTES", 1000)
     axes, (shape, cut) = {"w": ("embed", "mlp")}, ((256, 128), slice(64, 128))
@@ -185,6 +202,16 @@ def test_a_join_goes_on_fetching_the_version_that_it_began_with(store):
     merge_once(store, 1, Version(1, 1))
     with pytest.raises(VersionGone, match="fetch this fragment again"):
         store.fetch(1, Version(1, 0), None)
+
+
+def test_of_too_many_versions_that_are_fetched_the_oldest_goes(store):
+    for number in range(PINNED_VERSIONS + 1):
+        store.fetch(0, Version(1, number), None)
+        merge_once(store, 0, Version(1, number + 1))
+    with pytest.raises(VersionGone):
+        store.fetch(0, Version(1, 0), None)
+    for number in range(1, PINNED_VERSIONS + 1):
+        assert store.fetch(0, Version(1, number), None).full
 
 
 def test_an_anchor_that_nobody_fetches_any_more_is_freed(store, monkeypatch):
@@ -224,8 +251,8 @@ def test_a_snapshot_brings_everything_back(run, params, store):
     assert one.digest == two.digest
 
 
-@pytest.mark.parametrize("scale", [float("inf"), 1e30, 1e19])
-def test_deltas_without_a_finite_norm_are_seen(store, scale):
+@pytest.mark.parametrize("scale", [float("inf"), 1e30, 1e19, 3e17])
+def test_deltas_that_are_not_finite_or_too_long_are_seen(store, scale):
     payload, _ = encoded_delta(store, 0, 1)
     assert store.is_finite(0, payload)
     broken, _ = encoded_delta(store, 0, 1, scale=scale)

@@ -53,6 +53,11 @@ def test_pieces_are_tensors_and_layers_of_stacked_ones() -> None:
     assert plan.total == 256 * 8 + 3 * 8 * 16 + 3 * 8 + 8
 
 
+def test_a_vocabulary_axis_anywhere_makes_an_embedding() -> None:
+    plan = plan_fragments({"out": (8, 256)}, {"out": ("embed", "vocab")}, 1)
+    assert [piece.embedding for piece in plan.pieces] == [True]
+
+
 def test_pieces_stand_in_the_order_of_path_and_layer() -> None:
     shapes, axes = {"w": (12, 4)}, {"w": ("layers", None)}
     (fragment,) = plan_fragments(shapes, axes, 1).fragments

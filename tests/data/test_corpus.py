@@ -43,7 +43,7 @@ def test_documents_are_split_whole_and_appear_once(tmp_path):
     assert abs(len(held) / 200 - 0.3) < 4 * math.sqrt(0.3 * 0.7 / 200)
 
 
-@pytest.mark.parametrize("fraction", [0.02, 0.3, 0.9])
+@pytest.mark.parametrize("fraction", [0.02, 0.0205, 0.3, 0.9])
 def test_of_one_document_the_end_is_held_out(tmp_path, fraction):
     path = tmp_path / "all.txt"
     path.write_text("é" * 500)
