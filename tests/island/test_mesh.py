@@ -1,9 +1,10 @@
 """Which mesh axis cuts which axis of a parameter."""
 
 import pytest
+from jax.sharding import AbstractMesh
 
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.island.device.mesh import param_spec, tile_spec
+from diloco_jax.island.device.mesh import MESH_AXES, layout, param_spec, tile_spec
 from diloco_jax.models import transformer
 from diloco_jax.models.presets import preset
 
@@ -45,6 +46,13 @@ def test_what_is_cut_inside_tiles_keeps_them_whole():
     spec = param_spec(mesh(64, 4), MLP, (5, 2112, 2112))
     assert tuple(spec) == (None, "fsdp", "tensor")
     assert tuple(tile_spec(tuple(spec)[1:], mesh(64, 4), grid)) == (None, "tensor")
+
+
+def test_what_a_mesh_axis_does_not_divide_is_whole_in_use():
+    four = layout(AbstractMesh((1, 1, 4), MESH_AXES))
+    names = ("embed", "vocab")
+    assert tuple(four.spec(names, (8, 8))) == (None, "tensor")
+    assert tuple(four.spec(names, (8, 6))) == (None, None)
 
 
 @pytest.mark.parametrize("name", ["1b", "12b"])

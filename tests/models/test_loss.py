@@ -43,9 +43,11 @@ def test_chunks_change_neither_losses_nor_gradients(chunk):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_the_loss_is_that_of_the_target():
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_loss_is_that_of_the_target(dtype):
     x, table, targets, _ = arguments()
-    logits = (x @ table).astype(np.float64)
+    x, table = jnp.asarray(x, dtype), jnp.asarray(table, dtype)
+    logits = np.asarray(x, np.float64) @ np.asarray(table, np.float64)
     shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     expected = -np.log(np.take_along_axis(shares, targets[..., None], -1))[..., 0]
     for chunk in (0, 4):

@@ -11,7 +11,7 @@ import pytest
 
 from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.models import transformer
-from diloco_jax.models.layers import rotate, rotations
+from diloco_jax.models.layers import rms_norm, rotate, rotations
 from diloco_jax.models.presets import PRESETS, preset
 
 TINY = preset("tiny")
@@ -157,6 +157,32 @@ def test_bfloat16_is_close_and_gradients_stay_f32():
     assert {leaf.dtype for leaf in jax.tree.leaves(low)} == {jnp.dtype("float32")}
 
 
+def test_the_gradient_of_a_common_token_is_as_exact_in_bfloat16():
+    """Each row's is a sum over 2,000 tokens."""
+    config = dataclasses.replace(TINY, num_layers=1)
+    few = np.random.default_rng(0).integers(0, 4, (16, 513)).astype(np.int32)
+    low, plain = (
+        jax.jit(jax.grad(transformer.build(config, compute_dtype=dtype).loss, 0, True))
+        for dtype in ("bfloat16", "float32")
+    )
+    params = transformer.build(config).init(jax.random.key(0))
+    found, expected = (grad(params, few)[0]["embedding"] for grad in (low, plain))
+    assert relative_difference(found, expected) < 0.03
+
+
+def test_norms_are_computed_in_f32():
+    random = np.random.default_rng(0)
+    x, scale = (
+        jnp.asarray(random.normal(size=s), jnp.bfloat16) for s in ((64, 96), 96)
+    )
+    exact, gain = (np.asarray(a, np.float64) for a in (x, scale))
+    exact = exact / np.sqrt(np.mean(exact**2, -1, keepdims=True) + 1e-6) * (1 + gain)
+    found = rms_norm(x, scale)
+    assert found.dtype == jnp.bfloat16
+    rounding = 1.01 * 2.0**-8
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=rounding)
+
+
 def test_scanned_and_unrolled_layers_agree(monkeypatch):
     monkeypatch.setattr(transformer, "UNROLLED_LAYERS", 0)
     scanned = grads(transformer.build(TINY))
@@ -190,6 +216,17 @@ def test_layers_start_out_different():
     params = transformer.build(TINY).init(jax.random.key(0))
     query = np.asarray(params["layers"]["attention"]["query"])
     assert abs(np.corrcoef(query[0].ravel(), query[1].ravel())[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_what_adds_to_the_stream_starts_smaller_the_more_there_is_of_it(layers):
+    config = dataclasses.replace(TINY, num_layers=layers)
+    stacks = transformer.build(config).init(jax.random.key(0))["layers"]
+    additions = 2 * layers
+    output, down = stacks["attention"]["output"], stacks["mlp"]["down"]
+    inputs = config.num_heads * config.head_dim
+    assert np.std(output) == pytest.approx((inputs * additions) ** -0.5, rel=0.05)
+    assert np.std(down) == pytest.approx((config.mlp_dim * additions) ** -0.5, rel=0.05)
 
 
 def parameters(name: str) -> int:
