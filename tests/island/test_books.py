@@ -117,6 +117,16 @@ def test_what_was_known_of_one_take_is_not_of_the_next():
     assert books.adopt(0, V[2], 9) == "adopted"
 
 
+def test_that_one_take_was_kept_says_nothing_of_the_next():
+    books = Books([V[0]], "keep")
+    books.take(0, 1, 4)
+    books.settle(0, 1, "pending", "", 5, V[1])
+    assert books.adopt(0, V[1], 6) == "kept"
+    assert books.settle(0, 1, "refused", "stale", 7, V[1]) == "reopened"
+    books.take(0, 2, 8)
+    assert books.settle(0, 2, "refused", "stale", 9, V[2]) == "reopened"
+
+
 @pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend"])
 def test_other_rules_take_a_pending_delta_out(rule):
     books = Books([V[0]], rule)
@@ -151,6 +161,13 @@ def test_refusal_after_an_adoption_loses_the_steps():
     books.adopt(0, V[1], 5)
     assert books.settle(0, 1, "refused", "stale", 6) == "dropped"
     assert books.take(0, 2, 8).start == 4
+
+
+def test_a_take_without_steps_waits_for_no_newer_version():
+    books = Books([V[0]], "rebase")
+    books.take(0, 1, 0)
+    assert books.settle(0, 1, "refused", "empty", 0, V[2]) == "reopened"
+    assert not books.must_wait(0)
 
 
 def test_non_finite_refusal_starts_from_the_anchor():
@@ -267,6 +284,14 @@ def test_intervals_tile_the_steps(rule, script):
         assert {t.tick for t in books.outstanding()} == {
             r.tick for r in outstanding if r is not None
         }
+
+
+def test_a_delta_that_a_new_term_dropped_is_kept_beside_no_version():
+    books = Books([V[0]], "keep")
+    books.take(0, 1, 4)
+    books.settle(0, 1, "pending", "", 5, V[1])
+    books.new_term(6)
+    assert books.adopt(0, V[1], 7) == "adopted"
 
 
 def test_a_new_term_drops_takes_for_good_and_says_what_is_for_its_books():

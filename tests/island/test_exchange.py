@@ -199,6 +199,19 @@ def test_settled_take_leaves_its_residual():
     )
 
 
+def test_a_checkpoint_has_the_residual_before_an_open_take():
+    anchor, local = map(random_params, range(2))
+    exchange = start(SyncConfig(fragments=3, codec_up="int4"), anchor)
+
+    def residual():
+        return float(jnp.abs(exchange.trees()["residuals"][0][0]).max())
+
+    exchange.take(0, place(local))
+    assert residual() == 0
+    exchange.settle(0)
+    assert residual() > 0
+
+
 def test_reset_returns_to_the_anchor():
     anchor, local = map(random_params, range(2))
     local["layers"]["w"][:] = np.nan

@@ -1,0 +1,23 @@
+"""The learning rate follows the run, whatever becomes of the others' tokens."""
+
+import pytest
+
+from diloco_jax.config import InnerConfig, RunConfig
+from diloco_jax.island.pace import Pace
+
+
+def pace(**inner):
+    inner = InnerConfig(learning_rate=1.0, warmup_fraction=0.0, **inner)
+    return Pace(RunConfig(inner=inner, total_tokens=1000), 10)
+
+
+def test_tokens_that_others_lost_do_not_bring_an_earlier_rate_back():
+    run = pace(schedule="cosine", rewarm_steps=0)
+    rates = [run.learning_rate(*at) for at in enumerate([300, 500, 100, 600])]
+    assert rates[0] > rates[1] == rates[2] > rates[3]
+
+
+def test_fresh_moments_get_the_whole_rate_after_so_many_steps():
+    run = pace(schedule="constant", rewarm_steps=3)
+    rates = [run.learning_rate(step, 0) for step in range(5)]
+    assert rates == pytest.approx([1 / 3, 2 / 3, 1, 1, 1])

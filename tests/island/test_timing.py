@@ -1,0 +1,18 @@
+"""What counts as a step, as validation, and as neither."""
+
+from diloco_jax.island.timing import Timing
+
+
+def test_validation_is_neither_a_stall_nor_part_of_a_gap():
+    now = 0.0
+    timing = Timing(0.0, lambda: now)
+    for _ in range(2):
+        with timing.validation():
+            now += 30.0
+        now += 1.0
+        with timing.step():
+            now += 2.0
+    measures = timing.measures()
+    assert (measures.eval_seconds, measures.step_seconds_total) == (60.0, 4.0)
+    assert measures.stalled_seconds == 2.0
+    assert measures.max_step_gap_seconds == measures.median_step_seconds == 3.0
