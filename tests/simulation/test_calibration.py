@@ -99,6 +99,14 @@ def test_merges_wait_until_a_coordinator_has_compiled(tmp_path):
     assert calibration.merge_s.observed == len(timeline.merges) - waited
 
 
+def test_merges_that_waited_for_nobody_tell_nothing_of_uploads(tmp_path):
+    record(tmp_path / "run", config(step_s={"a": 0.5, "b": 0.6, "c": 3.0}, faults=()))
+    timeline = read_timeline(tmp_path / "run")
+    up_s = calibrate(timeline).up_s["a"]
+    assert 100 < up_s.observed < len(timeline.merges) - 100
+    assert up_s.high == pytest.approx(0.2, abs=0.05)
+
+
 def test_compiling_shortly_before_the_end_delays_it(calibration):
     merges = round(row(calibration, "merges", "coordinator@50:kill"))
     faults = f"coordinator@{merges - 4}:kill"

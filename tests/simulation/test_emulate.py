@@ -196,8 +196,10 @@ def test_crashes_use_up_restarts_and_failures_of_machines_do_not(text) -> None:
     assert deaths(*twice, restarts=0) == (1, "died")
     assert deaths(*twice, restarts=1) == (2, "died")
     assert deaths(*twice, restarts=2) == (2, "finished")
-    failures, end = deaths(restarts=0, failure_every_seconds=20.0, down_seconds=2.0)
-    assert (failures, end) == (1, "finished")
+    often = {"failure_every_seconds": 20.0, "down_seconds": 2.0}
+    assert deaths(restarts=0, **often) == (1, "finished")
+    apart = deaths("b@3:kill", "b#3@3:kill", restarts=1, chance_seed=7, **often)
+    assert apart == (3, "finished"), "the machine failed between its crashes"
     nobody = with_placement(config, faults=("b@3:kill", "a@5:kill"), restarts=0)
     with pytest.raises(ConfigError, match=r"restarts = 0 .* of a, b: at .*no island"):
         emulate(nobody)

@@ -73,12 +73,22 @@ def test_no_interruptions_come_if_there_is_no_mean_time_between_them():
 
 
 def test_interruptions_come_at_the_rate_of_the_working_chips():
-    model = FailureModel(down_seconds=0, up_seconds=0, return_seconds=0)
+    """Half of them are away at a time, on average."""
+    mean_s = 1000.0
+    model = FailureModel(
+        mtbi_years=mean_s / SECONDS_PER_YEAR,
+        slice_chips=1,
+        down_seconds=0,
+        up_seconds=0,
+        return_seconds=mean_s,
+    )
     rng = np.random.default_rng(0)
-    whole = itertools.takewhile(lambda s: s.start < DAY_S, segments(1.2e6, model, rng))
-    # Without any stop, each interruption ends a segment.
-    expected = 1.2e6 * DAY_S / SECONDS_PER_YEAR
-    assert sum(1 for _ in whole) == pytest.approx(expected, rel=0.05)
+    whole = itertools.takewhile(lambda s: s.start < DAY_S, segments(100, model, rng))
+    days = list(whole)
+    interruptions = sum(a.share > b.share for a, b in itertools.pairwise(days))
+    chip_seconds = sum(100 * s.share * (s.stop - s.start) for s in days)
+    assert chip_seconds == pytest.approx(100 * DAY_S / 2, rel=0.05)
+    assert interruptions == pytest.approx(chip_seconds / mean_s, rel=0.05)
 
 
 def test_a_life_has_no_gaps():

@@ -6,6 +6,7 @@ from diloco_jax.config import Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.policy import ledger
 from diloco_jax.policy.events import Effect
+from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.island import IslandSpec
 from diloco_jax.simulation.virtual.line import Line, LineSpeed
 from diloco_jax.simulation.virtual.merging import NoArrays
@@ -118,6 +119,16 @@ def test_the_same_inputs_give_the_same_run() -> None:
     first = history()
     assert first == history()
     assert len(first) > 100
+
+
+@pytest.mark.parametrize("direction", ["upload", "download"])
+def test_transfers_in_one_direction_come_one_after_the_other(direction: str) -> None:
+    clock, arrived = Clock(), []
+    line = Line(clock, LineSpeed(up_bytes_per_s=100, down_bytes_per_s=100))
+    for _ in range(2):
+        getattr(line, direction)(100, lambda: arrived.append(clock.now))
+    clock.run()
+    assert arrived == [1.0, 2.0]
 
 
 def test_an_island_that_lost_its_line_trains_on_and_is_merged_after() -> None:
