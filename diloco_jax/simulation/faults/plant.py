@@ -14,6 +14,7 @@ from unittest import mock
 from msgspec.structs import replace
 
 from diloco_jax.config import ConfigError, suggest
+from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.island.books import Books
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.policy import (
@@ -28,7 +29,7 @@ from diloco_jax.policy import (
     shares,
     takes,
 )
-from diloco_jax.policy.events import Note, Persist
+from diloco_jax.policy.events import Note, Persist, Progress
 from diloco_jax.policy.records import Merged
 from diloco_jax.policy.state import with_fragment
 from diloco_jax.policy.values import Version
@@ -97,6 +98,34 @@ def _tapes_no_takes(record: Callable[..., Any]) -> Callable[..., Any]:
         state, effects = record(*arguments)
         took = arguments[3].kind == "took"
         return state, [e for e in effects if not (took and isinstance(e, Note))]
+
+    return broken
+
+
+def _tapes_no_adoptions(record: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(*arguments: Any) -> Any:
+        state, effects = record(*arguments)
+        adopted = arguments[3].kind == "adopted"
+        return state, [e for e in effects if not (adopted and isinstance(e, Note))]
+
+    return broken
+
+
+def _tells_what_it_counts_now(report: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(config: Any, *arguments: Any) -> Any:
+        state, effects = report(config, *arguments)
+        tokens = ledger.progress_tokens(config, state)
+        return state, [
+            replace(e, tokens=tokens) if isinstance(e, Progress) else e for e in effects
+        ]
+
+    return broken
+
+
+def _draws_backwards(draw: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(positions: Any, count: int) -> Any:
+        drawn = draw(positions, count)
+        return None if drawn is None else drawn[::-1]
 
     return broken
 
@@ -190,6 +219,9 @@ PLANTS = {
     "a_step_is_left_out": Plant("deltas", takes, "known", _loses_a_step),
     "one_less_than_quorum": Plant("quorum", fragment, "settle", _needs_one_less),
     "takes_are_not_on_the_tape": Plant("recorded", policy, "_record", _tapes_no_takes),
+    "adoptions_are_not_on_the_tape": Plant(
+        "recorded", policy, "_record", _tapes_no_adoptions
+    ),
     "fenced_ones_come_in": Plant("fenced", admission, "refusal", _lets_everyone_in),
     "the_dead_leave_deltas": Plant(
         "fenced", membership, "end", _keeps_what_the_dead_sent
@@ -198,6 +230,8 @@ PLANTS = {
         "stale", takes, "refuse_if_stale", _refuses_nothing
     ),
     "tokens_count_twice": Plant("ledger", ledger, "book", _counts_twice),
+    "progress_goes_back": Plant("ledger", policy, "_report", _tells_what_it_counts_now),
+    "data_is_used_backwards": Plant("data", LeasedPositions, "draw", _draws_backwards),
     "merged_data_is_free": Plant("data", shares, "release", _frees_all_data),
     "the_log_is_written_last": Plant("durable", policy, "step", _writes_last),
     "takes_are_asked_for_once": Plant("liveness", membership, "_ask_again", _asks_once),
