@@ -48,6 +48,8 @@ class RecordLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.segment = next_number(folder, after)
         self._file = _path(folder, self.segment).open("ab")
+        for made in (folder, folder.parent):
+            _sync_folder(made)
 
     def append(self, record: Mapping[str, Any], payload: bytes = b"") -> None:
         """Writes a record and its payload; on disk when this returns."""

@@ -79,9 +79,9 @@ none, 8 islands, RDA, AdamW inside (docs/results/quality.md), by merges per frag
 and -2.6 %; 326: -2.6, -1.4 and -0.8 %; with a quarter of the tokens 10 to 122: +1.6 to
 -0.5 %. 0.4 / 0.9, published for one island, was behind it in three pairs of three at
 326 merges (1.5, 1.6 and 0.1 %)."""
-SHORT_INSIDE = ("muon",)
-"""With these inside, momentum was worse in nine pairs of nine (41 to 151 merges: +0.3
-to +2.8 %)."""
+GENTLE_FROM_MERGES_OF = {"muon": 160.0}
+"""With Muon inside momentum was worse in nine pairs of nine with 41 to 151 merges (+0.3
+to +2.8 %), and better with 163 and more tokens (MUON_LONG)."""
 
 PUBLISHED_MOMENTUM = 0.9
 PUBLISHED_RATES = ((1, 0.4), (4, 0.6), (math.inf, 0.8))
@@ -104,7 +104,7 @@ def preset(
     inner: str,
 ) -> OuterPreset:
     """The outer optimizer for a run like that. inner: the optimizer's name."""
-    if merges_per_fragment < GENTLE_FROM_MERGES or inner in SHORT_INSIDE:
+    if merges_per_fragment < GENTLE_FROM_MERGES_OF.get(inner, GENTLE_FROM_MERGES):
         return SHORT
     if (
         merge == "rda"

@@ -84,11 +84,14 @@ def test_a_payload_that_looks_like_a_record_hides_none_after_it(tmp_path):
 
 
 def test_a_new_segment_stays_in_its_folder(tmp_path, monkeypatch):
-    log, synced = RecordLog(tmp_path), []
+    synced = []
     monkeypatch.setattr("os.fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    log = RecordLog(tmp_path / "log")
+    folders = [(tmp_path / name).stat().st_ino for name in ("log", ".")]
+    assert synced == folders
     log.rotate()
     log.close()
-    assert tmp_path.stat().st_ino in synced
+    assert synced == [*folders, folders[0]]
 
 
 def test_damage_in_the_middle_is_an_error_that_names_the_place(tmp_path):

@@ -178,10 +178,15 @@ def test_what_is_as_long_as_one_delta_goes_no_further(islands: int) -> None:
     assert preset(**run) == ("nesterov", 0.4, 0.6)
 
 
-@pytest.mark.parametrize("merge", ["rda", "mean"])
-def test_with_muon_inside_there_is_no_momentum(merge: str) -> None:
-    run = {**LONG, "merges_per_fragment": 1e6, "merge": merge, "inner": "muon"}
-    assert preset(**run) == ("sgd", 1.0, 0.0)
+@pytest.mark.parametrize(
+    ("merges", "expected"),
+    [(159.9, ("sgd", 1.0, 0.0)), (160.0, ("nesterov", 0.4, 0.6))],
+)
+def test_with_muon_inside_momentum_needs_more_merges(
+    merges: float, expected: tuple[str, float, float]
+) -> None:
+    run = {**LONG, "merges_per_fragment": merges, "inner": "muon"}
+    assert preset(**run) == expected
 
 
 @pytest.mark.parametrize(
