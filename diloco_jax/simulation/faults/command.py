@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from diloco_jax.config import ConfigError
 from diloco_jax.simulation.faults.plant import planted
 from diloco_jax.simulation.faults.play import Report, check, check_schedule
 from diloco_jax.simulation.faults.schedule import from_json
@@ -30,6 +31,12 @@ class FaultsConfig:
         """Raises ConfigError naming field, value and remedy."""
         within(self, AT_LEAST_1, "seeds")
         within(self, NOT_NEGATIVE, "first_seed")
+        for field in ("seeds", "first_seed") if self.schedule else ():
+            if (value := getattr(self, field)) != getattr(FaultsConfig, field):
+                raise ConfigError(
+                    f"--{field.replace('_', '-')} {value} with --schedule, which plays "
+                    f"that one schedule; leave out one of them"
+                )
 
 
 def check_faults(config: FaultsConfig, progress: Progress) -> Report:

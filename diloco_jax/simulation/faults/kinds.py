@@ -174,7 +174,13 @@ class Unfit(Fault, frozen=True):
 # ---- the coordinator and its disk ---------------------------------------------------
 
 
-class Restart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Restart(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
     """How a coordinator that died comes back.
 
     clock_s: what its monotonic clock then says. noticed_s: after which the islands see

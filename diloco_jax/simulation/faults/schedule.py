@@ -12,9 +12,11 @@ from diloco_jax.simulation.faults.kinds import AnyFault, Restart
 from diloco_jax.validation import (
     AT_LEAST_1,
     BELOW_1,
+    BETWEEN,
     NOT_NEGATIVE,
     SECONDS,
     SOME_SECONDS,
+    Bound,
     within,
 )
 
@@ -26,6 +28,25 @@ RESTART_S = 1.0
 """From the end of a process that was refused to the next one."""
 RETRY_S = 0.5
 """Between attempts to connect, to find a disk, to break what is not there."""
+PATIENCE_S = 600.0
+"""Longest time until the last fault has struck."""
+MOST_STEPS = 10_000
+"""Of all islands, those during which an island only waits counted as one a second: what
+happens in a run that is so long is well below `world.MOST_CALLS`."""
+BATCH_SIZE = Bound(1, 1000)
+LEAD = Bound(0, 100)
+FAULT = {
+    "behind": Bound(0, 1),  # The first incarnation is 1.
+    "factor": Bound(1e-3, 100),
+    "effects": Bound(0, 1000),
+    "appends": Bound(0, 1000),
+    "written_share": BETWEEN,
+    # A clock may say whatever it likes.
+    "clock_s": SECONDS,
+    "forward_s": SECONDS,
+}
+FAULT_SECONDS = Bound(0, PATIENCE_S)
+"""Of all other fields."""
 
 
 class IslandPlan(
@@ -160,13 +181,33 @@ def _check_values(schedule: Schedule) -> None:
     within(schedule, SECONDS, "outage_s", "latency_s", "transfer_s", "merge_s")
     for plan in schedule.islands.values():
         within(plan, SOME_SECONDS, "step_s")
-        within(plan, AT_LEAST_1, "batch_size")
+        within(plan, BATCH_SIZE, "batch_size")
         within(plan, SECONDS, "join_s")
-        within(plan, NOT_NEGATIVE, "lead")
+        within(plan, LEAD, "lead")
+    _check_length(schedule)
     for fault in schedule.faults:
-        for field in fault.__struct_fields__:
-            if isinstance(getattr(fault, field), float):
-                within(fault, SECONDS, field)
-            elif isinstance(getattr(fault, field), Restart):
-                for part in ("down_s", "clock_s", "noticed_s"):
-                    within(getattr(fault, field), SECONDS, part)
+        _check_fault(fault)
+
+
+def _check_length(schedule: Schedule) -> None:
+    """What is too long would be told as a violation of liveness."""
+    seconds = schedule.total_tokens / schedule.tokens_per_s
+    rates = (1 / plan.step_s + 1 for plan in schedule.islands.values())
+    steps = seconds * sum(rates)
+    if not steps <= MOST_STEPS:
+        raise ConfigError(
+            f"total_tokens = {schedule.total_tokens} takes {seconds:.3g} s: "
+            f"{steps:.2g} steps and seconds of all islands, more than {MOST_STEPS:,}; "
+            f"lower total_tokens, or choose other step_s or batch_size"
+        )
+
+
+def _check_fault(fault: AnyFault | Restart) -> None:
+    for field in fault.__struct_fields__:
+        value = getattr(fault, field)
+        if isinstance(value, Restart):
+            _check_fault(value)
+        elif field in FAULT or isinstance(value, float):
+            within(fault, FAULT.get(field, FAULT_SECONDS), field)
+        elif value == ():
+            raise ConfigError(f"{field} = []; name at least one")

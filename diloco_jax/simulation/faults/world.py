@@ -26,6 +26,7 @@ from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.processes import FaultyCoordinator, FaultyIsland
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
+    PATIENCE_S,
     RESTART_S,
     RETRY_S,
     Schedule,
@@ -37,8 +38,6 @@ from diloco_jax.simulation.virtual.island import IslandSpec
 REPORT_S = LEASE_S / 3
 MOST_CALLS = 100_000
 """Of the clock; a run has some thousand."""
-PATIENCE_S = 600.0
-"""Longest time until the last fault has struck."""
 SNAPSHOT_EVERY_S = 6.0
 SNAPSHOT_S = 0.7
 """What writing one takes, beside the run."""

@@ -9,6 +9,8 @@ from diloco_jax.cli import main
 
 SCHEDULE = {"islands": {"a": {}}, "total_tokens": 100}
 LEAVE = {"kind": "leave", "at_s": 1, "island": "a", "away_s": 1}
+A = {"at_s": 1, "island": "a"}
+RESTART = {"at_s": 1, "restart": {"down_s": 1}}
 KEYS = {"schedules", "violations", "seconds", "schedules_per_minute", "faults"}
 
 
@@ -59,7 +61,43 @@ def test_a_violation_is_exit_1_and_its_command_repeats_it(
                 ({"quorum": 2}, "quorum 2 and 1 islands"),
                 ({"faults": [{**LEAVE, "away_s": -9}]}, "away_s = -9"),
                 ({"faults": [{**LEAVE, "island": "x"}]}, "faults of islands ['x']"),
+                ({"total_tokens": 10**11}, "total_tokens = 100000000000 takes"),
+                ({"islands": {"a": {"step_s": 1e9}}}, "total_tokens = 100 takes"),
+                ({"islands": {"a": {"lead": 10**11}}}, "lead = 100000000000"),
+                ({"islands": {"a": {"batch_size": 10**11}}}, "batch_size = 10000"),
             )
+        ),
+        *(
+            (["--schedule", json.dumps({**SCHEDULE, "faults": [fault]})], message)
+            for fault, message in (
+                ({**LEAVE, "at_s": 1e6}, "at_s = 1000000.0; it must be at least 0, at"),
+                ({**LEAVE, "away_s": 1e6}, "away_s = 1000000.0"),
+                ({"kind": "impostor", **A, "behind": 7}, "behind = 7"),
+                ({"kind": "step_jump", **A, "for_s": 1, "factor": 0}, "factor = 0.0"),
+                ({"kind": "partition", **A, "for_s": 1, "ways": []}, "ways = []"),
+                ({"kind": "coordinator_crash", **RESTART, "effects": -3}, "effects = "),
+                ({"kind": "torn_write", **RESTART, "appends": -1}, "appends = -1"),
+                ({"kind": "disk_failure", **RESTART, "appends": 10**9}, "appends = 1"),
+                *(
+                    ({"kind": "torn_write", **RESTART, "written_share": share}, "share")
+                    for share in (0, 1, 5)
+                ),
+                (
+                    {"kind": "disk_lost", "at_s": 1, "restart": {"down_s": 1e9}},
+                    "down_s = 1000000000.0",
+                ),
+                (
+                    {"kind": "disk_lost", "at_s": 1, "restart": {"down_s": 1, "x": 1}},
+                    "unknown field `x`",
+                ),
+            )
+        ),
+        *(
+            (
+                [option, "7", "--schedule", json.dumps(SCHEDULE)],
+                f"{option} 7 with --sch",
+            )
+            for option in ("--seeds", "--first-seed")
         ),
     ],
 )
