@@ -327,6 +327,8 @@ def test_history_says_who_computed_sent_and_adopted_when(text) -> None:
         ({"joins": {"c": (0.0, 1.0)}}, r"'c', which is no island.*there are b, a"),
         ({"joins": {"a": (2.0, 1.0)}}, r"joins.a = 2 to 1; choose 0 <= from < to"),
         ({"line": LineSpeed(up_bytes_per_s=0.0)}, r"up_bytes_per_s = 0.0; .* above 0"),
+        ({"merge_seconds": 1e6}, r"merge_seconds = 1e\+06: .* must be at most 500000"),
+        ({"merge_seconds": 1e18}, r"merge_seconds = 1e\+18; .* at most 1,000,000,000"),
     ],
 )
 def test_unfit_options_are_named(change, message, text) -> None:

@@ -102,6 +102,8 @@ def check(config: Config, options: EmulationOptions) -> None:
     """Raises ConfigError if this cannot be emulated."""
     validate(config)
     options.validate(config.islands)
+    deadlines = Deadlines(config.placement.time_budget_s)
+    options.require_reach(len(config.islands), deadlines.report_s)
     for name, island in config.islands.items():
         if not island.step_seconds > 0:
             raise ConfigError(

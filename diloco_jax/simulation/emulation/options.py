@@ -8,7 +8,10 @@ from typing import Any
 
 from diloco_jax.config import ConfigError, suggest
 from diloco_jax.simulation.virtual.line import LineSpeed
-from diloco_jax.validation import NOT_NEGATIVE, SHARE, within
+from diloco_jax.validation import NOT_NEGATIVE, SECONDS, SHARE, within
+
+MOST_REPORTS = 1e6
+"""That islands may send while an emulation waits: about a minute on one core."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,9 +57,9 @@ class EmulationOptions:
         """Raises ConfigError naming field, value and remedy. islands: by name."""
         within(self, SHARE, "step_spread", "merge_spread")
         within(self, NOT_NEGATIVE, "chance_seed")
-        within(self, NOT_NEGATIVE, "merge_seconds", "join_seconds", "down_seconds")
+        within(self, SECONDS, "merge_seconds", "join_seconds", "down_seconds")
         within(self, NOT_NEGATIVE, "failure_every_seconds", "evaluate_every_tokens")
-        within(self.line, NOT_NEGATIVE, "latency_s")
+        within(self.line, SECONDS, "latency_s")
         for name in ("up_bytes_per_s", "down_bytes_per_s"):
             if not (speed := getattr(self.line, name)) > 0:
                 raise ConfigError(
@@ -71,6 +74,24 @@ class EmulationOptions:
             if not 0 <= start < stop:
                 raise ConfigError(
                     f"joins.{name} = {start:g} to {stop:g}; choose 0 <= from < to"
+                )
+
+    def require_reach(self, islands: int, report_s: float) -> None:
+        """Raises ConfigError if islands, each of which says every `report_s` that it
+        lives, would wait for longer than an emulation gets through."""
+        most = MOST_REPORTS * report_s / islands
+        for owner, field in (
+            (self, "merge_seconds"),
+            (self, "join_seconds"),
+            (self, "down_seconds"),
+            (self.line, "latency_s"),
+        ):
+            if (value := getattr(owner, field)) > most:
+                raise ConfigError(
+                    f"{field} = {value:g}: meanwhile {islands} islands report every "
+                    f"{report_s:g} s (placement.time_budget_s / 10), and more than "
+                    f"{MOST_REPORTS:.0e} reports are not to be waited for; it must be "
+                    f"at most {most:g}"
                 )
 
 
