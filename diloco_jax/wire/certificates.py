@@ -73,18 +73,31 @@ def add_names(folder: str | Path, names: Iterable[str], days: int) -> None:
             (folder / "ca.key").read_bytes(), password=None
         )
     except (OSError, ValueError, TypeError) as error:
+        why = str(error)
+        if isinstance(error, OSError):
+            why = f"{error.filename}: {error.strerror}"
         raise SecurityError(
-            f"cannot add names to the certificates in {folder}: {error}; it needs "
-            f"ca.pem, ca.key and coordinator.pem as `diloco certs` made them"
+            f"cannot add names to the certificates in {folder} ({why}); it needs "
+            f"ca.pem, ca.key and coordinator.pem as `diloco certs` made them; without "
+            f"--add it makes a new authority"
         ) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise SecurityError(
             f"{folder / 'ca.key'} is no EC key; make a new authority with "
             f"`diloco certs --replace`"
         )
-    known = coordinator.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    known_names = [str(entry.value) for entry in known.value]
-    _write(folder, _leaves(authority, key, [*known_names, *names], days))
+    _write(folder, _leaves(authority, key, [*_names_in(coordinator), *names], days))
+
+
+def coordinator_names(folder: str | Path) -> list[str]:
+    """Names and addresses in the coordinator's certificate."""
+    path = Path(folder) / "coordinator.pem"
+    return _names_in(x509.load_pem_x509_certificate(path.read_bytes()))
+
+
+def _names_in(certificate: x509.Certificate) -> list[str]:
+    known = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    return [str(entry.value) for entry in known.value]
 
 
 _Signed = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]

@@ -33,7 +33,12 @@ def certs_command(arguments: Sequence[str]) -> int:
     how.add_argument("--add", action="store_true", help="add hosts to DIR's authority")
     how.add_argument("--replace", action="store_true", help="replace DIR's authority")
     options = parser.parse_args(arguments)
-    from diloco_jax.wire.certificates import CA_DAYS, add_names, make_certificates
+    from diloco_jax.wire.certificates import (
+        CA_DAYS,
+        add_names,
+        coordinator_names,
+        make_certificates,
+    )
 
     if not 1 <= options.days <= CA_DAYS:
         raise ConfigError(
@@ -52,7 +57,7 @@ def certs_command(arguments: Sequence[str]) -> int:
             f"cannot write certificates to {options.folder}: {error.strerror}; give a "
             f"folder that is writable"
         ) from error
-    names = ", ".join(("localhost", *options.hosts))
+    names = ", ".join(coordinator_names(options.folder))
     print(
         f"certificates in {options.folder}, of a coordinator called {names}. Give each "
         f"machine a folder with its role's files as --certificates: ca.pem and "

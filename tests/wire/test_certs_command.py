@@ -8,12 +8,23 @@ from diloco_jax import cli
 def test_certs_makes_adds_and_does_not_replace_by_accident(tmp_path, capsys):
     folder = tmp_path / "certificates"
     assert cli.main(["certs", str(folder), "--hosts", "10.0.0.1"]) == 0
-    assert "called localhost, 10.0.0.1." in capsys.readouterr().err
+    local = "called localhost, 127.0.0.1, ::1"
+    assert f"{local}, 10.0.0.1." in capsys.readouterr().err
     authority = (folder / "ca.pem").read_bytes()
     assert cli.main(["certs", str(folder), "--hosts", "10.0.0.2"]) == 2
     assert "--add" in capsys.readouterr().err
     assert cli.main(["certs", str(folder), "--hosts", "10.0.0.2", "--add"]) == 0
+    assert f"{local}, 10.0.0.1, 10.0.0.2." in capsys.readouterr().err
     assert (folder / "ca.pem").read_bytes() == authority
+
+
+def test_names_are_added_to_what_is_there(tmp_path, capsys):
+    folder = tmp_path / "nosuch"
+    assert cli.main(["certs", str(folder), "--hosts", "a", "--add"]) == 2
+    message = capsys.readouterr().err
+    assert f"({folder / 'ca.pem'}: No such file or directory)" in message
+    assert "without --add it makes a new authority" in message
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(
