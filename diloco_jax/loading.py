@@ -18,6 +18,7 @@ import runpy
 import tempfile
 import traceback
 import typing
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -98,16 +99,19 @@ def parse_options(
         ],
         frozen=True,
     )
-    parsed: Any = tyro.cli(
-        parsed_type,
-        prog=prog,
-        description="Options override what the config says.",
-        args=[PREFIX.sub("--", argument) for argument in arguments],
-        default=parsed_type(
-            options, config.run, config.islands, config.placement, config.launch
-        ),
-        registry=numbers(),
-    )
+    with warnings.catch_warnings():
+        # Of values of a wrong type, which `validate` names.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"tyro\b")
+        parsed: Any = tyro.cli(
+            parsed_type,
+            prog=prog,
+            description="Options override what the config says.",
+            args=[PREFIX.sub("--", argument) for argument in arguments],
+            default=parsed_type(
+                options, config.run, config.islands, config.placement, config.launch
+            ),
+            registry=numbers(),
+        )
     config = Config(
         run=parsed.run,
         islands=parsed.islands,

@@ -50,6 +50,13 @@ def test_a_config_without_options_is_what_the_file_says(path):
     assert config.run == RunConfig()
 
 
+def test_a_value_of_a_wrong_type_is_told_once(path):
+    """Warnings are errors here."""
+    path.write_text(FILE.replace("placement", 'run=RunConfig(seed="2"), placement'))
+    with pytest.raises(ConfigError, match=r"seed = '2': Expected `int`"):
+        load_config(path)
+
+
 def test_run_and_placement_fields_are_named_without_prefix(path):
     options = "--sync.quorum 2 --total-tokens 5000 --workdir runs/x --seed 3"
     config = load_config(path, options.split())
