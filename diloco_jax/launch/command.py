@@ -48,6 +48,11 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     """
     if options.on is None:
         raise ConfigError("--on is missing; choose --on tpu_vm or --on gke")
+    if options.disk and options.action != "delete":
+        raise ConfigError(
+            f"--disk with --action {options.action}: it is for --action delete, which "
+            f"then deletes the run too; leave it out"
+        )
     if not (options.dry_run or options.yes or sys.stdin.isatty()):
         raise ConfigError(
             "there is no terminal to ask on; give --yes to run the commands, or "
