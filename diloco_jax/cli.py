@@ -100,10 +100,11 @@ def run_command(arguments: Sequence[str]) -> int:
 
     # Before anything imports jax: the baseline trains here, on what islands train on.
     os.environ["JAX_PLATFORMS"] = island_environment()["JAX_PLATFORMS"]
-    from diloco_jax.cluster.resume import with_config
+    from diloco_jax.cluster.resume import require_one_workdir, with_config
 
     arguments = with_config(arguments)
     path, config, options = _config_and_options("run", arguments, RunOptions())
+    require_one_workdir(arguments, config.placement.workdir, options.resume)
     from rich.console import Console
 
     from diloco_jax.cluster.run import run

@@ -26,7 +26,7 @@ from diloco_jax.loading import (
     write_json,
 )
 from diloco_jax.observability.tape import newest_record
-from diloco_jax.paths import expand
+from diloco_jax.paths import absolute, expand
 from diloco_jax.policy.records import from_tape
 
 OPTION = "--resume"
@@ -44,7 +44,9 @@ def with_config(arguments: Sequence[str]) -> list[str]:
     if not value or value.startswith("-"):
         raise ConfigError(f"{OPTION} takes the workdir of the run that is to go on")
     workdir = expand(value)
-    if workdir.is_dir() and not workdirs.holds_run(workdir):
+    if not workdir.is_dir():
+        raise ConfigError(_no_folder(workdir))
+    if not workdirs.holds_run(workdir):
         raise ConfigError(
             f"{OPTION} {value}: no run is there (there is no run.json); give the "
             f"workdir of a run, or begin one with diloco run CONFIG"
@@ -52,6 +54,19 @@ def with_config(arguments: Sequence[str]) -> list[str]:
     # Before the config is read: one of another format may have other fields.
     workdirs.require_format(workdir)
     return [str(workdir / run_files.CONFIG), *arguments]
+
+
+def require_one_workdir(arguments: Sequence[str], workdir: str, resume: str) -> None:
+    """Raises ConfigError if the command line asks for a workdir, and to go on in
+    another one. The one of a configs file is only where its runs begin."""
+    options = {argument.split("=")[0] for argument in arguments}
+    if not resume or options.isdisjoint(("--workdir", "--placement.workdir")):
+        return
+    if Path(absolute(workdir)).resolve() != Path(absolute(resume)).resolve():
+        raise ConfigError(
+            f"--workdir {workdir} with {OPTION} {resume}: a run goes on in its own "
+            f"workdir; leave --workdir out"
+        )
 
 
 def resumed_config(config: Config, workdir: Path) -> Config:
@@ -62,7 +77,7 @@ def resumed_config(config: Config, workdir: Path) -> Config:
     format, or one that a coordinator serves just now.
     """
     if not workdir.is_dir():
-        raise ConfigError(f"{OPTION} {workdir}: there is no such folder")
+        raise ConfigError(_no_folder(workdir))
     facts = workdirs.read_facts(workdir)
     written = read_config_json(workdir / run_files.CONFIG).run
     placement = dataclasses.replace(config.placement, workdir=str(workdir))
@@ -81,6 +96,10 @@ def resumed_config(config: Config, workdir: Path) -> Config:
         with workdirs.held(lock, "a coordinator"):
             pass
     return config
+
+
+def _no_folder(workdir: Path) -> str:
+    return f"{OPTION} {workdir}: there is no such folder; give the workdir of a run"
 
 
 def finished(workdir: Path) -> dict[str, Any]:

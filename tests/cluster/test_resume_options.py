@@ -4,8 +4,14 @@ import dataclasses
 
 import pytest
 
+from diloco_jax import cli
 from diloco_jax import workdir as workdirs
-from diloco_jax.cluster.resume import Replacement, resumed_config, with_config
+from diloco_jax.cluster.resume import (
+    Replacement,
+    require_one_workdir,
+    resumed_config,
+    with_config,
+)
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -41,10 +47,30 @@ def workdir(config, tmp_path):
     ],
 )
 def test_the_workdirs_config_stands_in_for_one_that_is_not_given(
-    given, meant, tmp_path, monkeypatch
+    given, meant, workdir, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "run.json").write_bytes((workdir / "run.json").read_bytes())
     assert with_config(given) == meant
+
+
+@pytest.mark.parametrize("option", ["--workdir", "--placement.workdir"])
+def test_another_workdir_than_that_of_the_run_is_refused(
+    option, workdir, tmp_path, capsys
+):
+    resume = ["run", "--resume", str(workdir)]
+    assert cli.main([*resume, option, str(tmp_path / "W9")]) == 2
+    assert (
+        f"W9 with --resume {workdir}: a run goes on in its" in capsys.readouterr().err
+    )
+    require_one_workdir([option], f"{workdir}/../{workdir.name}", str(workdir))
+    require_one_workdir(["c.py"], "of a configs file", str(workdir))
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nosuch: there is no such folder"):
+        with_config(["--resume", str(tmp_path / "nosuch")])
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):
