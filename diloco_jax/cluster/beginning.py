@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -13,7 +14,7 @@ from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
 from diloco_jax.loading import read_config_json, write_config_json
-from diloco_jax.paths import with_absolute_paths
+from diloco_jax.paths import is_bucket, with_absolute_paths
 
 # Any of these means that a workdir belongs to a run.
 SIGNS_OF_A_RUN = (
@@ -59,7 +60,15 @@ class Beginning:
 
     def create(self) -> Config:
         """Writes `config.json`; returns what stands in it: the config with absolute
-        paths. Raises ConfigError, and changes nothing, if a run is there already."""
+        paths. Raises ConfigError, and changes nothing, if a run is there already. What
+        a start of this run left that was killed before the run had begun goes."""
+        if _came_to_nothing(self.workdir, self._config):
+            lock = self.workdir / run_files.LOCK
+            if lock.exists():
+                with workdirs.held(lock, "a coordinator"):
+                    pass
+            self._remove(self._before)
+            self._before = set(self.workdir.iterdir())
         if any((self.workdir / file).exists() for file in SIGNS_OF_A_RUN):
             raise ConfigError(
                 f"workdir {self.workdir} holds {_described(self.workdir, self._config)}"
@@ -71,7 +80,14 @@ class Beginning:
     def undo(self, *, keep_logs: bool = False) -> None:
         """For a start that failed: nothing of the run is there. keep_logs: they tell
         why. What somebody else put there meanwhile stays."""
-        for path in set(self.workdir.iterdir()) - self._before:
+        self._remove(set(self.workdir.iterdir()) - self._before, keep_logs=keep_logs)
+        if not self._existed:
+            with contextlib.suppress(OSError):  # It is not empty.
+                self.workdir.rmdir()
+
+    def _remove(self, paths: Iterable[Path], *, keep_logs: bool = False) -> None:
+        """As far as they are files and folders of runs."""
+        for path in paths:
             name = path.name
             if name == run_files.LOGS and keep_logs:
                 continue
@@ -82,9 +98,6 @@ class Beginning:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-        if not self._existed:
-            with contextlib.suppress(OSError):  # It is not empty.
-                self.workdir.rmdir()
 
 
 def _new_folder(config_path: str) -> Path:
@@ -101,6 +114,23 @@ def _new_folder(config_path: str) -> Path:
             count += 1
         else:
             return folder
+
+
+def _came_to_nothing(workdir: Path, config: Config) -> bool:
+    """Whether this very run was started there, and has neither log nor snapshot: what
+    there is of it is of no use to anybody."""
+    if workdirs.has_begun(workdir) or (workdir / run_files.SUMMARY).exists():
+        return False
+    try:
+        workdirs.require_format(workdir)
+        there = read_config_json(workdir / run_files.CONFIG)
+    except ConfigError:
+        return False
+    folder = there.placement.checkpoints or str(workdir / run_files.CHECKPOINTS)
+    # Of a bucket that is not known here. A checkpoint gets its number when complete.
+    if is_bucket(folder) or any(p.name.isdigit() for p in Path(folder).glob("*/*")):
+        return False
+    return not differences(shared_fields(there.run), shared_fields(config.run))
 
 
 def _described(workdir: Path, config: Config) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from diloco_jax import workdir as workdirs
 from diloco_jax.cluster.beginning import Beginning
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, RunConfig
 from diloco_jax.loading import read_config_json
@@ -87,3 +88,52 @@ def test_what_others_put_into_the_workdir_stays(config, tmp_path):
         beginning.create()
         beginning.undo()
     assert {path.name for path in folder.iterdir()} == {"logs", "notes.txt", "data.tmp"}
+
+
+def killed(config, *, log=False, snapshot="0.orbax-checkpoint-tmp-1"):
+    """What a start leaves that was killed."""
+    with Beginning(config, "configs/x.py") as beginning:
+        start(beginning)
+        workdir = beginning.workdir
+    workdirs.begin_run(config, workdir)
+    (workdir / "tape.jsonl").touch()
+    (workdir / "coordinator.lock").touch()
+    (workdir / "checkpoints" / "coordinator" / snapshot).mkdir(parents=True)
+    if log:
+        (workdir / "log").mkdir()
+
+
+def test_a_start_that_was_killed_before_the_run_began_is_made_again(config, tmp_path):
+    killed(config)
+    (tmp_path / "run" / "notes.txt").touch()
+    with Beginning(config, "configs/x.py") as beginning:
+        made = beginning.create()
+        left = {path.name for path in beginning.workdir.iterdir()}
+        assert left == {"notes.txt", "config.json"}
+        assert read_config_json(beginning.workdir / "config.json") == made
+        (beginning.workdir / "tape.jsonl").touch()
+        beginning.undo()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("left", [{"log": True}, {"snapshot": "0"}])
+def test_a_run_that_has_begun_stays(config, tmp_path, left):
+    killed(config, **left)
+    before = set(tmp_path.rglob("*"))
+    refused = pytest.raises(ConfigError, match=r"this run; .*diloco run --resume")
+    with Beginning(config, "configs/x.py") as beginning, refused:
+        beginning.create()
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_what_a_coordinator_is_about_to_begin_stays(config, tmp_path):
+    killed(config)
+    before = set(tmp_path.rglob("*"))
+    refused = pytest.raises(ConfigError, match="is in use by a coordinator")
+    with (
+        workdirs.held(tmp_path / "run" / "coordinator.lock", "a coordinator"),
+        Beginning(config, "configs/x.py") as beginning,
+        refused,
+    ):
+        beginning.create()
+    assert set(tmp_path.rglob("*")) == before

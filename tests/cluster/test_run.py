@@ -160,6 +160,7 @@ def test_islands_that_are_slow_to_end_are_not_cut_off(launch):
 def test_the_same_command_once_more_is_told_how_the_run_goes_on(launch, config):
     launch()
     begin_run(config, Path(config.placement.workdir))
+    (Path(config.placement.workdir) / "log").mkdir()
     with pytest.raises(ConfigError, match=r"this run; .*: diloco run --resume /"):
         launch()
 
