@@ -18,20 +18,25 @@ CpuSamples = dict[tuple[str, int], list[tuple[float, float]]]
 def machine_facts() -> dict[str, str]:
     """Where and when: command, date, machine, versions."""
     command = [Path(sys.executable).name, f"benchmarks/{Path(sys.argv[0]).name}"]
-    models = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0))
     return {
         "command": f"`{shlex.join([*command, *sys.argv[1:]])}`",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": f"{cores} cores, {(models or ['unknown'])[0]}, {memory:.0f} GiB",
+        "machine": f"{cores} cores, {processor()}, {memory:.0f} GiB",
         "versions": f"jax {importlib.metadata.version('jax')}, "
         f"Python {platform.python_version()}",
     }
+
+
+def processor() -> str:
+    """Its name."""
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return (models or ["unknown"])[0]
 
 
 def sample_cpu(workdir: Path, samples: CpuSamples) -> None:

@@ -53,7 +53,7 @@ from typing import Any
 
 import quality_report
 import support
-from machine import machine_facts
+from machine import machine_facts, processor
 from quality_configs import SIZES, Row
 from quality_rows import rates, rows, same_runs
 
@@ -152,6 +152,8 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
         }
     result["seconds"] = round(time.monotonic() - began, 1)
     result["device"] = jax.devices()[0].device_kind
+    if result["device"] == "cpu":
+        result["processor"] = processor()
     result["text"] = _digest(data)
     result["rate"] = run.inner.learning_rate
     return {"size": size, "row": name, "seed": seed, **result}
@@ -201,8 +203,10 @@ def _work(options: Any, path: Path, known: list[dict[str, Any]]) -> None:
         for row, seed in _wanted(options)
     )
     todo: list[Job] = [job for job in wanted if job not in done]
-    deadline = time.monotonic() + 60 * options.minutes
     total, text = len(todo), tuple(options.text)
+    if todo:
+        _refuse_other_text(options.size, text, known)
+    deadline = time.monotonic() + 60 * options.minutes
     running: dict[Future[dict[str, Any]], Job] = {}
     pool = _pool(options.jobs)
     while running or (todo and time.monotonic() < deadline):
@@ -241,6 +245,21 @@ def _pool(jobs: int) -> ProcessPoolExecutor:
     """Processes that begin anew after some runs: what they compile stays with them."""
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(jobs, spawn, max_tasks_per_child=RUNS_PER_PROCESS)
+
+
+def _refuse_other_text(
+    size: str, text: tuple[str, ...], known: list[dict[str, Any]]
+) -> None:
+    """Before anything is run, and kept."""
+    texts = {run["text"] for run in known if run["size"] == size and run.get("text")}
+    data = next(iter(rows(SIZES[size]))).config.run.data
+    given = _digest(dataclasses.replace(data, paths=text)) if texts else ""
+    if texts - {given}:
+        raise SystemExit(
+            f"runs at {size} are of the text {', '.join(sorted(texts))}, given is "
+            f"{given} ({', '.join(text) or 'the standard library'}); give that text "
+            f"as --text, or another --out"
+        )
 
 
 def _refuse_mixed(known: list[dict[str, Any]]) -> None:
