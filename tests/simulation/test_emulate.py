@@ -290,8 +290,7 @@ def test_merges_take_their_time_each_its_own(text) -> None:
         merges = emulate(make_config(text), options=options).history.merges
         return [round(float(at), 6) for at in merges["time"] % 1.0]
 
-    always = past_the_second()
-    assert set(always) == {0.4}
+    assert set(past_the_second()) == {0.4}
     varied = past_the_second(merge_spread=0.2)
     assert len(set(varied)) == len(varied)
     assert 0.2 < sum(varied) / len(varied) < 0.6
@@ -328,7 +327,6 @@ def test_history_says_who_computed_sent_and_adopted_when(text) -> None:
         ({"joins": {"a": (2.0, 1.0)}}, r"joins.a = 2 to 1; choose 0 <= from < to"),
         ({"line": LineSpeed(up_bytes_per_s=0.0)}, r"up_bytes_per_s = 0.0; .* above 0"),
         ({"merge_seconds": 1e6}, r"merge_seconds = 1e\+06: .* must be at most 500000"),
-        ({"merge_seconds": 1e18}, r"merge_seconds = 1e\+18; .* at most 1,000,000,000"),
     ],
 )
 def test_unfit_options_are_named(change, message, text) -> None:

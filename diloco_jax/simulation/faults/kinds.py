@@ -181,11 +181,8 @@ class Restart(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """How a coordinator that died comes back.
-
-    clock_s: what its monotonic clock then says. noticed_s: after which the islands see
-    that their connections are broken.
-    """
+    """How a coordinator that died comes back. clock_s: what its monotonic clock says
+    then. noticed_s: after which the islands see that their connections are broken."""
 
     down_s: float
     clock_s: float = 0.0
