@@ -206,6 +206,8 @@ def _watch(
                 # Islands leave before a coordinator that writes its last snapshot.
                 over = tells_of_the_end(cluster.workdir / run_files.TAPE)
                 give_up_s = now + (CONCLUDE_S if over else deadlines.flush_s)
+                if over:
+                    console.print("all is merged: the coordinator saves it")
             if now >= next_status_s:
                 next_status_s = now + STATUS_EVERY_S
                 try:

@@ -39,7 +39,7 @@ from diloco_jax.wire.server import FetchSource
 RETAINED_PUBLISHES = 4
 """Encoded publishes per fragment kept for islands that missed some."""
 PINNED_VERSIONS = 2
-"""Anchors per fragment, besides the current one, kept for joins under way."""
+"""Anchors per fragment that are kept for joins under way."""
 BLOCK_BYTES = 4 << 20
 """About what a fetch copies at a time, of parts that lie scattered in memory."""
 
