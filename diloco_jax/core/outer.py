@@ -81,7 +81,7 @@ and -2.6 %; 326: -2.6, -1.4 and -0.8 %; with a quarter of the tokens 10 to 122: 
 326 merges (1.5, 1.6 and 0.1 %)."""
 GENTLE_FROM_MERGES_OF = {"muon": 160.0}
 """With Muon inside momentum was worse in nine pairs of nine with 41 to 151 merges (+0.3
-to +2.8 %), and better with 163 and more tokens (MUON_LONG)."""
+to +2.8 %), and better in three of three with 163 and more tokens (0.9, 2.1, 1.4 %)."""
 
 PUBLISHED_MOMENTUM = 0.9
 PUBLISHED_RATES = ((1, 0.4), (4, 0.6), (math.inf, 0.8))
