@@ -161,11 +161,16 @@ class Cluster:
         for process in (*self.islands.values(), self.coordinator):
             process.kill()
 
+    def observe(self, status: Mapping[str, Any], now: float) -> None:
+        """Notes what a status tells: whose outage is over, how long steps take."""
+        self.outages.observe(status, now)
+        known = status.get("islands", {}).values()
+        steps = (island.get("median_step_seconds", 0.0) for island in known)
+        self._step_seconds = max(self._step_seconds, *steps, 0.0)
+
     def overlay(self, status: Mapping[str, Any]) -> dict[str, Any]:
         """The coordinator's status with what the launcher knows of its processes."""
         known = status.get("islands", {})
-        steps = (island.get("median_step_seconds", 0.0) for island in known.values())
-        self._step_seconds = max(self._step_seconds, *steps, 0.0)
         islands = {name: {"state": "starting"} for name in self.islands}
         islands |= {name: dict(island) for name, island in known.items()}
         for name, process in self.islands.items():

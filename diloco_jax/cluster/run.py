@@ -215,7 +215,7 @@ def _watch(
                 except WireError as error:  # it may be restarting
                     logger.debug("no status: %s", error)
                 else:
-                    cluster.outages.observe(status, now)
+                    cluster.observe(status, now)
                     dashboard.show(cluster.overlay(status), now)
             interrupt.wait(LOOP_S)
 
