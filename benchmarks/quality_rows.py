@@ -62,6 +62,8 @@ SYNCHRONOUS = {
 """All islands merge everything at once, and wait for it."""
 GENTLE = OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6)
 PRESET = ", nesterov 0.4 / 0.6"
+CYCLE = ", H = 24"
+"""In the name of a headline with the product's own cycle, before PRESET."""
 REBASE = ", rebase"
 FULL = ", rebase, merges at full length"
 PARTIAL = (
@@ -84,6 +86,7 @@ def rows(size: Size) -> Iterator[Row]:
     """All rows, the ones that decide most first."""
     yield from _headlines(size)
     yield from _presets(size)
+    yield from _defaults(size)
     yield from _islands(size)
     yield from _merging(size)
     yield from _codecs(size)
@@ -227,6 +230,37 @@ def _presets(size: Size) -> Iterator[Row]:
                 against=against[row.name],
                 headline=False,
             )
+
+
+def _defaults(size: Size) -> Iterator[Row]:
+    """Of those, with the product's cycle, too; and with half of the overlap."""
+    synchronous = "synchronous DiLoCo, 8 islands"
+    equal, unlike = "decoupled, 8 islands", "decoupled, 4 fast + 4 slow islands"
+    failing = "decoupled, failures as at 1.2 M chips"
+    found = {row.name: row for row in _presets(size)}
+    cycle = {"steps_per_cycle": 24}
+    for name, suffix, sync in (
+        (synchronous, CYCLE, cycle),
+        (equal, CYCLE, cycle),
+        (unlike, CYCLE, cycle),
+        (failing, CYCLE, cycle),
+        (equal, ", tau 1", {"overlap_steps": 1}),
+        (unlike, ", tau 1", {"overlap_steps": 1}),
+    ):
+        row = found[name + PRESET]
+        options = row.options
+        if suffix != CYCLE:
+            options = network(1, out_of_phase=name == unlike)
+        run = row.config.run
+        run = dataclasses.replace(run, sync=dataclasses.replace(run.sync, **sync))
+        baseline = synchronous + (CYCLE if suffix == CYCLE else "") + PRESET
+        yield dataclasses.replace(
+            row,
+            name=name + suffix + PRESET,
+            config=dataclasses.replace(row.config, run=run),
+            options=options,
+            against="" if name == synchronous else baseline,
+        )
 
 
 def _islands(size: Size) -> Iterator[Row]:

@@ -38,6 +38,10 @@ logger = logging.getLogger(__name__)
 ISLANDS = "islands"
 
 
+class UnreadableError(ConfigError):
+    """A checkpoint that is there does not read: names it, and the remedy."""
+
+
 def snapshots_folder(placement: Placement, workdir: Path) -> Folder:
     """Where the coordinator's snapshots are."""
     return _root(placement, workdir) / "coordinator"
@@ -115,7 +119,7 @@ def save(
 
 
 def _read(manager: ocp.CheckpointManager, number: int, args: Any) -> Any:
-    """What the checkpoint has; ConfigError if it does not read."""
+    """What the checkpoint has; UnreadableError if it does not read."""
     try:
         return manager.restore(number, args=args)
     except Exception as error:
@@ -123,10 +127,10 @@ def _read(manager: ocp.CheckpointManager, number: int, args: Any) -> Any:
         folder = manager.directory
         storage.raise_if_away(folder, error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        remedy = "the record log goes on from it, so that no older one will do"
+        remedy = "the record log does not go back to an older one"
         if folder.parent.name == ISLANDS:
             remedy = "or remove it: the island goes on from an older one, or without"
-        raise ConfigError(
+        raise UnreadableError(
             f"checkpoint {number} in {folder} cannot be read ({reason}); restore it "
             f"from a copy, {remedy}"
         ) from error
@@ -152,6 +156,11 @@ def newest(manager: ocp.CheckpointManager) -> int | None:
     """The number of the newest complete checkpoint, if there is one."""
     number: int | None = manager.latest_step()
     return number
+
+
+def kept(manager: ocp.CheckpointManager) -> list[int]:
+    """The numbers of all complete checkpoints, oldest first."""
+    return sorted(manager.all_steps())
 
 
 def whose(run: RunConfig, run_id: str, plan: FragmentPlan) -> dict[str, Any]:

@@ -262,7 +262,8 @@ class Placement:
     baseline_learning_rate: float = 0.0
     """Of `diloco run --baseline`, swept for its batch size; 0 = the inner one."""
     restarts: int = 5
-    """Times that `diloco run` restarts one crashed process."""
+    """Times in a row that `diloco run` restarts one crashed process; ten minutes in
+    which it ran end the row."""
     restart_delay_s: float = 1.0
     faults: tuple[str, ...] = ()
     """Faults to inject, `WHO@STEP:ACTION`: `v5p-a@40:kill`, `v5p-a@40:pause15`,

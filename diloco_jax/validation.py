@@ -59,6 +59,8 @@ SOME_SHARE = Bound(0, 1, above=True)
 BELOW_1 = Bound(0, 1, below=True)
 BETWEEN = Bound(0, 1, above=True, below=True)
 SECONDS = Bound(0, LONGEST_S)
+SEED = Bound(0, 2**32 - 1)
+"""Of keys of jax.random, which takes no more bits of it."""
 SOME_SECONDS = Bound(0, LONGEST_S, above=True)
 
 RUN = {
@@ -92,7 +94,7 @@ RUN = {
     "sync.blend_alpha": SHARE,
     "sequence_length": AT_LEAST_1,
     "total_tokens": AT_LEAST_1,
-    "seed": NOT_NEGATIVE,
+    "seed": SEED,
 }
 ISLAND = {
     "batch_size": AT_LEAST_1,
@@ -111,7 +113,7 @@ PLACEMENT = {
     "compile_budget_s": SOME_SECONDS,
     "notice_s": SECONDS,
     "merge_buffer_bytes": AT_LEAST_1,
-    "snapshot_every_s": SECONDS,
+    "snapshot_every_s": SOME_SECONDS,
     "snapshots_kept": AT_LEAST_1,
     "checkpoint_every_s": SECONDS,
     "checkpoints_kept": AT_LEAST_1,

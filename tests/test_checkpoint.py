@@ -182,7 +182,10 @@ def test_a_bucket_without_its_package_says_how_to_get_it():
 
 @pytest.mark.parametrize(
     ("folder", "remedy"),
-    [("coordinator", "no older one will do"), ("islands/a", "or remove it: the isl")],
+    [
+        ("coordinator", "does not go back to an older one"),
+        ("islands/a", "or remove it: the isl"),
+    ],
 )
 @pytest.mark.parametrize("damage", ["a", "facts"])
 def test_a_checkpoint_that_does_not_read_is_named(tmp_path, folder, remedy, damage):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_REFUSED
+from diloco_jax.policy.restarts import crashes_in_a_row
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ GUARD = Path(__file__).with_name("guard.py")
 
 class ManagedProcess:
     """One child or several, restarts included. `poll()` must be called now and then.
+
+    restarts: in a row, see `policy.restarts`.
 
     commands: the children's command lines for their n-th attempt (counted from 1,
     within this launcher); called just before each start. Start from the main thread
@@ -72,6 +75,7 @@ class ManagedProcess:
         self._stop_s = stop_s
         self._clock = clock
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._crashes, self._started_at = 0, 0.0
         self._restart_at = 0.0
         self._kill_at = float("inf")
         self._patience_s = stop_s
@@ -92,6 +96,7 @@ class ManagedProcess:
                 child = start_child(command, self._environment, log, log)
             self._processes.append(child)
         self.state, self.reason = "running", ""
+        self._started_at = self._clock()
         logger.info("%s started as process %s", self.name, self.pids)
 
     def poll(self) -> State:
@@ -159,14 +164,20 @@ class ManagedProcess:
             self.reason = _last_line(self.log) or ended
         elif asked:
             self.state, self.reason = "stopped", ended
-        elif self.starts > self._restarts:
+        else:
+            self._crashed(ended)
+        logger.info("%s %s (%s)", self.name, self.state, self.reason or ended)
+
+    def _crashed(self, ended: str) -> None:
+        now = self._clock()
+        self._crashes = crashes_in_a_row(self._crashes, now - self._started_at)
+        if self._crashes > self._restarts:
             self.state = "failed"
             self.reason = f"{ended} in attempt {self.starts}; no restart is left"
         else:
             self.state = "restarting"
             self.reason = f"{ended}; restarts in {self._restart_delay_s:g} s"
-            self._restart_at = self._clock() + self._restart_delay_s
-        logger.info("%s %s (%s)", self.name, self.state, self.reason or ended)
+            self._restart_at = now + self._restart_delay_s
 
 
 def wait_all(

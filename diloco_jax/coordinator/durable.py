@@ -68,7 +68,7 @@ class RecordLog:
         return ended
 
     def forget(self, through: int) -> None:
-        """Deletes the segments that a durable snapshot has made superfluous."""
+        """Deletes the segments that the oldest snapshot has made superfluous."""
         for number in _segments(self._folder):
             if number <= through:
                 _path(self._folder, number).unlink()
@@ -83,6 +83,12 @@ def next_number(folder: Path, after: int) -> int:
     """Of a new segment or snapshot: no segment of the folder has a higher one, and none
     up to `after` is meant."""
     return max([0, after + 1, *_segments(folder)])
+
+
+def goes_on_from(folder: Path, after: int) -> bool:
+    """Whether there are all segments from the next one on: see `RecordLog.forget`."""
+    later = [number for number in _segments(folder) if number > after]
+    return bool(later) and later == list(range(after + 1, later[-1] + 1))
 
 
 def read(folder: Path, after: int) -> Iterator[Entry]:

@@ -294,13 +294,12 @@ class Coordinator:
         config, policy, plan = self._config, self.policy_config, self._plan
         workdir = self._workdir
         if gathered is None and found is not None:
-            self.store, state = origin.recover(
+            self.store, state, found = origin.recover(
                 config,
                 policy,
                 self._model,
                 plan,
                 self._snapshots,
-                found,
                 workdir / run_files.LOG,
                 self._tape,
             )
@@ -383,10 +382,10 @@ class Coordinator:
         )
 
     def _save(self, number: int, state: State, arrays: dict[str, Any]) -> None:
-        """Writes snapshot `number`, then deletes the log it makes superfluous. State
+        """Writes snapshot `number`, then deletes the log that is superfluous now. State
         and arrays are those of the moment at which the log was rotated."""
         self._snapshots.save(number, state, arrays)
-        self._log.forget(number)
+        self._log.forget(self._snapshots.oldest())
 
     def _patience_s(self) -> float:
         """For the snapshot that is being written at the end."""

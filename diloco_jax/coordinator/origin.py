@@ -5,6 +5,7 @@ The third way, from what islands have, is `term.py`.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Mapping
@@ -62,16 +63,18 @@ def recover(
     model: Model,
     plan: FragmentPlan,
     snapshots: Snapshots,
-    found: int,
     log: Path,
     tape: Tape,
-) -> tuple[Store, State]:
-    """The run goes on: snapshot `found`, and the records in `log` after it. The tape
-    gets those of them that it lacks, and says where the cut was."""
+) -> tuple[Store, State, int]:
+    """The run goes on: the newest snapshot that reads, and the records in `log` after
+    it. The tape gets those of them that it lacks, and says where the cut was. Returns
+    the snapshot's number, too."""
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), model.shapes())
     pin_s = Deadlines(config.placement.time_budget_s).pin_s
     store = Store(config.run, plan, zeros, pin_s)
-    arrays, snapshot = snapshots.load(found, store.arrays())
+    found, arrays, snapshot = snapshots.load_newest(
+        store.arrays(), functools.partial(durable.goes_on_from, log)
+    )
     store.load(arrays, [f.version for f in snapshot.fragments])
     lines, log_records = [], []
     for number, (line, payload) in enumerate(durable.read(log, after=found), start=1):
@@ -102,7 +105,7 @@ def recover(
             )
         )
     )
-    return store, state
+    return store, state, found
 
 
 def _record(line: Mapping[str, Any], where: str) -> records.Durable:

@@ -1,6 +1,7 @@
 """The coordinator's snapshots: all of its state, now and then, beside the run.
 
-Snapshot n makes the segments of the record log up to n superfluous.
+Snapshot n stands for the segments of the record log up to n; those up to the oldest one
+that is kept are superfluous.
 """
 
 from __future__ import annotations
@@ -50,10 +51,40 @@ class Snapshots:
         """The number of the newest one, if there is any."""
         return checkpoint.newest(self._manager)
 
+    def oldest(self) -> int:
+        """The number of the oldest one that is kept; there must be one."""
+        return checkpoint.kept(self._manager)[0]
+
     def require_own(self, number: int) -> None:
         """ConfigError if that snapshot is of another run."""
         facts = checkpoint.read_facts(self._manager, number)
         checkpoint.refuse_other(self._folder, number, facts, self._whose)
+
+    def load_newest(
+        self, like: dict[str, Any], goes_on_from: Callable[[int], bool]
+    ) -> tuple[int, dict[str, Any], State]:
+        """The newest snapshot that reads: its number, arrays and state. There must be
+        one; a power cut may leave the very newest torn.
+
+        goes_on_from: whether the log has all that came after a snapshot.
+
+        Raises:
+          ConfigError: it is of another run; or it does not read, and the log does not
+            go on from an older one.
+        """
+        *older, number = checkpoint.kept(self._manager)
+        while True:
+            try:
+                return number, *self.load(number, like)
+            except checkpoint.UnreadableError as error:
+                if not older or not goes_on_from(older[-1]):
+                    raise
+                number = older.pop()
+                logger.warning(
+                    "%s; going on from snapshot %d, after which the log has all",
+                    error,
+                    number,
+                )
 
     def load(self, number: int, like: dict[str, Any]) -> tuple[dict[str, Any], State]:
         """Arrays and state of a snapshot; ConfigError if it is of another run."""

@@ -96,6 +96,26 @@ def test_restarts_are_bounded(make, until):
     assert "attempt 3" in process.reason
 
 
+def test_a_life_of_ten_minutes_ends_a_row_of_crashes(make, until):
+    now = [0.0]
+    process = make(FOREVER, restarts=1, restart_delay_s=0.0, clock=lambda: now[0])
+
+    def crash(after_s):
+        now[0] += after_s
+        starts = process.starts
+        os.kill(process.pids[0], signal.SIGKILL)
+        until(
+            lambda: process.poll() == "failed" or process.starts > starts, "next state"
+        )
+        return process.state
+
+    assert [crash(s) for s in (9.0, 600.0, 600.0, 599.0)] == [
+        *["running"] * 3,
+        "failed",
+    ]
+    assert process.starts == 4
+
+
 @pytest.mark.parametrize(("code", "state"), [(3, "refused"), (2, "failed")])
 def test_what_another_attempt_cannot_cure_is_not_restarted(make, until, code, state):
     process = make(f"import sys; print('first'); print('why'); sys.exit({code})")

@@ -1,6 +1,7 @@
 """A coordinator that comes back: what the log has must be of this version."""
 
 import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ from coordinator_support import SHAPES
 from etils import epath
 
 from diloco_jax import checkpoint
-from diloco_jax.config import Config, IslandConfig, Placement
+from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.coordinator import origin
 from diloco_jax.coordinator.durable import DurableError, RecordLog
 from diloco_jax.coordinator.settings import policy_config
@@ -18,10 +19,15 @@ from diloco_jax.observability.tape import Tape, read_tape
 from diloco_jax.policy import records
 from diloco_jax.policy.state import initial
 
+JOINED = records.Joined(
+    island="a", incarnation=3, session="s", tokens_per_step=8, sequences_per_step=2
+)
+
 
 @pytest.fixture
 def recover(run, store, tmp_path):
-    """Recovers from a snapshot and these records in the log after it."""
+    """Recovers from a snapshot and these records in the log after it. torn: a second
+    snapshot comes after them, which does not read. forgotten: so are the records."""
     shapes = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
         SHAPES,
@@ -31,7 +37,7 @@ def recover(run, store, tmp_path):
     config = Config(run=run, islands={"a": IslandConfig(batch_size=2)})
     policy = policy_config(run, Placement(), "r", store.plan.sizes)
 
-    def recovered(*lines):
+    def recovered(*lines, torn=False, forgotten=False):
         folder = epath.Path(tmp_path / "snapshots")
         snapshots = Snapshots(
             folder, Placement(), policy, checkpoint.whose(run, "r", store.plan)
@@ -40,11 +46,19 @@ def recover(run, store, tmp_path):
         log = RecordLog(tmp_path / "log", after=0)
         for line in lines:
             log.append(line)
+        if torn:
+            number = log.rotate()
+            snapshots.save(number, initial(policy), store.arrays())
+            for file in Path(folder / str(number)).rglob("*"):
+                if file.is_file():
+                    file.write_bytes(b"")
+            if forgotten:
+                log.forget(number)
         log.close()
         tape = Tape(tmp_path / "tape.jsonl")
         try:
             return origin.recover(
-                config, policy, model, store.plan, snapshots, 0, tmp_path / "log", tape
+                config, policy, model, store.plan, snapshots, tmp_path / "log", tape
             )
         finally:
             snapshots.close()
@@ -56,14 +70,30 @@ def recover(run, store, tmp_path):
 def test_what_the_log_has_is_the_state_and_comes_onto_the_tape(
     recover, store, tmp_path
 ):
-    joined = records.Joined(
-        island="a", incarnation=3, session="s", tokens_per_step=8, sequences_per_step=2
-    )
-    found, state = recover(records.line(joined))
+    found, state, snapshot = recover(records.line(JOINED))
+    assert snapshot == 0
     assert (state.islands["a"].incarnation, state.islands["a"].status) == (3, "absent")
     assert found.digest() == store.digest()
     kinds = [line["kind"] for line in read_tape(tmp_path / "tape.jsonl")]
     assert kinds == ["joined", "recovered"]
+
+
+def test_a_snapshot_torn_by_a_power_cut_is_passed_over_while_the_log_goes_back(
+    recover, store, caplog
+):
+    found, state, snapshot = recover(records.line(JOINED), torn=True)
+    assert snapshot == 0
+    assert state.islands["a"].incarnation == 3
+    assert found.digest() == store.digest()
+    assert "checkpoint 1 in" in caplog.text
+    assert "going on from snapshot 0, after which the log has all" in caplog.text
+
+
+def test_a_damaged_snapshot_that_the_log_was_cut_off_for_is_refused(recover):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint 1 .* the record log does not go"
+    ):
+        recover(records.line(JOINED), torn=True, forgotten=True)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,20 @@ def test_an_island_is_given_up_as_diloco_run_does():
     assert [joins(n) for n in (0, 1, 2)] == [1, 2, 3]
 
 
+def test_crashes_after_ten_minutes_are_counted_anew():
+    def found(*pauses: str):
+        twice = ("b@20:kill", "b#2@20:kill")
+        coordinator = ("coordinator@30:kill", "coordinator@50:kill")
+        faults = (*twice, *coordinator, *pauses)
+        return measured(config(faults=faults, restarts=1))
+
+    # Below quorum nothing merges, so that the coordinator lives as long.
+    pauses = ("b#2@10:pause600", "a@180:pause600", "c@72:pause600")
+    assert found(*pauses)["islands"]["b"]["joins"] == 3
+    with pytest.raises(ConfigError, match="coordinator 2 times in a row"):
+        found(*(pause.replace("600", "6") for pause in pauses))
+
+
 def test_a_coordinator_that_is_not_started_again_is_not_predicted():
     faults = ("coordinator@30:kill", "coordinator@50:kill", "coordinator@99999:kill")
     assert measured(config(faults=faults, restarts=2))["phase"] == "done"

@@ -80,11 +80,12 @@ class Prediction:
     def summary(self) -> dict[str, Any]:
         """Plays it to its end; as `summary.json`, without losses."""
         self._world.run()
-        if self._world.deaths > self._restarts:
+        if self._world.crashes > self._restarts:
             raise ConfigError(
                 f"placement.restarts = {self._restarts}, but placement.faults kill the "
-                f"coordinator {self._world.deaths} times before the run is over, and "
-                f"diloco run would not start it again; raise it, or take faults out"
+                f"coordinator {self._world.crashes} times in a row before the run is "
+                f"over, and diloco run would not start it again; raise it, or take "
+                f"faults out"
             )
         coordinator, now = self._world.coordinator, self._world.clock.now
         if not coordinator.finished:

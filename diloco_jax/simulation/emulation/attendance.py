@@ -13,6 +13,7 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.faults import Fault, parse_faults
 from diloco_jax.island.hosts.following import lead_of
+from diloco_jax.policy.restarts import crashes_in_a_row
 from diloco_jax.simulation.emulation.history import Diary
 from diloco_jax.simulation.emulation.options import EmulationOptions
 from diloco_jax.simulation.virtual.island import IslandSpec
@@ -28,8 +29,9 @@ class Attendance:
     """Starts islands, ends them and starts them again, as config and options say.
 
     A kill of `placement.faults` is a crash, of which `diloco run` makes up for
-    `placement.restarts`; after one more it gives the island up. A random failure is
-    one of the machine: when that is back, a launcher starts there that counts anew.
+    `placement.restarts` in a row; after one more it gives the island up. A random
+    failure is one of the machine: when that is back, a launcher starts there that
+    counts anew.
 
     bytes_up: of an encoded delta, by fragment.
     """
@@ -46,7 +48,7 @@ class Attendance:
         self._config, self._options, self._world = config, options, world
         self._clock, self._bytes_up = world.clock, bytes_up
         self._crashes: Counter[str] = Counter()
-        """Since the island's machine was there."""
+        """In a row, since the island's machine was there."""
         self._in_vain = self._progress_tokens = 0
         self._faults = parse_faults(config.placement.faults, config.islands).faults
         for name in self.diaries:
@@ -166,7 +168,10 @@ class Attendance:
     def _crash(self, name: str, incarnation: int) -> None:
         """Its process ends; see `cluster.processes` for how often it comes back."""
         if self._kill(name, incarnation):
-            self._crashes[name] += 1
+            diary = self.diaries[name][-1]
+            self._crashes[name] = crashes_in_a_row(
+                self._crashes[name], self._clock.now - diary.began
+            )
             if name not in self.given_up:
                 again = functools.partial(self._start, name)
                 self._clock.after(self.down_seconds, again)

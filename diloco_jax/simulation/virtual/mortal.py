@@ -8,6 +8,7 @@ from diloco_jax.config import RunConfig
 from diloco_jax.policy import recovery
 from diloco_jax.policy.events import Merge
 from diloco_jax.policy.records import Durable, Merged
+from diloco_jax.policy.restarts import crashes_in_a_row
 from diloco_jax.policy.state import PolicyConfig, initial
 from diloco_jax.simulation.virtual.body import Body
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
@@ -57,8 +58,9 @@ class MortalWorld(World):
         self._dies_at = frozenset(dies_at)
         self._down_s, self._resume_s = down_s, resume_s
         self._compiled_at, self._recompiled_s = compiled_s, recompiled_s
-        self.deaths = 0
-        """Of coordinators."""
+        self.crashes = 0
+        """Of the coordinator in a row, at most."""
+        self._in_a_row, self._began = 0, 0.0
         self._log: list[Durable] = []
         self._merges = 0
         self._away = False
@@ -78,7 +80,9 @@ class MortalWorld(World):
 
     def _die(self) -> None:
         self._away = True
-        self.deaths += 1
+        lived_s = self.clock.now - self._began
+        self._in_a_row = crashes_in_a_row(self._in_a_row, lived_s)
+        self.crashes = max(self.crashes, self._in_a_row)
         self.coordinator.die()
         for island in self.islands.values():
             island.disconnect()
@@ -86,7 +90,7 @@ class MortalWorld(World):
 
     def _recover(self) -> None:
         config, now = self._config, self.clock.now
-        self._compiled_at = now + self._recompiled_s
+        self._began, self._compiled_at = now, now + self._recompiled_s
         self.coordinator = VirtualCoordinator(
             config,
             self.clock,
