@@ -56,6 +56,8 @@ class Resumed:
     digest: str
     """Of the global parameters that the killed run left."""
     versions: list[list[int]]
+    torn: int
+    """The number of its newest snapshot."""
 
     @property
     def workdir(self) -> Path:
@@ -72,8 +74,8 @@ class Resumed:
 
 @pytest.fixture(scope="module")
 def resumed(text, tmp_path_factory) -> Resumed:
-    """Islands a and b of one device each are killed, with everything else, and a on two
-    hosts and c go on to the end."""
+    """Islands a and b of one device each are killed, with everything else, and the
+    newest snapshot is damaged; a on two hosts and c go on to the end."""
     folder = tmp_path_factory.mktemp("resume")
     config = make_config(text, fragments=3, steps_per_cycle=6, quorum=1)
     config = with_run(config, total_tokens=40 * 8 * 16)
@@ -97,6 +99,11 @@ def resumed(text, tmp_path_factory) -> Resumed:
     with coordinator(config, folder / "copy", init=False, killed=True) as service:
         digest = service.store.digest()
         versions = [list(f.version) for f in service.engine.state.fragments]
+    snapshots = workdir / run_files.CHECKPOINTS / "coordinator"
+    torn = max(int(path.name) for path in snapshots.iterdir() if path.name.isdigit())
+    for path in (snapshots / str(torn)).rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
     others = {
         "a": IslandConfig(batch_size=4, hosts=2, mesh_fsdp=2, step_seconds=0.1),
         # So slow that a is back long before the end.
@@ -111,13 +118,14 @@ def resumed(text, tmp_path_factory) -> Resumed:
         process.kill()
         process.wait(TIMEOUT_S)
     assert code == 0, (folder / "diloco.log").read_text()[-3000:]
-    return Resumed(folder, config, digest, versions)
+    return Resumed(folder, config, digest, versions, torn)
 
 
 def test_it_goes_on_from_the_same_global_parameters(resumed):
     (recovered,) = (r for r in resumed.tape if r["kind"] == "recovered")
     assert recovered["parameters_digest"] == resumed.digest
     assert recovered["versions"] == resumed.versions
+    assert recovered["snapshot"] < resumed.torn
     assert resumed.digest in (resumed.folder / "diloco.log").read_text()
     assert tape_checks.version_problems(resumed.tape) == []
 
