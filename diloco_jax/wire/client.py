@@ -83,8 +83,9 @@ class Client:
     ) -> int:
         """Sends bytes `offset` to `offset + length` of a payload, in parallel stripes.
 
-        Returns the bytes sent, headers included. Raises Refused, Busy, ConnectionLost
-        or ProtocolError; the whole upload may then be repeated.
+        Returns the bytes sent, headers included. Raises Refused, ConnectionLost,
+        ProtocolError, or Busy if a stripe finds no place for `budget_s`; the whole
+        upload may then be repeated.
         """
         return self._transfers.upload(start, payload)
 

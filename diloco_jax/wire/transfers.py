@@ -142,6 +142,10 @@ class Transfers:
     def _send(
         self, method: Any, calls: CallGroup, start: UploadStart, view: memoryview
     ) -> int:
+        """Uploads a stripe; again, and it alone, while the peer is too busy for it.
+        Returns the bytes sent, those of all attempts."""
+        backoff = Backoff(self._deadlines)
+        deadline = time.monotonic() + self._deadlines.budget_s
         sent = 0
 
         def requests(guard: Guard) -> Iterator[bytes]:
@@ -152,10 +156,18 @@ class Transfers:
                 sent += len(raw) + frames.MESSAGE_PREFIX_BYTES
                 yield raw
 
-        with calls.call() as (slot, guard):
-            reply = slot.fill(method.future(requests(guard))).result()
-        decoded(decoding.upload_done, reply, self._peer)
-        return sent
+        while True:
+            try:
+                with calls.call() as (slot, guard):
+                    reply = slot.fill(method.future(requests(guard))).result()
+            except Busy:
+                pause_s = backoff.next_s()
+                late = time.monotonic() + pause_s > deadline
+                if late or calls.pause(pause_s):
+                    raise
+            else:
+                decoded(decoding.upload_done, reply, self._peer)
+                return sent
 
     def _submit(
         self, pool: DaemonPool, work: Callable[..., int], *arguments: Any

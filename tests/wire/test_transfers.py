@@ -177,7 +177,7 @@ def test_what_the_handlers_refuse_reaches_the_uploader(
         if isinstance(refusal, RemoteProtocolError)
         else type(refusal)
     )
-    client = connect(address)
+    client = connect(address, budget_s=1.0)
     with pytest.raises(blamed, match=str(refusal)) as error:
         client.upload(upload_start(10_000_000), bytes(10_000_000))
     assert getattr(error.value, "code", None) == getattr(refusal, "code", None)
@@ -326,12 +326,31 @@ def test_transfers_beyond_the_places_are_busy_and_status_gets_through(
     for _ in range(2):
         assert entered.acquire(timeout=WAIT_S)
     with pytest.raises(Busy, match="transfers are taken"):
-        connect(address).upload(upload_start(10), bytes(10))
+        connect(address, budget_s=1.0).upload(upload_start(10), bytes(10))
     assert client.status(WAIT_S)["islands"]
     assert client.probe().bytes_per_s > 0
     leave.set()
     uploading.join(WAIT_S)
     assert not uploading.is_alive()
+
+
+def test_a_stripe_that_finds_the_peer_busy_comes_again_alone(
+    serve, connect, handlers, monkeypatch
+):
+    _, address = serve()
+    original, begun = handlers.upload_begin, []
+
+    def upload_begin(start):
+        begun.append(start.offset)
+        if start.offset == 2 * MIB and begun.count(start.offset) < 3:
+            raise Busy("the merge buffer is full")
+        return original(start)
+
+    monkeypatch.setattr(handlers, "upload_begin", upload_begin)
+    payload = random_bytes(4 * MIB)
+    connect(address).upload(upload_start(4 * MIB), payload)
+    assert handlers.stored == payload
+    assert sorted(begun) == [0, MIB, *[2 * MIB] * 3, 3 * MIB]
 
 
 def test_close_ends_running_transfers(serve, connect, handlers, monkeypatch):
