@@ -63,7 +63,8 @@ SYNCHRONOUS = {
 GENTLE = OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6)
 PRESET = ", nesterov 0.4 / 0.6"
 CYCLE = ", H = 24"
-"""In the name of a headline with the product's own cycle, before PRESET."""
+"""In the name of a headline with the product's own cycle, which the overlap is a
+smaller part of, before PRESET."""
 REBASE = ", rebase"
 FULL = ", rebase, merges at full length"
 PARTIAL = (
@@ -233,34 +234,33 @@ def _presets(size: Size) -> Iterator[Row]:
 
 
 def _defaults(size: Size) -> Iterator[Row]:
-    """Of those, with the product's cycle, too; and with half of the overlap."""
+    """Of those, with the product's cycle; and what may help islands of two speeds."""
     synchronous = "synchronous DiLoCo, 8 islands"
     equal, unlike = "decoupled, 8 islands", "decoupled, 4 fast + 4 slow islands"
     failing = "decoupled, failures as at 1.2 M chips"
     found = {row.name: row for row in _presets(size)}
-    cycle = {"steps_per_cycle": 24}
-    for name, suffix, sync in (
-        (synchronous, CYCLE, cycle),
-        (equal, CYCLE, cycle),
-        (unlike, CYCLE, cycle),
-        (failing, CYCLE, cycle),
-        (equal, ", tau 1", {"overlap_steps": 1}),
-        (unlike, ", tau 1", {"overlap_steps": 1}),
-    ):
+
+    def changed(name: str, suffix: str, against: str, **sync: Any) -> Row:
         row = found[name + PRESET]
-        options = row.options
-        if suffix != CYCLE:
-            options = network(1, out_of_phase=name == unlike)
         run = row.config.run
         run = dataclasses.replace(run, sync=dataclasses.replace(run.sync, **sync))
-        baseline = synchronous + (CYCLE if suffix == CYCLE else "") + PRESET
-        yield dataclasses.replace(
+        tau = sync.get("overlap_steps")
+        return dataclasses.replace(
             row,
             name=name + suffix + PRESET,
             config=dataclasses.replace(row.config, run=run),
-            options=options,
-            against="" if name == synchronous else baseline,
+            options=network(tau, out_of_phase=True) if tau else row.options,
+            against=against,
         )
+
+    baseline = synchronous + CYCLE + PRESET
+    yield changed(synchronous, CYCLE, synchronous + PRESET, steps_per_cycle=24)
+    for name in (equal, unlike, failing):
+        yield changed(name, CYCLE, baseline, steps_per_cycle=24)
+    for tau in (1, 3):
+        against = synchronous + PRESET
+        yield changed(unlike, f", tau {tau}", against, overlap_steps=tau)
+    yield changed(unlike, ", gamma 0.99", synchronous + PRESET, grace=0.99)
 
 
 def _islands(size: Size) -> Iterator[Row]:
