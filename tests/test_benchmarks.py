@@ -1,0 +1,63 @@
+"""What the benchmarks are run with: each script starts, each row can be run, and what
+the pages of results say is what the raw results hold."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco_jax.models.build import build
+from diloco_jax.models.plan import build_plan
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = ROOT / "docs" / "results"
+SCRIPTS = sorted(
+    path.name
+    for path in BENCHMARKS.glob("*.py")
+    if 'if __name__ == "__main__"' in path.read_text()
+)
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_says_how_it_is_used(script):
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / script, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--out" in done.stdout
+
+
+@pytest.mark.parametrize("size", ["0.1m", "0.3m", "2m"])
+def test_every_row_can_be_run_and_compared(size):
+    from quality_configs import SIZES
+    from quality_rows import rates, rows
+
+    found = [*rows(SIZES[size]), *rates(SIZES[size])]
+    names = [row.name for row in found]
+    assert len(names) == len(set(names)) > 100
+    plans = {}
+    for row in found:
+        row.config.validate()
+        assert not row.against or row.against in names, row.name
+        sync = row.config.run.sync
+        plans[sync.fragments, sync.fragment_by] = row.config.run
+    for run in plans.values():
+        build_plan(run, build(run))
+
+
+def test_the_page_on_quality_says_what_its_raw_results_hold():
+    from quality_report import FINDINGS, told
+
+    runs = json.loads((RESULTS / "raw" / "quality.json").read_bytes())["runs"]
+    assert told(FINDINGS.read_text(), runs) in (RESULTS / "quality.md").read_text()
