@@ -40,7 +40,8 @@ class Snapshots:
     ) -> None:
         """Opens the folder, and makes it if it is missing. whose: see `checkpoint`."""
         self._manager = checkpoint.open_folder(folder, placement.snapshots_kept)
-        self._folder, self._every_s = folder, placement.snapshot_every_s
+        self._keep, self._every_s = placement.snapshots_kept, placement.snapshot_every_s
+        self._folder = folder
         self._config, self._whose = config, whose
         self._due = time.monotonic() + self._every_s
         self._thread: threading.Thread | None = None
@@ -52,8 +53,9 @@ class Snapshots:
         return checkpoint.newest(self._manager)
 
     def oldest(self) -> int:
-        """The number of the oldest one that is kept; there must be one."""
-        return checkpoint.kept(self._manager)[0]
+        """The number of the oldest one that is to be kept; there must be one."""
+        # Older ones may be there: not every bucket lets what it has be removed.
+        return checkpoint.kept(self._manager)[-self._keep :][0]
 
     def require_own(self, number: int) -> None:
         """ConfigError if that snapshot is of another run."""

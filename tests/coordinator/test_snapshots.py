@@ -13,7 +13,7 @@ import pytest
 from coordinator_support import AXES, PIN_S, SHAPES
 from etils import epath
 
-from diloco_jax.checkpoint import open_folder, read_facts, whose
+from diloco_jax.checkpoint import open_folder, read_facts, save, whose
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import Snapshots
@@ -52,6 +52,21 @@ def test_arrays_and_state_come_back(opened, store, state):
     ours = jax.tree.leaves(store.arrays())
     theirs = jax.tree.leaves(arrays)
     assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_the_log_is_cut_off_for_the_oldest_that_is_to_be_kept(
+    opened, store, state, tmp_path
+):
+    one = opened("r")
+    one.save(3, state, store.arrays())
+    assert one.oldest() == 3
+    one.save(4, state, store.arrays())
+    assert one.oldest() == 3
+    # As in a bucket that lets nothing be removed.
+    other = open_folder(epath.Path(tmp_path / "snapshots"), keep=9)
+    save(other, 5, store.arrays(), {})
+    other.close()
+    assert opened("r").oldest() == 4
 
 
 def test_it_says_how_far_its_parameters_have_come(opened, store, state, tmp_path):
