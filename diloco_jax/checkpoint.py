@@ -39,7 +39,12 @@ ISLANDS = "islands"
 
 
 class UnreadableError(ConfigError):
-    """A checkpoint that is there does not read: names it, and the remedy."""
+    """A checkpoint that is there does not read."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        """what: which, and why."""
+        super().__init__(f"{what}; {remedy}")
+        self.what = what
 
 
 def snapshots_folder(placement: Placement, workdir: Path) -> Folder:
@@ -127,12 +132,12 @@ def _read(manager: ocp.CheckpointManager, number: int, args: Any) -> Any:
         folder = manager.directory
         storage.raise_if_away(folder, error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        remedy = "the record log does not go back to an older one"
+        remedy = "the record log does not go back to an older one that reads"
         if folder.parent.name == ISLANDS:
             remedy = "or remove it: the island goes on from an older one, or without"
         raise UnreadableError(
-            f"checkpoint {number} in {folder} cannot be read ({reason}); restore it "
-            f"from a copy, {remedy}"
+            f"checkpoint {number} in {folder} cannot be read ({reason})",
+            f"restore it from a copy, {remedy}",
         ) from error
 
 

@@ -84,7 +84,7 @@ class Snapshots:
                 number = older.pop()
                 logger.warning(
                     "%s; going on from snapshot %d, after which the log has all",
-                    error,
+                    error.what,
                     number,
                 )
 
