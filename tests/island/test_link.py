@@ -201,7 +201,8 @@ def test_a_busy_coordinator_is_asked_again(coordinator, sender, mailbox):
 
 
 def test_a_delta_that_does_not_get_through_is_told_of(coordinator, sender, caplog):
-    coordinator.upload_errors = [Busy("later")] * (2 * TOLD_FROM - 1)
+    broken = RemoteProtocolError("damaged on the way")
+    coordinator.upload_errors = [broken] * (2 * TOLD_FROM - 1)
     sender.put(0, 4, encoded(1.0))
     assert coordinator.uploads.get(timeout=WAIT_S)[0].tick == 4
     told = [r.message for r in caplog.records if r.levelname == "WARNING"]
