@@ -27,6 +27,7 @@ from diloco_jax.core.choices import (
 from diloco_jax.launch.config import LaunchConfig as LaunchConfig
 
 PartialMerges = Literal["scaled", "full"]
+GraceWindow = Literal["alike", "overlap"]
 AnchorMemory = Literal["device", "pinned_host"]
 
 # A field with this metadata is local to a machine and outside the fingerprint.
@@ -132,6 +133,10 @@ class SyncConfig:
     """K: deltas without which a fragment is not merged."""
     grace: float = 0.8
     """gamma: share of the slack spent on waiting for more than K; 0 = none."""
+    grace_window: GraceWindow = "alike"
+    """What is waited for more than K if gamma is not 0: "overlap", the slack alone, as
+    published; "alike", also islands of about the pacing one's speed, until they can
+    have answered, even if that makes an adoption late."""
     max_staleness: int = 1
     """Versions by which a delta's base may lag the version it is merged into."""
     weighting: Weighting = "tokens"

@@ -25,7 +25,7 @@ from diloco_jax.loading import (
     write_json,
 )
 
-FORMAT = 4
+FORMAT = 5
 """Of config, log, snapshots and tape: one higher when a workdir of before cannot be
 read, or when `RunConfig` has other fields, whose fingerprint then differs."""
 RELEASE_S = 2.0

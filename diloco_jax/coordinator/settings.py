@@ -26,6 +26,7 @@ def policy_config(
         overlap_steps=run.sync.overlap_steps,
         quorum=run.sync.quorum,
         grace=run.sync.grace,
+        awaits_alike=run.sync.grace_window == "alike",
         max_staleness=run.sync.max_staleness,
         scale_partial_merges=run.sync.partial_merges == "scaled",
         total_tokens=run.total_tokens,

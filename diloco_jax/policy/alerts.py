@@ -73,8 +73,8 @@ def in_turns(config: PolicyConfig, state: State, fragment: Fragment) -> list[Eff
     pace = schedule.pacing_step_seconds(config, state)
     alike = {
         name: fragment.accounts[name]
-        for name, island in sorted(state.islands.items())
-        if island.counted and 0 < island.step_seconds <= schedule.ALIKE * pace
+        for name, island in sorted(schedule.alike(config, state).items())
+        if island.step_seconds
     }
     seldom = {
         name: account
@@ -90,6 +90,8 @@ def in_turns(config: PolicyConfig, state: State, fragment: Fragment) -> list[Eff
     remedy = f"raise sync.overlap_steps from {config.overlap_steps} to {wanted}"
     if not config.grace:
         remedy = "raise sync.grace from 0"
+    elif not config.awaits_alike:
+        remedy = 'leave sync.grace_window at "alike"'
     text = (
         f"of {len(alike)} islands of about one speed, {', '.join(seldom)} were in "
         f"{were / could:.0%} of the merges since they joined: they are merged in turns "

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 
 from msgspec.structs import replace
 
 from diloco_jax.policy import ledger, records, takes
 from diloco_jax.policy.events import AskTake, Effect, Merge, Note, TellVerdict
+from diloco_jax.policy.fleet import Fleet
 from diloco_jax.policy.state import (
     MISSED_MERGES,
     Fragment,
@@ -98,56 +98,72 @@ def busy_tick(fragment: Fragment, tick: int, live: tuple[str, ...]) -> Step:
 def settle(
     config: PolicyConfig,
     fragment: Fragment,
-    is_live: Callable[[str], bool],
-    token_rate: Callable[[str], float],
-    step_seconds: Callable[[], float],
+    fleet: Fleet,
     now: float,
     *,
     hurry: bool = False,
 ) -> Step:
-    """Closes an open fragment if it is time. `token_rate`: tokens per second of an
-    island; `step_seconds`: of the pacing one, asked when there is quorum; `hurry`: the
-    flush's deadline has passed."""
+    """Closes an open fragment if it is time. `hurry`: the flush's deadline has
+    passed."""
     if fragment.phase != "open":
         return fragment, []
     quorum = 1 if fragment.final else config.quorum
     # Who left is not live, and counts only where quorum is no matter.
     ready = len(fragment.left_behind) if fragment.final else 0
     unready = []
-    closes_at, accounts = fragment.closes_at, fragment.accounts
-    patient = (
-        closes_at is not None and not hurry and (fragment.final or now < closes_at)
-    )
+    patient = not hurry and _window_is_open(fragment, now)
     for name in fragment.asked:
-        take = accounts[name].take
+        take = fragment.accounts[name].take
         if take is None or take.refused:
             continue
         if take.ready:
             ready += 1
         else:
             unready.append(name)
-        if patient and ready >= quorum and any(map(is_live, unready)):
+        if patient and ready >= quorum and any(map(fleet.is_live, unready)):
             return fragment, []
-    awaited = filter(is_live, unready)
+    awaited = filter(fleet.is_live, unready)
     if ready < quorum:
         in_sight = ready + len(list(itertools.islice(awaited, quorum - ready)))
         if in_sight == quorum and not hurry:
             return fragment, []
-        return _extend(config, fragment, is_live, in_sight, hurry=hurry)
+        return _extend(config, fragment, fleet, in_sight, hurry=hurry)
     if fragment.quorum_at is None:
-        step_s = step_seconds()
-        # Beyond the overlap nobody is waited for anyway, and a fragment that hung for
-        # minutes must not cost the next ones their grace.
-        waited = min(now - _first_take(fragment), config.overlap_steps * step_s)
-        seconds = averaged(fragment.quorum_seconds, waited)
-        closes_at = now + grace_seconds(config, fragment, seconds, step_s)
-        fragment = replace(
-            fragment, quorum_at=now, quorum_seconds=seconds, closes_at=closes_at
-        )
-        patient = not hurry and (fragment.final or now < closes_at)
-        if patient and next(awaited, None) is not None:
+        others = frozenset(awaited)
+        fragment = _open_window(config, fragment, fleet, others, now)
+        if others and not hurry and _window_is_open(fragment, now):
             return fragment, []
-    return _close(config, fragment, is_live, token_rate, now)
+    return _close(config, fragment, fleet, now)
+
+
+def _window_is_open(fragment: Fragment, now: float) -> bool:
+    """Whether there is quorum, and others are still waited for."""
+    closes_at = fragment.closes_at
+    return closes_at is not None and (fragment.final or now < closes_at)
+
+
+def _open_window(
+    config: PolicyConfig,
+    fragment: Fragment,
+    fleet: Fleet,
+    others: frozenset[str],
+    now: float,
+) -> Fragment:
+    """There is quorum: how long the others are waited for."""
+    step_s = fleet.step_seconds()
+    # Beyond the overlap slow ones are not waited for anyway, and a fragment that hung
+    # for minutes must not cost the next ones their grace.
+    waited = min(now - _first_take(fragment), config.overlap_steps * step_s)
+    quorum_s = averaged(fragment.quorum_seconds, waited)
+    closes_at = now + grace_seconds(config, fragment, quorum_s, step_s)
+    if config.grace and config.awaits_alike and (take_s := fleet.take_seconds(others)):
+        # They take up to a step apart, which the slack may be too short for: a late
+        # adoption costs less than a merge without them (docs/design/grace.md).
+        answered_at = fragment.opened_at + take_s + fragment.transfer_seconds
+        closes_at = max(closes_at, answered_at)
+    return replace(
+        fragment, quorum_at=now, quorum_seconds=quorum_s, closes_at=closes_at
+    )
 
 
 def grace_seconds(
@@ -226,7 +242,7 @@ def computed(
 def _extend(
     config: PolicyConfig,
     fragment: Fragment,
-    is_live: Callable[[str], bool],
+    fleet: Fleet,
     in_sight: int,
     *,
     hurry: bool,
@@ -236,7 +252,7 @@ def _extend(
     fresh = tuple(
         name
         for name, account in sorted(fragment.accounts.items())
-        if is_live(name) and name not in fragment.asked and account.take is None
+        if fleet.is_live(name) and name not in fragment.asked and account.take is None
     )
     if hurry or fragment.final or in_sight + len(fresh) < config.quorum:
         note = _skipped(fragment, fragment.tick, "quorum is out of reach")
@@ -248,8 +264,7 @@ def _extend(
 def _close(
     config: PolicyConfig,
     fragment: Fragment,
-    is_live: Callable[[str], bool],
-    token_rate: Callable[[str], float],
+    fleet: Fleet,
     now: float,
 ) -> Step:
     contributions = list(fragment.left_behind)
@@ -260,7 +275,7 @@ def _close(
     merging = tuple(sorted(contributions, key=_order))
     share = 1.0
     if config.scale_partial_merges and not fragment.final:
-        share = _share(fragment, merging, is_live, token_rate)
+        share = _share(fragment, merging, fleet)
     fragment = replace(
         fragment,
         phase="merging",
@@ -282,8 +297,7 @@ def _close(
 def _share(
     fragment: Fragment,
     merging: tuple[Contribution, ...],
-    is_live: Callable[[str], bool],
-    token_rate: Callable[[str], float],
+    fleet: Fleet,
 ) -> float:
     """Of the tokens per second of those that are in the merge, and of the live islands
     whose deltas are for a later one.
@@ -297,14 +311,14 @@ def _share(
         for name, account in fragment.accounts.items()
         if name not in present
         and account.missed_merges < MISSED_MERGES
-        and is_live(name)
+        and fleet.is_live(name)
     )
-    known = [rate for rate in map(token_rate, present) if rate]
+    known = [rate for rate in map(fleet.token_rate, present) if rate]
     if not known:
         return 1.0
     # Who has left a delta and is compiling has no speed: the mean of the others.
     inside = math.fsum(known) * len(present) / len(known)
-    return inside / (inside + math.fsum(map(token_rate, absent)))
+    return inside / (inside + math.fsum(map(fleet.token_rate, absent)))
 
 
 def _order(contribution: Contribution) -> tuple[str, int]:

@@ -10,7 +10,6 @@ open is merged, exempt from quorum, up to a deadline) -> done.
 
 from __future__ import annotations
 
-import functools
 import math
 
 from msgspec.structs import replace
@@ -46,6 +45,7 @@ from diloco_jax.policy.events import (
     Timer,
     Welcome,
 )
+from diloco_jax.policy.fleet import Fleet
 from diloco_jax.policy.state import (
     Fragment,
     Island,
@@ -301,16 +301,8 @@ def _settle(
     """What becomes of fragments that time or an event may have moved: merges, and in
     the flush the last takes."""
     effects: list[Effect] = []
-    pacing = functools.partial(schedule.pacing_step_seconds, config, state)
-    islands, running = state.islands, state.phase == "running"
-    live = () if running else _live(state)
-
-    def is_live(name: str) -> bool:
-        return islands[name].counted if running else islands[name].answers
-
-    def token_rate(name: str) -> float:
-        return islands[name].tokens_per_second
-
+    fleet = Fleet(config, state)
+    live = () if state.phase == "running" else _live(state)
     hurry = state.phase == "flushing" and now >= state.deadline
     for fragment in moving:
         was_open = fragment.phase == "open"
@@ -318,9 +310,7 @@ def _settle(
             state, found = ending.flush(config, state, fragment, live, now, hurry=hurry)
             effects += found
             fragment = state.fragments[fragment.index]
-        fragment, found = fragments.settle(
-            config, fragment, is_live, token_rate, pacing, now, hurry=hurry
-        )
+        fragment, found = fragments.settle(config, fragment, fleet, now, hurry=hurry)
         if fragment is not state.fragments[fragment.index]:
             state = with_fragment(state, fragment)
         effects += found

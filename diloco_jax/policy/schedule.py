@@ -66,18 +66,13 @@ def together(config: PolicyConfig, state: State, effects: list[Effect]) -> list[
     merged without them."""
     if not any(isinstance(effect, AskTake) for effect in effects):
         return effects
-    counted = {name: i for name, i in state.islands.items() if i.counted}
-    if not any(island.lead for island in counted.values()):
+    if not any(i.lead for i in state.islands.values() if i.counted):
         return effects
-    slowest = ALIKE * pacing_step_seconds(config, state)
-    latest_s = max(
-        (i.lead_seconds for i in counted.values() if i.step_seconds <= slowest),
-        default=0.0,
-    )
+    latest_s = longest_lead_seconds(config, state)
 
     def boundaries(name: str) -> int:
-        island = counted.get(name)
-        if island is None or not island.step_seconds:
+        island = state.islands[name]
+        if not (island.counted and island.step_seconds):
             return 0
         return max(0, round((latest_s - island.lead_seconds) / island.step_seconds))
 
@@ -137,6 +132,22 @@ def reunite(config: PolicyConfig, state: State, now: float) -> State:
     if any(island.counted for island in state.islands.values()):
         return state
     return replace(state, reunion_until=now + config.reunion_s)
+
+
+def alike(config: PolicyConfig, state: State) -> dict[str, Island]:
+    """Counted islands of about the pacing one's speed, and of none that is known."""
+    slowest = ALIKE * pacing_step_seconds(config, state)
+    return {
+        name: island
+        for name, island in state.islands.items()
+        if island.counted and island.step_seconds <= slowest
+    }
+
+
+def longest_lead_seconds(config: PolicyConfig, state: State) -> float:
+    """Of islands of about the pacing one's speed: see `together`."""
+    found = alike(config, state).values()
+    return max((island.lead_seconds for island in found), default=0.0)
 
 
 def pacing_step_seconds(config: PolicyConfig, state: State) -> float:

@@ -49,6 +49,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     overlap_steps: float
     quorum: int
     grace: float
+    awaits_alike: bool
     max_staleness: int
     scale_partial_merges: bool
     total_tokens: int

@@ -134,6 +134,7 @@ def make_engine(tmp_path, store, island):
             overlap_steps=1,
             quorum=1,
             grace=0.0,
+            awaits_alike=True,
             scale_partial_merges=True,
             max_staleness=1,
             total_tokens=10**9,

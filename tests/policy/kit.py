@@ -49,6 +49,7 @@ def make_config(**changes: Any) -> PolicyConfig:
         "quorum": 1,
         "grace": 0.0,
         "max_staleness": 1,
+        "awaits_alike": True,
         "scale_partial_merges": True,
         "total_tokens": NEVER,
         "lease_s": 100.0,

@@ -1,5 +1,7 @@
 """The grace window: how long a quorum waits for those that were asked, too."""
 
+from typing import Any
+
 import pytest
 from kit import Driver, asked, merged_islands, of, only
 
@@ -116,8 +118,58 @@ def test_a_quorum_that_took_minutes_does_not_cost_the_next_merges_their_grace() 
     assert d.fragment(0).quorum_seconds == pytest.approx(0.8 * 10)
 
 
+def late_driver(step_seconds: float = 1.0, lead: int = 0, **changes: Any) -> Driver:
+    """a and b are asked, a took at once and its delta was 5 s on its way: nothing is
+    left of the overlap. Steps of a take 1 s."""
+    d = Driver(**{"grace": 1.0, "overlap_steps": 1, **changes})
+    d.join("a")
+    d.hello("b", lead=lead)
+    d.report("b", 0, step_seconds=step_seconds)
+    d.report("a", 2)
+    d.take("a", 0, 2, arrive=False)
+    d.now += 5
+    return d
+
+
+@pytest.mark.parametrize(("step_seconds", "lead"), [(1.0, 0), (1.5, 0), (1.2, 3)])
+def test_those_of_about_the_pacing_ones_speed_are_waited_for_without_slack(
+    step_seconds, lead
+) -> None:
+    """They take within a step and a quarter, several hosts some steps later, and their
+    delta comes as long after that as others' do."""
+    d = late_driver(step_seconds, lead)
+    assert of(d.arrive("a", 0), Merge) == []
+    waits_s = (1.25 + lead) * step_seconds
+    assert d.fragment(0).closes_at == pytest.approx(d.now + waits_s)
+    assert merged_islands(only(d.take("b", 0, 2), Merge)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "changes"),
+    [(1.6, {}), (1.0, {"grace": 0.0}), (1.0, {"awaits_alike": False})],
+)
+def test_slower_ones_are_not_and_nobody_is_where_that_was_not_asked_for(
+    step_seconds, changes
+) -> None:
+    d = late_driver(step_seconds, **changes)
+    assert merged_islands(only(d.arrive("a", 0), Merge)) == ["a"]
+
+
+def test_they_are_waited_for_no_longer_than_that() -> None:
+    d = late_driver()
+    d.arrive("a", 0)
+    assert of(d.wait(1.2), Merge) == []
+    assert merged_islands(only(d.wait(0.1), Merge)) == ["a"]
+
+
+def test_a_window_that_is_longer_than_that_stays() -> None:
+    d = late_driver(overlap_steps=30)
+    d.arrive("a", 0)
+    assert d.fragment(0).closes_at == pytest.approx(d.now + 30 - 5 - 5)
+
+
 def test_without_slack_there_is_no_grace() -> None:
-    d = Driver(grace=1.0, overlap_steps=1)
+    d = Driver(grace=1.0, overlap_steps=1, awaits_alike=False)
     d.join("a", "b")
     d.report("a", 2)
     d.take("a", 0, 2, arrive=False)

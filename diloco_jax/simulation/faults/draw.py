@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from diloco_jax.config import GraceWindow
 from diloco_jax.core.choices import AdoptRule
 from diloco_jax.island.hosts.following import LEAD
 from diloco_jax.simulation.faults import kinds, liveness
@@ -35,6 +36,8 @@ def draw(seed: int) -> Schedule:
     hosts = random.Random(f"hosts {seed}")
     keeps = random.Random(f"lossless {seed}").choice([True, False])
     lossless: AdoptRule = "keep" if keeps else "rebase"
+    windows: list[GraceWindow] = ["alike", "overlap"]
+    window = random.Random(f"window {seed}").choice(windows)
     fragments = rng.choice([1, 2, 2, 3])
     schedule = Schedule(
         islands={
@@ -52,6 +55,7 @@ def draw(seed: int) -> Schedule:
         overlap_steps=rng.choice([1, 2]),
         quorum=rng.choice([1, 1, 2, 2, len(names)]),
         grace=rng.choice([0.0, 0.8]),
+        grace_window=window,
         max_staleness=rng.choice([0, 1, 1, 2]),
         adopt=rng.choice([lossless, "overwrite", "blend"]),
         outage_s=rng.choice([20.0, 110.0, 125.0]),

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from diloco_jax.config import ConfigError, Placement, RunConfig, SyncConfig
+from diloco_jax.config import (
+    ConfigError,
+    GraceWindow,
+    Placement,
+    RunConfig,
+    SyncConfig,
+)
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.choices import AdoptRule
 from diloco_jax.policy.state import PolicyConfig
@@ -84,6 +90,7 @@ class Schedule(
     overlap_steps: int = 2
     quorum: int = 1
     grace: float = 0.0
+    grace_window: GraceWindow = "alike"
     max_staleness: int = 1
     adopt: AdoptRule = "rebase"
     outage_s: float = 20.0
@@ -104,6 +111,7 @@ class Schedule(
                 overlap_steps=self.overlap_steps,
                 quorum=self.quorum,
                 grace=self.grace,
+                grace_window=self.grace_window,
                 max_staleness=self.max_staleness,
                 adopt=self.adopt,
             ),

@@ -41,6 +41,7 @@ def _shorter(schedule: Schedule) -> Iterator[Schedule]:
     plain: dict[str, Any] = {
         "adopt": "rebase",
         "grace": 0.0,
+        "grace_window": "alike",
         "quorum": 1,
         "merge_s": 0.1,
         "transfer_s": 0.2,
