@@ -92,6 +92,10 @@ class Row:
     against: str = ""
     headline: bool = False
 
+    def compared_with(self, name: str) -> Row:
+        """The same, against that row."""
+        return dataclasses.replace(self, against=name)
+
     def same_run(self, other: Row) -> bool:
         """Whether both stand for one and the same run, under two names."""
         mine = (self.config, self.options, self.plain)

@@ -13,8 +13,9 @@ from typing import Any
 
 import support
 from quality_configs import SIZES, Row, Size, parameters_of
-from quality_rows import PRESET, RATE, rates, rows, same_runs
+from quality_rows import RATE, rates, rows, same_runs
 from quality_schedules import CYCLES, TOKEN_FACTORS
+from quality_variants import PRESET
 
 PUBLISHED_GAPS = {
     35e6: {1: -0.1, 2: 0.7, 4: 2.0, 8: 3.9},

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import quality_variants as variants
 from quality_configs import (
     SEQUENCES,
     SIZES,
@@ -30,8 +30,7 @@ from quality_configs import (
 )
 from quality_schedules import batches, schedules, tokens
 from quality_trouble import trouble
-
-from diloco_jax.config import OuterConfig
+from quality_variants import GENTLE, by_name
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
 """Learning rates swept for the headline rows, each method alike."""
@@ -60,44 +59,28 @@ SYNCHRONOUS = {
     "codec_down": "bf16",
 }
 """All islands merge everything at once, and wait for it."""
-GENTLE = OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6)
-PRESET = ", nesterov 0.4 / 0.6"
-CYCLE = ", H = 24"
-"""In the name of a headline with the product's own cycle, which the overlap is a
-smaller part of, before PRESET."""
-REBASE = ", rebase"
-FULL = ", rebase, merges at full length"
-PARTIAL = (
-    "decoupled, 4 fast + 4 slow islands",
-    "decoupled, failures as at 1.2 M chips",
-    "4 fast + 4 slow islands, no time for grace",
-    "K = 1 without grace on unlike islands",
-    "weights by tokens, unequal batches",
-    "uniform weights, unequal batches",
-    "weights tokens x rate, unequal batches",
-    "one island with twice the batch at half the speed",
-    "4 fast + 4 slow islands, tau 4",
-    "4 fast + 4 slow islands, gamma 0.99",
-    "4 fast + 4 slow islands, no time for grace, tau 4",
-)
-"""Rows whose merges some live islands are not in."""
 
 
 def rows(size: Size) -> Iterator[Row]:
     """All rows, the ones that decide most first."""
-    yield from _headlines(size)
-    yield from _presets(size)
-    yield from _defaults(size)
-    yield from _islands(size)
-    yield from _merging(size)
-    yield from _codecs(size)
-    yield from _adoption(size)
-    yield from schedules(size)
-    yield from _muon(size)
-    yield from tokens(size)
-    yield from batches(size)
-    yield from trouble(size)
-    yield from _partial(size)
+    headlines = list(_headlines(size))
+    others = [
+        *_islands(size),
+        *_merging(size),
+        *_codecs(size),
+        *_adoption(size),
+        *schedules(size),
+        *_muon(size),
+        *tokens(size),
+        *batches(size),
+        *trouble(size),
+    ]
+    found = [*headlines, *variants.presets(by_name([*headlines, *others]))]
+    found += variants.defaults(by_name(found))
+    found += others
+    found += variants.windows(by_name(found))
+    yield from found
+    yield from variants.partial(by_name(found))
 
 
 def rates(size: Size) -> Iterator[Row]:
@@ -181,86 +164,6 @@ def _headlines(size: Size) -> Iterator[Row]:
         config=config(size, islands=equal(1, size.sequences), outer=GENTLE),
         options=network(2),
     )
-
-
-def _partial(size: Size) -> Iterator[Row]:
-    """What keeping pending deltas gains, and before that scaling partial merges."""
-    groups = (_headlines(size), _presets(size), _merging(size), trouble(size))
-    found = {row.name: row for rows in groups for row in rows}
-    names = (*PARTIAL, "decoupled, 4 fast + 4 slow islands" + PRESET)
-    for row in (found[name] for name in names if name in found):
-        rebased = dataclasses.replace(row.config.run.sync, adopt="rebase")
-        full = dataclasses.replace(rebased, partial_merges="full")
-        for suffix, sync, group, against in (
-            (REBASE, rebased, "pending deltas", row.name),
-            (FULL, full, "partial merges", row.name + REBASE),
-        ):
-            run = dataclasses.replace(row.config.run, sync=sync)
-            yield dataclasses.replace(
-                row,
-                name=row.name + suffix,
-                group=group,
-                config=dataclasses.replace(row.config, run=run),
-                against=against,
-                headline=False,
-            )
-
-
-def _presets(size: Size) -> Iterator[Row]:
-    """Headlines with the outer step that the product chooses in runs of many merges."""
-    synchronous, bf16 = "synchronous DiLoCo, 8 islands", "bf16 both ways"
-    against = {
-        synchronous: synchronous,
-        "decoupled, 8 islands": synchronous + PRESET,
-        "decoupled, 4 fast + 4 slow islands": synchronous + PRESET,
-        "decoupled, failures as at 1.2 M chips": synchronous + PRESET,
-        bf16: "decoupled, 8 islands" + PRESET,
-        "int4 both ways": bf16 + PRESET,
-        "decoupled, 2 islands": "decoupled, 2 islands",
-        "decoupled, 4 islands": "decoupled, 4 islands",
-    }
-    groups = (_headlines(size), _codecs(size), _islands(size))
-    for row in itertools.chain.from_iterable(groups):
-        if row.name in against:
-            run = dataclasses.replace(row.config.run, outer=GENTLE)
-            yield dataclasses.replace(
-                row,
-                name=row.name + PRESET,
-                group="preset",
-                config=dataclasses.replace(row.config, run=run),
-                against=against[row.name],
-                headline=False,
-            )
-
-
-def _defaults(size: Size) -> Iterator[Row]:
-    """Of those, with the product's cycle; and what may help islands of two speeds."""
-    synchronous = "synchronous DiLoCo, 8 islands"
-    equal, unlike = "decoupled, 8 islands", "decoupled, 4 fast + 4 slow islands"
-    failing = "decoupled, failures as at 1.2 M chips"
-    found = {row.name: row for row in _presets(size)}
-
-    def changed(name: str, suffix: str, against: str, **sync: Any) -> Row:
-        row = found[name + PRESET]
-        run = row.config.run
-        run = dataclasses.replace(run, sync=dataclasses.replace(run.sync, **sync))
-        tau = sync.get("overlap_steps")
-        return dataclasses.replace(
-            row,
-            name=name + suffix + PRESET,
-            config=dataclasses.replace(row.config, run=run),
-            options=network(tau, out_of_phase=True) if tau else row.options,
-            against=against,
-        )
-
-    baseline = synchronous + CYCLE + PRESET
-    yield changed(synchronous, CYCLE, synchronous + PRESET, steps_per_cycle=24)
-    for name in (equal, unlike, failing):
-        yield changed(name, CYCLE, baseline, steps_per_cycle=24)
-    for tau in (1, 3):
-        against = synchronous + PRESET
-        yield changed(unlike, f", tau {tau}", against, overlap_steps=tau)
-    yield changed(unlike, ", gamma 0.99", synchronous + PRESET, grace=0.99)
 
 
 def _islands(size: Size) -> Iterator[Row]:
