@@ -101,7 +101,8 @@ def resident(
 
 def open_fragments(sync: SyncConfig) -> int:
     """Fragments that an island has taken and not adopted yet: one is taken every H / P
-    steps, and adopted tau steps later."""
+    steps, and adopted tau steps later. An adoption that is late, because its merge
+    waited for others, is one of the late takes."""
     under_way = math.ceil(sync.overlap_steps * sync.fragments / sync.steps_per_cycle)
     return min(max(1, under_way), sync.fragments)
 

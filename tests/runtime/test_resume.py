@@ -94,16 +94,16 @@ def resumed(text, tmp_path_factory) -> Resumed:
         process.send_signal(signal.SIGKILL)
         process.wait(TIMEOUT_S)
     await_gone([pid for hosts in pids for pid in hosts])
-    # What another coordinator makes of what is there.
-    shutil.copytree(workdir, folder / "copy")
-    with coordinator(config, folder / "copy", init=False, killed=True) as service:
-        digest = service.store.digest()
-        versions = [list(f.version) for f in service.engine.state.fragments]
     snapshots = workdir / run_files.CHECKPOINTS / "coordinator"
     torn = max(int(path.name) for path in snapshots.iterdir() if path.name.isdigit())
     for path in (snapshots / str(torn)).rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
+    # What another coordinator makes of what is there.
+    shutil.copytree(workdir, folder / "copy")
+    with coordinator(config, folder / "copy", init=False, killed=True) as service:
+        digest = service.store.digest()
+        versions = [list(f.version) for f in service.engine.state.fragments]
     others = {
         "a": IslandConfig(batch_size=4, hosts=2, mesh_fsdp=2, step_seconds=0.1),
         # So slow that a is back long before the end.
