@@ -15,7 +15,7 @@ import support
 from quality_configs import SIZES, Row, Size, parameters_of
 from quality_rows import RATE, rates, rows, same_runs
 from quality_schedules import CYCLES, TOKEN_FACTORS
-from quality_variants import PRESET
+from quality_variants import CYCLE, PRESET
 
 PUBLISHED_GAPS = {
     35e6: {1: -0.1, 2: 0.7, 4: 2.0, 8: 3.9},
@@ -177,7 +177,8 @@ def _swept(size: str, losses: dict[str, dict[int, float]]) -> list[dict[str, str
 
 def _checks(size: str, losses: dict[str, dict[int, float]]) -> list[support.Check]:
     checks = []
-    for outer, (name, told, against, bound) in itertools.product(("", PRESET), BOUNDS):
+    outers = ("", PRESET, CYCLE + PRESET)
+    for outer, (name, told, against, bound) in itertools.product(outers, BOUNDS):
         # Both rows with an outer step of 1, then both with the other one.
         compared = difference(losses, name + outer, against + outer)
         if compared is None:
