@@ -18,6 +18,7 @@ from diloco_jax.policy import records
 from diloco_jax.simulation.calibration.command import fitted, predict
 from diloco_jax.simulation.calibration.fit import calibrate, of_intervals
 from diloco_jax.simulation.calibration.observed import read_timeline
+from diloco_jax.simulation.calibration.steps import Gaps, steps_of
 
 
 @pytest.fixture(scope="module")
@@ -154,23 +155,49 @@ def row(calibration, what: str, *faults: str) -> float:
     return next(row.predicted for row in rows if row.what == what)
 
 
-def test_the_spread_of_late_lines_is_not_that_of_steps(tmp_path):
-    sync = dataclasses.replace(STANDARD.run.sync, grace_window="overlap")
-    record(tmp_path / "run", config(sync=sync))
-    calibration = calibrate(read_timeline(tmp_path / "run"))
+def late_lines(seed: int, lost: float) -> tuple[np.ndarray, list[Gaps]]:
+    """Steps of one life, and the gaps between lines that are later than that, some of
+    which are lost."""
+    chance = np.random.default_rng(seed)
+    seconds = 0.5 + chance.exponential(0.02, 2000)
+    at = np.cumsum(seconds) + chance.exponential(0.04, len(seconds))
+    told = np.flatnonzero(chance.random(len(at)) >= lost)
+    return seconds, [Gaps(np.diff(told), np.diff(at[told]))]
+
+
+@pytest.mark.parametrize("lost", [0.0, 0.5])
+def test_the_spread_of_late_lines_is_not_that_of_steps(lost):
+    def ratio(seed: int) -> float:
+        seconds, gaps = late_lines(seed, lost)
+        found = steps_of(gaps, median=float(np.median(seconds)), spread=True)
+        assert np.median(found) == pytest.approx(np.median(seconds))
+        return float(np.std(found) / np.std(seconds))
+
+    assert np.median([ratio(seed) for seed in range(12)]) == pytest.approx(1, abs=0.1)
+    _, gaps = late_lines(0, lost)
+    assert np.std(gaps[0].each) > 0.03
+    assert np.std(steps_of(gaps, median=0.5, spread=False)) == 0.0
+
+
+def test_a_tape_of_late_lines_tells_the_spread_of_steps(tmp_path):
+    record(tmp_path / "run", config(total_tokens=80_000))
+    timeline = read_timeline(tmp_path / "run")
+    expected = np.std(truth(STANDARD).steps["a"].seconds)
 
     def spread(seed: int) -> float:
-        timeline = read_timeline(tmp_path / "run")
         late = np.random.default_rng(seed)
+        boundaries = [dict(life.boundaries) for life in timeline.lives["a"]]
         for life in timeline.lives["a"]:
             life.boundaries = {
-                step: at + late.exponential(0.05)
+                step: at + late.exponential(0.04)
                 for step, at in life.boundaries.items()
             }
-        return float(np.std(calibrate(timeline).steps["a"].seconds))
+        found = float(np.std(calibrate(timeline).steps["a"].seconds))
+        for life, own in zip(timeline.lives["a"], boundaries, strict=True):
+            life.boundaries = own
+        return found
 
-    usual = np.median([spread(seed) for seed in range(12)])
-    assert usual == pytest.approx(np.std(calibration.steps["a"].seconds), rel=0.6)
+    assert np.median([spread(s) for s in range(6)]) == pytest.approx(expected, rel=0.25)
 
 
 def test_a_delay_is_in_as_many_intervals_as_any_can_be():

@@ -1,8 +1,7 @@
 """Fits what the simulator has to know of a fleet to the timeline of a recorded run.
 
-Step times are resampled from the tape, about the median that the island measured
-itself; what the lines' own lateness adds to their spread is taken out. Validation is
-not predicted. A delay that ends in something an island does at its next step boundary
+Step times are resampled from the tape (`steps.py`). Validation is not predicted. A
+delay that ends in something an island does at its next step boundary
 is known as an interval only, since the boundary before came too early: the fitted delay
 is in as many of these intervals as any can be.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -21,12 +19,10 @@ import numpy as np
 from diloco_jax.config import ConfigError, IslandConfig, RunConfig
 from diloco_jax.island.hosts.following import lead_of
 from diloco_jax.simulation.calibration.observed import Observed, Timeline
+from diloco_jax.simulation.calibration.steps import gaps_of, steps_of
 
 LEAST_LATENCY_S = 0.001
 """A message never arrives at the boundary that caused it."""
-USUAL = (0.5, 3.0)
-"""Times between two boundaries, in medians, that are steps: shorter ones were reported
-late, longer ones held up."""
 OWN_SAMPLES = 20
 """An island's transfers go by its own samples if it has as many, else by all: it is a
 slow one that was waited for now and then."""
@@ -233,43 +229,25 @@ def calibrate(timeline: Timeline) -> Calibration:
 
 
 def _steps(timeline: Timeline, name: str) -> Steps:
-    gaps = np.array([gap for life in timeline.lives[name] for gap in _gaps(life)])
-    if len(gaps) < 3:
+    lives = [gaps_of(life) for life in timeline.lives[name]]
+    count = sum(int(np.sum(gaps.steps)) for gaps in lives)
+    if count < 3:
         raise ConfigError(
-            f"{timeline.workdir}/tape.jsonl tells of {len(gaps)} steps of island "
+            f"{timeline.workdir}/tape.jsonl tells of {count} steps of island "
             f"{name!r}; calibrate on a run in which every island makes many"
         )
-    usual = np.median(gaps)
-    kept = gaps[(USUAL[0] * usual <= gaps) & (gaps <= USUAL[1] * usual)]
     sums = timeline.roster.measures(name)
-    own_median = sums.median_step_seconds
-    # Validation makes gaps longer, but no step.
-    share = 0.0 if sums.eval_seconds else _share_of_spread(kept)
-    own = own_median + (kept - np.median(kept)) * share
+    seconds = steps_of(
+        lives,
+        median=sums.median_step_seconds,
+        # Validation makes gaps longer, but no step.
+        spread=not sums.eval_seconds,
+    )
     return Steps(
         island=timeline.config.islands[name],
-        seconds=np.maximum(own, own_median * USUAL[0]),
-        held_up=len(gaps) - len(kept),
+        seconds=seconds,
+        held_up=count - len(seconds),
     )
-
-
-def _gaps(life: Observed) -> Iterator[float]:
-    """Seconds of every step; several ones of which no report came between are alike."""
-    known = sorted(life.boundaries.items())
-    for (step, at), (following, then) in itertools.pairwise(known):
-        yield from [(then - at) / (following - step)] * (following - step)
-
-
-def _share_of_spread(gaps: np.ndarray) -> float:
-    """How much of the gaps' standard deviation is the steps'. A line that is late makes
-    one gap longer and the next one as much shorter, so its variance, which is in the
-    gaps' twice, is their negative covariance."""
-    centred = gaps - np.mean(gaps)
-    variance = float(np.mean(centred**2))
-    if not variance:
-        return 0.0
-    covariance = float(np.mean(centred[1:] * centred[:-1]))
-    return math.sqrt(max(0.0, 1 + 2 * min(covariance, 0.0) / variance))
 
 
 def _round_trips(
