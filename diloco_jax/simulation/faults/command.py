@@ -64,7 +64,8 @@ def text(report: Report) -> str:
             *lines,
             f"{report.schedules} schedules in {report.seconds:.1f} s "
             f"({report.schedules_per_minute:.0f} a minute), {report.merges} merges, "
-            f"{report.crashes} crashes, {report.faults.total()} faults ({faults}): "
+            f"{report.crashes} crashes, {report.torn_snapshots} torn snapshots, "
+            f"{report.faults.total()} faults ({faults}): "
             f"{len(report.violations)} violations",
         ]
     )

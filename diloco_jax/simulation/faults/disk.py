@@ -50,7 +50,8 @@ class Disk:
         self.written_share = 0.0
         """Of the record whose append fails."""
         self._segments: dict[int, io.BytesIO] = {0: io.BytesIO()}
-        self._snapshots: dict[int, tuple[bytes, Any]] = {}
+        self._snapshots: dict[int, tuple[bytes, Any] | None] = {}
+        """None: it does not read."""
 
     def append(self, record: Mapping[str, Any], payload: bytes) -> None:
         """As `RecordLog.append`. Raises DiskError."""
@@ -79,22 +80,32 @@ class Disk:
         return ended
 
     def save(self, number: int, state: State, anchors: Any) -> None:
-        """A complete snapshot; forgets the log that it makes superfluous."""
+        """A complete snapshot; forgets the log that the oldest one does not need."""
         self._snapshots[number] = (msgspec.json.encode(state), anchors)
         for old in sorted(self._snapshots)[:-SNAPSHOTS_KEPT]:
             del self._snapshots[old]
-        for segment in [n for n in self._segments if n <= number]:
+        oldest = min(self._snapshots)
+        for segment in [n for n in self._segments if n <= oldest]:
             del self._segments[segment]
 
+    def tear_snapshot(self) -> bool:
+        """The newest does not read any more; False if it is the only one that does."""
+        *before, newest = self._readable()
+        if before:
+            self._snapshots[newest] = None
+        return bool(before)
+
     def load(self) -> Found:
-        """The newest snapshot and the records after it.
+        """The newest snapshot that reads and the records after it.
 
         Raises EmptyDiskError; DurableError if the log is damaged.
         """
         if self.empty:
             raise EmptyDiskError
-        number = max(self._snapshots)
-        state, anchors = self._snapshots[number]
+        number = self._readable()[-1]
+        snapshot = self._snapshots[number]
+        assert snapshot is not None
+        state, anchors = snapshot
         later = [n for n in sorted(self._segments) if n > number]
         entries = [
             entry
@@ -105,3 +116,6 @@ class Disk:
         ]
         self._segments[later[-1]].seek(0, io.SEEK_END)
         return Found(msgspec.json.decode(state, type=State), anchors, entries)
+
+    def _readable(self) -> list[int]:
+        return sorted(n for n, snapshot in self._snapshots.items() if snapshot)

@@ -11,7 +11,8 @@ from diloco_jax.config import GraceWindow
 from diloco_jax.core.choices import AdoptRule
 from diloco_jax.island.hosts.following import LEAD
 from diloco_jax.simulation.faults import kinds, liveness
-from diloco_jax.simulation.faults.kinds import AnyFault, Restart
+from diloco_jax.simulation.faults.fault import Restart
+from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.network import Way
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
@@ -23,6 +24,8 @@ FAULTS = 5
 """Every schedule has at least so many, drawn early enough to happen."""
 JOIN_S = 2.0
 """Longest join, about the time until the first step."""
+CRASHES = (kinds.CoordinatorCrash, kinds.DiskFailure, kinds.TornWrite)
+"""Of the coordinator, whose disk is there; half of them come with a power cut."""
 OVERWRITE_KEEPS = 0.7
 """About the share of tokens that this rule does not lose."""
 
@@ -76,6 +79,8 @@ def draw(seed: int) -> Schedule:
     if calm_s == 3 * cycle_s:
         while rng.random() < 0.7:
             faults.append(_draw_fault(rng, names, 1.2 * (storm_s + calm_s)))
+    power = random.Random(f"power {seed}")
+    faults = [_as_power_cut(power, fault) for fault in faults]
     kept = OVERWRITE_KEEPS if schedule.adopt == "overwrite" else 1.0
     return msgspec.structs.replace(
         schedule,
@@ -87,6 +92,14 @@ def draw(seed: int) -> Schedule:
 def _draw_fault(rng: random.Random, names: str, latest_s: float) -> AnyFault:
     at_s = round(rng.uniform(0, latest_s), 2)
     return rng.choice(DRAWS)(rng, at_s, rng.choice(names))
+
+
+def _as_power_cut(rng: random.Random, fault: AnyFault) -> AnyFault:
+    """The same, or with a power cut, if it is one of `CRASHES`."""
+    if not isinstance(fault, CRASHES) or rng.random() < 0.5:
+        return fault
+    restart = msgspec.structs.replace(fault.restart, power_cut=True)
+    return msgspec.structs.replace(fault, restart=restart)
 
 
 def _restart(rng: random.Random) -> Restart:

@@ -7,41 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
 from diloco_jax.policy.events import Timer
+from diloco_jax.simulation.faults.fault import Fault, Restart
 from diloco_jax.simulation.faults.network import Way
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.world import World
-
-
-def _tag(name: str) -> str:
-    """`IslandCrash` -> "island_crash"."""
-    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
-
-
-class Fault(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    tag_field="kind",
-    tag=_tag,
-):
-    """What all kinds have. at_s: seconds from the begin of the run.
-
-    Each has `strike(world)`, which does it, or arms it, and returns False if there is
-    nothing to strike just now. It calls `world.begun` once it really happens.
-    """
-
-    at_s: float
-
-    @property
-    def kind(self) -> str:
-        """Its name in JSON."""
-        return str(self.__struct_config__.tag)
 
 
 # ---- islands ----------------------------------------------------------------------
@@ -172,21 +143,6 @@ class Unfit(Fault, frozen=True):
 
 
 # ---- the coordinator and its disk ---------------------------------------------------
-
-
-class Restart(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-):
-    """How a coordinator that died comes back. clock_s: what its monotonic clock says
-    then. noticed_s: after which the islands see that their connections are broken."""
-
-    down_s: float
-    clock_s: float = 0.0
-    noticed_s: float = 0.0
 
 
 class CoordinatorCrash(Fault, frozen=True):

@@ -94,6 +94,8 @@ class Report:
     merges: int = 0
     crashes: int = 0
     """Of islands and coordinators."""
+    torn_snapshots: int = 0
+    """That a coordinator found when it came back, and passed over."""
     faults: Counter[str] = dataclasses.field(default_factory=Counter)
     """That happened, by kind."""
     violations: list[Violation] = dataclasses.field(default_factory=list)
@@ -163,6 +165,7 @@ def _add(report: Report, played: Played) -> None:
     report.schedules += 1
     report.merges += sum(played.world.merges)
     report.crashes += played.world.crashes
+    report.torn_snapshots += played.world.torn_snapshots
     report.faults.update(played.world.struck)
 
 

@@ -17,9 +17,10 @@ from diloco_jax.policy.state import initial
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import Anchors, first_anchors, loaded
 from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
+from diloco_jax.simulation.faults.fault import Fault, Restart
 from diloco_jax.simulation.faults.gatherer import Gatherer, Opened
 from diloco_jax.simulation.faults.invariants import Monitor
-from diloco_jax.simulation.faults.kinds import AnyFault, Fault, Restart
+from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.links import Links
 from diloco_jax.simulation.faults.network import FaultyLine, Network
 from diloco_jax.simulation.faults.observing import ViolationError
@@ -60,6 +61,7 @@ class World(Links):
         self.struck: Counter[str] = Counter()
         """Faults that happened, by kind."""
         self.crashes = 0
+        self.torn_snapshots = 0
         self.merges = [0] * self.config.fragments
         self._not_over = len(schedule.faults)
         self._has_healed = False
@@ -240,6 +242,8 @@ class World(Links):
         self.coordinator.die()
         self.coordinator = None
         self.crashes += 1
+        if restart.power_cut and self.disk.tear_snapshot():
+            self.torn_snapshots += 1
         for island in self.processes:
             self.lose_connection(island, restart.noticed_s)
         start = functools.partial(self._start_coordinator, restart.clock_s)

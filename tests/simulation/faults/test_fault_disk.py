@@ -32,16 +32,44 @@ def test_a_write_that_fails_leaves_all_nothing_or_a_torn_record(
     assert numbers(disk) == [*[0, 1][:kept], 7]
 
 
-def test_a_snapshot_makes_the_log_before_it_superfluous() -> None:
+def with_snapshots(count: int) -> Disk:
+    """So many after the first, each with its number in a record after it."""
     disk = begun()
-    disk.append({"n": 0}, b"")
-    number = disk.rotate()
-    disk.append({"n": 1}, b"")
-    assert numbers(disk) == [0, 1]
-    disk.save(number, State(tick=5), "second")
+    for number in range(1, count + 1):
+        disk.append({"n": number}, b"")
+        disk.save(disk.rotate(), State(tick=number), f"of {number}")
+    disk.append({"n": count + 1}, b"")
+    return disk
+
+
+def test_the_newest_snapshot_is_gone_on_from() -> None:
+    disk = with_snapshots(2)
     found = disk.load()
-    assert (found.state.tick, found.anchors) == (5, "second")
-    assert numbers(disk) == [1]
+    assert (found.state.tick, found.anchors) == (2, "of 2")
+    assert numbers(disk) == [3]
+
+
+def test_a_snapshot_counts_once_it_is_complete() -> None:
+    disk = with_snapshots(1)
+    disk.rotate()
+    disk.append({"n": 3}, b"")
+    assert disk.load().state.tick == 1
+    assert numbers(disk) == [2, 3]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_torn_snapshot_is_passed_over_for_the_one_before(count: int) -> None:
+    disk = with_snapshots(count)
+    assert disk.tear_snapshot()
+    assert disk.load().state.tick == count - 1
+    assert numbers(disk) == [count, count + 1]
+    assert not disk.tear_snapshot(), "there is no other that reads"
+    assert numbers(disk) == [count, count + 1]
+
+
+def test_the_only_snapshot_is_not_torn() -> None:
+    assert not begun().tear_snapshot()
+    assert begun().load().anchors == "first"
 
 
 def test_an_empty_disk_and_a_torn_middle_are_errors() -> None:

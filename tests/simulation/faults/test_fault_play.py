@@ -19,6 +19,7 @@ def test_what_must_hold_holds() -> None:
     assert len(kinds) == len(set(DRAWS))
     assert report.merges > CYCLES * len(SEEDS)
     assert report.crashes >= report.faults["island_crash"]
+    assert report.torn_snapshots > 0
 
 
 @pytest.mark.parametrize("seed", range(20))
