@@ -19,8 +19,9 @@ files of Documentation without translations, and of kernel, mm, fs, net, lib, bl
 crypto, security, ipc and init; 10,039 files, digest 8834d04465440715), 2.2 MB of which
 are held out; 2 M and the first three seeds of 0.3 M ran mostly on an NVIDIA H100 (jax
 0.11.2, Python 3.12.3), which up to 12 runs shared, later seeds on a CPU. Pairs are of
-one machine, but two of five with data-parallel, whose seeds 1 and 2 ran on a CPU, and
-those of the two grace windows with 2 M tokens, which ran on two kinds of CPU.
+one device, but two of five with data-parallel, whose seeds 1 and 2 ran on a CPU. The
+CPUs are of two kinds, AMD EPYC and Intel Xeon, in some pairs one of each (raw results
+say which): their rounding differs, as that of any two rows does.
 
 Learning rates are swept (last tables), each method alike: at 0.3 M the best of four
 for data-parallel, of three for synchronous and decoupled DiLoCo with 8 islands, of two
