@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import select
 import signal
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 PIPE_BYTES = 1 << 16
+NOTHING = operator.is_
+"""As a handler: it is in C, so no other one can begin within it."""
 
 
 def signals() -> tuple[signal.Signals, ...]:
@@ -26,18 +29,19 @@ class Interrupt:
     The first asks to end in order, a second one to end at once.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._previous: dict[signal.Signals, Any] = {}
-
     def __enter__(self) -> Interrupt:
-        # A handler runs wherever this thread is, in the middle of another one too: a
-        # lock, as threading.Event has, would wait for itself.
+        self._count, self._unwaited = 0, False
+        self._previous: dict[int, Any] = {}
         self._ears, self._mouth = os.pipe()
+        self._open = True
         for end in (self._ears, self._mouth):
             os.set_blocking(end, False)
+        # The interpreter itself writes each signal's number here. A handler in Python
+        # could be interrupted by itself: a lock would wait for itself, and signals
+        # faster than the handler would go deeper until no frame is left.
+        self._wakeup = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
         for number in signals():
-            self._previous[number] = signal.signal(number, self._arrived)
+            self._previous[number] = signal.signal(number, NOTHING)
         return self
 
     def __exit__(
@@ -46,22 +50,35 @@ class Interrupt:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._listen()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
         os.close(self._ears)
         os.close(self._mouth)
+        self._open = False
+
+    @property
+    def count(self) -> int:
+        """Signals so far; after the block, those within it."""
+        if self._open:
+            self._listen()
+        return self._count
 
     def wait(self, seconds: float) -> None:
         """Sleeps, less long if a signal comes that was not waited for before."""
-        poll = select.poll()
-        poll.register(self._ears, select.POLLIN)
-        if poll.poll(seconds * 1000):
-            os.read(self._ears, PIPE_BYTES)
+        if not self._unwaited:
+            poll = select.poll()
+            poll.register(self._ears, select.POLLIN)
+            poll.poll(seconds * 1000)
+        self._listen()
+        self._unwaited = False
 
-    def _arrived(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        with contextlib.suppress(BlockingIOError):  # It is full: heard all the same.
-            os.write(self._mouth, b"!")
+    def _listen(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # Nothing came.
+            heard = os.read(self._ears, PIPE_BYTES)
+            self._count += sum(number in self._previous for number in heard)
+            self._unwaited = True
 
 
 @contextlib.contextmanager
