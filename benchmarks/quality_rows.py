@@ -30,7 +30,7 @@ from quality_configs import (
 )
 from quality_schedules import batches, schedules, tokens
 from quality_trouble import trouble
-from quality_variants import GENTLE, by_name
+from quality_variants import GENTLE, PRESET, by_name
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
 """Learning rates swept for the headline rows, each method alike."""
@@ -48,6 +48,10 @@ SWEPT = (
     "one island, outer optimizer",
     "Muon inside, data-parallel",
     "Muon inside",
+    variants.SYNCHRONOUS + PRESET,
+    variants.EQUAL + PRESET,
+    variants.UNLIKE + PRESET,
+    variants.FAILING + PRESET,
 )
 MUON = "muon"
 SYNCHRONOUS = {
@@ -85,11 +89,9 @@ def rows(size: Size) -> Iterator[Row]:
 
 def rates(size: Size) -> Iterator[Row]:
     """The sweep of learning rates, on the first seed, for every headline method."""
-    candidates = (*_headlines(size), *_islands(size))
-    swept = [row for row in candidates if row.name in SWEPT]
-    muon = [row for row in _muon(size) if row.name in SWEPT]
+    swept = [row for row in rows(size) if row.name in SWEPT]
     for rate in RATES:
-        for row in (*swept, *muon):
+        for row in swept:
             optimizer = row.config.run.inner.optimizer
             yield dataclasses.replace(
                 row,
