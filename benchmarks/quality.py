@@ -23,10 +23,11 @@ one device, but two of five with data-parallel, whose seeds 1 and 2 ran on a CPU
 CPUs are of two kinds, AMD EPYC and Intel Xeon, in some pairs one of each (raw results
 say which): their rounding differs, as that of any two rows does.
 
-Learning rates are swept (last tables), each method alike: at 0.3 M the best of four
-for data-parallel, of three for synchronous and decoupled DiLoCo with 8 islands, of two
-for 1, 2 and 4 islands; other rows have that of 8, failures and momentum too. At 2 M
-data-parallel's best of three is the highest. 8 M tokens have the rates of 2 M.
+Learning rates are swept (last tables), each method alike: at 0.1 M and 2 M tokens of
+three or more for every headline, failures and momentum too, on one seed; at 0.3 M the
+best of four for data-parallel, of three for synchronous and decoupled DiLoCo with 8
+islands, of two for 1, 2 and 4 islands; other rows have that of 8. At 2 M the best of
+three for data-parallel is the highest. 8 M tokens have the rates of 2 M.
 
 Command: `python benchmarks/quality.py --size 0.1m --minutes 60`; with a text of one's
 own and a GPU `--size 2m --text FOLDER --platform cuda --jobs 8`, `--rates` for the

@@ -89,7 +89,8 @@ def told(text: str, runs: Runs) -> str:
 
     def fill(match: re.Match[str]) -> str:
         size, name, *rest = match[1].split("; ")
-        by_name = {row.name: row for row in rows(SIZES[size])} if size in SIZES else {}
+        known = (*rows(SIZES[size]), *rates(SIZES[size])) if size in SIZES else ()
+        by_name = {row.name: row for row in known}
         if unknown := {name, *rest} - by_name.keys():
             raise SystemExit(f"{FINDINGS.name}: {match[0]}: no {unknown} at {size!r}")
         against = rest[0] if rest else by_name[name].against
