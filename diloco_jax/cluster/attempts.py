@@ -10,6 +10,9 @@ from diloco_jax.config import ConfigError
 from diloco_jax.loading import write_json
 from diloco_jax.workdir import held
 
+HELD_S = 60.0
+"""Longer than a slow disk takes for what one that starts reads and writes."""
+
 
 class Attempts:
     """Attempt numbers by island in `WORKDIR/attempts.json`, counted from 1. Several
@@ -20,9 +23,8 @@ class Attempts:
 
     def next(self, name: str) -> int:
         """The number of the attempt that begins now; on disk before it is returned."""
-        with held(
-            self.path.with_name(run_files.ATTEMPTS_LOCK), "another island that starts"
-        ):
+        lock = self.path.with_name(run_files.ATTEMPTS_LOCK)
+        with held(lock, "another island that starts", HELD_S):
             counts = self._read()
             counts[name] = counts.get(name, 0) + 1
             write_json(counts, self.path)

@@ -27,6 +27,8 @@ LONG_POLL_S = 60
 """The metadata server answers at least this often, changed or not."""
 ANSWER_S = 5.0
 """Longest wait for an answer beyond that."""
+AWAY_S = 5.0
+"""Between questions to a server that is away."""
 
 
 class Preemption:
@@ -105,7 +107,7 @@ class Preemption:
                     logger.debug("no metadata server at %s: %s", host, error)
                     return
                 # It is away for moments now and then.
-                time.sleep(ANSWER_S)
+                time.sleep(AWAY_S)
                 continue
             known = True
             if value.strip().upper() == "TRUE":

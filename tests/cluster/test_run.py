@@ -22,6 +22,7 @@ from diloco_jax.config import (
     RunConfig,
 )
 from diloco_jax.data.corpus import load_corpus
+from diloco_jax.deadlines import Deadlines
 from diloco_jax.loading import write_json
 from diloco_jax.observability.tape import Tape
 from diloco_jax.wire.errors import SecurityError
@@ -84,7 +85,7 @@ def config(tmp_path):
         run=RunConfig(data=data, outer=outer),
         islands={"a": IslandConfig(), "b": IslandConfig()},
         placement=Placement(
-            workdir=str(tmp_path / "run"), time_budget_s=5.0, restart_delay_s=0.01
+            workdir=str(tmp_path / "run"), time_budget_s=60.0, restart_delay_s=0.01
         ),
     )
 
@@ -179,6 +180,7 @@ def test_a_crashed_island_comes_back_as_its_next_incarnation(launch, workdir):
 def test_a_crashed_coordinator_comes_back_on_its_port(launch, workdir, before, how):
     crash = (
         "if len((workdir / 'starts').read_text().splitlines()) == 1:\n"
+        "    while not list(workdir.glob('*.starts')): time.sleep(0.01)\n"
         f"    import os; {before}os.kill(os.getpid(), 9)\n"
     )
     code, _, _ = launch(coordinator=COORDINATOR.replace("while", crash + "while", 1))
@@ -251,10 +253,16 @@ def test_a_silent_coordinator_is_given_up(launch):
         launch(coordinator="import time; time.sleep(600)", compile_budget_s=0.2)
 
 
-def test_a_run_whose_islands_are_all_refused_ends_with_code_3(launch, workdir):
-    code, summary, seen = launch(
-        island="import sys; print('corpus differs'); sys.exit(3)", time_budget_s=0.5
-    )
+class NoFlush(Deadlines):
+    """Of a launcher that gives a run without islands up at once."""
+
+    flush_s = 0.1
+
+
+def test_a_run_whose_islands_are_all_refused_ends_with_code_3(launch, monkeypatch):
+    monkeypatch.setattr(run_module, "Deadlines", NoFlush)
+    refused = "import sys; print('corpus differs'); sys.exit(3)"
+    code, summary, seen = launch(island=refused)
     assert code == 3
     assert "a refused: corpus differs" in seen
     assert summary["merges"] == 3

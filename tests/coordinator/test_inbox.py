@@ -19,6 +19,7 @@ from diloco_jax.wire.errors import Busy, RemoteProtocolError
 from diloco_jax.wire.messages import UploadStart
 
 KEY = DeltaKey("a", 1, 0, 7)
+LATE_S = 60.0
 
 
 def layout(shape):
@@ -212,17 +213,17 @@ def test_a_disk_that_takes_its_time_keeps_nobody_waiting(tmp_path, monkeypatch):
 
     def slowly(*arguments):
         allocating.set()
-        assert go_on.wait(10)
+        assert go_on.wait(LATE_S)
         allocate(*arguments)
 
     monkeypatch.setattr(os, "posix_fallocate", slowly)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         late = pool.submit(put, inbox, start(), 2)
-        assert allocating.wait(10)
+        assert allocating.wait(LATE_S)
         assert inbox.payload(DeltaKey("b", 1, 0, 7)) is not None
         inbox.drop(DeltaKey("b", 1, 0, 7))
         go_on.set()
-        assert late.result(10)
+        assert late.result(LATE_S)
     assert (inbox.payload(KEY) == 2).all()
 
 

@@ -50,7 +50,7 @@ def block_maxima(name: str, x: np.ndarray) -> np.ndarray:
 
 
 @given(st.integers(0, 1000), st.floats(-30, 30))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_error_is_half_a_step_of_the_block(
     name: str, seed: int, exponent: float
@@ -61,7 +61,7 @@ def test_error_is_half_a_step_of_the_block(
 
 
 @given(st.integers(0, 1000), st.floats(-30, 30))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_floats_round_to_nearest_even(seed: int, exponent: float) -> None:
     x = sample(seed, exponent)
     np.testing.assert_array_equal(roundtrip("f32", x), x)
@@ -159,7 +159,7 @@ def test_fusing_does_not_change_bits(name: str) -> None:
 
 
 @given(st.integers(0, 1000))
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 def test_feedback_brings_everything_across(name: str, seed: int) -> None:
     codec, rounds = get_codec(name), 30

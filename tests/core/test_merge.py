@@ -15,7 +15,7 @@ from diloco_jax.core.merge import add, init, merge_deltas, rule_for, weight
 SHAPE = (6, 5)
 weights_of = st.lists(st.floats(0.01, 1e9), min_size=1, max_size=5)
 rules = st.sampled_from(["rda", "mean"])
-few = settings(deadline=None, max_examples=30)
+few = settings(max_examples=30)
 
 
 def deltas_of(seed: int, count: int) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ SHAPE = (8, 40)
 
 
 @given(st.integers(0, 1000))
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @pytest.mark.parametrize("name", ["f32", "bf16", "int8", "int4"])
 def test_islands_make_the_coordinators_anchor(name: str, seed: int) -> None:
     codec, rng = get_codec(name), np.random.default_rng(seed)

@@ -23,7 +23,7 @@ def window_set(windows: Windows, epoch: int) -> list[bytes]:
 
 
 @hypothesis.given(st.integers(9, 400), st.integers(1, 8), st.integers(0, 2**31 - 1))
-@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.settings(max_examples=20)
 def test_an_epoch_is_a_permutation_of_all_windows(size, length, seed):
     tokens = text(size)
     windows = Windows(tokens, length, seed)
@@ -63,7 +63,7 @@ def test_too_little_text_is_refused():
 
 
 @hypothesis.given(st.integers(2, 400), st.integers(1, 9), st.integers(1, 5))
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=40)
 def test_validation_predicts_every_token_once(size, length, batch_size):
     tokens = text(size)
     batches = ValidationBatches(tokens, length, batch_size)

@@ -12,10 +12,20 @@ from diloco_jax.policy.values import Version
 from diloco_jax.wire import messages
 from diloco_jax.wire.server import Server
 
-WAIT_S = 20.0
-DEADLINES = Deadlines(2.0)
+WAIT_S = 60.0
 PIECES = (Piece(("w",), -1, (8, 4), False), Piece(("v",), -1, (6,), False))
 IDENTITY = Identity(run_id="r", island="a", incarnation=1, session="s")
+
+
+class Hasty(Deadlines):
+    """A fast test's pauses, a slow machine's deadlines."""
+
+    report_s = 0.2
+    retry_min_s = 0.02
+    retry_max_s = 0.2
+
+
+DEADLINES = Hasty(60.0)
 
 
 class Coordinator:

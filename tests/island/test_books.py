@@ -231,7 +231,7 @@ ACTION = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     rule=st.sampled_from(["keep", "rebase", "overwrite", "blend"]),
     script=st.lists(ACTION, min_size=20, max_size=60),

@@ -1,6 +1,5 @@
 """Link, sender and receiver over real gRPC on loopback."""
 
-import queue
 import threading
 import time
 
@@ -146,18 +145,20 @@ def test_goodbye_is_the_last_word(coordinator, link):
 
 
 def test_goodbye_does_not_wait_for_the_threads(stack, client, coordinator, mailbox):
-    """They look every six seconds whether it ends, with this budget."""
-    link = Link(client, hello, mailbox, Deadlines(60.0))
+    """They look once a minute whether it ends, with this budget."""
+    link = Link(client, hello, mailbox, Deadlines(600.0))
     link.connect(WAIT_S)
     link.start(Targets(want=lambda *a: None, resend=lambda *a: None))
+    mailbox.post(Status(phase="training", steps=1))
     coordinator.until_report(lambda m: isinstance(m, messages.Report))
-    began = time.monotonic()
     ending = Ending(1, "the machine is taken away", "preempted")
-    closing = threading.Thread(target=link.close, args=(ending, 15.0))
+    closing = threading.Thread(target=link.close, args=(ending, 600.0))
     closing.start()
     coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
-    assert time.monotonic() - began < 3
+    coordinator.session.close()
+    mailbox.post(Status(phase="stopped"))
     closing.join(WAIT_S)
+    assert not closing.is_alive()
 
 
 def test_ends_that_do_not_understand_each_other_part(coordinator, link, mailbox):
@@ -196,7 +197,7 @@ def test_a_busy_coordinator_is_asked_again(coordinator, sender, mailbox):
     coordinator.upload_errors = [Busy("later"), Busy("later")]
     sender.put(0, 4, encoded(1.0))
     assert coordinator.uploads.get(timeout=WAIT_S)[0].tick == 4
-    sender.close(5.0)
+    sender.close(WAIT_S)
     assert mailbox.status().measures.bytes_up > 38 * 4
 
 
@@ -213,8 +214,9 @@ def test_a_refused_delta_waits_for_its_verdict(coordinator, sender):
     coordinator.upload_errors = [Refused("stale", "too old")]
     sender.put(0, 4, encoded(1.0))
     assert coordinator.failed.get(timeout=WAIT_S).tick == 4
-    with pytest.raises(queue.Empty):
-        coordinator.uploads.get(timeout=5 * DEADLINES.retry_min_s)
+    # One thread sends: what it sends again, it sends before this.
+    sender.put_anchor(0, Version(1, 3), encoded(1.0)[:1])
+    assert coordinator.uploads.get(timeout=WAIT_S)[0].version == Version(1, 3)
     sender.resend(0, 4)
     assert coordinator.uploads.get(timeout=WAIT_S)[0].tick == 4
 

@@ -109,10 +109,10 @@ def test_the_first_reason_to_end_stands():
 def test_waiting_ends_with_news_and_with_the_deadline():
     mailbox = Mailbox()
     mailbox.wait(0.01)
-    waiter = threading.Thread(target=mailbox.wait, args=(60,))
+    waiter = threading.Thread(target=mailbox.wait, args=(600,))
     waiter.start()
     mailbox.stop()
-    waiter.join(10)
+    waiter.join(60)
     assert not waiter.is_alive()
     mailbox.collect()
     mailbox.wait(0.01)

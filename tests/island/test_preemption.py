@@ -10,7 +10,7 @@ from diloco_jax.island import preemption
 from diloco_jax.island.mailbox import Ending, Mailbox, Status
 from diloco_jax.island.preemption import Preemption
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 FLAVOR = {"Metadata-Flavor": "Google"}
 
 
@@ -59,6 +59,12 @@ def server():
         thread.join(WAIT_S)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """However slow a server is, it is one."""
+    monkeypatch.setattr(preemption, "ANSWER_S", WAIT_S)
+
+
 @pytest.fixture
 def mailbox():
     return Mailbox()
@@ -98,7 +104,7 @@ def test_a_notice_that_was_given_before_is_seen_at_once(server, mailbox, monkeyp
 def test_a_server_that_is_away_for_a_moment_is_asked_again(
     server, mailbox, monkeypatch
 ):
-    monkeypatch.setattr(preemption, "ANSWER_S", 0.01)
+    monkeypatch.setattr(preemption, "AWAY_S", 0.01)
     server.answers = [200, 503, 503]
     server.preempted.set()
     monkeypatch.setattr(preemption, "_ask", hiding_the_first(preemption._ask))

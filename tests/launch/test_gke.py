@@ -16,7 +16,11 @@ from diloco_jax.launch.gke import deployment
 from diloco_jax.launch.order import make_order
 
 NOW = 1_800_000_000
-WAIT_S = 20.0
+WAIT_S = 120.0
+UNTIL_TERM = (
+    "trap 'echo %s; kill $!; exit %d' TERM; echo up; sleep 600 >/dev/null & wait"
+)
+"""A process that says a word when it is asked to end."""
 
 
 def rendered(config, **settings):
@@ -215,9 +219,7 @@ def test_an_island_counts_its_attempts_from_the_launch(config, shell):
 
 def test_sigterm_reaches_the_island_itself(config, shell):
     script = container_script(job_and_pod(jobset(config))[2])
-    island = shell(
-        script, "trap 'echo goodbye; exit 1' TERM; echo up; sleep 20 >/dev/null & wait"
-    )
+    island = shell(script, UNTIL_TERM % ("goodbye", 1))
     assert island.stdout.readline() == "up\n"
     island.send_signal(signal.SIGTERM)
     assert island.communicate(timeout=WAIT_S)[0] == "goodbye\n"
@@ -253,8 +255,7 @@ def test_a_coordinator_that_fails_is_started_again(config, shell):
 
 
 def test_sigterm_reaches_the_coordinator(config, shell):
-    body = "trap 'echo summary; exit 0' TERM; echo up; sleep 20 >/dev/null & wait"
-    process = shell(coordinator_script(config), body)
+    process = shell(coordinator_script(config), UNTIL_TERM % ("summary", 0))
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=WAIT_S)[0] == "summary\n"

@@ -15,7 +15,7 @@ from diloco_jax.launch.tpu_vm import deployment
 from diloco_jax.loading import read_config_json
 
 NOW = 1_800_000_000
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 DOCKER = """#!/usr/bin/env bash
 echo "docker $*" >>"$TOOLS/calls"
@@ -206,7 +206,7 @@ def test_signals_reach_diloco(island):
     docker.write_text(
         DOCKER.replace(
             'exit "${EXIT:-0}"',
-            "trap 'exit 41' TERM; echo up; sleep 20 >/dev/null & wait",
+            "trap 'kill $!; exit 41' TERM; echo up; sleep 600 >/dev/null & wait",
         )
     )
     environment = {"PATH": f"{island.tools}:/usr/bin:/bin", "TOOLS": str(island.tools)}

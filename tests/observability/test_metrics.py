@@ -10,6 +10,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from diloco_jax.observability import curves
 from diloco_jax.observability.metrics import Metrics
 
+LATE_S = 60.0
 ISLAND = {
     "kind": "island",
     "time": 5.0,
@@ -83,7 +84,7 @@ def test_a_disk_that_was_full_for_a_moment_costs_points_and_holds_up_nobody(
     monkeypatch.setattr(curves, "RETRY_S", 0.0)
     metrics = Metrics(tmp_path)
     metrics.append(ISLAND)
-    assert failed.wait(10)
+    assert failed.wait(LATE_S)
     for step in range(100):
         metrics.append({**ISLAND, "step": step})
     metrics.close()
@@ -123,7 +124,7 @@ def test_a_disk_that_stays_full_is_not_filled_with_files(tmp_path, monkeypatch):
     monkeypatch.setattr(EventsWriter, "write_event", full)
     metrics = Metrics(tmp_path)
     metrics.append(ISLAND)
-    assert tried.wait(10)
+    assert tried.wait(LATE_S)
     for step in range(100):
         metrics.append({**ISLAND, "step": step})
     assert not again.wait(0.5), "not before RETRY_S"
