@@ -78,6 +78,13 @@ def _with_tls(
             f"certificates of the same authority, and add the address with "
             f"`diloco certs --add` if it is not named there"
         )
+    except TimeoutError:
+        # A peer that is slow may have certificates all the same.
+        return ConnectionLost(
+            f"{address}: no TLS handshake within {connection.gettimeout():g} s; check "
+            f"that this is the coordinator's address, and that its machine and the "
+            f"network between are not overloaded"
+        )
     except OSError as error:
         return SecurityError(
             f"{address} does not answer with TLS ({error}) and this process has "

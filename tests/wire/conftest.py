@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 import pytest
-from wire_support import Recorder
+from wire_support import Recorder, deadlines
 
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.wire import threads
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.server import Server
@@ -35,11 +35,9 @@ def serve(handlers: Recorder) -> Iterator[Callable[..., tuple[Server, str]]]:
     """Starts a server on a free loopback port; stops it after the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(
-            budget_s: float = 10.0, bind: str = "127.0.0.1:0", **options: Any
-        ) -> tuple[Server, str]:
+        def start(bind: str = "127.0.0.1:0", **options: Any) -> tuple[Server, str]:
             fields = {"tls": None, "max_islands": 3, "bulk_channels": 4} | options
-            server = Server(bind, handlers, deadlines=Deadlines(budget_s), **fields)
+            server = Server(bind, handlers, **{"deadlines": deadlines()} | fields)
             address = server.start()
             stack.callback(server.stop, 0.1)
             return server, address
@@ -52,9 +50,9 @@ def connect() -> Iterator[Callable[..., Client]]:
     """Makes clients; closes them after the test."""
     with contextlib.ExitStack() as stack:
 
-        def make(address: str, budget_s: float = 10.0, **options: Any) -> Client:
+        def make(address: str, **options: Any) -> Client:
             fields = {"tls": None, "bulk_channels": 4} | options
-            client = Client(address, deadlines=Deadlines(budget_s), **fields)
+            client = Client(address, **{"deadlines": deadlines()} | fields)
             stack.callback(client.close)
             return client
 
@@ -76,6 +74,23 @@ def raw_channel() -> Iterator[Callable[..., grpc.Channel]]:
             return stack.enter_context(channel)
 
         yield make
+
+
+class Clock:
+    """Goes on when it is told to."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of guards and their watches."""
+    clock = Clock()
+    monkeypatch.setattr(threads, "time", clock)
+    return clock
 
 
 @pytest.fixture

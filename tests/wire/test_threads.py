@@ -6,18 +6,26 @@ import threading
 import weakref
 
 import pytest
+from wire_support import WAIT_S
 
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.wire.threads import ByteQueue, DaemonPool, IdleWatch, QueueClosed
 
-SOON_S, LATE_S = 0.05, 10.0
+SOON_S, LATE_S = 0.05, WAIT_S
 
 
-def in_thread(work):
-    """Starts it; returns the thread and where its result will be."""
-    found = []
+def waiting_at(queue, work):
+    """Starts it; when it waits, returns the thread and where its result will be."""
+    found, waits, wait = [], threading.Event(), queue._condition.wait
+
+    def announced(timeout_s):
+        waits.set()  # but nobody else gets at the queue until this thread waits
+        return wait(timeout_s)
+
+    queue._condition.wait = announced
     thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
     thread.start()
+    assert waits.wait(LATE_S)
     return thread, found
 
 
@@ -48,9 +56,8 @@ def test_empty_items_take_room_too():
 def test_who_waits_for_room_gets_it():
     queue = ByteQueue(100)
     queue.put(bytes(90))
-    thread, found = in_thread(lambda: queue.put(b"next", wait=True))
-    thread.join(SOON_S)
-    assert thread.is_alive()
+    thread, found = waiting_at(queue, lambda: queue.put(b"next", wait=True))
+    assert not found
     queue.get()
     thread.join(LATE_S)
     assert found == [True]
@@ -91,8 +98,7 @@ def test_closing_wakes_who_waits(waiting):
 
     if waiting == "put":
         queue.put(bytes(90))
-    thread, found = in_thread(wait)
-    thread.join(SOON_S)
+    thread, found = waiting_at(queue, wait)
     queue.close()
     thread.join(LATE_S)
     assert found == ["closed"]
@@ -105,6 +111,14 @@ def watch():
     made.close(LATE_S)
 
 
+def expire_another(watch, clock, limit_s):
+    """Lets `limit_s` go by, and the watch see it."""
+    other = threading.Event()
+    with watch.guard(limit_s, other.set):
+        clock.now += limit_s
+        assert other.wait(LATE_S)
+
+
 def test_what_makes_no_progress_is_ended(watch):
     ended = threading.Event()
     with watch.guard(SOON_S, ended.set) as guard:
@@ -112,25 +126,23 @@ def test_what_makes_no_progress_is_ended(watch):
     assert guard.expired
 
 
-def test_what_is_touched_is_not(watch):
+def test_what_is_touched_is_not(watch, clock):
     ended = threading.Event()
-    with watch.guard(1.0, ended.set) as guard:
+    with watch.guard(10 * SOON_S, ended.set) as guard:
         # Others expire one after the other, for twice as long as this one may idle.
         for _ in range(20):
-            other = threading.Event()
-            with watch.guard(0.1, other.set):
-                assert other.wait(LATE_S)
+            expire_another(watch, clock, SOON_S)
             guard.touch()
     assert not guard.expired
     assert not ended.is_set()
 
 
-def test_a_guard_that_is_over_never_expires(watch):
-    over, later = threading.Event(), threading.Event()
+def test_a_guard_that_is_over_never_expires(watch, clock):
+    over = threading.Event()
     with watch.guard(SOON_S, over.set):
         pass
-    with watch.guard(2 * SOON_S, later.set):
-        assert later.wait(LATE_S)
+    for _ in range(2):  # the first could expire just before it
+        expire_another(watch, clock, SOON_S)
     assert not over.is_set()
 
 

@@ -6,12 +6,22 @@ import queue
 import threading
 from typing import Any
 
+from diloco_jax.deadlines import Deadlines
 from diloco_jax.policy.values import Version
 from diloco_jax.wire import messages
 from diloco_jax.wire.errors import VersionGone, WireError
 from diloco_jax.wire.server import FetchSource, Session
 
-WAIT_S = 20.0
+WAIT_S = 45.0
+"""Less than the queues' poll and the budget: what only they end comes too late."""
+BUDGET_S = 60.0
+"""More than a busy machine stands still."""
+
+
+def deadlines(**seconds: float) -> Deadlines:
+    """Those of a generous budget, but for what the test is about."""
+    assert seconds.keys() <= vars(Deadlines).keys(), seconds
+    return type("Deadlines", (Deadlines,), seconds)(BUDGET_S)
 
 
 def hello(island: str = "a", **changes: Any) -> messages.Hello:
