@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the text that sizes from 0.3 M parameters on are measured on: 130 MB of the
+# Makes the text that `quality.py` trains 0.3 M parameters and more on: 130 MB of the
 # sources of Linux, from Debian's package. Needs apt-get, dpkg-deb and xz.
 #
 #   bash benchmarks/linux_text.sh FOLDER     # then quality.py --text FOLDER

@@ -16,18 +16,21 @@ Sizes up to 0.1 M parameters train on the Python standard library (7 files with 
 are held out, so tenths of a percent are about these), on a CPU. 0.3 M and 2 M train on
 130 MB of Linux 6.1 (Debian's linux-source-6.1, 6.1.192-2: the .rst, .txt, .c, .h and .S
 files of Documentation without translations, and of kernel, mm, fs, net, lib, block,
-crypto, security, ipc and init; 10,039 files, digest 8834d04465440715), 2.2 MB of which
-are held out; 2 M and the first three seeds of 0.3 M ran mostly on an NVIDIA H100 (jax
-0.11.2, Python 3.12.3), which up to 12 runs shared, later seeds on a CPU. Pairs are of
-one device, but two of five with data-parallel, whose seeds 1 and 2 ran on a CPU. The
-CPUs are of two kinds, AMD EPYC and Intel Xeon, in some pairs one of each (raw results
-say which): their rounding differs, as that of any two rows does.
+crypto, security, ipc and init; 10,039 files, digest 8834d04465440715; `linux_text.sh`
+makes the folder), 2.2 MB of which are held out; 2 M and the first three seeds of 0.3 M
+ran mostly on an NVIDIA H100 (jax 0.11.2, Python 3.12.3), which up to 12 runs shared,
+later seeds on a CPU. Pairs are of one device, but two of five with data-parallel, whose
+seeds 1 and 2 ran on a CPU. The CPUs are of two kinds, AMD EPYC and Intel Xeon, in some
+pairs one of each (raw results say which): their rounding differs, as that of any two
+rows does.
 
 Learning rates are swept (last tables), each method alike: at 0.1 M and 2 M tokens of
 three or more for every headline, failures and momentum too, on one seed; at 0.3 M the
 best of four for data-parallel, of three for synchronous and decoupled DiLoCo with 8
-islands, of two for 1, 2 and 4 islands; other rows have that of 8. At 2 M the best of
-three for data-parallel is the highest. 8 M tokens have the rates of 2 M.
+islands, of two for 1, 2 and 4 islands (the higher for one); other rows have that of 8.
+At 2 M the best of three for data-parallel is the highest. Muon inside has the best of
+what was tried on one seed, two rates for islands. 8 M tokens have the rates of 2 M.
+The seed of the sweep is one of the pairs at 0.1 M and 2 M tokens.
 
 Command: `python benchmarks/quality.py --size 0.1m --minutes 60`; with a text of one's
 own and a GPU `--size 2m --text FOLDER --platform cuda --jobs 8`, `--rates` for the
@@ -57,7 +60,7 @@ from typing import Any
 import quality_report
 import support
 from machine import machine_facts, processor
-from quality_configs import SIZES, Row
+from quality_configs import HEADLINE_SEEDS, MIN_SEEDS, SIZES, Row
 from quality_rows import rates, rows, same_runs
 
 from diloco_jax.cluster.commands import ALLOCATOR
@@ -67,7 +70,6 @@ from diloco_jax.loading import write_json
 
 RUN_TIMEOUT_S = 3 * 3600.0
 RUNS_PER_PROCESS = 16
-MIN_SEEDS, HEADLINE_SEEDS = 3, 5
 
 Job = tuple[str, str, int]
 """Size, row, seed."""
