@@ -184,7 +184,11 @@ class Checkpoints:
         final: the incarnation ends with it, and `close` is to wait for it.
         """
         self._final = final
-        if not self._every_s or not steps:
+        if not self._every_s:
+            return
+        if not steps:
+            # There is nothing to write yet: it stays due.
+            self._due = time.monotonic()
             return
         if (steps, set(outstanding)) == self._saved:
             return

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.core.fragments import get_piece
+from diloco_jax.island import checkpoints
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.network.identity import Identity
@@ -197,6 +199,25 @@ def test_one_checkpoint_is_due_at_a_time(config, parts, tmp_path, monkeypatch):
         config, placement=Placement(checkpoint_every_s=PATIENCE_S)
     )
     assert not Life(patient, parts, tmp_path, 1).checkpoints.due()
+
+
+def test_one_that_is_due_before_the_first_step_is_written_after_it(
+    config, parts, tmp_path, monkeypatch
+):
+    """As where a start takes longer than the time between two."""
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(checkpoints, "time", clock)
+    placement = Placement(checkpoint_every_s=PATIENCE_S)
+    patient = dataclasses.replace(config, placement=placement)
+    life = Life(patient, parts, tmp_path, 1)
+    life.join([FIRST, FIRST])
+    clock.monotonic = lambda: PATIENCE_S
+    assert life.checkpoints.due()
+    life.save(0, [FIRST, FIRST])
+    assert life.checkpoints.due()
+    life.save(1, [FIRST, FIRST])
+    life.close()
+    assert not life.checkpoints.due()
 
 
 def test_a_failure_to_write_is_told_and_costs_nothing_else(

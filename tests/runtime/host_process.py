@@ -14,6 +14,9 @@ import sys
 import time
 from pathlib import Path
 
+PATIENCE_S = 240.0
+"""Another island, or the other host, may be compiling."""
+
 
 def main(
     config_path: str,
@@ -120,7 +123,7 @@ def compile_last(mark: Path, index: int) -> None:
 
     def compiles(*args):
         compile_ahead(*args)
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + PATIENCE_S
         while not waits.exists():
             assert time.monotonic() < deadline, "host 0 does not wait for host 1"
             time.sleep(0.01)
@@ -156,7 +159,7 @@ def script(config) -> None:
                 steps_per_cycle=sync.steps_per_cycle,
                 fragments=sync.fragments,
                 overlap_steps=sync.overlap_steps,
-                patience_s=60.0,
+                patience_s=PATIENCE_S,
             ),
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -102,6 +104,8 @@ def coordinator(
 
 def run_scripted(config: Config, workdir: Path) -> list[dict]:
     """The whole run with every island on the oracle's script; returns the tape."""
+    # A lease that runs out begins the schedule anew, which no script follows.
+    config = placed(config, time_budget_s=PATIENCE_S)
     sync = config.run.sync
     with coordinator(config, workdir) as service:
         failures: list[str] = []
@@ -146,8 +150,8 @@ def run_scripted(config: Config, workdir: Path) -> list[dict]:
 @contextlib.contextmanager
 def client(address: str, **options: Any) -> Iterator[Client]:
     """Closed when the block ends."""
-    fields = {"tls": None, "bulk_channels": 1, "deadlines": Deadlines(10.0)} | options
-    made = Client(address, **fields)
+    fields = {"tls": None, "bulk_channels": 1, "deadlines": Deadlines(PATIENCE_S)}
+    made = Client(address, **(fields | options))
     try:
         yield made
     finally:
@@ -249,6 +253,49 @@ def await_message(stream: ControlStream, kind: type[Found]) -> Found:
         if isinstance(message, kind):
             return message
     raise AssertionError(f"no {kind.__name__} within {PATIENCE_S} s")
+
+
+# ---- real processes --------------------------------------------------------------
+
+
+class Stall:
+    """Within its block, the longest time by which a thread of this process overslept.
+
+    A machine that stands still (a virtual one, whose host is busy) lengthens a step of
+    any process on it. That is no wait for another process: a bound on the times of
+    steps is to be `longest_s` longer.
+    """
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._record, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join(PATIENCE_S)
+
+    def _record(self) -> None:
+        pause_s, began = 0.01, time.monotonic()
+        while not self._ended.wait(pause_s):
+            now = time.monotonic()
+            self.longest_s = max(self.longest_s, now - began - pause_s)
+            began = now
+
+
+def free_port() -> int:
+    """For a process that binds it later. Not one that a connection may be given until
+    then: those are from 32768, as Linux comes."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(("127.0.0.1", port)),
+        ):
+            return port
 
 
 def await_gone(pids: Iterable[int]) -> None:

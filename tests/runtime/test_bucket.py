@@ -17,19 +17,17 @@ from pathlib import Path
 
 import pytest
 import support
-from runtime_support import await_gone, make_config, with_run
+from runtime_support import PATIENCE_S, await_gone, free_port, make_config, with_run
 
 from diloco_jax import run_files
-from diloco_jax.cluster.commands import free_port
 from diloco_jax.config import IslandConfig, Placement
 from diloco_jax.loading import write_config_json
 from diloco_jax.observability.tape import read_tape
 
 pytestmark = pytest.mark.dist
 
-TIMEOUT_S = 240.0
-PATIENCE_S = 60.0
-"""What has it may take so long to end, where a machine is busy."""
+TIMEOUT_S = 600.0
+"""Where a machine is busy, one checkpoint in this bucket takes half a minute."""
 FOLDER = "runs/one"
 PARTS = [f"{FOLDER}/{part}" for part in ("islands/pair", "islands/solo", "coordinator")]
 SERVER = Path(__file__).parent / "bucket_server.py"
@@ -53,7 +51,7 @@ class Bucket:
     def names(self) -> list[str]:
         """Of all objects."""
         with urllib.request.urlopen(
-            f"{self._url}/storage/v1/b/bucket/o", timeout=10
+            f"{self._url}/storage/v1/b/bucket/o", timeout=PATIENCE_S
         ) as got:
             return [item["name"] for item in json.load(got).get("items", [])]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ from diloco_jax.models.plan import build_plan
 from diloco_jax.models.transformer import build
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.policy.values import Record, Version
-from diloco_jax.wire import addresses, messages
+from diloco_jax.wire import messages
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import Busy, ConnectionLost, Refused, WireError
@@ -61,6 +60,15 @@ class Starting:
             self.error = error
 
     @property
+    def address(self) -> str:
+        """Where it listens, once it does."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not hasattr(self.service, "address"):
+            assert time.monotonic() < deadline, self.error
+            time.sleep(0.01)
+        return self.service.address
+
+    @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 
@@ -82,18 +90,8 @@ class OneAttempt(Deadlines):
 
 
 @pytest.fixture
-def address() -> str:
-    return addresses.format_address("127.0.0.1", free_port())
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-@pytest.fixture
-def config(text, address) -> Config:
-    return placed(make_config(text), bind=address, time_budget_s=20.0)
+def config(text) -> Config:
+    return placed(make_config(text), time_budget_s=PATIENCE_S)
 
 
 @contextlib.contextmanager
@@ -151,7 +149,7 @@ def announced(
 
 
 def open_when_up(island: Client, who: messages.Hello) -> ControlStream:
-    """Says hello until somebody listens."""
+    """Says hello until somebody answers."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -161,20 +159,24 @@ def open_when_up(island: Client, who: messages.Hello) -> ControlStream:
                 raise
 
 
-def test_the_anchors_of_islands_begin_a_new_term(config, address, tmp_path):
+def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
     workdir = tmp_path / "run"
     with (
         starting(config, workdir) as made,
-        client(address) as at_a,
-        client(address) as at_b,
+        client(made.address) as at_a,
+        client(made.address) as at_b,
     ):
         a, b = offer(config, "a", 3, 5), offer(config, "b", 4, 5)
-        to_a = open_when_up(at_a, a)
+        to_a = at_a.open_control(a)
         assert (to_a.welcome.term, to_a.welcome.run_id) == (0, RUN_ID)
         assert to_a.welcome.versions == ()
-        assert at_a.status(5.0)["phase"] == "gathering"
-        assert at_a.status(5.0)["islands"]["a"]["state"] == "offering"
-        with client(address) as other, pytest.raises(Busy, match="no anchors to offer"):
+        status = at_a.status(PATIENCE_S)
+        assert status["phase"] == "gathering"
+        assert status["islands"]["a"]["state"] == "offering"
+        with (
+            client(made.address) as other,
+            pytest.raises(Busy, match="no anchors to offer"),
+        ):
             other.open_control(hello(config, "b", session="of a join"))
         payload = anchor(config, 0, 0.5)
         with pytest.raises(Refused, match="not asked for"):
@@ -215,7 +217,7 @@ def test_the_anchors_of_islands_begin_a_new_term(config, address, tmp_path):
                 have=Version(1, 3),
             )
             with (
-                client(address, deadlines=OneAttempt(PATIENCE_S)) as other,
+                client(made.address, deadlines=OneAttempt(PATIENCE_S)) as other,
                 pytest.raises(ConnectionLost, match="not said hello in term 2"),
             ):
                 other.fetch(early, max_bytes=1 << 20)
@@ -241,7 +243,10 @@ def test_the_anchors_of_islands_begin_a_new_term(config, address, tmp_path):
             with pytest.raises(Refused, match="has its state, and did not ask for"):
                 at_a.upload(late, payload)
             later = offer(config, "b", term=3)
-            with client(address) as other, pytest.raises(Busy, match="is in term 3"):
+            with (
+                client(made.address) as other,
+                pytest.raises(Busy, match="is in term 3"),
+            ):
                 other.open_control(later)
         finally:
             service.engine.stop()
@@ -256,11 +261,13 @@ def test_the_anchors_of_islands_begin_a_new_term(config, address, tmp_path):
         }
 
 
-def test_another_config_is_not_the_islands_fault(config, address, tmp_path):
-    config = placed(config, time_budget_s=5.0)
-    with starting(config, tmp_path / "run") as made, client(address) as island:
+def test_another_config_is_not_the_islands_fault(config, tmp_path):
+    with (
+        starting(config, tmp_path / "run") as made,
+        client(made.address, deadlines=Deadlines(4.0)) as island,
+    ):
         other = offer(config, "a", 1, 1, fingerprint="another")
-        while made.alive:
+        while made.alive:  # Nobody answers an offer that ends the coordinator.
             with contextlib.suppress(WireError):
                 island.open_control(other)
         with pytest.raises(ConfigError, match=f"is in run {RUN_ID} with"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import support
 import tape_checks
+from runtime_support import Stall
 from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax.config import (
@@ -39,7 +40,13 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(folder) -> support.Run:
+def stall() -> Stall:
+    """Of this machine, during the run."""
+    return Stall()
+
+
+@pytest.fixture(scope="module")
+def run(folder, stall) -> support.Run:
     """Done; island b was killed after 16 steps, and the coordinator once it is back."""
     (folder / "text").mkdir()
     numbers = np.random.default_rng(0)
@@ -60,10 +67,11 @@ def run(folder) -> support.Run:
         placement=Placement(
             faults=("b@16:kill", f"coordinator@{KILL_AFTER_MERGES}:kill"),
             snapshot_every_s=4.0,
-            checkpoint_every_s=3.0,
+            checkpoint_every_s=1.0,
         ),
     )
-    return support.run_in(config.validate(), folder, TIMEOUT_S)
+    with stall:
+        return support.run_in(config.validate(), folder, TIMEOUT_S)
 
 
 def test_the_faults_struck_and_everybody_came_back(run):
@@ -73,11 +81,11 @@ def test_the_faults_struck_and_everybody_came_back(run):
     assert run.summary["phase"] == "done"
 
 
-def test_no_step_waited_for_a_dead_process(run):
+def test_no_step_waited_for_a_dead_process(run, stall):
     for island in run.summary["islands"].values():
         # Of b, in each of its lives.
         gap, median = island["max_step_gap_seconds"], island["median_step_seconds"]
-        assert gap <= GAP_MEDIANS_MAX * median
+        assert gap <= GAP_MEDIANS_MAX * median + stall.longest_s
         assert island["stalled_seconds"] <= STALLED_MAX * island["step_seconds"]
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from msgspec.structs import replace
-from runtime_support import coordinator, make_config, placed
+from runtime_support import PATIENCE_S, coordinator, make_config, placed
 
 from diloco_jax import run_files
 from diloco_jax.coordinator.main import Coordinator
@@ -18,13 +18,13 @@ from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.loading import write_json
 from diloco_jax.workdir import read_facts
 
-PATIENCE_S = 60.0
-
 
 @pytest.fixture
 def service(text, tmp_path, request):
     """Its parameter: how long it waits for a snapshot."""
-    config = placed(make_config(text), outage_budget_s=request.param)
+    config = placed(
+        make_config(text), outage_budget_s=request.param, time_budget_s=PATIENCE_S
+    )
     service = Coordinator(config, tmp_path / "run", init=True)
     with contextlib.closing(service):
         service.start()
@@ -65,6 +65,7 @@ def test_a_snapshot_that_does_not_end_leaves_the_run_to_be_gone_on_with(
     assert "start the coordinator again, and it writes it" in caplog.text
     assert not (tmp_path / "run" / "summary.json").exists()
     ends.set()
+    service._snapshots._thread.join(PATIENCE_S)
     assert service.conclude() == EXIT_DONE
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["parameters_digest"] == service.store.digest()

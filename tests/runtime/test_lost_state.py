@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import support
 import tape_checks
-from runtime_support import make_config, placed, with_run
+from runtime_support import Stall, free_port, make_config, placed, with_run
 
 from diloco_jax.cluster import commands
 from diloco_jax.config import Config
@@ -82,7 +81,13 @@ def await_training(address: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def survived(text, tmp_path_factory) -> Survived:
+def stall() -> Stall:
+    """Of this machine, during the run."""
+    return Stall()
+
+
+@pytest.fixture(scope="module")
+def survived(text, tmp_path_factory, stall) -> Survived:
     folder = tmp_path_factory.mktemp("lost")
     state, log = folder / "state", folder / "coordinator.log"
     config = make_config(text, steps_per_cycle=CYCLE_STEPS, fragments=3, quorum=1)
@@ -101,8 +106,7 @@ def survived(text, tmp_path_factory) -> Survived:
     )
     path = folder / "config.json"
     write_config_json(config, path)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     serve = [*support.DILOCO, "coordinator", str(path), "--workdir", str(state)]
     serve += ["--bind", address]
     islands_folder = folder / "islands"
@@ -110,7 +114,7 @@ def survived(text, tmp_path_factory) -> Survived:
     write_config_json(config, islands_folder / "config.json")
     at_coordinator = commands.coordinator_environment()
     at_island = commands.island_environment()
-    with contextlib.ExitStack() as running:
+    with stall, contextlib.ExitStack() as running:
         first = running.enter_context(
             process([*serve, "--init"], log, **at_coordinator)
         )
@@ -216,8 +220,8 @@ def test_goodput_is_of_the_time_that_is_counted(survived):
     assert 0 < survived.summary["uptime"] <= 1.05
 
 
-def test_no_step_waited(survived):
+def test_no_step_waited(survived, stall):
     for island in survived.summary["islands"].values():
         gap, median = island["max_step_gap_seconds"], island["median_step_seconds"]
-        assert gap <= GAP_MEDIANS_MAX * median
+        assert gap <= GAP_MEDIANS_MAX * median + stall.longest_s
         assert island["stalled_seconds"] <= STALLED_MAX * island["step_seconds"]

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.dist
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
-@pytest.mark.timeout(300)
 def test_the_blocks_of_the_page_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")

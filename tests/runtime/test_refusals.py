@@ -338,7 +338,7 @@ def test_wrong_and_missing_certificates_are_refused_at_both_ends(text, tmp_path)
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for folder in (ours, theirs):
         make_certificates(folder, [], 1)
-    config = placed(make_config(text), certificates=str(ours), time_budget_s=4.0)
+    config = placed(make_config(text), certificates=str(ours), time_budget_s=PATIENCE_S)
     tls = TlsFiles.load(ours, "island")
     with (
         coordinator(config, tmp_path / "run") as service,
@@ -350,7 +350,10 @@ def test_wrong_and_missing_certificates_are_refused_at_both_ends(text, tmp_path)
             (str(theirs), f"does not fit {theirs / 'ca.pem'}"),
         ):
             stranger = placed(
-                config, certificates=folder, outage_budget_s=4 * PATIENCE_S
+                config,
+                certificates=folder,
+                time_budget_s=20.0,
+                outage_budget_s=4 * PATIENCE_S,
             )
             island = Island(stranger, "b", service.address, tmp_path / "b", 1)
             began = time.monotonic()

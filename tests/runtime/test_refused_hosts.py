@@ -5,8 +5,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from runtime_support import make_config
-from test_hosts import HOST, free_port
+from runtime_support import PATIENCE_S, free_port, make_config, placed
+from test_hosts import HOST
 
 from diloco_jax.config import IslandConfig
 from diloco_jax.deadlines import Deadlines
@@ -31,7 +31,7 @@ def refusing(request):
         "127.0.0.1:0",
         handlers,
         tls=None,
-        deadlines=Deadlines(5.0),
+        deadlines=Deadlines(PATIENCE_S),
         max_islands=2,
         bulk_channels=1,
     )
@@ -48,7 +48,7 @@ def refusing(request):
     indirect=["refusing"],
 )
 def test_all_hosts_end_with_the_code_of_the_first(text, tmp_path, refusing, code, told):
-    config = make_config(text)
+    config = placed(make_config(text), time_budget_s=PATIENCE_S)
     pair = IslandConfig(batch_size=4, hosts=2, mesh_fsdp=2)
     islands = {"pair": pair, "b": IslandConfig()}
     config = type(config)(run=config.run, islands=islands, placement=config.placement)
