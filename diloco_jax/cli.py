@@ -7,6 +7,7 @@ Nothing heavy is imported before a command needs it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -20,6 +21,7 @@ from typing import TypeVar
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, suggest
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_REFUSED
+from diloco_jax.interrupt import Interruptible
 from diloco_jax.paths import absolute
 
 T = TypeVar("T")
@@ -27,6 +29,8 @@ T = TypeVar("T")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR)
 """Of a place that was good before: a workdir is looked at before anything begins."""
+MEMBERS = ("coordinator", "island")
+"""Commands that leave a run in order when they are asked to end."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,12 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"no command {name!r}{suggest(name, list(COMMANDS))}; there are {known}",
             EXIT_CONFIG,
         )
+    with contextlib.nullcontext() if name in MEMBERS else Interruptible():
+        return _run(name, arguments[1:])
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
     from diloco_jax.cluster.cluster import ClusterError
     from diloco_jax.paths import StorageAway
     from diloco_jax.wire.errors import Refused, SecurityError, WireError
 
     try:
-        code = COMMANDS[name][0](arguments[1:])
+        code = COMMANDS[name][0](arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -68,9 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno in FULL:
             return _fail(
-                f"{_what(error)}: make room there; what was running goes on after "
-                f"that, a local run with `diloco run --resume WORKDIR`",
-                EXIT_FAILED,
+                f"{_what(error)}: make room there{_goes_on(name)}", EXIT_FAILED
             )
         if error.errno in UNUSABLE:
             return _fail(f"{_what(error)}; check that place", EXIT_FAILED)
@@ -368,6 +375,13 @@ def _help() -> str:
 def _what(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename is not None else ""
     return f"{where}{error.strerror}"
+
+
+def _goes_on(name: str) -> str:
+    if name not in ("run", *MEMBERS):
+        return " and do it again"
+    after = "; what was running goes on after that"
+    return f"{after}, a local run with `diloco run --resume WORKDIR`"
 
 
 def _fail(message: str, code: int) -> int:

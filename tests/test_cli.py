@@ -250,6 +250,17 @@ def test_exit_codes_follow_the_cause(path, fake, tmp_path, capsys):
         assert text in shown
 
 
+def test_a_full_disk_is_no_run_to_go_on_with(monkeypatch, capsys):
+    def full(arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    simulate = (full, *cli.COMMANDS["simulate"][1:])
+    monkeypatch.setitem(cli.COMMANDS, "simulate", simulate)
+    assert cli.main(["simulate", "bandwidth"]) == 1
+    told = "error: No space left on device: make room there and do it again\n"
+    assert capsys.readouterr().err == told
+
+
 def test_an_error_that_nobody_thought_of_keeps_its_traceback(path, fake):
     fake("diloco_jax.cluster.run", OSError(errno.EIO, "Input/output error"))
     with pytest.raises(OSError, match="Input/output error"):

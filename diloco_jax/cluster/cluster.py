@@ -10,7 +10,6 @@ from typing import Any
 from diloco_jax import run_files
 from diloco_jax.cluster import commands
 from diloco_jax.cluster.attempts import Attempts
-from diloco_jax.cluster.interrupt import Interrupt
 from diloco_jax.cluster.processes import (
     POLL_S,
     ManagedProcess,
@@ -21,6 +20,7 @@ from diloco_jax.cluster.processes import (
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_CONFIG
+from diloco_jax.interrupt import Interrupt
 from diloco_jax.loading import write_json
 from diloco_jax.workdir import has_begun
 

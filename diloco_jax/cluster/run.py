@@ -18,7 +18,6 @@ from diloco_jax import workdir as workdirs
 from diloco_jax.cluster import commands
 from diloco_jax.cluster.beginning import Beginning
 from diloco_jax.cluster.cluster import Cluster
-from diloco_jax.cluster.interrupt import Interrupt
 from diloco_jax.cluster.processes import kill_group, log_tail, start_child
 from diloco_jax.cluster.resume import (
     Replacement,
@@ -34,6 +33,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
+from diloco_jax.interrupt import Interrupt
 from diloco_jax.loading import resolve
 from diloco_jax.observability.report import closing_report, comparison
 from diloco_jax.observability.tape import tells_of_the_end

@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import os
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +24,12 @@ logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 16
 LAST_LINES = 1000
+BRIEF_CHARACTERS = 160
+"""Of what a message shows of a line, which may be anything."""
+
+
+NOT_A_RECORD = (ValueError, KeyError, AttributeError, TypeError, RecursionError)
+"""What reading a line as a record raises where it is none."""
 
 
 class TapeError(ValueError):
@@ -96,21 +103,28 @@ def read_tape(path: str | Path) -> Iterator[dict[str, Any]]:
             try:
                 record = json.loads(line)
                 prev = record.pop("prev")
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
+            except NOT_A_RECORD as error:
                 raise TapeError(
-                    f"{path}, line {number}: not a record of a tape ({error!r}); "
+                    f"{path}, line {number}: not a record of a tape ({brief(error)}); "
                     f"what follows cannot be trusted"
                 ) from error
             if prev != expected:
                 raise TapeError(
                     f"{path}, line {number}: it follows a line with hash "
-                    f"{prev or 'none'}, but the line before it has "
+                    f"{_shown(prev)}, but the line before it has "
                     f"{expected or 'none'}: line {max(1, number - 1)} was altered, or "
                     f"lines before {number} are missing or out of order; what follows "
                     f"cannot be trusted"
                 )
             expected = _digest(line)
             yield record
+
+
+def brief(value: object) -> str:
+    """Its repr, cut in the middle where it is long."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = BRIEF_CHARACTERS
+    return short.repr(value)
 
 
 def not_on_tape(
@@ -157,6 +171,10 @@ def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
             yield from (json.loads(line) for line in whole if line)
         if rest:
             yield json.loads(rest)
+
+
+def _shown(prev: object) -> str:
+    return brief(prev).strip("'") if prev else "none"
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

@@ -79,14 +79,20 @@ def goodput_command(arguments: Sequence[str]) -> int:
                 f"{', '.join(map(str, values))}; leave out one of them"
             )
     require_writable(output.out, "--out")
-    with _bar("sweep") as progress:
-        results = sweep.sweep_goodput(config, sweep.CHIPS, sweep.ISLANDS, progress)
+    points = sweep.points(config, sweep.CHIPS, sweep.ISLANDS)
+    results: list[goodput.GoodputResult] = []
+    try:
+        with _bar("sweep") as progress:
+            for result in sweep.simulated(points, progress):
+                results.append(result)  # noqa: PERF402: some are there if it ends early.
+    except KeyboardInterrupt:
+        _show_sweep(output.json, results)
+        _tell(f"{len(results)} of {len(points)} points are done; no file is written")
+        raise
     sweep.write_csv(results, output.out / "goodput.csv")
     sweep.write_plot(results, output.out / "goodput.png")
-    points = {"points": [_goodput_json(result) for result in results]}
-    _show(output.json, points, _sweep_table(results))
-    written = f"written: {output.out}/goodput.csv, goodput.png"
-    Console(stderr=True, markup=False).print(written)
+    _show_sweep(output.json, results)
+    _tell(f"written: {output.out}/goodput.csv, goodput.png")
     return 0
 
 
@@ -167,11 +173,21 @@ def bandwidth_command(arguments: Sequence[str]) -> int:
 
 def faults_command(arguments: Sequence[str]) -> int:
     """`diloco simulate faults`."""
-    from diloco_jax.simulation.faults import command
+    from diloco_jax.simulation.faults import command, play
 
     config, output = _parse("faults", arguments, command.FaultsConfig(), Output())
-    with _bar("faults") as progress:
-        report = command.check_faults(config, progress)
+    report = play.Report()
+    try:
+        with _bar("faults") as progress:
+            report = command.check_faults(
+                config,
+                progress,
+                lambda violation: _tell(command.violation_text(violation)),
+                report,
+            )
+    except KeyboardInterrupt:
+        _show(output.json, report.json(), command.text(report))
+        raise
     _show(output.json, report.json(), command.text(report))
     return 1 if report.violations else 0
 
@@ -184,7 +200,7 @@ def calibrate_command(arguments: Sequence[str]) -> int:
     skip_absent_tpu()
     from diloco_jax.simulation.calibration import command
 
-    return command.calibrate_command(arguments)
+    return command.calibrate_command(arguments, _bar)
 
 
 KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
@@ -239,8 +255,17 @@ def _show(as_json: bool, values: dict[str, Any], text: Table | str) -> None:
     if as_json:
         print(json.dumps(values))
     else:
-        console = Console(stderr=True, markup=False)
-        console.print(text, highlight=False, soft_wrap=True)
+        _tell(text)
+
+
+def _tell(text: Table | str) -> None:
+    console = Console(stderr=True, markup=False)
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def _show_sweep(as_json: bool, results: Sequence[Any]) -> None:
+    points = {"points": [_goodput_json(result) for result in results]}
+    _show(as_json, points, _sweep_table(results))
 
 
 def _goodput_json(result: Any) -> dict[str, Any]:

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from diloco_jax.cluster.cluster import Cluster
-from diloco_jax.cluster.interrupt import Interrupt
 from diloco_jax.config import Config, IslandConfig, Placement, RunConfig
+from diloco_jax.interrupt import Interrupt
 
 
 @pytest.fixture

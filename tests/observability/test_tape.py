@@ -49,12 +49,19 @@ def test_first_line_has_no_predecessor(path):
         ),
         (lambda lines: [*lines[:2], b"not json\n", *lines[3:]], "line 3: not a record"),
         (lambda lines: [*lines[:2], b"[1]\n", *lines[3:]], "line 3: not a record"),
+        (lambda lines: [*lines[:2], b"[" * 100_000 + b"\n"], "line 3: .*Recursion"),
+        (lambda lines: [*lines[:2], b"\xff" * 100_000 + b"\n"], "line 3: .*Unicode"),
+        (
+            lambda lines: [*lines[:2], b'{"prev":"' + b"0" * 100_000 + b'"}\n'],
+            "line 3: it follows a line with hash 0000",
+        ),
     ],
 )
 def test_the_first_bad_line_is_named_and_what_precedes_it_is_given(path, change, bad):
     rewrite(path, change)
-    with pytest.raises(TapeError, match=bad):
+    with pytest.raises(TapeError, match=bad) as caught:
         list(read_tape(path))
+    assert len(str(caught.value)) < 1000
 
 
 def test_goes_on_with_the_chain_after_a_restart(path):

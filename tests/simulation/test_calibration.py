@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from virtual_recording import STANDARD, config, known, measured, record, truth
 
-from diloco_jax import cli
 from diloco_jax.config import ConfigError, IslandConfig
-from diloco_jax.loading import write_config_json
-from diloco_jax.observability.tape import Tape, read_tape
-from diloco_jax.policy import records
-from diloco_jax.simulation.calibration.command import fitted, predict
+from diloco_jax.simulation.calibration.command import (
+    fitted,
+    predict,
+)
 from diloco_jax.simulation.calibration.fit import calibrate, of_intervals
 from diloco_jax.simulation.calibration.observed import read_timeline
 from diloco_jax.simulation.calibration.steps import Gaps, steps_of
@@ -32,13 +30,6 @@ def workdir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def calibration(workdir):
     return calibrate(read_timeline(workdir))
-
-
-@pytest.fixture
-def copied(workdir, tmp_path) -> Path:
-    for file in workdir.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
 
 
 def test_what_is_fitted_is_what_was(calibration):
@@ -241,131 +232,3 @@ def test_what_the_tape_does_not_tell_is_asked_for(real, name, fields, why):
     island = IslandConfig(batch_size=2, **fields)
     with pytest.raises(ConfigError, match=rf"islands\.{name}\.step_seconds = 0.*{why}"):
         real.step_seconds(name, STANDARD.run, island)
-
-
-# ---- the command -----------------------------------------------------------------
-
-
-def test_the_command_compares_with_a_run(workdir, tmp_path, capsys):
-    other = config(step_s={"a": 0.8, "b": 0.5, "c": 0.9}, faults=("a@40:kill",))
-    record(tmp_path / "b", other)
-    arguments = ["simulate", "calibrate", str(workdir), "--seeds", "1"]
-    assert cli.main([*arguments, "--against", str(tmp_path / "b"), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    rows = {row["what"]: row for row in result["predicted"]}
-    assert abs(rows["goodput"]["error"]) < 0.02
-    assert rows["a: steps"]["measured"] > 40
-    assert result["fitted"]["a: step"]["observed"] > 100
-    overrides = ["--islands.a.step-seconds", "2.0"]
-    assert cli.main([*arguments, *overrides, "--json"]) == 0
-    rows = {r["what"]: r for r in json.loads(capsys.readouterr().out)["predicted"]}
-    assert rows["a: median_step_seconds"]["predicted"] == pytest.approx(2.01, abs=0.02)
-    assert rows["goodput"]["measured"] is None
-    assert cli.main(arguments) == 0
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "goodput" in err
-    assert "coordinator's outage" in err
-
-
-def refusal(capsys, *arguments: str) -> str:
-    assert cli.main(["simulate", "calibrate", *arguments]) == 2
-    return capsys.readouterr().err
-
-
-def test_a_run_that_is_not_over_is_refused(copied, capsys):
-    lines = (copied / "tape.jsonl").read_bytes().splitlines(keepends=True)
-    (copied / "tape.jsonl").write_bytes(b"".join(lines[:-1]))
-    err = refusal(capsys, str(copied))
-    assert f"ends after line {len(lines) - 1} without the end of the run" in err
-    assert "calibrate on a run that has ended" in err
-
-
-def write_tape(path: Path, lines: list[dict]) -> None:
-    path.unlink()
-    tape = Tape(path)
-    for line in lines:
-        tape.append(line)
-    tape.close()
-
-
-def test_the_time_until_somebody_resumed_the_run_is_no_outage(copied):
-    path = copied / "tape.jsonl"
-    lines = list(read_tape(path))
-    recovered = next(i for i, x in enumerate(lines) if x["kind"] == "recovered")
-    left = records.Left(
-        island="b",
-        incarnation=1,
-        steps=0,
-        reason="stopped",
-        said="",
-        settled_steps_by_fragment=(),
-        merged_steps=0,
-        lost_tokens_by_fragment=(),
-        left_behind=(),
-    )
-    stopped = {**records.line(left), "time": lines[recovered]["time"]}
-    before = read_timeline(copied)
-    write_tape(path, [*lines[: recovered + 1], stopped, *lines[recovered + 1 :]])
-    assert len(before.recoveries) == 1
-    assert read_timeline(copied).recoveries == []
-
-
-def test_when_a_run_began_is_known_although_it_was_stopped(copied, calibration):
-    facts = json.loads((copied / "run.json").read_text())
-    facts |= {"begun_unix": facts["begun_unix"] + 500, "stopped_seconds": 500.0}
-    (copied / "run.json").write_text(json.dumps(facts))
-    summary = json.loads((copied / "summary.json").read_text())
-    summary["wall_seconds"] -= 500
-    (copied / "summary.json").write_text(json.dumps(summary))
-    again = dataclasses.asdict(calibrate(read_timeline(copied)))
-    np.testing.assert_equal(again, dataclasses.asdict(calibration))
-
-
-def test_an_edited_tape_is_refused(copied, capsys):
-    lines = (copied / "tape.jsonl").read_bytes().splitlines(keepends=True)
-    del lines[40]
-    (copied / "tape.jsonl").write_bytes(b"".join(lines))
-    assert "line 41: it follows a line with hash" in refusal(capsys, str(copied))
-
-
-def test_a_tape_of_another_version_is_refused(copied, capsys):
-    lines = list(read_tape(copied / "tape.jsonl"))
-    lines[0]["environment"] = {**lines[0]["environment"], "diloco_jax": "0.0.9"}
-    write_tape(copied / "tape.jsonl", lines)
-    err = refusal(capsys, str(copied))
-    assert "written by diloco_jax 0.0.9" in err
-    assert "read it with the version that wrote it" in err
-
-
-def test_a_config_beside_the_tape_that_is_not_its_own_is_refused(copied, capsys):
-    write_config_json(config(total_tokens=7), copied / "config.json")
-    assert "bring back the run's own" in refusal(capsys, str(copied))
-
-
-@pytest.mark.parametrize("name", ["tape.jsonl", "roster.msgpack", "run.json"])
-def test_a_folder_without_a_run_is_refused(copied, capsys, name):
-    (copied / name).unlink()
-    assert f"has no {name}; give the workdir of a run" in refusal(capsys, str(copied))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("run.json", b"\xff{}", "run.json cannot be read"),
-        ("roster.msgpack", b"", "roster.msgpack cannot be read"),
-        ("metrics.jsonl", b"\xff\n", "metrics.jsonl, line 1: not a line of metrics"),
-        ("summary.json", b'{"phase": "done"}', "summary.json is not what a run leaves"),
-    ],
-)
-def test_damaged_files_are_named(copied, capsys, name, content, message):
-    (copied / name).write_bytes(content)
-    assert message in refusal(capsys, str(copied))
-
-
-def test_what_cannot_be_predicted_is_refused(workdir, capsys):
-    faults = ["--faults", "coordinator@9:pause3"]
-    assert "paused is not predicted" in refusal(capsys, str(workdir), *faults)
-    both = ["--against", str(workdir), "--config", "x.py"]
-    assert "brings its own config" in refusal(capsys, str(workdir), *both)
-    assert "--seeds 0" in refusal(capsys, str(workdir), "--seeds", "0")

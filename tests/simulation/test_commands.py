@@ -1,10 +1,14 @@
 """`diloco simulate`: what programs read and what people see."""
 
 import json
+import os
+import signal
 
 import pytest
+from interruption import until_it_is_raised
 
 from diloco_jax.cli import main
+from diloco_jax.simulation.fleets import sweep
 
 QUICK = ["--hours", "0.2", "--seeds", "2", "--islands", "2", "--chips", "3e5"]
 
@@ -65,6 +69,28 @@ def test_a_sweep_writes_table_and_plot(capsys, tmp_path, monkeypatch):
     assert f"written: {folder}/goodput.csv" in err.replace("\n", "")
 
 
+def test_ctrl_c_in_a_sweep_shows_the_points_that_are_done(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("diloco_jax.simulation.fleets.sweep.CHIPS", (100_000,))
+    done, simulate = [], sweep.simulate_goodput
+
+    def simulated(config, progress):
+        if len(done) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            until_it_is_raised()
+        done.append(simulate(config, progress))
+        return done[-1]
+
+    monkeypatch.setattr(sweep, "simulate_goodput", simulated)
+    arguments = ["--sweep", "--out", str(tmp_path), "--hours", "0.1", "--json"]
+    code, out, err = run(capsys, "goodput", *arguments)
+    assert code == 1
+    assert len(json.loads(out)["points"]) == 2
+    assert "2 of 7 points are done; no file is written\nerror: interrupted" in err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_sweep_needs_its_folder(capsys, tmp_path):
     missing = str(tmp_path / "missing")
     code, _, err = run(capsys, "goodput", "--sweep", "--out", missing)
@@ -107,6 +133,20 @@ def test_bandwidth_has_its_stated_keys(capsys):
             ["bandwidth", "--fragments", "9", "--params", "8"],
             "but params = 8",
         ),
+        (
+            ["goodput", "--islands", "1200000"],
+            "to simulate, more than 1e+08; lower isl",
+        ),
+        (
+            ["goodput", "--fragments", "1000", "--cycle", "1", "--hours", "0.1"],
+            "pairs of 2.9e+05 deltas and fragments = 1000 to simulate, more than 1e+08;"
+            " lower fragments or hours, or raise cycle or step_seconds",
+        ),
+        (["mix", "--fragments", "1000", "--cycle", "1"], "deltas and fragments = 1000"),
+        (["scavenge", "--fragments", "1000", "--cycle", "1"], "fragments = 1000"),
+        (["mix", "--v6e", "100000000"], "islands to simulate, more than 1e+08; lower "),
+        (["scavenge", "--islands", "100000000"], "more than 1e+08; lower islands"),
+        (["mix", "--gap", "1e12"], "with gap = 1e+12; lower gap, or raise hours"),
         (["goodput", "--quorum", "9"], "quorum = 9, but islands = 8"),
         (["gooput"], "did you mean 'goodput'"),
         (["goodput", "--sweep", "--out", "/proc"], "/proc: no file can be made there"),

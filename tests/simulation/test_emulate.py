@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from interruption import until_it_is_raised
 from oracle_support import expected_history
 from tiny import MODEL, SEQUENCE_LENGTH
 
@@ -365,9 +366,7 @@ def test_the_command_leaves_config_history_and_summary(text, tmp_path, capsys) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_what_ended_early_leaves_its_folder_to_the_next(
-    text, tmp_path, monkeypatch, number
-):
+def test_what_ended_early_leaves_no_folder(text, tmp_path, monkeypatch, number, capsys):
     from diloco_jax.loading import write_config_json
 
     path, workdir = tmp_path / "config.json", tmp_path / "run"
@@ -376,7 +375,7 @@ def test_what_ended_early_leaves_its_folder_to_the_next(
     def interrupted(*arguments, **options):
         assert (workdir / "config.json").exists()
         os.kill(os.getpid(), number)
-        pytest.fail("goes on after the signal")
+        until_it_is_raised()
 
     monkeypatch.setattr("diloco_jax.simulation.emulation.emulate.emulate", interrupted)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -385,6 +384,7 @@ def test_what_ended_early_leaves_its_folder_to_the_next(
     finally:
         signal.signal(signal.SIGHUP, before)
     assert not workdir.exists()
+    assert f"nothing is kept: {workdir} is as it was" in capsys.readouterr().err
 
 
 def test_the_package_is_light_until_it_is_used() -> None:

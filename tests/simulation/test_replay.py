@@ -25,6 +25,7 @@ from diloco_jax.models import transformer
 from diloco_jax.policy.values import Contribution, Record, Version
 from diloco_jax.simulation.replay import replay
 from diloco_jax.simulation.replay.recording import (
+    SAME_BITS,
     Life,
     RecordedMerge,
     Recording,
@@ -104,7 +105,7 @@ def test_all_is_well_here(recording):
         next(repeated.merges())  # it gets as far as commanding its worker
 
 
-@pytest.mark.parametrize("fact", replay.SAME_BITS)
+@pytest.mark.parametrize("fact", SAME_BITS)
 def test_another_coordinators_machine_is_refused(recording, fact):
     there = {**recording.coordinators[0], fact: "another"}
     recording = dataclasses.replace(recording, coordinators=(there,))
@@ -112,7 +113,7 @@ def test_another_coordinators_machine_is_refused(recording, fact):
         replay.Replay(recording)
 
 
-@pytest.mark.parametrize("fact", replay.SAME_BITS)
+@pytest.mark.parametrize("fact", SAME_BITS)
 def test_another_islands_machine_is_refused(recording, fact):
     life = recording.lives[WHO]
     life.environment = {**life.environment, fact: "another"}

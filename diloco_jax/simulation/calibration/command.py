@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +15,19 @@ from rich.table import Table
 
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.loading import load_config
+from diloco_jax.loading import NoOptions, parse_options, read_config
 from diloco_jax.simulation.calibration.fit import Calibration, Fitted, calibrate
-from diloco_jax.simulation.calibration.observed import Timeline, read_timeline
+from diloco_jax.simulation.calibration.notes import notes_on
+from diloco_jax.simulation.calibration.observed import (
+    ISLAND_FIELDS,
+    RUN_FIELDS,
+    Timeline,
+    read_timeline,
+)
+from diloco_jax.simulation.progress import Progress, nobody, part
 
-RUN_FIELDS = ("goodput", "compute_goodput", "uptime", "wall_seconds", "merges")
-ISLAND_FIELDS = ("median_step_seconds", "steps", "tokens_merged", "participation")
+Bar = Callable[[str], AbstractContextManager[Progress]]
+"""Shows how far something of that name is."""
 
 
 class Row(NamedTuple):
@@ -39,7 +47,7 @@ class Row(NamedTuple):
         return self.predicted / self.measured - 1
 
 
-def calibrate_command(arguments: Sequence[str]) -> int:
+def calibrate_command(arguments: Sequence[str], bar: Bar) -> int:
     """Raises ConfigError if a workdir or config cannot be used."""
     options, overrides = _parser().parse_known_args(arguments)
     if options.seeds < 1:
@@ -51,13 +59,17 @@ def calibrate_command(arguments: Sequence[str]) -> int:
         against = timeline
     calibration = calibrate(timeline)
     measured = against.summary if against is not None else None
-    rows = predict(calibration, config, options.seeds, measured)
+    with bar("calibrate") as progress:
+        rows = predict(calibration, config, options.seeds, measured, progress)
+    notes = list(notes_on(timeline, calibration, config, against))
     if options.json:
-        print(json.dumps(_as_json(calibration, rows)))
+        print(json.dumps(_as_json(calibration, rows, notes)))
     else:
         console = Console(stderr=True, markup=False)
         for table in (_fitted_table(calibration), _prediction_table(rows)):
             console.print(table, highlight=False, soft_wrap=True)
+        for note in notes:
+            console.print(f"note: {note}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -66,16 +78,21 @@ def predict(
     config: Config,
     seeds: int,
     measured: Mapping[str, Any] | None,
+    progress: Progress = nobody,
 ) -> list[Row]:
     """What `config` comes to, over as many orders of the recorded step times, beside
-    the summary of a run of it."""
+    the summary of a run of it. Raises ConfigError if it cannot be told, or not soon."""
     # jax is imported by it.
-    from diloco_jax.simulation.calibration.prediction import Prediction
+    from diloco_jax.simulation.calibration.prediction import (
+        Prediction,
+        require_in_reach,
+    )
 
-    played = [
-        dict(_numbers(Prediction(calibration, config, seed).summary()))
-        for seed in range(seeds)
-    ]
+    require_in_reach(calibration, config, seeds)
+    played = []
+    for seed in range(seeds):
+        one = Prediction(calibration, config, seed)
+        played.append(dict(_numbers(one.summary(part(progress, seed, seeds)))))
     known = dict(_numbers(measured)) if measured else {}
     return [
         Row(
@@ -135,14 +152,19 @@ def _config(
                 f"{' '.join(['--config', path] if path else overrides)}"
             )
         return against.config
-    return load_config(path or timeline.workdir / run_files.CONFIG, overrides)
+    config = read_config(path or timeline.workdir / run_files.CONFIG)
+    prog = f"diloco simulate calibrate {timeline.workdir}"
+    return parse_options(config, overrides, NoOptions(), prog)[0]
 
 
-def _as_json(calibration: Calibration, rows: Sequence[Row]) -> dict[str, Any]:
+def _as_json(
+    calibration: Calibration, rows: Sequence[Row], notes: Sequence[str]
+) -> dict[str, Any]:
     return {
         "fitted": {what: one._asdict() for what, one in fitted(calibration)},
         "held_up_steps": {n: s.held_up for n, s in calibration.steps.items()},
         "predicted": [{**row._asdict(), "error": row.error} for row in rows],
+        "notes": notes,
     }
 
 

@@ -31,7 +31,8 @@ EMULATED_WITHIN = 1.2
 
 
 class Fitted(NamedTuple):
-    """Seconds, and between what `observed` observations of it lie."""
+    """Seconds, and between what `observed` observations of it lie; of none, `value` is
+    a guess, after what else the tape tells."""
 
     value: float
     low: float
@@ -43,6 +44,11 @@ def of_samples(samples: Sequence[float]) -> Fitted:
     """Their median, and the middle 90 %."""
     low, high = np.quantile(samples, (0.05, 0.95))
     return Fitted(statistics.median(samples), float(low), float(high), len(samples))
+
+
+def of_samples_or(samples: Sequence[float], guess: Sequence[float]) -> Fitted:
+    """Of the samples; of none, what is guessed instead."""
+    return of_samples(samples) if samples else of_samples(guess)._replace(observed=0)
 
 
 def of_intervals(intervals: Sequence[tuple[float, float]], near: float) -> Fitted:
@@ -169,6 +175,11 @@ def calibrate(timeline: Timeline) -> Calibration:
     """Raises ConfigError if an island made too few steps."""
     config, lives = timeline.config, timeline.lives
     names = [name for name in lives if name in config.islands]
+    if not names:
+        raise ConfigError(
+            f"{timeline.workdir}/config.json has islands {', '.join(config.islands)}, "
+            f"the tape beside it {', '.join(lives) or 'none'}; bring back the run's own"
+        )
     steps = {name: _steps(timeline, name) for name in names}
     round_trip = _of_all(
         {n: _round_trips(timeline, lives[n]) for n in names}, 2 * LEAST_LATENCY_S
@@ -179,12 +190,7 @@ def calibrate(timeline: Timeline) -> Calibration:
         {n: _downloads(timeline, lives[n], latency[n].value) for n in names},
         up[""].value,
     )
-    joins = {
-        name: [
-            (life.began_at or life.joined_at) - life.joined_at for life in lives[name]
-        ]
-        for name in names
-    }
+    joins = {name: [life.join_s for life in lives[name]] for name in names}
     first = {name: joins[name][:1] for name in names}
     later = {name: joins[name][1:] for name in names}
     compiled = {n: [timeline.roster.members[n].first_compile_seconds] for n in names}
@@ -199,6 +205,7 @@ def calibrate(timeline: Timeline) -> Calibration:
     ]
     compiling = [c.at - timeline.begun_at for c in timeline.compiled if not c.again]
     again = [c.at - c.up_at for c in timeline.compiled if c.again]
+    recompiling = [s * _warmth(joins.values()) for s in compiling]
     summed_up_at = (
         timeline.begun_at + timeline.stopped_s + timeline.summary["wall_seconds"]
     )
@@ -211,15 +218,13 @@ def calibrate(timeline: Timeline) -> Calibration:
         start_s=_by_island(started, names, 0.0),
         compile_s=_by_island(compiled, names, 0.0),
         join_s=_by_island(first, names, 0.0),
-        rejoin_s=_by_island(later if any(later.values()) else first, names, 0.0),
-        restart_s=of_samples([max(s, 0.0) for s in restarts or begins]),
-        merge_s=of_samples(_merges(timeline) or [0.0]),
-        compiled_s=of_samples([max(s, 0.0) for s in compiling or [0.0]]),
-        recompiled_s=of_samples(
-            again or [c.at - c.up_at for c in timeline.compiled] or [0.0]
-        ),
-        outage_s=of_samples([max(s, 0.0) for s in outages or begins]),
-        resume_s=of_samples(timeline.resumed_after_s or [0.0]),
+        rejoin_s=_rejoins(first, later, names),
+        restart_s=of_samples_or(_not_negative(restarts), _not_negative(begins)),
+        merge_s=of_samples_or(_merges(timeline), [0.0]),
+        compiled_s=of_samples_or(_not_negative(compiling), [0.0]),
+        recompiled_s=of_samples_or(again, _not_negative(recompiling) or [0.0]),
+        outage_s=of_samples_or(_not_negative(outages), _not_negative(begins)),
+        resume_s=of_samples_or(timeline.resumed_after_s, [0.0]),
         leaving_s=statistics.fmean(leaving),
         closing_s=max(0.0, summed_up_at - timeline.finished_at),
     )
@@ -330,6 +335,30 @@ def _downloads(
     ]
 
 
+def _rejoins(
+    first: Mapping[str, Sequence[float]],
+    later: Mapping[str, Sequence[float]],
+    names: Sequence[str],
+) -> dict[str, Fitted]:
+    if any(later.values()):
+        return _by_island(later, names, 0.0)
+    guesses = _by_island(first, names, 0.0)
+    return {name: guess._replace(observed=0) for name, guess in guesses.items()}
+
+
+def _warmth(joins: Iterable[Sequence[float]]) -> float:
+    """How long a later join takes, in first joins of the island, at most 1: the later
+    ones find in the cache what was compiled for the first. 1 if none came back."""
+    ratios = [
+        statistics.fmean(own[1:]) / own[0] for own in joins if own[1:] and own[0] > 0
+    ]
+    return min(1.0, statistics.median(ratios)) if ratios else 1.0
+
+
+def _not_negative(seconds: Sequence[float]) -> list[float]:
+    return [max(s, 0.0) for s in seconds]
+
+
 def _restarts(lives: Sequence[Observed]) -> Iterator[float]:
     for before, after in itertools.pairwise(lives):
         if before.lost_at is not None:
@@ -347,7 +376,7 @@ def _by_island(
     least: int = 1,
 ) -> dict[str, Fitted]:
     """Of an island's own samples, or of all if it has fewer than `least`."""
-    pool = of_samples(_pooled(samples) or [otherwise])
+    pool = of_samples_or(_pooled(samples), [otherwise])
     enough = {n for n in names if len(samples.get(n, ())) >= least}
     return {
         **{n: of_samples(samples[n]) if n in enough else pool for n in names},
@@ -366,5 +395,5 @@ def _of_all(
         near = statistics.median(told)
     return {
         **{name: of_intervals(own, near) for name, own in intervals.items()},
-        "": of_samples(told or [near]),
+        "": of_samples_or(told, [near]),
     }

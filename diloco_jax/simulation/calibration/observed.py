@@ -19,12 +19,16 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.observability.tape import TapeError, read_tape
+from diloco_jax.observability.tape import NOT_A_RECORD, TapeError, brief, read_tape
 from diloco_jax.policy import records
 from diloco_jax.policy.reasons import STOPPED
 from diloco_jax.policy.values import Record, Version
 from diloco_jax.simulation.replay.recording import read_begun, refuse_term
 from diloco_jax.workdir import read_config, read_facts, read_summary
+
+RUN_FIELDS = ("goodput", "compute_goodput", "uptime", "wall_seconds", "merges")
+ISLAND_FIELDS = ("median_step_seconds", "steps", "tokens_merged", "participation")
+"""What is predicted, of `summary.json`."""
 
 
 class Adoption(NamedTuple):
@@ -72,6 +76,11 @@ class Observed:
     lost_at: float | None = None
     """When its connection broke, or its silence began, for the last time."""
 
+    @property
+    def join_s(self) -> float:
+        """From its hello to its first step; 0 if it made none."""
+        return (self.began_at or self.joined_at) - self.joined_at
+
 
 class Compiled(NamedTuple):
     """A coordinator's first line, and when it had compiled what merges need: those that
@@ -112,6 +121,15 @@ class Timeline:
     roster: Roster
     summary: Mapping[str, Any]
 
+    def first_joins(self) -> list[float]:
+        """Seconds from the hello to the first step, of each island's first life."""
+        return [own[0].join_s for own in self.lives.values() if own[0].began_at]
+
+    def later_joins(self) -> list[float]:
+        """The same, of their later lives."""
+        later = [life for own in self.lives.values() for life in own[1:]]
+        return [life.join_s for life in later if life.began_at]
+
 
 def read_timeline(workdir: Path) -> Timeline:
     """What a finished run left in its workdir.
@@ -142,11 +160,15 @@ def read_timeline(workdir: Path) -> Timeline:
             f"the run is not over; calibrate on a run that has ended"
         )
     summary, facts = read_summary(workdir), read_facts(workdir)
-    if "wall_seconds" not in summary or "islands" not in summary:
-        raise ConfigError(
-            f"{workdir}/summary.json is not what a run leaves (no wall_seconds, or no "
-            f"islands); restore it from a copy"
-        )
+    _check_summary(workdir / run_files.SUMMARY, summary)
+    roster = Roster(workdir / run_files.ROSTER)
+    for name in reader.lives:
+        if name not in roster.members:
+            raise ConfigError(
+                f"{workdir / run_files.ROSTER} does not tell of island {name!r}, which "
+                f"is on the tape (it has {', '.join(roster.members) or 'none'}); "
+                f"restore it from a copy"
+            )
     return Timeline(
         workdir=workdir,
         config=config,
@@ -159,9 +181,39 @@ def read_timeline(workdir: Path) -> Timeline:
         compiled=reader.compiled,
         recoveries=reader.recoveries,
         resumed_after_s=reader.resumed_after_s,
-        roster=Roster(workdir / run_files.ROSTER),
+        roster=roster,
         summary=summary,
     )
+
+
+def _check_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless all is there that is read of it."""
+
+    def require(where: str, section: Any, field: str) -> None:
+        value = section.get(field) if isinstance(section, Mapping) else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(
+                f"{path} is not what a run leaves ({where}{field} = {brief(value)}; it "
+                f"must be a number); restore it from a copy"
+            )
+
+    for field in RUN_FIELDS:
+        require("", summary, field)
+    islands = summary.get("islands")
+    if not isinstance(islands, Mapping):
+        raise ConfigError(
+            f"{path} is not what a run leaves (islands = {brief(islands)}; it must be "
+            f"an object by name); restore it from a copy"
+        )
+    for name, island in islands.items():
+        for field in ISLAND_FIELDS:
+            require(f"islands.{name}.", island, field)
+
+
+class _MergeLine(msgspec.Struct):
+    fragment: int
+    version: int
+    seconds: float
 
 
 def _merge_seconds(path: Path) -> Iterator[tuple[tuple[int, int], float]]:
@@ -170,11 +222,12 @@ def _merge_seconds(path: Path) -> Iterator[tuple[tuple[int, int], float]]:
         try:
             line = json.loads(text)
             if line["kind"] == "merge":
-                yield (line["fragment"], line["version"]), line["seconds"]
-        except (ValueError, KeyError, TypeError) as error:
+                merge = msgspec.convert(line, _MergeLine)
+                yield (merge.fragment, merge.version), merge.seconds
+        except (*NOT_A_RECORD, msgspec.ValidationError) as error:
             raise ConfigError(
-                f"{path}, line {number}: not a line of metrics ({error!r}); calibrate "
-                f"on the workdir as the run left it"
+                f"{path}, line {number}: not a line of metrics ({brief(error)}); "
+                f"calibrate on the workdir as the run left it"
             ) from error
 
 
@@ -201,12 +254,13 @@ class _Reader:
         """The next line. Raises TapeError if it cannot be one."""
         self.line = line
         try:
-            self._read(record, record["time"])
-            self._last_at = record["time"]
+            at = msgspec.convert(record["time"], float)
+            self._read(record, at)
+            self._last_at = at
         except (KeyError, IndexError, TypeError, msgspec.ValidationError) as error:
-            kind = record.get("kind")
+            kind = brief(record.get("kind"))
             raise TapeError(
-                f"{self._path}, line {line}: not a record {kind!r} ({error!r})"
+                f"{self._path}, line {line}: not a record {kind} ({brief(error)})"
             ) from error
 
     def _read(self, record: Mapping[str, Any], at: float) -> None:
@@ -214,8 +268,8 @@ class _Reader:
         refuse_term(self._path, record)
         if (self.line == 1) != (kind == "begun"):
             raise TapeError(
-                f"{self._path}, line {self.line}: {kind!r}; 'begun' is the first "
-                f"record and no other"
+                f"{self._path}, line {self.line}: {brief(kind)}; 'begun' is the "
+                f"first record and no other"
             )
         match kind:
             case "begun":

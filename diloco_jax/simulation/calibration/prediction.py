@@ -5,6 +5,7 @@ No arrays, and no chance but in which of the recorded step times come when.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from diloco_jax.simulation.calibration.fit import Calibration, Fitted, Steps
 from diloco_jax.simulation.emulation.attendance import Attendance
 from diloco_jax.simulation.emulation.history import Diary
 from diloco_jax.simulation.emulation.options import EmulationOptions
+from diloco_jax.simulation.fleets.checks import in_reach
+from diloco_jax.simulation.progress import Progress, nobody
 from diloco_jax.simulation.virtual.body import NoBody
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.line import LineSpeed
@@ -35,6 +38,8 @@ from diloco_jax.simulation.virtual.mortal import MortalWorld
 
 RUN_ID = "predicted"
 LEAST_TRANSFER_S = 1e-6
+SHORTEST_STEP_S = 1e-6
+EVENTS_PER_PROGRESS = 1000
 
 
 class Prediction:
@@ -47,6 +52,7 @@ class Prediction:
         """Raises ConfigError if the calibration does not tell what is needed."""
         run, placement = config.run, config.placement
         self._calibration, self._restarts = calibration, placement.restarts
+        self._total_tokens = run.total_tokens
         payloads, recorded = _payloads(run), _payloads(calibration.run)
         faults = parse_faults(placement.faults, config.islands)
         coordinator_faults = faults.for_who(COORDINATOR).faults
@@ -77,9 +83,10 @@ class Prediction:
         )
         self._attendance = _Attendance(calibration, config, world, payloads.up, seed)
 
-    def summary(self) -> dict[str, Any]:
-        """Plays it to its end; as `summary.json`, without losses."""
-        self._world.run()
+    def summary(self, progress: Progress = nobody) -> dict[str, Any]:
+        """Plays it to its end; as `summary.json`, without losses. progress: called with
+        the share of the tokens that the run has."""
+        self._play(progress)
         if self._world.crashes > self._restarts:
             raise ConfigError(
                 f"placement.restarts = {self._restarts}, but placement.faults kill the "
@@ -104,6 +111,37 @@ class Prediction:
             alerts=[],
             now=now + self._calibration.leaving_s,
         )
+
+    def _play(self, progress: Progress) -> None:
+        world, calls = self._world, itertools.count(1)
+
+        def over() -> bool:
+            if next(calls) % EVENTS_PER_PROGRESS == 0:
+                done = world.coordinator.state.progress_tokens / self._total_tokens
+                progress(min(done, 1.0))
+            return world.coordinator.finished
+
+        world.clock.run(done=over)
+        progress(1.0)
+
+
+def require_in_reach(calibration: Calibration, config: Config, seeds: int) -> None:
+    """Raises ConfigError if `seeds` predictions have more events than are got through,
+    or if the calibration does not tell what a step takes."""
+    per_second = tokens_per_second = 0.0
+    for name, island in config.islands.items():
+        step_s = calibration.step_seconds(name, config.run, island).fitted.value
+        rate = 1 / max(step_s, SHORTEST_STEP_S)
+        per_second += rate
+        tokens_per_second += rate * island.batch_size * config.run.sequence_length
+    sync = config.run.sync
+    takes = sync.fragments / sync.steps_per_cycle
+    steps = seeds * config.run.total_tokens / tokens_per_second * per_second
+    in_reach(
+        "steps and takes of islands",
+        steps * (1 + takes),
+        f"lower total_tokens = {config.run.total_tokens}, or --seeds {seeds}",
+    )
 
 
 class _Attendance(Attendance):

@@ -23,7 +23,6 @@ import numpy as np
 from rich.console import Console
 
 from diloco_jax import compilation, run_files
-from diloco_jax.cluster.interrupt import as_keyboard_interrupt
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.engine import ALERTS_KEPT
@@ -134,7 +133,6 @@ def run(
             config = resolve(config)
             begun = whole.enter_context(Beginning(config, config_path))
             config = begun.create()
-        whole.enter_context(as_keyboard_interrupt())
         dashboard = whole.enter_context(Dashboard(console))
         try:
             result = emulate(
@@ -147,6 +145,8 @@ def run(
             _settle()
             if begun is not None:
                 begun.undo()
+                text = f"nothing is kept: {begun.workdir} is as it was before"
+                console.print(text, highlight=False, soft_wrap=True)
             raise
         if begun is not None:
             result.write(begun.workdir)

@@ -6,7 +6,14 @@ import dataclasses
 
 from diloco_jax.config import ConfigError
 from diloco_jax.simulation.faults.plant import planted
-from diloco_jax.simulation.faults.play import Report, check, check_schedule
+from diloco_jax.simulation.faults.play import (
+    SHORTENED,
+    Found,
+    Report,
+    Violation,
+    check,
+    check_schedule,
+)
 from diloco_jax.simulation.faults.schedule import from_json
 from diloco_jax.simulation.progress import Progress
 from diloco_jax.validation import AT_LEAST_1, NOT_NEGATIVE, within
@@ -39,33 +46,45 @@ class FaultsConfig:
                 )
 
 
-def check_faults(config: FaultsConfig, progress: Progress) -> Report:
-    """Plays what the config says. Raises ConfigError for what it cannot."""
+def check_faults(
+    config: FaultsConfig, progress: Progress, found: Found, report: Report
+) -> Report:
+    """Plays what the config says. Raises ConfigError for what it cannot.
+
+    report: to be filled and returned, see `play.check`.
+    """
     config.validate()
     with planted(config.plant):
         if config.schedule:
-            return check_schedule(from_json(config.schedule), config.plant)
-        last = config.first_seed + config.seeds
-        return check(range(config.first_seed, last), config.plant, progress)
+            return check_schedule(from_json(config.schedule), config.plant, found=found)
+        seeds = range(config.first_seed, config.first_seed + config.seeds)
+        return check(seeds, config.plant, progress, found=found, report=report)
+
+
+def violation_text(found: Violation) -> str:
+    """For people, as soon as it is found."""
+    where = "schedule" if found.seed is None else f"seed {found.seed}"
+    lines = [f"{where} violates {found.invariant}: {found.what}"]
+    if found.shortest is not None:
+        lines += [f"  shortest schedule found: {found.shortest.json()}"]
+    if found.like_seed is not None:
+        lines += [
+            f"  shortest schedule: see seed {found.like_seed} (the first {SHORTENED} "
+            f"of an invariant are shortened)"
+        ]
+    return "\n".join([*lines, f"  again: {found.command}"])
 
 
 def text(report: Report) -> str:
-    """For people."""
-    lines = []
-    for found in report.violations:
-        where = "schedule" if found.seed is None else f"seed {found.seed}"
-        lines += [f"{where} violates {found.invariant}: {found.what}"]
-        if found.shortest is not None:
-            lines += [f"  shortest schedule found: {found.shortest.json()}"]
-        lines += [f"  again: {found.command}"]
+    """For people, at the end, whether or not it was reached."""
     faults = ", ".join(f"{kind} {n}" for kind, n in sorted(report.faults.items()))
-    return "\n".join(
-        [
-            *lines,
-            f"{report.schedules} schedules in {report.seconds:.1f} s "
-            f"({report.schedules_per_minute:.0f} a minute), {report.merges} merges, "
-            f"{report.crashes} crashes, {report.torn_snapshots} torn snapshots, "
-            f"{report.faults.total()} faults ({faults}): "
-            f"{len(report.violations)} violations",
-        ]
+    told = (
+        f"{report.schedules} schedules in {report.seconds:.1f} s "
+        f"({report.schedules_per_minute:.0f} a minute), {report.merges} merges, "
+        f"{report.crashes} crashes, {report.torn_snapshots} torn snapshots, "
+        f"{report.faults.total()} faults ({faults}): "
+        f"{len(report.violations)} violations"
     )
+    if report.next_seed is None:
+        return told
+    return f"{told}\nto go on: --first-seed {report.next_seed}"

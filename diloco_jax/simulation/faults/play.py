@@ -9,7 +9,7 @@ import shlex
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ CYCLES = 3
 UNBROKEN = "unbroken"
 """The invariant that no process ends by an exception."""
 COMMAND = "diloco simulate faults"
+SHORTENED = 10
+"""Violations of an invariant whose schedules are shortened: for a few seconds each."""
 
 
 class Wrong(NamedTuple):
@@ -72,16 +74,23 @@ def play_seed(seed: int) -> Played:
     return played
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class Violation:
-    """What a seed found. shortest: only of the first one of an invariant."""
+    """What a seed found."""
 
     seed: int | None
     invariant: str
     what: str
     shortest: Schedule | None
+    """None where it was not shortened: there are `SHORTENED` of the invariant."""
+    like_seed: int | None = None
+    """The first seed that violated this invariant, where it was not."""
     command: str
     """Repeats it, with the shortest schedule if there is one."""
+
+
+Found = Callable[[Violation], None]
+"""Told of each violation as it is found."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -99,6 +108,8 @@ class Report:
     faults: Counter[str] = dataclasses.field(default_factory=Counter)
     """That happened, by kind."""
     violations: list[Violation] = dataclasses.field(default_factory=list)
+    next_seed: int | None = None
+    """Where it goes on if it was interrupted."""
 
     @property
     def schedules_per_minute(self) -> float:
@@ -117,33 +128,48 @@ def check(
     plant: str = "",
     progress: Progress = nobody,
     *,
+    found: Found = lambda violation: None,
     shorten: bool = True,
+    report: Report | None = None,
 ) -> Report:
     """Plays what these seeds draw.
 
     Args:
       plant: what the commands that repeat a violation are to name.
-      shorten: the first schedule of every invariant that is violated.
+      shorten: the schedules of the first `SHORTENED` violations of an invariant.
+      report: to be filled and returned; it holds what was found if this is
+        interrupted.
     """
-    report = Report()
-    shortened: set[str] = set()
+    report = report or Report()
+    by_invariant: dict[str, list[int]] = {}
     with _quiet():
         for index, seed in enumerate(seeds):
+            report.next_seed = seed
             began = time.perf_counter()
             played = play_seed(seed)
             report.seconds += time.perf_counter() - began
             _add(report, played)
+            report.next_seed = seed + 1
             if played.wrong is not None:
-                first = shorten and played.wrong.invariant not in shortened
-                shortened.add(played.wrong.invariant)
-                report.violations.append(
-                    _violation(played, played.wrong, seed, plant, shorten=first)
-                )
+                alike = by_invariant.setdefault(played.wrong.invariant, [])
+                alike.append(seed)
+                violation = _violation(played.wrong, seed, plant)
+                report.violations.append(violation)
+                try:
+                    if not shorten or len(alike) > SHORTENED:
+                        violation.like_seed = alike[0] if shorten else None
+                    else:
+                        _shorten(violation, played.world.schedule, plant)
+                finally:  # Without a shortest schedule if this is interrupted.
+                    found(violation)
             progress((index + 1) / len(seeds))
+    report.next_seed = None
     return report
 
 
-def check_schedule(schedule: Schedule, plant: str = "") -> Report:
+def check_schedule(
+    schedule: Schedule, plant: str = "", *, found: Found = lambda violation: None
+) -> Report:
     """Plays one, as it is."""
     report = Report()
     with _quiet():
@@ -158,6 +184,7 @@ def check_schedule(schedule: Schedule, plant: str = "") -> Report:
                 seed=None, **played.wrong._asdict(), shortest=schedule, command=command
             )
         )
+        found(report.violations[0])
     return report
 
 
@@ -169,21 +196,20 @@ def _add(report: Report, played: Played) -> None:
     report.faults.update(played.world.struck)
 
 
-def _violation(
-    played: Played, wrong: Wrong, seed: int, plant: str, *, shorten: bool
-) -> Violation:
-    short = None
+def _violation(wrong: Wrong, seed: int, plant: str) -> Violation:
     of_seed = ("--seeds", "1", "--first-seed", str(seed))
     command = _command(*of_seed, *_planted(plant))
-    if shorten:
+    return Violation(seed=seed, **wrong._asdict(), shortest=None, command=command)
 
-        def fails(schedule: Schedule) -> bool:
-            again = play(schedule).wrong
-            return again is not None and again.invariant == wrong.invariant
 
-        short = shortest(played.world.schedule, fails)
-        command = _command("--schedule", short.json(), *_planted(plant))
-    return Violation(seed=seed, **wrong._asdict(), shortest=short, command=command)
+def _shorten(violation: Violation, schedule: Schedule, plant: str) -> None:
+    def fails(schedule: Schedule) -> bool:
+        again = play(schedule).wrong
+        return again is not None and again.invariant == violation.invariant
+
+    short = shortest(schedule, fails)
+    violation.command = _command("--schedule", short.json(), *_planted(plant))
+    violation.shortest = short
 
 
 def _planted(plant: str) -> tuple[str, ...]:

@@ -42,6 +42,20 @@ def steps_in_reach(hours: float, step_seconds: float, islands: int) -> None:
     in_reach("steps of islands", steps, "lower hours, or raise step_seconds")
 
 
+def deltas_in_reach(
+    hours: float, step_seconds: float, islands: int, exchange: Any
+) -> None:
+    """Raises ConfigError unless the policy, which at every delta goes through what
+    it keeps of all fragments, gets through them. exchange: a `fleet.Exchange`."""
+    cycles = hours * 3600 / step_seconds / exchange.cycle
+    deltas = cycles * islands * exchange.fragments
+    in_reach(
+        f"pairs of {deltas:.2g} deltas and fragments = {exchange.fragments}",
+        deltas * exchange.fragments,
+        "lower fragments or hours, or raise cycle or step_seconds",
+    )
+
+
 def islands_in_reach(islands: float, fields: str) -> None:
     """Raises ConfigError unless the policy, which at every delta goes through what
     it keeps of all islands, gets through them. fields: that say how many there are."""

@@ -19,6 +19,7 @@ from diloco_jax.observability import measures
 from diloco_jax.simulation.fleets import dataparallel
 from diloco_jax.simulation.fleets.checks import (
     STEP_SECONDS,
+    deltas_in_reach,
     in_reach,
     islands_in_reach,
     steps_in_reach,
@@ -88,9 +89,12 @@ class GoodputConfig:
                 f"hours = {self.hours:g} over seeds = {self.seeds} is {self.seconds:g} "
                 f"s each, less than step_seconds = {self.step_seconds:g}; raise hours"
             )
-        steps_in_reach(self.hours, self.step_seconds, self.islands)
         if self.method == "decoupled":
             islands_in_reach(self.islands, "islands")
+        length = (self.hours, self.step_seconds, self.islands)
+        steps_in_reach(*length)
+        if self.method == "decoupled":
+            deltas_in_reach(*length, self.exchange)
         rate = self.chips * self.failures.interruptions_per_chip_second
         interruptions = rate * self.hours * 3600
         in_reach("interruptions", interruptions, "lower hours, or raise mtbi_years")

@@ -19,6 +19,7 @@ from diloco_jax.config import ConfigError, SyncConfig
 from diloco_jax.observability import measures
 from diloco_jax.simulation.fleets.checks import (
     STEP_SECONDS,
+    deltas_in_reach,
     islands_in_reach,
     steps_in_reach,
 )
@@ -65,13 +66,17 @@ class MixConfig:
                 f"v6e = {self.v6e} and v5p = {self.v5p} islands; a mix has at least 2"
             )
         if self.hours * 3600 < self.step_seconds * (1 + self.gap):
+            enough = self.hours * 3600 >= self.step_seconds
+            remedy = "lower gap, or raise hours" if enough else "raise hours"
             raise ConfigError(
                 f"hours = {self.hours:g} is less than a step of step_seconds = "
-                f"{self.step_seconds:g} with gap = {self.gap:g}; raise hours"
+                f"{self.step_seconds:g} with gap = {self.gap:g}; {remedy}"
             )
-        steps_in_reach(self.hours, self.step_seconds, self.v6e + self.v5p)
         islands_in_reach(self.v6e + self.v5p, "v6e or v5p")
+        length = (self.hours, self.step_seconds, self.v6e + self.v5p)
+        steps_in_reach(*length)
         self.exchange.validate()
+        deltas_in_reach(*length, self.exchange)
 
     def mean_step_seconds(self) -> dict[str, float]:
         """By island."""

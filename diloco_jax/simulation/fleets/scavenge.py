@@ -16,6 +16,7 @@ import numpy as np
 from diloco_jax.config import ConfigError, SyncConfig
 from diloco_jax.simulation.fleets.checks import (
     STEP_SECONDS,
+    deltas_in_reach,
     islands_in_reach,
     steps_in_reach,
 )
@@ -83,7 +84,9 @@ class ScavengeConfig:
                 f"hours = {self.hours:g} is less than step_seconds = "
                 f"{self.step_seconds:g}; raise hours"
             )
-        steps_in_reach(self.hours, self.step_seconds, self.islands)
+        islands_in_reach(self.islands, "islands")
+        length = (self.hours, self.step_seconds, self.islands)
+        steps_in_reach(*length)
         if self.quorum > self.islands:
             raise ConfigError(
                 f"quorum = {self.quorum}, but islands = {self.islands}: without the "
@@ -98,6 +101,7 @@ class ScavengeConfig:
                 )
             islands_in_reach(self.islands + added, f"islands, or extra = {extra:g}")
         self.exchange.validate()
+        deltas_in_reach(*length, self.exchange)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -37,6 +37,13 @@ def sweep_goodput(
     With a spread of the step time, a data-parallel step waits for the slowest of as
     many groups as the most islands; without one, for nobody.
     """
+    return list(simulated(points(config, chips, islands), progress))
+
+
+def points(
+    config: GoodputConfig, chips: Sequence[int], islands: Sequence[int]
+) -> list[GoodputConfig]:
+    """What a sweep simulates, valid. Raises ConfigError."""
     if max(islands) < config.quorum:
         raise ConfigError(
             f"quorum = {config.quorum}, but a sweep has at most {max(islands)} "
@@ -49,19 +56,24 @@ def sweep_goodput(
     ]
     enough = (count for count in islands if count >= config.quorum)
     ways += [("decoupled", count, config.quorum) for count in enough]
-    points = [
+    found = [
         dataclasses.replace(
             config, method=method, islands=count, quorum=quorum, chips=total
         )
         for total in chips
         for method, count, quorum in ways
     ]
-    for point in points:
+    for point in found:
         point.validate()
-    return [
-        simulate_goodput(point, part(progress, i, len(points)))
-        for i, point in enumerate(points)
-    ]
+    return found
+
+
+def simulated(
+    configs: Sequence[GoodputConfig], progress: Progress = nobody
+) -> Iterator[GoodputResult]:
+    """Their results, one by one."""
+    for i, config in enumerate(configs):
+        yield simulate_goodput(config, part(progress, i, len(configs)))
 
 
 def write_csv(results: Sequence[GoodputResult], path: Path) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator.notes import Begun, Environment
-from diloco_jax.observability.tape import TapeError
+from diloco_jax.observability.tape import TapeError, brief
 from diloco_jax.policy.records import from_tape
 from diloco_jax.policy.values import Contribution, Record, Version
+from diloco_jax.validation import Bound
 
 SAME_BITS = (
     "diloco_jax",
@@ -27,6 +30,15 @@ SAME_BITS = (
     "threads",
 )
 """Facts of `environment.describe` without which bits need not be the same."""
+
+VERSIONS = ("diloco_jax", "jax", "jaxlib")
+"""Those of them that are known before jax is imported."""
+COUNTS = {
+    "threads": Bound(1, 4096),
+    "processes": Bound(1, 4096),
+    "devices": Bound(1, 1_000_000),
+}
+"""What can be made as it was: XLA starts that many threads at once."""
 
 
 class Who(NamedTuple):
@@ -164,6 +176,16 @@ class Recording:
     lives: Mapping[Who, Life]
     """The incarnations in these merges, each up to its last take in them."""
 
+    def refuse_other_versions(self) -> None:
+        """Raises ConfigError if a process of the run had another jax than is here:
+        before that is imported, since it ends a process whose flags it does not know.
+        """
+        here = {package: metadata.version(package) for package in VERSIONS}
+        for recorded in self.coordinators:
+            refuse_other_bits("the coordinator", recorded, here, VERSIONS)
+        for who, life in self.lives.items():
+            refuse_other_bits(str(who), life.environment, here, VERSIONS)
+
     def prepare_environment(self) -> None:
         """Makes this process compute as the coordinator's did; call before importing
         jax."""
@@ -172,10 +194,35 @@ class Recording:
 
 
 def checked(environment: Environment) -> Environment:
-    """The environment itself. Raises KeyError for a fact that replay needs."""
-    for fact in (*SAME_BITS, "xla_flags"):
-        environment[fact]
+    """The environment itself. Raises KeyError for a fact that replay needs, and
+    msgspec.ValidationError for one that cannot be."""
+    for fact in (*SAME_BITS, "xla_flags", "devices"):
+        value, bound = environment[fact], COUNTS.get(fact)
+        if bound is None:
+            if not isinstance(value, str) or "\0" in value:
+                raise msgspec.ValidationError(
+                    f"{fact} = {brief(value)}; it must be a text"
+                )
+        elif type(value) is not int or not bound.holds(value):
+            raise msgspec.ValidationError(
+                f"{fact} = {brief(value)}; it must be {bound}"
+            )
     return environment
+
+
+def refuse_other_bits(
+    whose: str,
+    there: Environment,
+    here: Mapping[str, Any],
+    facts: Sequence[str] = SAME_BITS,
+) -> None:
+    """Raises ConfigError for the first of these facts that is another one here."""
+    for fact in facts:
+        if there[fact] != here[fact]:
+            raise ConfigError(
+                f"{whose} had {fact} = {there[fact]!r}, here it is {here[fact]!r}: a "
+                f"comparison of bits would say nothing; replay where it is the same"
+            )
 
 
 def environment_like(recorded: Environment) -> dict[str, str]:

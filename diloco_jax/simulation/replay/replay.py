@@ -43,12 +43,12 @@ from diloco_jax.simulation.replay.island import ReplayedIsland
 from diloco_jax.simulation.replay.pipe import Worker
 from diloco_jax.simulation.replay.published import Published
 from diloco_jax.simulation.replay.recording import (
-    SAME_BITS,
     RecordedMerge,
     Recording,
     Recovery,
     Who,
     environment_like,
+    refuse_other_bits,
 )
 
 
@@ -130,7 +130,7 @@ class Replay(contextlib.ExitStack):
         self.steps = 0
         """Inner steps done."""
         for recorded in recording.coordinators:
-            _refuse_other_bits("the coordinator", recorded, environment.describe())
+            refuse_other_bits("the coordinator", recorded, environment.describe())
         compilation.use_cache(compilation.of_user())
         self._recording = recording
         self._run = run = recording.config.run
@@ -227,7 +227,7 @@ class Replay(contextlib.ExitStack):
                 )
             _refuse_absent_hosts(who, life.environment)
             worker = self._worker(life.environment)
-            _refuse_other_bits(str(who), life.environment, worker.environment)
+            refuse_other_bits(str(who), life.environment, worker.environment)
             devices = worker.environment["devices"]
             if devices < life.config.devices:
                 raise ConfigError(
@@ -299,15 +299,6 @@ def _new_store(recording: Recording) -> Store:
         )
     params = jax.jit(model.init)(jax.random.key(run.seed))
     return Store(run, plan, params, Deadlines(placement.time_budget_s).pin_s)
-
-
-def _refuse_other_bits(whose: str, there: Environment, here: Environment) -> None:
-    for fact in SAME_BITS:
-        if there[fact] != here[fact]:
-            raise ConfigError(
-                f"{whose} had {fact} = {there[fact]!r}, here it is {here[fact]!r}: a "
-                f"comparison of bits would say nothing; replay where it is the same"
-            )
 
 
 def _refuse_absent_hosts(who: Who, recorded: Environment) -> None:

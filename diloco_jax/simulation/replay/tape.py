@@ -2,10 +2,14 @@
 
 The chain finds lines that were changed; here it is numbers that skip, facts that
 contradict each other, and a tape that ends early.
+
+Who makes the chain anew can leave out what nothing else on the tape follows from, and
+exchange lines of which neither follows from the other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +17,11 @@ from typing import Any
 import msgspec
 
 from diloco_jax import run_files
-from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.coordinator import notes
-from diloco_jax.observability.tape import TapeError, read_tape
+from diloco_jax.observability.tape import TapeError, brief, read_tape
 from diloco_jax.policy import records
-from diloco_jax.policy.values import FIRST_VERSION, Version
+from diloco_jax.policy.values import FIRST_VERSION, Span, Version
 from diloco_jax.simulation.replay.recording import (
     Life,
     RecordedMerge,
@@ -42,17 +46,20 @@ def read_recording(
       text: paths of the run's text; None = those that the run had.
 
     Raises:
-      ConfigError: they are not of one run, or not of this version.
+      ConfigError: they are not of one run, or not of this version, or the run's jax
+        is another one.
       TapeError: names the first line that is altered, missing or out of order.
     """
-    config = read_config(workdir, text)
+    config = read_config(workdir, text).validate()
     path = workdir / run_files.TAPE
     if not path.is_file():
         raise ConfigError(f"{workdir} has no tape.jsonl; give the workdir of a run")
     reader = _Reader(path, config)
     for line, record in enumerate(read_tape(path), start=1):
         reader.read(line, record)
-    return reader.recording(until)
+    recording = reader.recording(until)
+    recording.refuse_other_versions()
+    return recording
 
 
 class _Reader:
@@ -67,6 +74,9 @@ class _Reader:
         self._versions: dict[int, Version] = {}
         self._lives: dict[Who, Life] = {}
         self._hellos: dict[str, notes.Hello] = {}
+        self._grants: dict[Who, list[Span]] = {}
+        self._left: list[tuple[int, records.Left]] = []
+        """With their lines, since a coordinator last came back."""
 
     def read(self, line: int, record: Mapping[str, Any]) -> None:
         """The next line."""
@@ -74,8 +84,8 @@ class _Reader:
         try:
             self._read(record)
         except (KeyError, TypeError, msgspec.ValidationError) as error:
-            kind = record.get("kind")
-            raise self._wrong(f"not a record {kind!r} ({error!r})") from error
+            kind = brief(record.get("kind"))
+            raise self._wrong(f"not a record {kind} ({brief(error)})") from error
 
     def recording(self, until: int | None) -> Recording:
         """What is needed to repeat the first `until` merges."""
@@ -96,6 +106,8 @@ class _Reader:
                 f"{count} repeats the merges that it has"
             )
         merges = tuple(self._merges[:until])
+        if until is None:
+            self._require_merges_of_the_settled()
         recoveries = tuple(r for r in self._recoveries if r.merges < len(merges))
         return Recording(
             workdir=self._path.parent,
@@ -112,7 +124,9 @@ class _Reader:
         kind = record["kind"]
         refuse_term(self._path, record)
         if (self._line == 1) != (kind == "begun"):
-            raise self._wrong(f"{kind!r}; 'begun' is the first record and no other")
+            raise self._wrong(
+                f"{brief(kind)}; 'begun' is the first record and no other"
+            )
         match kind:
             case "begun":
                 begun = read_begun(self._path, record, self._config)
@@ -123,6 +137,12 @@ class _Reader:
                 self._hellos[hello.island] = hello
             case "joined":
                 self._joined(records.from_tape(record, records.Joined))
+            case "granted":
+                self._granted(records.from_tape(record, records.Granted))
+            case "left":
+                left = records.from_tape(record, records.Left)
+                self._life(left.island, left.incarnation)
+                self._left.append((self._line, left))
             case "island":
                 self._told(records.from_tape(record, records.Fact))
             case "merged":
@@ -141,11 +161,36 @@ class _Reader:
             raise self._wrong(f"{who} joined without a 'hello' before")
         if who in self._lives:
             raise self._wrong(f"{who} joined for the second time")
-        self._lives[who] = Life(
-            who=who,
-            config=msgspec.convert(hello.config, IslandConfig),
-            environment=checked(hello.environment),
-        )
+        environment = checked(hello.environment)
+        island = msgspec.convert(hello.config, IslandConfig)
+        try:
+            # Its faults name hosts that this island may have had otherwise.
+            dataclasses.replace(
+                self._config,
+                islands={**self._config.islands, who.island: island},
+                placement=Placement(),
+            ).validate()
+        except ConfigError as error:
+            raise self._wrong(
+                f"no island can have the config with which {who} said hello: {error}"
+            ) from error
+        if environment["processes"] != island.hosts:
+            raise self._wrong(
+                f"{who} said hello with hosts = {island.hosts}, but from a world of "
+                f"{environment['processes']} processes; one of them was altered"
+            )
+        self._lives[who] = Life(who=who, config=island, environment=environment)
+
+    def _granted(self, granted: records.Granted) -> None:
+        who = self._life(granted.island, granted.incarnation).who
+        known = self._grants.setdefault(who, [])
+        before = sum(span.stop - span.start for span in known)
+        if granted.offset != before:
+            raise self._wrong(
+                f"{who} is granted data after {granted.offset} sequences, but so far "
+                f"it has {before}; a grant is missing or out of order"
+            )
+        known.append(Span(granted.start, granted.stop))
 
     def _told(self, line: records.Fact) -> None:
         life, told = self._life(line.island, line.incarnation), line.record
@@ -170,6 +215,12 @@ class _Reader:
             raise self._wrong(
                 f"{what} is of version {tuple(told.version)} of fragment "
                 f"{told.fragment}, but merged so far is {tuple(newest)}"
+            )
+        span = Span(told.start, told.stop)
+        if told.kind == "granted" and span not in self._grants.get(life.who, ()):
+            raise self._wrong(
+                f"{what} is of data [{told.start}, {told.stop}), which no line before "
+                f"grants it; a record was altered or is missing"
             )
         known.append(Written(self._line, told))
 
@@ -221,6 +272,8 @@ class _Reader:
                 f"are {recovery.merges}"
             )
         self._recoveries.append(recovery)
+        # What they had in a merge under way, or left behind, was lost in the crash.
+        self._left.clear()
         self._coordinators.append(checked(recovered.environment))
 
     def _life(self, island: str, incarnation: int) -> Life:
@@ -228,6 +281,38 @@ class _Reader:
         if who not in self._lives:
             raise self._wrong(f"{who} has not joined by then; a record is missing")
         return self._lives[who]
+
+    def _require_merges_of_the_settled(self) -> None:
+        """Raises TapeError where an island's end says that what it took is settled, and
+        it is neither given up nor in a merge."""
+        merged = {
+            (Who(part.island, part.incarnation), merge.fragment, part.tick)
+            for merge in self._merges
+            for part in merge.contributions
+        }
+        for at, left in self._left:
+            who = Who(left.island, left.incarnation)
+            settled = dict(enumerate(left.settled_steps_by_fragment))
+            open_still = {(kept.fragment, kept.tick) for kept in left.left_behind}
+            open_still |= {
+                (record.fragment, record.tick)
+                for _, record in self._lives[who].records
+                if record.kind in ("reopened", "dropped", "reset")
+            }
+            for line, took in self._lives[who].records:
+                fragment, tick = took.fragment, took.tick
+                if (
+                    took.kind == "took"
+                    and took.start < took.step == settled.get(fragment)
+                    and (fragment, tick) not in open_still
+                    and (who, fragment, tick) not in merged
+                ):
+                    self._line = at
+                    raise self._wrong(
+                        f"{who} ended with its first {took.step} steps settled in "
+                        f"fragment {fragment}, but its take at tick {tick} up to there "
+                        f"(line {line}) is in no merge; a merge is missing or altered"
+                    )
 
     def _needed(self, merges: tuple[RecordedMerge, ...]) -> dict[Who, Life]:
         """The incarnations in these merges, each up to its last take in them."""

@@ -7,6 +7,7 @@ islands of several hosts by as many processes in one `jax.distributed` world.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -56,7 +57,13 @@ COMPILED_WITHIN_S = 3600.0
 
 
 def serve(connection: Connection) -> None:
-    """Carries out commands until the other end is closed."""
+    """Carries out commands until the other end is closed, or this process is asked to
+    end, as it is with the other end; neither is worth a word."""
+    with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
+        _serve(connection)
+
+
+def _serve(connection: Connection) -> None:
     setup = decode(connection.recv_bytes())
     assert isinstance(setup, Setup)
     compilation.use_cache(compilation.of_user())

@@ -1,11 +1,17 @@
 """`diloco simulate faults`: exit codes, JSON, and the command that repeats."""
 
 import json
+import os
 import shlex
+import signal
 
 import pytest
+from interruption import until_it_is_raised
 
 from diloco_jax.cli import main
+from diloco_jax.simulation.faults import play
+from diloco_jax.simulation.faults.play import Played
+from diloco_jax.simulation.faults.schedule import Schedule
 
 SCHEDULE = {"islands": {"a": {}}, "total_tokens": 100}
 LEAVE = {"kind": "leave", "at_s": 1, "island": "a", "away_s": 1}
@@ -36,6 +42,92 @@ def test_a_violation_is_exit_1_and_its_command_repeats_it(
     told = capsys.readouterr().err
     assert "violates stale" in told
     assert "again: diloco simulate faults" in told
+
+
+PLANTED = ["simulate", "faults", "--plant", "fenced_ones_come_in"]
+"""Seeds 1 and 2 violate two invariants; of 1 to 17, six violate the second one."""
+
+
+def interrupt() -> None:
+    """Asks this process to end, and goes on until that is raised."""
+    os.kill(os.getpid(), signal.SIGINT)
+    until_it_is_raised()
+
+
+@pytest.fixture
+def interrupted_at_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the schedule of seed 3 plays."""
+    play_seed = play.play_seed
+
+    def played(seed: int) -> Played:
+        if seed == 3:
+            interrupt()
+        return play_seed(seed)
+
+    monkeypatch.setattr(play, "play_seed", played)
+
+
+@pytest.mark.usefixtures("interrupted_at_3")
+def test_ctrl_c_leaves_what_was_found_and_where_to_go_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*PLANTED, "--json"]) == 1
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert [found["seed"] for found in report["violations"]] == [1, 2]
+    assert (report["schedules"], report["next_seed"]) == (3, 3)
+    assert "seed 2 violates fenced" in err
+    assert err.endswith("\nerror: interrupted\n")
+    assert main(PLANTED) == 1
+    told = capsys.readouterr().err
+    assert told.count("seed 2 violates fenced") == 1
+    assert "3 schedules in" in told
+    assert "2 violations\nto go on: --first-seed 3\nerror: interrupted" in told
+
+
+def test_ctrl_c_while_a_schedule_is_shortened_leaves_its_seed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shortest(schedule: Schedule, fails: object) -> Schedule:
+        interrupt()
+        return schedule
+
+    monkeypatch.setattr(play, "shortest", shortest)
+    assert main(PLANTED) == 1
+    told = capsys.readouterr().err
+    assert "seed 1 violates durable" in told
+    assert "--seeds 1 --first-seed 1 --plant fenced_ones_come_in" in told
+    assert "1 violations\nto go on: --first-seed 2\nerror: interrupted" in told
+
+
+def test_a_violation_is_told_as_soon_as_it_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: dict[int, str] = {}
+    play_seed = play.play_seed
+
+    def played(seed: int) -> Played:
+        told[seed] = capsys.readouterr().err
+        return play_seed(seed)
+
+    monkeypatch.setattr(play, "play_seed", played)
+    assert main([*PLANTED, "--seeds", "3"]) == 1
+    assert "seed 1 violates durable" in told[2]
+    assert "violates" not in told[1]
+
+
+def test_violations_of_an_invariant_are_shortened_up_to_a_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(play, "SHORTENED", 2)
+    assert main([*PLANTED, "--seeds", "8", "--first-seed", "2", "--json"]) == 1
+    out, err = capsys.readouterr()
+    found = json.loads(out)["violations"]
+    assert [one["seed"] for one in found] == [2, 4, 8]
+    assert [one["shortest"] is None for one in found] == [False, False, True]
+    assert [one["like_seed"] for one in found] == [None, None, 2]
+    assert "shortest schedule: see seed 2" in err
+    assert "again: diloco simulate faults --seeds 1 --first-seed 8" in err
 
 
 @pytest.mark.parametrize(

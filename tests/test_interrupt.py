@@ -1,0 +1,253 @@
+"""What asks a process to end."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from interruption import until_it_is_raised
+
+from diloco_jax import cli, interrupt
+from diloco_jax.interrupt import RAISES, Interrupt, Interruptible
+
+
+@pytest.fixture
+def hangup():
+    """SIGHUP as a shell leaves it; set back afterwards."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_requests_to_end_are_counted(hangup, number):
+    before = signal.getsignal(number)
+    with Interrupt() as interrupt:
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        assert interrupt.count == 2
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.timeout(60, method="thread")
+def test_signals_that_come_during_anything_hang_nothing():
+    with Interrupt() as interrupt, _signals() as sending:
+        while sending():
+            interrupt.wait(1e-4)
+        interrupt.wait(0.0)
+        began = time.monotonic()
+        interrupt.wait(0.05)
+        assert time.monotonic() - began > 0.04, "all were waited for"
+        assert interrupt.count > 100
+
+
+@contextlib.contextmanager
+def _signals(senders=4):
+    """100,000 from each; says whether they still come. Few frames are left, as on a
+    machine where handlers would be interrupted by themselves more often than here.
+    """
+    send = "import os\nfor _ in range(100_000): os.kill(os.getppid(), 2)"
+    limit = sys.getrecursionlimit()
+    processes = [subprocess.Popen([sys.executable, "-c", send]) for _ in range(senders)]
+    sys.setrecursionlimit(len(inspect.stack(0)) + 20)
+    try:
+        yield lambda: any(process.poll() is None for process in processes)
+    finally:
+        sys.setrecursionlimit(limit)
+        for process in processes:
+            process.wait()
+
+
+def test_a_signal_ends_a_wait(hangup):
+    with Interrupt() as interrupt:
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGHUP))
+        timer.start()
+        interrupt.wait(60.0)
+        assert interrupt.count == 1
+
+
+@pytest.mark.parametrize("context", [Interrupt, Interruptible])
+def test_a_closed_terminal_is_nothing_to_what_nohup_started(hangup, context):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with context():
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def interrupted(work):
+    """Whether a request to end was raised in it."""
+    try:
+        with Interruptible():
+            work()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_end_is_raised_and_all_is_as_before(hangup, number):
+    def state():
+        return [signal.getsignal(n) for n in (number, RAISES)], sys.unraisablehook
+
+    def work():
+        os.kill(os.getpid(), number)
+        until_it_is_raised()
+
+    before = state()
+    assert interrupted(work)
+    assert state() == before
+    assert not any("_watch" in thread.name for thread in threading.enumerate())
+
+
+def test_a_request_ends_a_wait_in_a_library():
+    ears, mouth = os.pipe()
+
+    def work():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.read(ears, 1)
+
+    assert interrupted(work)
+    os.close(ears)
+    os.close(mouth)
+
+
+def test_a_request_that_a_callback_discards_is_raised_again(capsys):
+    """As with jax, whose callback of the garbage collector is in Python."""
+    called = []
+
+    def callback(phase, info):
+        if not called:
+            called.append(phase)
+            os.kill(os.getpid(), signal.SIGINT)
+            until_it_is_raised()
+
+    def work():
+        gc.callbacks.append(callback)
+        try:
+            gc.collect()
+            until_it_is_raised()
+        finally:
+            gc.callbacks.remove(callback)
+
+    assert interrupted(work)
+    assert called
+    assert capsys.readouterr().err == ""
+
+
+def test_what_else_is_discarded_is_told_as_before(monkeypatch):
+    class Falls:
+        def __del__(self):
+            raise ValueError("fell")
+
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: told.append(args.exc_value))
+    with Interruptible():
+        Falls()
+    assert [str(error) for error in told] == ["fell"]
+
+
+IMPORTED = """
+import os, signal, time
+from diloco_jax import cli, interrupt
+looked, imports = [], interrupt._imports
+def looks(frame):
+    looked.append(imports(frame))
+    return looked[-1]
+interrupt._imports = looks
+os.kill(os.getpid(), signal.SIGINT)
+deadline = time.monotonic() + 60
+while not looked and time.monotonic() < deadline:
+    pass
+whole = True
+"""
+
+
+def test_nothing_is_raised_within_an_import(tmp_path, monkeypatch):
+    """Half of a library in C is worse than none: some end the process by a signal."""
+    (tmp_path / "imported_late.py").write_text(IMPORTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(interrupt, "_imports", interrupt._imports)
+    whole = []
+
+    def work():
+        whole.append(importlib.import_module("imported_late").whole)
+        until_it_is_raised()
+
+    assert interrupted(work)
+    assert whole == [True]
+
+
+TWICE = """
+import os, signal
+from diloco_jax.interrupt import Interruptible
+ears, _ = os.pipe()
+with Interruptible():
+    while True:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.read(ears, 1)
+        except KeyboardInterrupt:
+            pass  # What cleans up, and does not look at anything.
+"""
+FLOOD = """
+import inspect, os, subprocess, sys
+from diloco_jax.interrupt import Interruptible
+send = "import os\\nfor _ in range(100_000): os.kill(os.getppid(), 2)"
+ears, _ = os.pipe()
+sys.setrecursionlimit(len(inspect.stack(0)) + 60)
+with Interruptible():
+    try:
+        for _ in range(4):
+            subprocess.Popen([sys.executable, "-c", send], start_new_session=True)
+        os.read(ears, 1)
+    finally:
+        os.read(ears, 1)
+"""
+
+
+@pytest.mark.parametrize("code", [TWICE, FLOOD], ids=["twice", "flood"])
+def test_a_second_request_ends_the_process_at_once(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    told = "error: interrupted twice, ended at once\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
+@pytest.mark.parametrize("name", [n for n in cli.COMMANDS if n not in cli.MEMBERS])
+def test_a_request_to_end_that_is_discarded_once_ends_every_command(
+    name, monkeypatch, capsys
+):
+    """As a callback of the garbage collector discards it, of which jax has one."""
+    called = []
+
+    def callback(phase, info):
+        if not called:
+            called.append(phase)
+            os.kill(os.getpid(), signal.SIGINT)
+            until_it_is_raised()
+
+    def command(arguments):
+        gc.callbacks.append(callback)
+        try:
+            gc.collect()
+            until_it_is_raised()
+        finally:
+            gc.callbacks.remove(callback)
+
+    monkeypatch.setitem(cli.COMMANDS, name, (command, *cli.COMMANDS[name][1:]))
+    assert cli.main([name]) == 1
+    assert capsys.readouterr().err == "error: interrupted\n"
