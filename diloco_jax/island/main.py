@@ -155,6 +155,7 @@ class Island:
         )
         self._receiver: Receiver | None = None
         self._loop: Loop | None = None
+        self._refused = False
 
     def start(self, script: Decisions | None = None) -> None:
         """Joins: returns when the first step can be made.
@@ -198,8 +199,9 @@ class Island:
 
     @property
     def ended_together(self) -> bool:
-        """See Loop."""
-        return self._loop is not None and self._loop.ended_together
+        """See Loop; also where it was refused, and all hosts know."""
+        of_loop = self._loop is not None and self._loop.ended_together
+        return self._refused or of_loop
 
     def stop(self, ending: Ending) -> None:
         """Says goodbye, within `stop_s`; at once where the machine is taken away: what
@@ -323,8 +325,11 @@ class Island:
             refusal = Refusal(code=refused.code, message=refused.message)
             self._hosts.tell("refusal", msgspec.msgpack.encode(refusal))
             self._hosts.tell(instead_of, b"")
-            for host in self._hosts.others:
+            heard = [
                 self._hosts.hear(f"refusal/{host}", self._deadlines.stop_s)
+                for host in self._hosts.others
+            ]
+            self._refused = None not in heard
 
     def _tell_joined(self, arrivals: list[Arrival]) -> None:
         if self._hosts is not None:

@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+SLOW_END_S = 5.0
+"""In which jax aborts a process whose world has ended without it."""
 PATIENCE_S = 240.0
 """Another island, or the other host, may be compiling."""
 
@@ -44,6 +46,7 @@ def main(
         script(config)
     else:
         be_late(random.Random(f"{how}/{index}"))
+        end_last(int(index))
         compile_last(Path(workdir) / name, int(index))
     return island_main.run(
         config,
@@ -109,6 +112,19 @@ def be_late(rng: random.Random) -> None:
     late(sender.Sender, "_send")
     late(following.FollowDecisions, "at")
     late(following.LeadDecisions, "at")
+
+
+def end_last(index: int) -> None:
+    """Host 1 is still there when host 0 has ended."""
+    from diloco_jax.island import main as island_main
+
+    abandon = island_main.abandon_world
+
+    def abandons(exit_code):
+        time.sleep(index * SLOW_END_S)
+        abandon(exit_code)
+
+    island_main.abandon_world = abandons
 
 
 def compile_last(mark: Path, index: int) -> None:

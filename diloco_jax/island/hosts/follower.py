@@ -104,8 +104,9 @@ class Follower:
 
     @property
     def ended_together(self) -> bool:
-        """See Loop."""
-        return self._loop is not None and self._loop.ended_together
+        """See Loop; also where host 0 was refused, and this one knows."""
+        of_loop = self._loop is not None and self._loop.ended_together
+        return self._refused or of_loop
 
     def asked_to_end(self, reason: str) -> None:
         """Host 0 decides when; it is told."""
@@ -128,10 +129,6 @@ class Follower:
     def close(self) -> None:
         """Frees sockets and threads."""
         self._host.close()
-        if self._refused:
-            # Host 0 waits for this: its end would have this process abort.
-            with contextlib.suppress(HostsError):
-                self._hosts.tell(f"refusal/{self._hosts.index}", b"")
 
     def _check(self, begin: Begin) -> None:
         run, island = self._host.config.run, dataclasses.asdict(self._host.island)
@@ -152,9 +149,12 @@ class Follower:
         told = self._hear(key, timeout_s)
         if told:
             return told
-        self._refused = True
         told = self._hear("refusal", self._host.deadlines.pin_s)
         refusal = msgspec.msgpack.decode(told, type=Refusal)
+        with contextlib.suppress(HostsError):
+            # Host 0 waits for this, and then for this one to leave.
+            self._hosts.tell(f"refusal/{self._hosts.index}", b"")
+            self._refused = True
         raise Refused(refusal.code, refusal.message)
 
     def _hear(self, key: str, timeout_s: float) -> bytes:
