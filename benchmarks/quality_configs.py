@@ -21,7 +21,7 @@ from diloco_jax.models.presets import preset
 from diloco_jax.simulation.emulation.options import EmulationOptions
 
 MIN_SEEDS, HEADLINE_SEEDS = 3, 5
-"""Of a row; a bound is judged from as many pairs on as a headline has."""
+"""Of a row. A bound needs as many pairs as a headline has."""
 SEQUENCES = 32
 STEP_SECONDS = 1.0
 PLAIN = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
