@@ -44,7 +44,7 @@ import support
 
 from diloco_jax.cluster.commands import ALLOCATOR
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire import messages
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client

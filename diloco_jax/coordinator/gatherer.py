@@ -1,5 +1,5 @@
 """A coordinator without its state: takes offers and anchors from islands until a new
-term can begin. Calls become events of `policy.gathering`, which decides.
+term can begin. Calls become events of `protocol.new_term.gathering`, which decides.
 
 Nothing is written before that. Islands train on; their control streams stay open, and
 all else that they send is answered "later".
@@ -25,8 +25,9 @@ from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.policy import gathering
-from diloco_jax.policy.offers import (
+from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.new_term import gathering
+from diloco_jax.protocol.new_term.offers import (
     Admit,
     Arrived,
     Ask,
@@ -41,7 +42,6 @@ from diloco_jax.policy.offers import (
     Postpone,
     Tick,
 )
-from diloco_jax.policy.state import PolicyConfig
 from diloco_jax.wire import messages
 from diloco_jax.wire.errors import Busy, Refused
 from diloco_jax.wire.server import FetchSource

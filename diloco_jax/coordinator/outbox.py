@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_jax.policy.events import (
+from diloco_jax.protocol.coordinator.events import (
     AskResend,
     AskTake,
     Grant,

@@ -21,8 +21,14 @@ from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
 from diloco_jax.loading import json_number
 from diloco_jax.observability.metrics import Metrics
-from diloco_jax.policy import gathering
-from diloco_jax.policy.events import DeltaArrived, Disconnected, Goodbye, Hello, Report
+from diloco_jax.protocol.coordinator.events import (
+    DeltaArrived,
+    Disconnected,
+    Goodbye,
+    Hello,
+    Report,
+)
+from diloco_jax.protocol.new_term import gathering
 from diloco_jax.wire import messages
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
 from diloco_jax.wire.server import FetchSource

@@ -13,8 +13,15 @@ import msgspec
 from msgspec import Meta
 
 from diloco_jax.core.payload import Part
-from diloco_jax.policy.reasons import EndReason
-from diloco_jax.policy.values import Outstanding, Phase, Record, Span, Verdict, Version
+from diloco_jax.protocol.reasons import EndReason
+from diloco_jax.protocol.values import (
+    Outstanding,
+    Phase,
+    Record,
+    Span,
+    Verdict,
+    Version,
+)
 
 MAX_CONTROL_BYTES = 4 << 20
 # What decisions are computed from: more than any run has, and far from where whole

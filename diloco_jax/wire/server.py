@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import grpc
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses, decoding, errors, frames
 from diloco_jax.wire.decoding import decoded
 from diloco_jax.wire.errors import Busy, RemoteProtocolError, WireError

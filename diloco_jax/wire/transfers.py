@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from diloco_jax.deadlines import Backoff, Deadlines
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire import decoding, frames
 from diloco_jax.wire.calls import CallGroup
 from diloco_jax.wire.decoding import decoded

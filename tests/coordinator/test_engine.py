@@ -20,9 +20,9 @@ from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.faults import Fault, Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, read_tape
-from diloco_jax.policy.events import DeltaArrived, Hello, Report
-from diloco_jax.policy.state import PolicyConfig, initial
-from diloco_jax.policy.values import Record, Version
+from diloco_jax.protocol.coordinator.events import DeltaArrived, Hello, Report
+from diloco_jax.protocol.coordinator.state import PolicyConfig, initial
+from diloco_jax.protocol.values import Record, Version
 from diloco_jax.wire import messages
 
 WAIT_S = 60.0

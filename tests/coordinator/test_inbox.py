@@ -13,8 +13,8 @@ from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.payload import Box, PayloadLayout
-from diloco_jax.policy.state import Fragment, State
-from diloco_jax.policy.values import Contribution, Version
+from diloco_jax.protocol.coordinator.state import Fragment, State
+from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
 from diloco_jax.wire.messages import UploadStart
 

@@ -9,7 +9,7 @@ from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator.roster import INTERVALS_KEPT, Roster
 from diloco_jax.coordinator.summary import missing
 from diloco_jax.observability.measures import goodput
-from diloco_jax.policy.values import Record, Version
+from diloco_jax.protocol.values import Record, Version
 from diloco_jax.wire.messages import Hello, Measures
 
 

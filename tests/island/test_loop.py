@@ -29,7 +29,7 @@ from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.island.timing import Timing
-from diloco_jax.policy.values import Span, Version
+from diloco_jax.protocol.values import Span, Version
 from diloco_jax.wire.messages import TakeVerdict
 
 STEPS, BATCH, LENGTH = 12, 2, 16

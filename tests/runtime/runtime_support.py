@@ -32,8 +32,8 @@ from diloco_jax.island.main import Island
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.policy.state import State
-from diloco_jax.policy.values import FIRST_VERSION, Record
+from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.values import FIRST_VERSION, Record
 from diloco_jax.wire import messages
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.control import ControlStream

@@ -33,7 +33,7 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.models.plan import build_plan
 from diloco_jax.models.transformer import build
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.policy.values import Record, Version
+from diloco_jax.protocol.values import Record, Version
 from diloco_jax.wire import messages
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.control import ControlStream

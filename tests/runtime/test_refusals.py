@@ -35,7 +35,7 @@ from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.island.main import Island
 from diloco_jax.loading import write_config_json
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.policy.values import FIRST_VERSION, Record
+from diloco_jax.protocol.values import FIRST_VERSION, Record
 from diloco_jax.wire import frames, messages
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.control import ControlStream

@@ -10,7 +10,7 @@ import pytest
 from wire_support import BUDGET_S, WAIT_S, deadlines, hello, report
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire import messages
 from diloco_jax.wire.errors import (
     Busy,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from wire_support import WAIT_S, deadlines, fetch_request, hello, report, upload_start
 
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire import frames, messages
 from diloco_jax.wire.errors import (
     Busy,

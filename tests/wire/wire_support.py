@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire import messages
 from diloco_jax.wire.errors import VersionGone, WireError
 from diloco_jax.wire.server import FetchSource, Session

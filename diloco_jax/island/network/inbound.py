@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.policy.values import Span, Version
+from diloco_jax.protocol.values import Span, Version
 from diloco_jax.wire.messages import (
     AnchorRequest,
     Finished,
