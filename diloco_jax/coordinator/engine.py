@@ -23,7 +23,7 @@ from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
-from diloco_jax.protocol import records
+from diloco_jax.protocol import messages, records
 from diloco_jax.protocol.coordinator import decide
 from diloco_jax.protocol.coordinator.events import (
     Alert,
@@ -48,7 +48,6 @@ from diloco_jax.protocol.coordinator.events import (
     Welcome,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.wire import messages
 from diloco_jax.wire.errors import Refused
 
 logger = logging.getLogger(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator.events import (
     AskResend,
     AskTake,
@@ -12,7 +13,6 @@ from diloco_jax.protocol.coordinator.events import (
     StopStepping,
     TellVerdict,
 )
-from diloco_jax.wire import messages
 
 Tell = AskTake | AskResend | TellVerdict | Grant | Progress | StopStepping | LetGo
 

@@ -13,7 +13,7 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.protocol.coordinator import decide, state
 from diloco_jax.protocol.coordinator.events import Hello, Report
-from diloco_jax.wire.messages import Measures
+from diloco_jax.protocol.messages import Measures
 
 SIZES = (7, 3)
 AT = 1000.0

@@ -40,12 +40,12 @@ from diloco_jax.protocol.coordinator.events import (
     Welcome,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.messages import Finished, FromCoordinator
+from diloco_jax.protocol.messages import Welcome as WelcomeMessage
 from diloco_jax.protocol.records import Durable
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.virtual.clock import Clock, Due
 from diloco_jax.simulation.virtual.merging import Fetched, Merging
-from diloco_jax.wire.messages import Finished, FromCoordinator
-from diloco_jax.wire.messages import Welcome as WelcomeMessage
 
 
 class Peer(Protocol):

@@ -1,8 +1,8 @@
-"""The control messages: what travels on an island's control stream.
+"""All that islands and the coordinator say to each other: one set of messages.
 
-MessagePack of tagged structs; unknown tags, missing fields and wrong types are
-refused by the decoder with the field's path. Bulk (deltas, published fragments) goes
-elsewhere, as raw chunks: see `frames.py`.
+What the coordinator's half decides to tell an island is one of these, and what an
+island says is an event of the coordinator's half: nothing is renamed on the way.
+`wire/messages.py` makes bytes of them; arrays travel apart from them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from diloco_jax.core.payload import Part
 from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import (
     Outstanding,
@@ -23,7 +22,6 @@ from diloco_jax.protocol.values import (
     Version,
 )
 
-MAX_CONTROL_BYTES = 4 << 20
 # What decisions are computed from: more than any run has, and far from where whole
 # numbers of 64 bits end.
 Count = Annotated[int, Meta(ge=0, le=2**48)]
@@ -227,67 +225,3 @@ FromCoordinator = (
     | MayLeave
     | Finished
 )
-
-_encoder = msgspec.msgpack.Encoder()
-decode_from_island = msgspec.msgpack.Decoder(FromIsland).decode
-decode_from_coordinator = msgspec.msgpack.Decoder(FromCoordinator).decode
-encode = _encoder.encode
-
-
-# ---- bulk: the first message of an upload or a fetch ---------------------------
-
-
-class UploadStart(Message, frozen=True, kw_only=True, tag=True):
-    """Announces a contiguous stripe of one delta, or of one host's part of it."""
-
-    run_id: str
-    island: str
-    incarnation: int
-    session: str
-    fragment: int
-    tick: int
-    offset: int
-    """First byte of this stripe in the part's bytes."""
-    length: int
-    total: int
-    """Bytes of the whole part."""
-    part: Part = ()
-    """Which tiles of the fragment's payload are sent; empty: all of it."""
-    version: Version | None = None
-    """None: a delta. Else it is the island's anchor, of this version, in f32."""
-
-
-class FetchRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Asks for a stripe of a fragment: encoded publishes since `have`, or all of A."""
-
-    run_id: str
-    island: str
-    incarnation: int
-    session: str
-    fragment: int
-    want: Version
-    have: Version | None
-    """None: send the anchor (f32)."""
-    offset: int = 0
-    length: int = -1
-    """-1: to the end."""
-    part: Part = ()
-    """Which tiles are wanted, of each publish or of the anchor; empty: all."""
-
-
-class FetchStart(Message, frozen=True, kw_only=True, tag=True):
-    """First frame of a fetch: what follows is bytes `offset` on of `total`."""
-
-    version: Version
-    full: bool
-    """True: A_v in f32; False: `count` encoded publishes, oldest first."""
-    count: int
-    total: int
-    offset: int
-    length: int
-
-
-class UploadDone(Message, frozen=True, kw_only=True, tag=True):
-    """The stripe is stored; `complete` if it was the delta's last one."""
-
-    complete: bool
