@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from diloco_jax.coordinator import durable
 from diloco_jax.coordinator import engine as engine_module
-from diloco_jax.coordinator.durable import RecordLog, read
+from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.engine import Engine
-from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.log import RecordLog, read
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.faults import Fault, Faults
 from diloco_jax.observability.metrics import Metrics
@@ -23,7 +23,7 @@ from diloco_jax.observability.tape import Tape, read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator.events import DeltaArrived, Hello, Report
 from diloco_jax.protocol.coordinator.state import PolicyConfig, initial
-from diloco_jax.protocol.values import Record, Version
+from diloco_jax.protocol.values import DeltaKey, Record, Version
 from diloco_jax.wire import bulk
 
 WAIT_S = 60.0
