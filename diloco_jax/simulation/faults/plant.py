@@ -185,7 +185,7 @@ def _writes_last(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asks_once(ask_again: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda f, name: (f, [])
+    return lambda f, fleet, name: (f, [])
 
 
 def _leaves_a_gap(regrant: Callable[..., Any]) -> Callable[..., Any]:
