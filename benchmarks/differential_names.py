@@ -33,13 +33,183 @@ Value = dict[str, Any]
 at the key ""."""
 Rewrite = Callable[[Value, Call], Value | list[Value]]
 
-NAMES: Mapping[str, str] = {}
+E, M = "protocol.coordinator.events.", "protocol.messages."
+NAMES: Mapping[str, str] = {
+    "policy.values": "protocol.values",
+    "policy.records": "protocol.records",
+    "policy.events": "protocol.coordinator.events",
+    "policy.state": "protocol.coordinator.state",
+    "policy.gathering": "protocol.new_term.gathering",
+    "policy.offers": "protocol.new_term.events",
+    "policy.offers.Lost": E + "Disconnected",
+    "policy.offers.Arrived": "protocol.new_term.events.AnchorArrived",
+    "policy.offers.Tick": E + "Timer",
+    "policy.events.Hello": M + "Hello",
+    "policy.events.Report": M + "Report",
+    "policy.events.Goodbye": M + "Goodbye",
+    "wire.messages": "protocol.messages",
+}
 """Old module or class to new one: {"policy.events.AskTake": "protocol.messages.Ask"}.
 The longest that fits counts."""
-FIELDS: Mapping[str, Mapping[str, str | None]] = {}
+FIELDS: Mapping[str, Mapping[str, str | None]] = {
+    "policy.events.Goodbye": {"said": "text"},
+}
 """By old class, old field to new one; None: there is no such field any more."""
-REWRITES: Mapping[str, Rewrite] = {}
-NEW_RESULTS: Mapping[str, Rewrite] = {}
+
+
+def _said(value: Value, call: Call) -> Value:
+    """An event that was a message and its sender at once."""
+    if "island" not in value:
+        return value
+    who = {name: value.pop(name) for name in ("island", "session")}
+    return {"": E + "Said", **who, "message": value}
+
+
+def _heard(value: Value, call: Call) -> Value:
+    report = {"": M + "Report", "phase": "training", "steps": 0, "step_seconds": 0.0}
+    return {**value, "": E + "Said", "message": report}
+
+
+def _offered(value: Value, call: Call) -> Value:
+    differences = value.pop("differences")
+    more = {"fingerprint": "", "tokens_per_step": 1}
+    hello = {**value, "": M + "Hello", **more}
+    offered = {"": "protocol.new_term.events.Offered", "hello": hello}
+    return {**offered, "differences": differences}
+
+
+REWRITES: Mapping[str, Rewrite] = {
+    M + "Report": _said,
+    M + "Goodbye": _said,
+    "protocol.new_term.events.Heard": _heard,
+    "protocol.new_term.events.Offer": _offered,
+}
+
+TOLD = {
+    M + "TakeRequest": "AskTake",
+    M + "ResendRequest": "AskResend",
+    M + "TakeVerdict": "TellVerdict",
+    M + "Granted": "Grant",
+    M + "Progress": "Progress",
+    M + "Stop": "StopStepping",
+    M + "MayLeave": "LetGo",
+}
+"""Messages to the effects that they were."""
+
+
+def _effects(call: Call) -> Sequence[Any]:
+    return call.result[1]
+
+
+def _island(session: str, call: Call) -> str:
+    """Whose session it is: of the event, or of an island of the state before or after
+    it."""
+    event = call.arguments[2]
+    event = getattr(event, "hello", event)
+    if getattr(event, "session", None) == session:
+        return event.island
+    for state in (call.arguments[1], call.result[0]):
+        for name, island in getattr(state, "islands", {}).items():
+            if island.session == session:
+                return name
+        for name, member in getattr(state, "members", {}).items():
+            if member.offer.session == session:
+                return name
+    raise KeyError(session)
+
+
+def _told(value: Value, call: Call) -> Value | list[Value]:
+    """A message that is told, as the effect that it was."""
+    session, message = value["session"], value["message"]
+    if isinstance(message, list):
+        return []  # Of a publish: see `_publish`.
+    fields = {name: item for name, item in message.items() if name}
+    who = {"island": _island(session, call)}
+    if message[""] in TOLD:
+        return {"": E + TOLD[message[""]], **who, **fields}
+    who["session"] = session
+    match message[""].removeprefix(M):
+        case "Welcome" if call.name == "new_term.step":
+            assert (fields.pop("term"), fields.pop("versions")) == (0, [])
+            return {"": "protocol.new_term.events.Admit", **who}
+        case "AnchorRequest":
+            return {"": "protocol.new_term.events.Ask", **who, **fields}
+        case "Welcome":
+            assert fields.pop("run_id") == call.arguments[0].run_id
+            assert fields.pop("term") == fields["versions"][0]["term"]
+            return {"": E + "Welcome", **who, **fields}
+        case "Refused":
+            return {"": E + "Refuse", **who, **fields}
+    return []  # Finished: see `_persisted`.
+
+
+def _sessions(call: Call) -> set[str]:
+    """Of islands that have not ended, before the event."""
+    islands = call.arguments[1].islands.values()
+    return {island.session for island in islands if island.status != "gone"}
+
+
+def _publish(value: Value, call: Call) -> Value:
+    """A commit and what each island is told of it were one effect. Verdicts of islands
+    that have ended went nowhere."""
+    merged = next(
+        e.record
+        for e in _effects(call)
+        if getattr(getattr(e, "record", None), "fragment", None) == value["fragment"]
+        and hasattr(e.record, "verdicts")
+    )
+    told = {
+        e.session: (e.message.tick, e.message.verdict, e.message.reason)
+        for e in _effects(call)
+        if hasattr(e, "message") and type(e.message).__name__ == "Published"
+    }
+    assert told == {
+        island.session: merged.verdicts.get(name, (-1, "none", ""))
+        for name, island in call.arguments[1].islands.items()
+        if island.status != "gone"
+    }
+    verdicts = {name: list(verdict) for name, verdict in merged.verdicts.items()}
+    return {**value, "": E + "Publish", "verdicts": verdicts}
+
+
+def _persisted(value: Value, call: Call) -> Value | list[Value]:
+    """The end of the run was an effect, not a message to each."""
+    if value["record"][""] != "protocol.records.Finished":
+        return value
+    told = {
+        e.session
+        for e in _effects(call)
+        if hasattr(e, "message") and type(e.message).__name__ == "Finished"
+    }
+    assert told == _sessions(call)
+    return [value, {"": E + "Finish"}]
+
+
+def _noted(value: Value, call: Call) -> Value | list[Value]:
+    """What only the shell wrote."""
+    shell = value["record"][""] == "protocol.records.TurnedAway"
+    return [] if shell else value
+
+
+def _postponed(value: Value, call: Call) -> Value:
+    island = _island(value["session"], call)
+    return {"": value.pop(""), "island": island, **value}
+
+
+NEW_RESULTS: Mapping[str, Rewrite] = {
+    E + "Tell": _told,
+    E + "Commit": _publish,
+    E + "Persist": _persisted,
+    E + "Note": _noted,
+    E + "Drop": lambda value, call: {
+        "": E + "DropDelta",
+        **{name: item for name, item in value["delta"].items() if name},
+    },
+    # What a new incarnation frees was the shell's doing.
+    E + "Forget": lambda value, call: [],
+    M + "Published": lambda value, call: [],
+    "protocol.new_term.events.Postpone": _postponed,
+}
 REPLACED: Mapping[str, Callable[..., Any]] = {}
 """Called instead of a function, a class or a method, with its arguments."""
 
@@ -54,14 +224,26 @@ class Hooked(NamedTuple):
 
 
 FUNCTIONS: Mapping[str, tuple[str, ...]] = {
-    "step": ("policy.policy.step",),
-    "next_deadline": ("policy.policy.next_deadline",),
-    "initial": ("policy.state.initial",),
-    "recover": ("policy.recovery.recover",),
-    "new_term.begin": ("policy.gathering.begin",),
-    "new_term.step": ("policy.gathering.step",),
-    "new_term.next_deadline": ("policy.gathering.next_deadline",),
-    "new_term.first_state": ("policy.gathering.first_state",),
+    "step": (
+        "protocol.coordinator.decide.step",
+        "policy.policy.step",
+    ),
+    "next_deadline": (
+        "protocol.coordinator.decide.next_deadline",
+        "policy.policy.next_deadline",
+    ),
+    "initial": ("protocol.coordinator.state.initial", "policy.state.initial"),
+    "recover": ("protocol.coordinator.recovery.recover", "policy.recovery.recover"),
+    "new_term.begin": ("protocol.new_term.gathering.begin", "policy.gathering.begin"),
+    "new_term.step": ("protocol.new_term.gathering.step", "policy.gathering.step"),
+    "new_term.next_deadline": (
+        "protocol.new_term.gathering.next_deadline",
+        "policy.gathering.next_deadline",
+    ),
+    "new_term.first_state": (
+        "protocol.new_term.gathering.first_state",
+        "policy.gathering.first_state",
+    ),
 }
 CLASSES: Mapping[str, Hooked] = {
     "Mailbox": Hooked(("island.mailbox.Mailbox",)),
@@ -76,10 +258,19 @@ CLASSES: Mapping[str, Hooked] = {
 }
 EVENTS = ("step", "new_term.step")
 """Functions whose calls are events, and whose results are effects."""
-STATES = ("policy.state.State", "policy.gathering.Gathering")
+STATES = (
+    "protocol.coordinator.state.State",
+    "protocol.new_term.gathering.Gathering",
+    "policy.state.State",
+    "policy.gathering.Gathering",
+)
 """What is remembered between calls: never compared, only handed on. All names that
 these classes have had."""
-CONSTANTS = ("policy.state.PolicyConfig", "config.RunConfig")
+CONSTANTS = (
+    "protocol.coordinator.state.PolicyConfig",
+    "policy.state.PolicyConfig",
+    "config.RunConfig",
+)
 """What is the same in many calls, and written once. Likewise."""
 PLAY_SEED = ("simulation.faults.play.play_seed",)
 LOAD_CONFIG = ("loading.load_config",)

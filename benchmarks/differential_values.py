@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -142,10 +143,12 @@ def tag_of(kind: type) -> str:
 def find(name: str) -> Any:
     """What stands at this place of the package, or None."""
     module, _, attribute = name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(PACKAGE + module), attribute, None)
-    except ImportError:
+    package = Path(importlib.import_module(PACKAGE[:-1]).__file__ or "").parent
+    place = package.joinpath(*module.split("."))
+    # Not by trying: an installed checkout would answer for modules that are not here.
+    if not (place.with_suffix(".py").exists() or (place / "__init__.py").exists()):
         return None
+    return getattr(importlib.import_module(PACKAGE + module), attribute, None)
 
 
 def found(places: tuple[str, ...]) -> Any:
