@@ -215,8 +215,8 @@ def _check_zones(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> N
             )
         if zone == region:
             raise ConfigError(
-                f"{field} = {zone!r} is a region, and a node pool is in one zone of it; "
-                f"write a zone such as '{zone}-a'{offers}"
+                f"{field} = {zone!r} is a region, and node pools are in one zone of it;"
+                f" write a zone such as '{zone}-a'{offers}"
             )
 
 
