@@ -13,7 +13,7 @@ import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco_jax.coordinator import notes, outbox
 from diloco_jax.coordinator.durable import RecordLog
@@ -28,11 +28,15 @@ from diloco_jax.policy.events import (
     Alert,
     AskResend,
     AskTake,
+    DeltaArrived,
+    Disconnected,
     DropDelta,
     Effect,
     Event,
     Finish,
+    Goodbye,
     Grant,
+    Hello,
     LetGo,
     Merge,
     MergeComputed,
@@ -41,6 +45,7 @@ from diloco_jax.policy.events import (
     Progress,
     Publish,
     Refuse,
+    Report,
     StopStepping,
     TellVerdict,
     Timer,
@@ -59,6 +64,13 @@ LONGEST_WAIT_S = 0.5
 ALERTS_KEPT = 20
 
 Before = Callable[[], None]
+
+
+class Whose(NamedTuple):
+    """The session that an event came from."""
+
+    island: str
+    session: str
 
 
 class Engine:
@@ -87,9 +99,9 @@ class Engine:
         self._log, self._tape, self._metrics = log, tape, metrics
         self._sessions, self._faults = sessions, faults
         self._housekeeping = housekeeping
-        self._queue: queue.Queue[tuple[Event | None, Before | None, float]] = (
-            queue.Queue(EVENTS_WAITING)
-        )
+        self._queue: queue.Queue[
+            tuple[Event | None, Before | None, Whose | None, float]
+        ] = queue.Queue(EVENTS_WAITING)
         self._now = time.monotonic()
         """Of the last step of the policy."""
         self._merger = ThreadPoolExecutor(1, "diloco-merge")
@@ -98,10 +110,16 @@ class Engine:
         self._stopping = False
         self._failure: BaseException | None = None
 
-    def post(self, event: Event | None, before: Before | None = None) -> None:
+    def post(
+        self,
+        event: Event | None,
+        before: Before | None = None,
+        whose: Whose | None = None,
+    ) -> None:
         """Queues an event of now; `before` is called on the engine's thread just
-        ahead."""
-        self._queue.put((event, before, time.monotonic()))
+        ahead. whose: of the session that ends if this fails, where the event does not
+        tell."""
+        self._queue.put((event, before, whose, time.monotonic()))
 
     def stop(self) -> None:
         """Ends `run` after what is queued. Safe in a signal handler."""
@@ -111,7 +129,8 @@ class Engine:
         """Until the run is over and every island has left, or `stop`.
 
         Raises what went wrong in a merge or while carrying out an effect: the process
-        must end then, and start again from what is durable.
+        must end then, and start again from what is durable. An event of a peer that the
+        policy fails on ends that peer's session only.
         """
         compiling = self._merger.submit(self._store.warm_up, lambda: self._stopping)
         compiling.add_done_callback(self._compiled)
@@ -132,25 +151,58 @@ class Engine:
         wait = LONGEST_WAIT_S
         if due is not None:
             wait = min(wait, due - time.monotonic())
-        event: Event | None = None
-        before: Before | None = None
         try:
-            event, before, at = self._queue.get(timeout=max(wait, 0.0))
+            event, before, whose, at = self._queue.get(timeout=max(wait, 0.0))
         except queue.Empty:
-            event, at = Timer(), time.monotonic()
-        if before is not None:
-            before()
-        if event is not None:
-            self._step(event, at)
+            event, before, whose, at = Timer(), None, None, time.monotonic()
+        self._handle(event, before, whose or self._whose(event), at)
         self._housekeeping(self)
 
-    def _step(self, event: Event, at: float) -> None:
+    def _handle(
+        self,
+        event: Event | None,
+        before: Before | None,
+        whose: Whose | None,
+        at: float,
+    ) -> None:
+        try:
+            if before is not None:
+                before()
+            effects = [] if event is None else self._decide(event, at)
+        except OSError:
+            raise  # The disk has failed, not the peer.
+        except Exception as error:
+            if whose is None:
+                raise
+            # The state is still that of before: the policy is pure.
+            logger.exception("%s of %s failed", type(event).__name__, whose)
+            self._carry_out(_failed(whose, error))
+            if not isinstance(event, Disconnected):
+                gone = Disconnected(island=whose.island, session=whose.session)
+                self._handle(gone, None, whose, at)
+            return
+        # From here on a failure is nobody's fault but this process's, and ends it: the
+        # state has the event, a part of it may be durable, and the rest is not told.
+        for effect in effects:
+            self._carry_out(effect)
+
+    def _decide(self, event: Event, at: float) -> list[Effect]:
         """The policy sees an event at the time at which it came: what waited here while
         this thread was held up (by a disk, or with the whole machine) is not late."""
         self._now = max(self._now, at)
         self.state, effects = policy.step(self.config, self.state, event, self._now)
-        for effect in effects:
-            self._carry_out(effect)
+        return effects
+
+    def _whose(self, event: Event | None) -> Whose | None:
+        match event:
+            case Hello() | Report() | Goodbye() | Disconnected():
+                return Whose(event.island, event.session)
+            case DeltaArrived():
+                island = self.state.islands.get(event.island)
+                current = island is not None and island.incarnation == event.incarnation
+                session = island.session if island is not None and current else ""
+                return Whose(event.island, session)
+        return None
 
     def _carry_out(self, effect: Effect) -> None:
         send = self._sessions.send
@@ -291,3 +343,13 @@ class Engine:
         self._store.commit(effect.fragment, self._computed.pop(effect.fragment))
         for island in self._sessions.connected():
             self._sessions.send(island, outbox.published(effect, island))
+
+
+def _failed(whose: Whose, error: Exception) -> Refuse:
+    return Refuse(
+        island=whose.island,
+        session=whose.session,
+        code="failed",
+        message=f"the coordinator failed on what island {whose.island!r} said "
+        f"({type(error).__name__}, see its log); start the island again",
+    )

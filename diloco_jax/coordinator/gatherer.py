@@ -19,13 +19,14 @@ import jax
 import msgspec
 
 from diloco_jax.config import ConfigError, RunConfig
+from diloco_jax.coordinator import door
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox
 from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.policy import gathering
+from diloco_jax.policy import admission, gathering
 from diloco_jax.policy.offers import (
     Admit,
     Arrived,
@@ -107,9 +108,7 @@ class Gatherer:
             before: Before | None = None
             with contextlib.suppress(queue.Empty):
                 event, before = self._queue.get(timeout=max(wait_s, 0.0))
-            if before is not None:
-                before()
-            self._step(event)
+            self._handle(event, before)
             if self._given_up:
                 raise ConfigError(self._given_up)
         return Gathered(self._opened, from_pieces(self._plan, self._arrays))
@@ -118,6 +117,9 @@ class Gatherer:
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """An island offers what it has."""
+        door.check_hello(hello)
+        if unknown := admission.unknown(self._config, hello.island):
+            raise Refused("unknown_island", unknown)
         with self._lock:
             self._sessions[hello.session] = session
         offer = Offer(
@@ -163,6 +165,7 @@ class Gatherer:
             or member is None
             or asked.island != start.island
             or member.offer.incarnation != start.incarnation
+            or member.offer.session != start.session
         ):
             raise Refused("gathering", f"{NO_STATE}; this one was not asked for")
         place = self._inbox.begin(_keyed(start))
@@ -218,10 +221,19 @@ class Gatherer:
 
     # ---- decisions, on one thread ---------------------------------------------------
 
-    def _step(self, event: Event) -> None:
-        self._state, effects = gathering.step(
-            self._config, self._state, event, time.monotonic()
-        )
+    def _handle(self, event: Event, before: Before | None) -> None:
+        now = time.monotonic()
+        try:
+            if before is not None:
+                before()
+            self._state, effects = gathering.step(self._config, self._state, event, now)
+        except Exception as error:
+            if isinstance(event, Tick):
+                raise
+            # The state is still that of before: the policy is pure.
+            logger.exception("%s of %s failed", type(event).__name__, event.island)
+            self._put_out(event, error)
+            return
         for effect in effects:
             self._carry_out(effect)
 
@@ -256,6 +268,24 @@ class Gatherer:
                 self._opened = effect
             case GiveUp():
                 self._given_up = effect.message
+
+    def _put_out(self, event: Offer | Heard | Lost | Arrived, error: Exception) -> None:
+        member = self._state.members.get(event.island)
+        if not isinstance(event, Arrived):
+            name = event.session
+        elif member is not None:
+            name = member.offer.session
+        else:
+            return
+        session = self._session(name)
+        if session is not None:
+            session.close(
+                Refused(
+                    "failed",
+                    f"the coordinator failed on what island {event.island!r} said "
+                    f"({type(error).__name__}, see its log); start the island again",
+                )
+            )
 
     def _decode(self, key: DeltaKey) -> None:
         layout = self._layouts[key.fragment]

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from diloco_jax.coordinator import notes
-from diloco_jax.coordinator.engine import Engine
+from diloco_jax.coordinator import door, notes
+from diloco_jax.coordinator.engine import Engine, Whose
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox
 from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.roster import Roster
@@ -21,7 +21,7 @@ from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
 from diloco_jax.loading import json_number
 from diloco_jax.observability.metrics import Metrics
-from diloco_jax.policy import gathering
+from diloco_jax.policy import gathering, takes
 from diloco_jax.policy.events import DeltaArrived, Disconnected, Goodbye, Hello, Report
 from diloco_jax.wire import messages
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
@@ -31,7 +31,6 @@ from diloco_jax.wire.session import Session
 logger = logging.getLogger(__name__)
 
 METRICS_EVERY_S = 1.0
-OF_NO_FRAGMENT = ("granted", "progress", "restored")
 
 
 class Service:
@@ -57,6 +56,7 @@ class Service:
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """A control stream said hello."""
+        door.check_hello(hello)
         if lines := self._likeness.differences(hello):
             raise Refused(
                 "config",
@@ -104,7 +104,8 @@ class Service:
 
         self._engine.post(event, introduce)
         # The roster follows the policy's answer, which stands when this comes up.
-        self._engine.post(None, lambda: self._let_in(hello, session))
+        whose = Whose(hello.island, hello.session)
+        self._engine.post(None, lambda: self._let_in(hello, session), whose)
 
     def receive(
         self, session: Session, message: messages.Report | messages.Goodbye
@@ -124,7 +125,7 @@ class Service:
                 goodbye, lambda: self._roster.left(hello.island, time.time())
             )
             return
-        self._check_records(session, message)
+        door.check_report(hello, message, self._engine.config.fragments)
         report = Report(
             island=hello.island,
             session=hello.session,
@@ -149,6 +150,14 @@ class Service:
                 "anchor",
                 f"this coordinator has its state, and did not ask for the anchor of "
                 f"fragment {start.fragment}",
+            )
+        fragment = self._engine.state.fragments[start.fragment]
+        if not takes.is_awaited(fragment, start.island, start.incarnation, start.tick):
+            raise Refused(
+                "not_awaited",
+                f"the delta of fragment {start.fragment}, tick {start.tick}, of island "
+                f"{start.island!r} is not waited for; if it is to be sent again, that "
+                f"is asked for",
             )
         return self._inbox.begin(start)
 
@@ -224,25 +233,16 @@ class Service:
                 f"incarnation {call.incarnation} of island {call.island!r} has not "
                 f"said hello in term {term}; come again"
             )
-        if island is None or island.incarnation != call.incarnation:
+        if island is None or (island.incarnation, island.session) != (
+            call.incarnation,
+            call.session,
+        ):
             current = "unknown" if island is None else f"{island.incarnation}"
             raise Refused(
                 "fenced",
-                f"incarnation {call.incarnation} of island {call.island!r} is not "
-                f"current (that is {current}); stop this process",
+                f"incarnation {call.incarnation} of island {call.island!r}, or this "
+                f"process of it, is not current (that is {current}); stop this process",
             )
-
-    def _check_records(self, session: Session, message: messages.Report) -> None:
-        fragments = self._engine.config.fragments
-        for record in message.records:
-            if record.fragment >= fragments or (
-                record.fragment < 0 and record.kind not in OF_NO_FRAGMENT
-            ):
-                raise RemoteProtocolError(
-                    f"record {record.seq} ({record.kind}) of island "
-                    f"{session.hello.island!r} is of fragment {record.fragment}, the "
-                    f"run has {fragments}; start the island with the run's config.json"
-                )
 
     def _let_in(self, hello: messages.Hello, session: Session) -> None:
         if self._sessions.serves(session):

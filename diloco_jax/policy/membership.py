@@ -12,7 +12,15 @@ from collections.abc import Sequence
 
 from msgspec.structs import asdict, replace
 
-from diloco_jax.policy import admission, ledger, records, schedule, shares, takes
+from diloco_jax.policy import (
+    admission,
+    claims,
+    ledger,
+    records,
+    schedule,
+    shares,
+    takes,
+)
 from diloco_jax.policy.events import (
     AskResend,
     AskTake,
@@ -47,6 +55,8 @@ def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         return state, [refusal]
     known = state.islands.get(event.island)
     if known is not None and known.incarnation == event.incarnation:
+        if wrong := claims.wrong_hello(known, event):
+            return put_out(state, known, wrong)
         return _resume(config, state, known, event, now)
     effects: list[Effect] = []
     if known is not None and known.status != "gone":
@@ -113,6 +123,17 @@ def resumed(state: State, event: Resumed) -> Step:
         state, found = end(with_island(state, island), name, "stopped")
         effects += found
     return state, effects
+
+
+def put_out(state: State, island: Island, wrong: str) -> Step:
+    """Ends an incarnation whose claims cannot be true. Nothing of the claim is booked;
+    what was believed of it before stays."""
+    message = admission.wrong_claim(island.name, island.incarnation, wrong)
+    state, effects = end(state, island.name, "refused", message)
+    refuse = Refuse(
+        island=island.name, session=island.session, code="claims", message=message
+    )
+    return state, [*effects, refuse]
 
 
 def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:

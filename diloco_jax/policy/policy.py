@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from diloco_jax.policy import (
     alerts,
+    claims,
     ending,
     leaving,
     ledger,
@@ -116,6 +117,8 @@ def _report(config: PolicyConfig, state: State, event: Report, now: float) -> St
             f"stop this process",
         )
         return state, [refuse]
+    if wrong := claims.wrong_report(island, event):
+        return membership.put_out(state, island, wrong)
     if event.phase == "training" and island.phase in ("joining", "compiling"):
         # It joins the pacing with the steps that this report brings. One that had
         # stopped by its own count, and goes on since steps were lost, is in it.

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from diloco_jax.policy import records
 from diloco_jax.policy.events import AskTake, Effect, Persist
-from diloco_jax.policy.state import Island, PolicyConfig, State
+from diloco_jax.policy.state import SHORTEST_STEP_S, Island, PolicyConfig, State
 
 ALIKE = 1.5
 """Step time over the pacing island's up to which an island is of about its speed."""
@@ -74,7 +74,8 @@ def together(config: PolicyConfig, state: State, effects: list[Effect]) -> list[
         island = state.islands[name]
         if not (island.counted and island.step_seconds):
             return 0
-        return max(0, round((latest_s - island.lead_seconds) / island.step_seconds))
+        waits_s = latest_s - island.lead_seconds
+        return max(0, round(waits_s / max(island.step_seconds, SHORTEST_STEP_S)))
 
     return [
         replace(effect, after=boundaries(effect.island))

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from xxhash import xxh3_64_intdigest
 
 from diloco_jax.wire.errors import RemoteProtocolError
-from diloco_jax.wire.messages import MAX_CONTROL_BYTES
 
 CHUNK_BYTES = 1 << 20
 MAGIC = b"DLC2"
 _HEADER = struct.Struct("<4sQQI")
 HEADER_BYTES = _HEADER.size
 MAX_FRAME_BYTES = HEADER_BYTES + CHUNK_BYTES
-MAX_MESSAGE_BYTES = max(MAX_FRAME_BYTES, MAX_CONTROL_BYTES)
+MAX_MESSAGE_BYTES = 4 << 20
+"""Frames, control messages, and what `diloco status` is answered."""
 MESSAGE_PREFIX_BYTES = 5
 """What gRPC adds to every message; counted in `wire_bytes`. HTTP/2 and TLS are not."""
 

@@ -7,22 +7,56 @@ elsewhere, as raw chunks: see `frames.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from diloco_jax.core.payload import Part
 from diloco_jax.policy.reasons import EndReason
-from diloco_jax.policy.values import Outstanding, Phase, Record, Span, Verdict, Version
+from diloco_jax.policy.values import (
+    ISLAND_NAME,
+    Count,
+    Outstanding,
+    Phase,
+    Record,
+    Span,
+    Verdict,
+    Version,
+)
 
-MAX_CONTROL_BYTES = 4 << 20
-# What decisions are computed from: more than any run has, and far from where whole
-# numbers of 64 bits end.
-Count = Annotated[int, Meta(ge=0, le=2**48)]
+MAX_CONTROL_BYTES = 256 << 10
+QUEUED_CONTROL_BYTES = 16 << 20
+"""Bytes of messages that may wait at either end of a stream."""
+MAX_RECORDS = 1000
+"""Of one report."""
+MAX_TEXT = 1000
+"""Characters of what is said to people."""
+MAX_TOKENS = 2**56
+"""Of one incarnation: sums over many stay whole numbers of 64 bits."""
+
+# What bounds a number bounds no product: see `coordinator/door.py`.
 Sequences = Annotated[int, Meta(ge=1, le=2**24)]
 Tokens = Annotated[int, Meta(ge=1, le=2**40)]
+Bytes = Annotated[int, Meta(ge=0, le=2**56)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
+Rate = Annotated[float, Meta(ge=0, le=1e9)]
+Term = Annotated[int, Meta(ge=0, le=2**20)]
+Name = Annotated[str, Meta(pattern=ISLAND_NAME)]
+Identifier = Annotated[str, Meta(max_length=128)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+
+# What goes onto the tape as it comes: JSON can say it, and no reader gets lost in it.
+Fact = (
+    Annotated[str, Meta(max_length=16 << 10)]
+    | int
+    | Annotated[float, Meta(ge=-1e300, le=1e300)]
+    | bool
+    | None
+)
+Facts = Annotated[dict[Identifier, Fact], Meta(max_length=64)]
+Fields = dict[Identifier, Fact | list[Fact | list[Fact]]]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -36,18 +70,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Hello(Message, frozen=True, kw_only=True, tag=True):
     """First message on every control stream."""
 
-    run_id: str
+    run_id: Identifier
     """Empty at an island's first join: it learns it from the Welcome."""
-    fingerprint: str
-    run: dict[str, Any]
+    fingerprint: Identifier
+    run: dict[Identifier, Fact | Fields]
     """`config.shared_fields` of the RunConfig, to name what differs."""
-    plan: str
+    plan: Identifier
     """`FragmentPlan.digest` of its model."""
-    island: str
-    island_config: dict[str, Any]
-    incarnation: int
-    session: str
-    environment: dict[str, Any]
+    island: Name
+    island_config: Facts
+    incarnation: Count
+    session: Identifier
+    environment: Facts
     """Versions, device kind, host, thread and process counts: for the tape."""
     tokens_per_step: Tokens
     sequences_per_step: Sequences
@@ -58,7 +92,7 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     sequences_granted: Count = 0
     records_through: Count = 0
     """Its records up to this number are acknowledged."""
-    term: int = 0
+    term: Term = 0
     """The newest one in which it was welcomed; 0: in none."""
     versions: tuple[Version, ...] = ()
     """Of its anchors, by fragment; empty until it has all of them. With what follows,
@@ -74,26 +108,26 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
 class Measures(msgspec.Struct, frozen=True, kw_only=True):
     """What an incarnation measured of itself since it started (seconds)."""
 
-    steps: int = 0
-    skipped_steps: int = 0
+    steps: Count = 0
+    skipped_steps: Count = 0
     """Of them, those that changed nothing: their loss or gradient was not finite."""
-    median_step_seconds: float = 0.0
-    max_step_gap_seconds: float = 0.0
-    step_seconds_total: float = 0.0
-    stalled_seconds: float = 0.0
-    eval_seconds: float = 0.0
-    compile_seconds: float = 0.0
+    median_step_seconds: Seconds = 0.0
+    max_step_gap_seconds: Seconds = 0.0
+    step_seconds_total: Seconds = 0.0
+    stalled_seconds: Seconds = 0.0
+    eval_seconds: Seconds = 0.0
+    compile_seconds: Seconds = 0.0
     loss: float = float("nan")
     """Training loss, mean over the last few steps, nats per token."""
     eval_loss: float = float("nan")
-    learning_rate: float = 0.0
-    first_step_unix: float = 0.0
-    last_step_unix: float = 0.0
-    bytes_up: int = 0
+    learning_rate: Rate = 0.0
+    first_step_unix: UnixSeconds = 0.0
+    last_step_unix: UnixSeconds = 0.0
+    bytes_up: Bytes = 0
     """Bytes of deltas sent, headers included."""
-    bytes_down: int = 0
+    bytes_down: Bytes = 0
     """Bytes of published fragments received, headers included, joins apart."""
-    bytes_join: int = 0
+    bytes_join: Bytes = 0
 
 
 class Report(Message, frozen=True, kw_only=True, tag=True):
@@ -103,7 +137,7 @@ class Report(Message, frozen=True, kw_only=True, tag=True):
     steps: Count
     step_seconds: Seconds
     """Running median, 0 before the second step."""
-    records: tuple[Record, ...] = ()
+    records: Annotated[tuple[Record, ...], Meta(max_length=MAX_RECORDS)] = ()
     measures: Measures = Measures()
 
 
@@ -111,7 +145,7 @@ class Goodbye(Message, frozen=True, kw_only=True, tag=True):
     """The island leaves. `text` says why, for people."""
 
     reason: EndReason
-    text: str
+    text: Text
 
 
 # ---- from the coordinator -------------------------------------------------------
@@ -233,10 +267,10 @@ encode = _encoder.encode
 class UploadStart(Message, frozen=True, kw_only=True, tag=True):
     """Announces a contiguous stripe of one delta, or of one host's part of it."""
 
-    run_id: str
-    island: str
-    incarnation: int
-    session: str
+    run_id: Identifier
+    island: Name
+    incarnation: Count
+    session: Identifier
     fragment: int
     tick: int
     offset: int
@@ -253,10 +287,10 @@ class UploadStart(Message, frozen=True, kw_only=True, tag=True):
 class FetchRequest(Message, frozen=True, kw_only=True, tag=True):
     """Asks for a stripe of a fragment: encoded publishes since `have`, or all of A."""
 
-    run_id: str
-    island: str
-    incarnation: int
-    session: str
+    run_id: Identifier
+    island: Name
+    incarnation: Count
+    session: Identifier
     fragment: int
     want: Version
     have: Version | None

@@ -21,7 +21,7 @@ from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
 
 logger = logging.getLogger(__name__)
 
-OUTBOX_BYTES = 4 * messages.MAX_CONTROL_BYTES
+OUTBOX_BYTES = messages.QUEUED_CONTROL_BYTES
 
 
 class ControlHandlers(Protocol):
@@ -167,6 +167,11 @@ class Session:
                 handlers.disconnect(self)
 
     def _decode(self, raw: bytes) -> messages.FromIsland:
+        if len(raw) > messages.MAX_CONTROL_BYTES:
+            raise RemoteProtocolError(
+                f"message of {len(raw)} bytes from {self.peer}, the limit is "
+                f"{messages.MAX_CONTROL_BYTES}; send it in parts"
+            )
         message: messages.FromIsland = decoded(
             messages.decode_from_island, raw, self.peer
         )

@@ -25,7 +25,7 @@ def serve(posted: list[Any]) -> Service:
     """One whose engine only keeps what is posted."""
     nothing: Any = None
     engine = SimpleNamespace(
-        post=lambda event, then: posted.append(event),
+        post=lambda event, then, whose=None: posted.append(event),
         state=State(fragments=(Fragment(index=0, version=Version(2, 0)),)),
     )
     return Service(

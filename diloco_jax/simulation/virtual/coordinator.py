@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from diloco_jax.coordinator import outbox
 from diloco_jax.coordinator.inbox import DeltaKey
-from diloco_jax.policy import policy
+from diloco_jax.policy import policy, takes
 from diloco_jax.policy.events import (
     Alert,
     AskResend,
@@ -117,6 +117,9 @@ class VirtualCoordinator:
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """All bytes of a delta."""
+        fragment = self.state.fragments[key.fragment]
+        if not takes.is_awaited(fragment, key.island, key.incarnation, key.tick):
+            return
         refusal = self.merging.put(key, encoded)
         self.step(DeltaArrived(**key._asdict(), refusal=refusal))
 
