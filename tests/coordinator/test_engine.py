@@ -14,12 +14,13 @@ from msgspec.structs import replace
 from diloco_jax.coordinator import durable
 from diloco_jax.coordinator import engine as engine_module
 from diloco_jax.coordinator.durable import RecordLog, read
-from diloco_jax.coordinator.engine import Engine
+from diloco_jax.coordinator.engine import Engine, Whose
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.faults import Fault, Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, read_tape
+from diloco_jax.policy import policy
 from diloco_jax.policy.events import DeltaArrived, Hello, Report
 from diloco_jax.policy.state import PolicyConfig, initial
 from diloco_jax.policy.values import Record, Version
@@ -253,6 +254,74 @@ def test_a_merge_that_fails_is_not_forgotten_for_the_next_one(make_engine):
         future.set_exception(error) if error else future.set_result(None)
         engine._check(future)
     with pytest.raises(ArithmeticError, match="no merge"):
+        engine.run()
+
+
+def failing_step(kind):
+    """The policy, with a bug in what it does about such an event."""
+    step = policy.step
+
+    def fail(config, state, event, now):
+        if isinstance(event, kind) and event.island == "b":
+            raise ArithmeticError("a bug")
+        return step(config, state, event, now)
+
+    return fail
+
+
+@pytest.mark.parametrize("kind", [Hello, Report, DeltaArrived])
+def test_an_event_of_a_peer_that_fails_ends_its_session_only(
+    make_engine, island, tmp_path, monkeypatch, caplog, kind
+):
+    monkeypatch.setattr(engine_module.policy, "step", failing_step(kind))
+    refused = []
+    island.refuse = lambda *arguments: refused.append(arguments)
+    engine = make_engine(done=lambda: refused and island.told(messages.Published))
+    arrived = DeltaArrived(island="b", incarnation=1, fragment=0, tick=1)
+    for event in (hello("b"), replace(report(1), island="b", session="b"), arrived):
+        engine.post(event)
+    engine.run()
+    (name, session, error), *_ = refused
+    assert (name, session, error.code) == ("b", "b", "failed")
+    assert "start the island again" in error.message
+    assert "a bug" in caplog.text
+    assert "Traceback" in caplog.text
+    tape = list(read_tape(tmp_path / "tape.jsonl"))
+    assert {r["island"] for r in tape if r["kind"] == "turned_away"} == {"b"}
+    present = engine.state.islands
+    if kind is not Hello:
+        assert present["b"].status == "absent"
+    assert ("b" in present) == (kind is not Hello)
+
+
+def test_what_is_noted_of_a_peer_and_fails_ends_its_session_only(make_engine, island):
+    refused = []
+    island.refuse = lambda *arguments: refused.append(arguments[:2])
+    engine = make_engine(done=lambda: len(refused) == 2)
+
+    def fail():
+        raise TypeError("no JSON")
+
+    engine.post(hello("b"), fail)
+    engine.post(None, fail, Whose("c", "s"))
+    engine.run()
+    assert refused == [("b", "b"), ("c", "s")]
+    ours = make_engine(done=lambda: False)
+    ours.post(None, fail)
+    with pytest.raises(TypeError, match="no JSON"):
+        ours.run()
+
+
+def test_an_effect_that_fails_ends_the_run_whoever_caused_it(
+    make_engine, island, monkeypatch
+):
+    engine = make_engine(done=lambda: False)
+
+    def fail(*arguments):
+        raise OverflowError("cannot be said")
+
+    monkeypatch.setattr(island, "send", fail)
+    with pytest.raises(OverflowError, match="cannot be said"):
         engine.run()
 
 
