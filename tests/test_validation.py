@@ -218,12 +218,22 @@ def test_an_island_that_cannot_train_is_refused(island, shown):
 
 @pytest.mark.parametrize(
     ("name", "shown"),
-    [("a b", "letters, digits"), ("..", "begins with"), ("coordinator", "rename it")],
+    [
+        ("a b", "letters, digits"),
+        ("a\n", "letters, digits"),
+        ("..", "begins with"),
+        ("a" * 65, "longer than 64"),
+        ("coordinator", "rename it"),
+    ],
 )
 def test_an_islands_name_must_do_for_files_and_faults(name, shown):
-    message = refusal(Config(islands={name: IslandConfig()}))
-    assert repr(name) in message
-    assert shown in message
+    for config in (
+        Config(islands={name: IslandConfig()}),
+        Config(placement=Placement(admit=(name,))),
+    ):
+        message = refusal(config)
+        assert repr(name) in message
+        assert shown in message
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from diloco_jax.protocol.coordinator.events import (
     Tell,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.messages import FromCoordinator
+from diloco_jax.protocol.messages import FromCoordinator, Refused
 from diloco_jax.protocol.new_term.events import Discard, GiveUp, Open, Postpone
-from diloco_jax.protocol.records import Durable, Noted
+from diloco_jax.protocol.records import Durable, Noted, TurnedAway
 
 S = TypeVar("S")
 """What the deciding half remembers."""
@@ -123,6 +123,13 @@ class Engine(Generic[S, E]):
         effects: list[AnyEffect]
         self.state, effects = self._decide(self.config, self.state, event, now)
         return effects
+
+    def turn_away(self, island: str, session: str, refused: Refused) -> None:
+        """Ends a session for a reason of the shell's own."""
+        if self._log is not None:
+            note = TurnedAway(island=island, code=refused.code, message=refused.message)
+            self._log.note(note)
+        self._sender.tell(session, refused)
 
     def carry_out(self, effect: AnyEffect) -> None:
         """Carries out one effect."""

@@ -204,15 +204,18 @@ class Service:
                 f"incarnation {call.incarnation} of island {call.island!r} has not "
                 f"said hello in term {term}; come again"
             )
-        if island is None or (island.incarnation, island.session) != (
-            call.incarnation,
-            call.session,
-        ):
+        if island is None or island.incarnation != call.incarnation:
             current = "unknown" if island is None else f"{island.incarnation}"
             raise Refused(
                 "fenced",
-                f"incarnation {call.incarnation} of island {call.island!r}, or this "
-                f"process of it, is not current (that is {current}); stop this process",
+                f"incarnation {call.incarnation} of island {call.island!r} is not "
+                f"current (that is {current}); stop this process",
+            )
+        if island.session != call.session:
+            raise Refused(
+                "fenced",
+                f"incarnation {call.incarnation} of island {call.island!r} is another "
+                f"process than the one that calls; stop this process",
             )
 
     def _let_in(self, hello: messages.Hello, session: Session) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Generic, cast
 
 from diloco_jax.coordinator.engine import E, Engine, S
-from diloco_jax.protocol.coordinator.events import Disconnected, Tell
+from diloco_jax.protocol.coordinator.events import Disconnected
 from diloco_jax.protocol.messages import Refused
 
 logger = logging.getLogger(__name__)
@@ -119,6 +119,8 @@ class EngineThread(Generic[S, E]):
             # The state is still that of before: decisions are pure.
             logger.exception("%s of %s failed", type(event).__name__, peer)
             self._put_out(peer, error)
+            if not isinstance(event, Disconnected):
+                self._handle(cast(E, peer), None, peer)
             return
         # From here on a failure is nobody's fault but this process's, and ends it: the
         # state has the event, a part of it may be durable, and the rest is not told.
@@ -131,6 +133,4 @@ class EngineThread(Generic[S, E]):
             message=f"the coordinator failed on what island {peer.island!r} said "
             f"({type(error).__name__}, see its log); start the island again",
         )
-        self.engine.carry_out(Tell(session=peer.session, message=refused))
-        for effect in self.engine.decide(cast(E, peer), self._now):
-            self.engine.carry_out(effect)
+        self.engine.turn_away(peer.island, peer.session, refused)

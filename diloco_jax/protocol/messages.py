@@ -28,14 +28,16 @@ MAX_RECORDS = 1000
 """Most records of one report."""
 MAX_TEXT = 1000
 """Most characters of what is said to people."""
+MAX_SECONDS = 1e9
+MAX_BYTES = 2**56
 MAX_TOKENS = 2**56
 """Most tokens of one incarnation: sums over many stay whole numbers of 64 bits."""
 
 # A bound on a number bounds no product: see `coordinator/door.py`.
 Sequences = Annotated[int, Meta(ge=1, le=2**24)]
 Tokens = Annotated[int, Meta(ge=1, le=2**40)]
-Bytes = Annotated[int, Meta(ge=0, le=2**56)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
 Rate = Annotated[float, Meta(ge=0, le=1e9)]
 Term = Annotated[int, Meta(ge=0, le=2**20)]

@@ -19,8 +19,9 @@ ISLAND_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 
 # What decisions are computed from: more than any run has, and far from where whole
 # numbers of 64 bits end.
-Count = Annotated[int, Meta(ge=0, le=2**48)]
-CountOrNone = Annotated[int, Meta(ge=-1, le=2**48)]
+MAX_COUNT = 2**48
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+CountOrNone = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
 """-1: there is none."""
 
 
@@ -60,7 +61,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     are not), `reset` (as dropped, and the local parameters are the anchor's),
     `carried` (fragment, start: what became of the steps before `start` is in the books
     of an earlier term), `granted` (start, stop: data positions), `progress` (value:
-    others' tokens on which the learning rate is based), `restored` (it begins with the
+    others' tokens on which the learning rate is based; below 0 where these had lost
+    more in an earlier term than they have done since), `restored` (it begins with the
     moments that incarnation `start` had after `value` steps; with a fragment: and with
     the residual of it).
     """
@@ -73,7 +75,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     version: Version = FIRST_VERSION
     start: Count = 0
     stop: Count = 0
-    value: Count = 0
+    value: Annotated[int, Meta(ge=-(2**62), le=2**62)] = 0
 
 
 class Outstanding(msgspec.Struct, frozen=True, kw_only=True):

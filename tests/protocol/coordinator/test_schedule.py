@@ -11,6 +11,7 @@ from diloco_jax.protocol.coordinator.schedule import (
     skip_cycle,
     steps_to_tick,
 )
+from diloco_jax.protocol.coordinator.state import SHORTEST_STEP_S
 from diloco_jax.protocol.messages import TakeRequest
 
 
@@ -186,6 +187,17 @@ def test_a_take_is_put_off_by_time_and_not_for_much_slower_islands(
     effects += d.report("b", 2, step_seconds=leads_s)
     asks = {ask.island: ask.after for ask in of(effects, TakeRequest)}
     assert asks == {"a": after, "b": 0}
+
+
+def test_a_step_that_no_machine_is_fast_enough_for_puts_off_by_no_more() -> None:
+    d = Driver(quorum=2)
+    d.hello("a")
+    d.hello("b", lead=2**16)
+    for steps in (0, 2):
+        d.report("a", steps, step_seconds=5e-324)
+        d.report("b", steps, step_seconds=1e9)
+    asks = {ask.island: ask.after for ask in of(d.effects, TakeRequest)}
+    assert asks["a"] == round(2**16 * 1e9 / SHORTEST_STEP_S)
 
 
 def test_who_lagged_for_long_paces_after_two_ticks_steps() -> None:
