@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from door_support import Coordinator, Gathering, Peer, said
@@ -74,7 +74,11 @@ def test_a_gatherer_that_fails_on_an_event_ends_that_session_only(
         made.run()
     monkeypatch.setattr(made.thread.engine, "_decide", fail)
     known = made.thread.state.known
-    peer.say("Hello" if kind is Offered else "Report" if kind is Said else "Cut", {})
+    if kind is Said:
+        report = peer.decode("Report", peer.report())
+        made.handlers.receive(cast(Any, peer.stream), report)
+    else:
+        peer.say("Hello" if kind is Offered else "Cut", {})
     made.run()
     assert made.thread.state.known == known
     assert "a bug" in caplog.text
