@@ -23,7 +23,7 @@ SPARSE_CORE = (
     "--xla_enable_async_all_gather=true",
 )
 """SparseCores carry out collectives beside the matrix products. Continuation fusion,
-which did that before, is refused by libtpu from 0.0.50 on: it may give wrong results on
+which can do the same, is refused by libtpu 0.0.50.1, since it may give wrong results on
 all generations but v5e."""
 Flags = tuple[str, ...]
 FLAGS: dict[str, tuple[tuple[tuple[int, ...], Flags], ...]] = {
