@@ -23,8 +23,9 @@ from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
-from diloco_jax.policy import policy, records
-from diloco_jax.policy.events import (
+from diloco_jax.protocol import messages, records
+from diloco_jax.protocol.coordinator import decide
+from diloco_jax.protocol.coordinator.events import (
     Alert,
     AskResend,
     AskTake,
@@ -46,8 +47,7 @@ from diloco_jax.policy.events import (
     Timer,
     Welcome,
 )
-from diloco_jax.policy.state import PolicyConfig, State
-from diloco_jax.wire import messages
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.wire.errors import Refused
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Engine:
         self._tape.append(notes.dated(record))
 
     def _turn(self) -> None:
-        due = policy.next_deadline(self.state, self._now)
+        due = decide.next_deadline(self.state, self._now)
         wait = LONGEST_WAIT_S
         if due is not None:
             wait = min(wait, due - time.monotonic())
@@ -148,7 +148,7 @@ class Engine:
         """The policy sees an event at the time at which it came: what waited here while
         this thread was held up (by a disk, or with the whole machine) is not late."""
         self._now = max(self._now, at)
-        self.state, effects = policy.step(self.config, self.state, event, self._now)
+        self.state, effects = decide.step(self.config, self.state, event, self._now)
         for effect in effects:
             self._carry_out(effect)
 

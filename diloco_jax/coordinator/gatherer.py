@@ -1,5 +1,5 @@
 """A coordinator without its state: takes offers and anchors from islands until a new
-term can begin. Calls become events of `policy.gathering`, which decides.
+term can begin. Calls become events of `protocol.new_term.gathering`, which decides.
 
 Nothing is written before that. Islands train on; their control streams stay open, and
 all else that they send is answered "later".
@@ -25,8 +25,10 @@ from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.policy import gathering
-from diloco_jax.policy.offers import (
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.new_term import gathering
+from diloco_jax.protocol.new_term.offers import (
     Admit,
     Arrived,
     Ask,
@@ -41,8 +43,7 @@ from diloco_jax.policy.offers import (
     Postpone,
     Tick,
 )
-from diloco_jax.policy.state import PolicyConfig
-from diloco_jax.wire import messages
+from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused
 from diloco_jax.wire.server import FetchSource
 from diloco_jax.wire.session import Session
@@ -153,7 +154,7 @@ class Gatherer:
             del self._sessions[hello.session]
         self._queue.put((Lost(island=hello.island, session=hello.session), None))
 
-    def upload_begin(self, start: messages.UploadStart) -> memoryview:
+    def upload_begin(self, start: bulk.UploadStart) -> memoryview:
         """The place of an anchor's stripe, if it was asked for."""
         asked = self._state.asked.get(start.fragment)
         member = self._state.members.get(start.island)
@@ -170,7 +171,7 @@ class Gatherer:
             self._arriving.add(_key(start))
         return place
 
-    def upload_end(self, start: messages.UploadStart, place: memoryview) -> bool:
+    def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
         """A stripe is in its place; the last one makes the anchor an event."""
         if not self._inbox.end(_keyed(start), place):
             return False
@@ -184,10 +185,10 @@ class Gatherer:
         self._queue.put((arrived, lambda: self._decode(_key(start))))
         return True
 
-    def upload_abort(self, start: messages.UploadStart) -> None:
+    def upload_abort(self, start: bulk.UploadStart) -> None:
         """A stripe broke off: it comes again, to the same place."""
 
-    def fetch(self, request: messages.FetchRequest) -> FetchSource:
+    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """There is nothing to fetch yet."""
         raise Busy(f"{NO_STATE}; come again")
 
@@ -290,12 +291,12 @@ class Gatherer:
             return self._sessions.get(name)
 
 
-def _keyed(start: messages.UploadStart) -> messages.UploadStart:
+def _keyed(start: bulk.UploadStart) -> bulk.UploadStart:
     """With the version for a tick: anchors of two versions are not put together."""
     assert start.version is not None
     return msgspec.structs.replace(start, tick=start.version.number)
 
 
-def _key(start: messages.UploadStart) -> DeltaKey:
+def _key(start: bulk.UploadStart) -> DeltaKey:
     tick = _keyed(start).tick
     return DeltaKey(start.island, start.incarnation, start.fragment, tick)

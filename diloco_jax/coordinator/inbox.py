@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from diloco_jax.coordinator.rooms import Room, Rooms
 from diloco_jax.core.payload import Coverage, Part, PayloadLayout
-from diloco_jax.policy.state import State
+from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.errors import RemoteProtocolError
-from diloco_jax.wire.messages import UploadStart
 
 
 class DeltaKey(NamedTuple):

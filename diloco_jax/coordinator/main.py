@@ -41,8 +41,8 @@ from diloco_jax.models.inner import build_inner
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
-from diloco_jax.policy.events import Resumed
-from diloco_jax.policy.state import State
+from diloco_jax.protocol.coordinator.events import Resumed
+from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.wire import addresses
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles

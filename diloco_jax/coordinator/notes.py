@@ -1,6 +1,6 @@
 """What a coordinator writes onto the tape of itself: every kind of line as a struct.
 
-What the policy decides to write down is in `policy/records.py`; the two together are
+What the policy decides to write down is in `protocol/records.py`; the two together are
 all that a tape holds.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from diloco_jax.policy import records
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol import records
+from diloco_jax.protocol.values import Version
 
 Environment = dict[str, Any]
 """What `diloco_jax.environment.describe` said in a process."""

@@ -25,8 +25,9 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.models.model import Model
 from diloco_jax.observability.tape import Tape, not_on_tape
-from diloco_jax.policy import records, recovery
-from diloco_jax.policy.state import PolicyConfig, State, initial
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator import recovery
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
 
 logger = logging.getLogger(__name__)
 

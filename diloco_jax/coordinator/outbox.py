@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from diloco_jax.policy.events import (
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.coordinator.events import (
     AskResend,
     AskTake,
     Grant,
@@ -12,7 +13,6 @@ from diloco_jax.policy.events import (
     StopStepping,
     TellVerdict,
 )
-from diloco_jax.wire import messages
 
 Tell = AskTake | AskResend | TellVerdict | Grant | Progress | StopStepping | LetGo
 

@@ -21,9 +21,16 @@ from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
 from diloco_jax.loading import json_number
 from diloco_jax.observability.metrics import Metrics
-from diloco_jax.policy import gathering
-from diloco_jax.policy.events import DeltaArrived, Disconnected, Goodbye, Hello, Report
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.coordinator.events import (
+    DeltaArrived,
+    Disconnected,
+    Goodbye,
+    Hello,
+    Report,
+)
+from diloco_jax.protocol.new_term import gathering
+from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
 from diloco_jax.wire.server import FetchSource
 from diloco_jax.wire.session import Session
@@ -141,7 +148,7 @@ class Service:
             hello = session.hello
             self._engine.post(Disconnected(island=hello.island, session=hello.session))
 
-    def upload_begin(self, start: messages.UploadStart) -> memoryview:
+    def upload_begin(self, start: bulk.UploadStart) -> memoryview:
         """The place of a delta's stripe, once the sender proved to be current."""
         self._check(start)
         if start.version is not None:
@@ -152,7 +159,7 @@ class Service:
             )
         return self._inbox.begin(start)
 
-    def upload_end(self, start: messages.UploadStart, place: memoryview) -> bool:
+    def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
         """A stripe is in its place; the last one makes the delta an event."""
         if not self._inbox.end(start, place):
             return False
@@ -183,10 +190,10 @@ class Service:
         self._engine.post(arrived)
         return True
 
-    def upload_abort(self, start: messages.UploadStart) -> None:
+    def upload_abort(self, start: bulk.UploadStart) -> None:
         """A stripe broke off: it comes again, to the same place."""
 
-    def fetch(self, request: messages.FetchRequest) -> FetchSource:
+    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """Published fragments for an island."""
         self._check(request)
         try:
@@ -202,7 +209,7 @@ class Service:
         """What `diloco status` shows."""
         return self._status()
 
-    def _check(self, call: messages.UploadStart | messages.FetchRequest) -> None:
+    def _check(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
         config, state = self._engine.config, self._engine.state
         if call.run_id != config.run_id:
             raise Refused(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from diloco_jax.protocol.messages import FromCoordinator
 from diloco_jax.wire.errors import Refused
-from diloco_jax.wire.messages import FromCoordinator
 from diloco_jax.wire.session import Session
 
 

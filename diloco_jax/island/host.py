@@ -38,7 +38,7 @@ from diloco_jax.island.network.sender import Sender
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles
 

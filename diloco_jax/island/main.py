@@ -51,8 +51,8 @@ from diloco_jax.island.network.inbound import Targets
 from diloco_jax.island.network.link import Link, ending_of
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.preemption import Preemption
+from diloco_jax.protocol.messages import Hello, Welcome
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
-from diloco_jax.wire.messages import Hello, Welcome
 
 logger = logging.getLogger(__name__)
 

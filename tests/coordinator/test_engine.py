@@ -20,10 +20,11 @@ from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.faults import Fault, Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, read_tape
-from diloco_jax.policy.events import DeltaArrived, Hello, Report
-from diloco_jax.policy.state import PolicyConfig, initial
-from diloco_jax.policy.values import Record, Version
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.coordinator.events import DeltaArrived, Hello, Report
+from diloco_jax.protocol.coordinator.state import PolicyConfig, initial
+from diloco_jax.protocol.values import Record, Version
+from diloco_jax.wire import bulk
 
 WAIT_S = 60.0
 
@@ -57,7 +58,7 @@ class Island:
     def _answer(self, take: messages.TakeRequest) -> None:
         self._seq += 1
         total = self.store.layouts_up[take.fragment].total_bytes
-        start = messages.UploadStart(
+        start = bulk.UploadStart(
             run_id="r",
             island="a",
             incarnation=1,

@@ -13,10 +13,10 @@ from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.payload import Box, PayloadLayout
-from diloco_jax.policy.state import Fragment, State
-from diloco_jax.policy.values import Contribution, Version
+from diloco_jax.protocol.coordinator.state import Fragment, State
+from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
-from diloco_jax.wire.messages import UploadStart
 
 KEY = DeltaKey("a", 1, 0, 7)
 LATE_S = 60.0

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from diloco_jax.coordinator import notes
-from diloco_jax.policy import records
+from diloco_jax.protocol import records
 
 HERE = {"environment": {"jax": "0.9"}}
 MADE_OF = {"fingerprint": "f1", "plan": "p1"}

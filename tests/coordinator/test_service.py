@@ -12,10 +12,10 @@ from diloco_jax.config import RunConfig, shared_fields
 from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.service import Service
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.policy.events import Hello
-from diloco_jax.policy.state import Fragment, State
-from diloco_jax.policy.values import Outstanding, Version
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.coordinator.events import Hello
+from diloco_jax.protocol.coordinator.state import Fragment, State
+from diloco_jax.protocol.values import Outstanding, Version
 from diloco_jax.wire.errors import Busy, Refused
 
 PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)

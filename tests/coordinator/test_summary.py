@@ -11,9 +11,9 @@ from diloco_jax.config import Placement, RunConfig
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.policy import policy, state
-from diloco_jax.policy.events import Hello, Report
-from diloco_jax.wire.messages import Measures
+from diloco_jax.protocol.coordinator import decide, state
+from diloco_jax.protocol.coordinator.events import Hello, Report
+from diloco_jax.protocol.messages import Measures
 
 SIZES = (7, 3)
 AT = 1000.0
@@ -37,7 +37,7 @@ def run():
     )
     now = state.initial(config)
     for event in (hello, report):
-        now, _ = policy.step(config, now, event, AT)
+        now, _ = decide.step(config, now, event, AT)
     roster = Roster()
     roster.hello(hello, AT)
     roster.report("a", Measures(steps=3, bytes_up=400, bytes_down=80), (), AT + 8)

@@ -4,8 +4,8 @@ import pytest
 
 from diloco_jax.config import Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.policy import ledger
-from diloco_jax.policy.events import Effect
+from diloco_jax.protocol.coordinator import ledger
+from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.island import IslandSpec
 from diloco_jax.simulation.virtual.line import Line, LineSpeed

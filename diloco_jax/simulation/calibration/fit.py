@@ -21,7 +21,7 @@ from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.observability.tape import TapeError, brief, read_tape
-from diloco_jax.policy import records
+from diloco_jax.protocol import records
 from diloco_jax.simulation.replay.recording import read_begun, refuse_term
 from diloco_jax.workdir import read_config, read_facts, read_summary
 

@@ -20,9 +20,9 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
-from diloco_jax.policy import recovery
-from diloco_jax.policy.records import Durable, Merged
-from diloco_jax.policy.state import initial
+from diloco_jax.protocol.coordinator import recovery
+from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.records import Durable, Merged
 from diloco_jax.simulation.calibration.fit import LEAST_S, Calibration
 from diloco_jax.simulation.emulation.attendance import Attendance
 from diloco_jax.simulation.emulation.history import Diary

@@ -28,9 +28,9 @@ from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
-from diloco_jax.policy.events import Merge
-from diloco_jax.policy.reasons import Refusal
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.reasons import Refusal
+from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.emulation.history import Diary
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.merging import Fetched

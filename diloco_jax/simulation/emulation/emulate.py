@@ -42,7 +42,7 @@ from diloco_jax.loading import resolve, write_json
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.report import closing_report
 from diloco_jax.observability.terminal import Dashboard
-from diloco_jax.policy.events import Merge
+from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.simulation.emulation import history
 from diloco_jax.simulation.emulation.attendance import Attendance
 from diloco_jax.simulation.emulation.bodies import StoreMerging, TrainedBody, trainer_of

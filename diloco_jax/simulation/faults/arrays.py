@@ -20,10 +20,10 @@ from diloco_jax.coordinator.store import RETAINED_PUBLISHES
 from diloco_jax.core.choices import AdoptRule
 from diloco_jax.island.books import Outcome
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.policy.events import Merge
-from diloco_jax.policy.reasons import NON_FINITE, Refusal
-from diloco_jax.policy.records import Durable, Merged
-from diloco_jax.policy.values import FIRST_VERSION, Version
+from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.reasons import NON_FINITE, Refusal
+from diloco_jax.protocol.records import Durable, Merged
+from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.simulation.virtual.merging import Fetched
 
 FIRST_ANCHOR = b"first"

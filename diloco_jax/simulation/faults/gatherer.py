@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from diloco_jax.coordinator.inbox import DeltaKey
-from diloco_jax.policy import gathering
-from diloco_jax.policy.events import Event, Goodbye, Hello, Report
-from diloco_jax.policy.offers import (
+from diloco_jax.protocol.coordinator.events import Event, Goodbye, Hello, Report
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.messages import AnchorRequest, Welcome
+from diloco_jax.protocol.new_term import gathering
+from diloco_jax.protocol.new_term.offers import (
     Admit,
     Arrived,
     Ask,
@@ -23,14 +25,12 @@ from diloco_jax.policy.offers import (
     Postpone,
     Tick,
 )
-from diloco_jax.policy.offers import Event as Gathered
-from diloco_jax.policy.state import PolicyConfig, State
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.new_term.offers import Event as Gathered
+from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.faults.arrays import Anchor
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.connection import Connection
 from diloco_jax.simulation.virtual.merging import Fetched
-from diloco_jax.wire.messages import AnchorRequest, Welcome
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from diloco_jax.policy.events import Effect
-from diloco_jax.policy.records import (
+from diloco_jax.protocol.coordinator.events import Effect
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.records import (
     Durable,
 )
-from diloco_jax.policy.state import PolicyConfig, State
-from diloco_jax.policy.values import Outstanding
+from diloco_jax.protocol.values import Outstanding
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
 

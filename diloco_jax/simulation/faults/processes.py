@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.config import RunConfig
-from diloco_jax.policy.events import Effect, Event, Publish
+from diloco_jax.protocol.coordinator.events import Effect, Event, Publish
 from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
 from diloco_jax.simulation.faults.disk import DiskError
 from diloco_jax.simulation.faults.gatherer import Gatherer

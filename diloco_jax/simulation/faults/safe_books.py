@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from diloco_jax.policy import ledger
-from diloco_jax.policy.events import (
+from diloco_jax.protocol.coordinator import ledger
+from diloco_jax.protocol.coordinator.events import (
     AskTake,
     Effect,
     Finish,
@@ -19,7 +19,8 @@ from diloco_jax.policy.events import (
     TellVerdict,
     Welcome,
 )
-from diloco_jax.policy.records import (
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.records import (
     Durable,
     Finished,
     Granted,
@@ -29,8 +30,7 @@ from diloco_jax.policy.records import (
     Stopping,
     Ticks,
 )
-from diloco_jax.policy.state import PolicyConfig, State
-from diloco_jax.policy.values import Contribution, Version
+from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from diloco_jax.policy.events import AskTake, Effect, Merge, Note, Persist
-from diloco_jax.policy.records import (
+from diloco_jax.protocol.coordinator.events import AskTake, Effect, Merge, Note, Persist
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.records import (
     Durable,
     Fact,
     Joined,
@@ -15,8 +16,7 @@ from diloco_jax.policy.records import (
     Skipped,
     Stopping,
 )
-from diloco_jax.policy.state import PolicyConfig, State
-from diloco_jax.policy.values import Contribution, Outstanding, Version
+from diloco_jax.protocol.values import Contribution, Outstanding, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key

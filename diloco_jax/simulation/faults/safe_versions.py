@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from diloco_jax.policy.events import AskTake, Effect
-from diloco_jax.policy.records import (
+from diloco_jax.protocol.coordinator.events import AskTake, Effect
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.records import (
     Durable,
     Merged,
 )
-from diloco_jax.policy.state import PolicyConfig, State
-from diloco_jax.policy.values import Outstanding, Version
+from diloco_jax.protocol.values import Outstanding, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key

@@ -11,9 +11,10 @@ import functools
 from collections import Counter
 
 from diloco_jax.coordinator.inbox import left_behind
-from diloco_jax.policy import records, recovery
-from diloco_jax.policy.gathering import LEASES_AWAITED
-from diloco_jax.policy.state import initial
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator import recovery
+from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import Anchors, first_anchors, loaded
 from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError

@@ -21,8 +21,8 @@ from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.choices import CodecName
 from diloco_jax.core.codec import Codec
 from diloco_jax.observability.measures import IslandMeasure, participation
-from diloco_jax.policy import ledger
-from diloco_jax.policy.state import Fragment, State
+from diloco_jax.protocol.coordinator import ledger
+from diloco_jax.protocol.coordinator.state import Fragment, State
 from diloco_jax.simulation.fleets.checks import GBIT_PER_S, cut_in_reach
 from diloco_jax.simulation.fleets.failures import Capacity, Segment
 from diloco_jax.simulation.progress import Progress, nobody

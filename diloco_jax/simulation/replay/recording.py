@@ -13,8 +13,8 @@ from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator.notes import Begun, Environment
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.policy.records import from_tape
-from diloco_jax.policy.values import Contribution, Record, Version
+from diloco_jax.protocol.records import from_tape
+from diloco_jax.protocol.values import Contribution, Record, Version
 
 SAME_BITS = (
     "diloco_jax",

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.island.mailbox import Status
-from diloco_jax.policy.events import Event, Hello, Refuse
-from diloco_jax.policy.state import PolicyConfig
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.coordinator.events import Event, Hello, Refuse
+from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.messages import FromCoordinator
+from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.virtual.line import Line
 from diloco_jax.simulation.virtual.merging import Fetched
-from diloco_jax.wire.messages import FromCoordinator
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.virtual.island import VirtualIsland

@@ -1,7 +1,7 @@
 """The coordinator in virtual time: the production policy, driven by a clock.
 
 What `coordinator.engine` does with threads, disks and sockets happens here at once or
-after a given delay. Everything that is decided, is decided by `policy.step`.
+after a given delay. Everything that is decided, is decided by `decide.step`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Protocol
 
 from diloco_jax.coordinator import outbox
 from diloco_jax.coordinator.inbox import DeltaKey
-from diloco_jax.policy import policy
-from diloco_jax.policy.events import (
+from diloco_jax.protocol.coordinator import decide
+from diloco_jax.protocol.coordinator.events import (
     Alert,
     AskResend,
     AskTake,
@@ -39,13 +39,13 @@ from diloco_jax.policy.events import (
     Timer,
     Welcome,
 )
-from diloco_jax.policy.records import Durable
-from diloco_jax.policy.state import PolicyConfig, State
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.messages import Finished, FromCoordinator
+from diloco_jax.protocol.messages import Welcome as WelcomeMessage
+from diloco_jax.protocol.records import Durable
+from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.virtual.clock import Clock, Due
 from diloco_jax.simulation.virtual.merging import Fetched, Merging
-from diloco_jax.wire.messages import Finished, FromCoordinator
-from diloco_jax.wire.messages import Welcome as WelcomeMessage
 
 
 class Peer(Protocol):
@@ -138,7 +138,7 @@ class VirtualCoordinator:
     def decide(self, event: Event) -> list[Effect]:
         """What the policy makes of an event."""
         now = self.clock.now + self.clock_offset
-        self.state, effects = policy.step(self.config, self.state, event, now)
+        self.state, effects = decide.step(self.config, self.state, event, now)
         return effects
 
     # ---- what goes out --------------------------------------------------------------
@@ -216,7 +216,7 @@ class VirtualCoordinator:
         """Deadlines move with every report: a timer that rings too early is harmless
         and cheaper than one that is always set anew."""
         now = self.clock.now + self.clock_offset
-        deadline = policy.next_deadline(self.state, now)
+        deadline = decide.next_deadline(self.state, now)
         if deadline is None:
             return
         at = deadline - self.clock_offset

@@ -20,15 +20,15 @@ from diloco_jax.island.decisions import Ahead, LiveDecisions
 from diloco_jax.island.mailbox import Arrival, Mailbox, Status
 from diloco_jax.island.network.inbound import Inbound, Targets
 from diloco_jax.island.pace import Pace
-from diloco_jax.policy.events import Goodbye, Hello, Report
-from diloco_jax.policy.reasons import EndReason
-from diloco_jax.policy.values import Phase, Version
+from diloco_jax.protocol.coordinator.events import Goodbye, Hello, Report
+from diloco_jax.protocol.messages import FromCoordinator, Progress, Welcome
+from diloco_jax.protocol.reasons import EndReason
+from diloco_jax.protocol.values import Phase, Version
 from diloco_jax.simulation.virtual.body import Body
 from diloco_jax.simulation.virtual.clock import Clock, Due
 from diloco_jax.simulation.virtual.connection import Connection, Service
 from diloco_jax.simulation.virtual.line import Line
 from diloco_jax.simulation.virtual.merging import Fetched
-from diloco_jax.wire.messages import FromCoordinator, Progress, Welcome
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

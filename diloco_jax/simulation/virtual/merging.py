@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 from diloco_jax.coordinator.inbox import DeltaKey
-from diloco_jax.policy.events import Merge
-from diloco_jax.policy.reasons import Refusal
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.reasons import Refusal
+from diloco_jax.protocol.values import Version
 
 
 class Fetched(NamedTuple):

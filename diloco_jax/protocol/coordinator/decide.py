@@ -1,0 +1,344 @@
+"""The policy: every decision of a run, as one pure function of events and time.
+
+`step(config, state, event, now) -> (state, effects)`; the service and the virtual-time
+simulator both drive it. `next_deadline` says when a `Timer` is due;
+`recovery.recover` rebuilds the state from what was durable.
+
+Phases of a run: running -> stopping (islands end their steps) -> flushing (what is
+open is merged, exempt from quorum, up to a deadline) -> done.
+"""
+
+from __future__ import annotations
+
+import math
+
+from msgspec.structs import replace
+
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator import (
+    alerts,
+    ending,
+    fragments,
+    leases,
+    leaving,
+    ledger,
+    members,
+    schedule,
+    takes,
+)
+from diloco_jax.protocol.coordinator.events import (
+    DeltaArrived,
+    Disconnected,
+    Effect,
+    Event,
+    Goodbye,
+    Hello,
+    MergeComputed,
+    Note,
+    Persist,
+    Progress,
+    Publish,
+    Refuse,
+    Report,
+    Resumed,
+    StopStepping,
+    Timer,
+    Welcome,
+)
+from diloco_jax.protocol.coordinator.fleet import Fleet
+from diloco_jax.protocol.coordinator.state import (
+    Fragment,
+    Island,
+    PolicyConfig,
+    State,
+    with_fragment,
+)
+from diloco_jax.protocol.values import Record
+
+Step = tuple[State, list[Effect]]
+
+
+def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
+    """Applies one event at time `now` (monotonic seconds)."""
+    before = state
+    match event:
+        case Hello():
+            state, effects = members.hello(config, state, event, now)
+            welcome = any(isinstance(effect, Welcome) for effect in effects)
+            if state.phase != "running" and welcome:
+                effects.append(StopStepping(island=event.island))
+        case Report():
+            state, effects = _report(config, state, event, now)
+        case Goodbye():
+            state, effects = members.goodbye(state, event)
+        case Disconnected():
+            state, effects = members.disconnected(state, event)
+        case Resumed():
+            state, effects = members.resumed(state, event)
+        case DeltaArrived():
+            state, effects = _arrived(config, state, event, now)
+        case MergeComputed():
+            state, effects = _computed(config, state, event, now)
+        case Timer():
+            effects = []
+    state, expired = members.expire(state, now)
+    effects += expired
+    state, moved = _advance(config, before, state, now)
+    return state, schedule.together(config, state, effects + moved)
+
+
+def next_deadline(state: State, now: float) -> float | None:
+    """When time alone changes something next: an expiry, a grace window, a flush.
+    `now` is that of the last step, which dealt with everything due until then."""
+    soonest = math.inf
+    for island in state.islands.values():
+        if now < island.lease_until < soonest and island.status == "live":
+            soonest = island.lease_until
+    for fragment in state.fragments:
+        at = fragment.closes_at
+        if at is not None and now < at < soonest and fragment.phase == "open":
+            soonest = at
+    if state.phase in ("stopping", "flushing") and now < state.deadline:
+        soonest = min(soonest, state.deadline)
+    return None if soonest == math.inf else soonest
+
+
+def _report(config: PolicyConfig, state: State, event: Report, now: float) -> Step:
+    island = state.islands.get(event.island)
+    if state.phase == "done":
+        return state, []
+    if island is None or island.session != event.session or island.status == "gone":
+        refuse = Refuse(
+            island=event.island,
+            session=event.session,
+            code="fenced",
+            message=f"island {event.island!r} is served by another session now; "
+            f"stop this process",
+        )
+        return state, [refuse]
+    if event.phase == "training" and island.phase in ("joining", "compiling"):
+        # It joins the pacing with the steps that this report brings. One that had
+        # stopped by its own count, and goes on since steps were lost, is in it.
+        island = schedule.restart(island)
+    through, new = island.records_through, []
+    for record in event.records:
+        if record.seq > through:
+            through = record.seq
+            new.append(record)
+    island = replace(
+        island,
+        phase=event.phase,
+        steps=max(island.steps, event.steps),
+        step_seconds=event.step_seconds or island.step_seconds,
+        records_through=through,
+    )
+    state = members.alive(config, state, island, now)
+    effects: list[Effect] = []
+    for record in new:
+        state, found = _record(config, state, island, record, now)
+        effects += found
+    if state.phase == "running":
+        state, grants = leases.top_up(config, state, event.island)
+        effects += grants
+    tokens = max(state.progress_tokens, ledger.progress_tokens(config, state))
+    if tokens > state.progress_tokens:
+        state = replace(state, progress_tokens=tokens)
+    island = state.islands[event.island]
+    state, asks = leaving.stopped(config, state, event.island)
+    effects += asks
+    effects.append(
+        Progress(
+            island=event.island,
+            tokens=tokens,
+            own_tokens=island.steps * island.tokens_per_step,
+            records_through=island.records_through,
+            next_position=state.next_position,
+        )
+    )
+    return state, effects
+
+
+def _record(
+    config: PolicyConfig, state: State, island: Island, record: Record, now: float
+) -> Step:
+    name = island.name
+    fact = records.Fact(island=name, incarnation=island.incarnation, record=record)
+    effects: list[Effect] = [Note(record=fact)]
+    if record.kind not in ("took", "reopened", "dropped", "reset", "carried"):
+        return state, effects
+    fragment = state.fragments[record.fragment]
+    carrying = fragment.accounts[name].carrying
+    if carrying != (record.kind == "carried"):
+        return state, effects  # About a take in an earlier term.
+    if carrying:
+        fragment = ledger.carry(fragment, name, record.start)
+        carried = records.Carried(
+            island=name,
+            incarnation=island.incarnation,
+            fragment=fragment.index,
+            steps=record.start,
+        )
+        effects.append(Persist(record=carried))
+    elif record.kind == "took":
+        fragment, found = takes.took(config, fragment, name, record, now)
+        effects += found
+    else:
+        kept = record.kind == "reopened"
+        fragment = takes.gave_up(fragment, name, record.tick, kept=kept)
+    return with_fragment(state, fragment), effects
+
+
+def _arrived(
+    config: PolicyConfig, state: State, event: DeltaArrived, now: float
+) -> Step:
+    island = state.islands.get(event.island)
+    if (
+        island is None
+        or island.incarnation != event.incarnation
+        or island.status == "gone"
+    ):
+        return state, takes.drop_unknown(
+            state.fragments[event.fragment],
+            event.island,
+            event.incarnation,
+            event.tick,
+        )
+    before = state.fragments[event.fragment]
+    fragment, effects = takes.arrived(
+        config, before, event.island, event.tick, event.refusal, now
+    )
+    if state.phase == "flushing" and fragment is not before:
+        # What is to come goes the same way, however long that is.
+        state = replace(state, deadline=now + config.flush_s)
+    state, asks = leaving.stopped(config, with_fragment(state, fragment), event.island)
+    return state, effects + asks
+
+
+def _computed(
+    config: PolicyConfig, state: State, event: MergeComputed, now: float
+) -> Step:
+    fragment = state.fragments[event.fragment]
+    if fragment.phase != "merging" or event.version != fragment.version.next():
+        return state, []
+    contributions, tick = fragment.merging, fragment.tick
+    share = fragment.merging_share
+    fragment, verdicts, effects = fragments.computed(
+        config, fragment, _counted(state), now
+    )
+    state = with_fragment(state, fragment)
+    record = records.Merged(
+        fragment=event.fragment,
+        version=event.version,
+        tick=tick,
+        final=fragment.final,
+        contributions=contributions,
+        share=share,
+        verdicts=verdicts,
+        digest=event.digest,
+    )
+    publish = Publish(fragment=event.fragment, version=event.version, verdicts=verdicts)
+    before: list[Effect] = [Persist(record=record), publish]
+    raised = alerts.after_merge(fragment, contributions, _counted(state))
+    raised += alerts.in_turns(config, state, fragment)
+    return state, before + effects + raised
+
+
+def _advance(config: PolicyConfig, before: State, state: State, now: float) -> Step:
+    """What follows from where everything stands: ticks, closings, the end.
+
+    before: the state before this event. Islands that it did not touch make no tick due;
+    fragments that it did not touch are left alone, unless time alone moves them or who
+    is live changed.
+    """
+    same_live = _same_live(before, state)
+    effects: list[Effect] = []
+    if state.phase == "running" and state.progress_tokens >= config.total_tokens:
+        state, effects = ending.stop(config, state, now)
+    if state.islands is not before.islands:
+        state, found = _due_ticks(config, state, now)
+        effects += found
+    late = now >= state.deadline
+    if state.phase == "stopping" and (late or not ending.awaited(state)):
+        state = replace(state, phase="flushing", deadline=now + config.flush_s)
+    moving = list(state.fragments)
+    if same_live and state.phase == "running":
+        pairs = zip(state.fragments, before.fragments, strict=True)
+        moving = [
+            fragment
+            for fragment, untouched in pairs
+            if fragment.phase == "open"
+            and (fragment is not untouched or _closes(fragment, now))
+        ]
+    if moving:
+        state, found = _settle(config, state, moving, now)
+        effects += found
+    if state.phase == "flushing" and all(f.phase == "done" for f in state.fragments):
+        state, found = ending.finish(config, state)
+        effects += found
+    return state, effects
+
+
+def _due_ticks(config: PolicyConfig, state: State, now: float) -> Step:
+    """Opens the fragments whose turn it is."""
+    effects: list[Effect] = []
+    while state.phase == "running" and schedule.tick_is_due(config, state, now):
+        state, reserved = schedule.advance(config, state)
+        effects += reserved
+        fragment = state.fragments[schedule.fragment_of(config, state.tick)]
+        tick, counted = state.tick, _counted(state)
+        if fragment.phase == "idle":
+            fragment, found = fragments.open_tick(config, fragment, tick, counted, now)
+        else:
+            fragment, found = fragments.busy_tick(fragment, tick, counted)
+        state = with_fragment(state, fragment)
+        effects += found
+    return state, effects
+
+
+def _settle(
+    config: PolicyConfig, state: State, moving: list[Fragment], now: float
+) -> Step:
+    """What becomes of fragments that time or an event may have moved: merges, and in
+    the flush the last takes."""
+    effects: list[Effect] = []
+    fleet = Fleet(config, state)
+    live = () if state.phase == "running" else _live(state)
+    hurry = state.phase == "flushing" and now >= state.deadline
+    for fragment in moving:
+        was_open = fragment.phase == "open"
+        if state.phase == "flushing":
+            state, found = ending.flush(config, state, fragment, live, now, hurry=hurry)
+            effects += found
+            fragment = state.fragments[fragment.index]
+        fragment, found = fragments.settle(config, fragment, fleet, now, hurry=hurry)
+        if fragment is not state.fragments[fragment.index]:
+            state = with_fragment(state, fragment)
+        effects += found
+        if was_open and state.phase == "flushing" and fragment.phase == "idle":
+            moving.append(fragment)  # Given up: what follows need not wait.
+    return state, effects
+
+
+def _closes(fragment: Fragment, now: float) -> bool:
+    at = fragment.closes_at
+    return at is not None and now >= at
+
+
+def _counted(state: State) -> tuple[str, ...]:
+    return tuple(sorted(n for n, i in state.islands.items() if i.counted))
+
+
+def _live(state: State) -> tuple[str, ...]:
+    return tuple(sorted(n for n, i in state.islands.items() if i.answers))
+
+
+def _same_live(a: State, b: State) -> bool:
+    """Whether the same islands are live in both; members stay in their order."""
+    if a.islands is b.islands:
+        return True
+    if len(a.islands) != len(b.islands):
+        return False
+    for x, y in zip(a.islands.values(), b.islands.values(), strict=True):
+        if x is not y and (x.answers, x.counted) != (y.answers, y.counted):
+            return False
+    return True
