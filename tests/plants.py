@@ -27,8 +27,9 @@ from diloco_jax.protocol.coordinator import (
     schedule,
     takes,
 )
-from diloco_jax.protocol.coordinator.events import Note, Persist, Progress
+from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import with_fragment
+from diloco_jax.protocol.messages import Progress
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.records import Merged
 from diloco_jax.protocol.values import Version
@@ -115,7 +116,10 @@ def _tells_what_it_counts_now(report: Callable[..., Any]) -> Callable[..., Any]:
         state, effects = report(config, *arguments)
         tokens = ledger.progress_tokens(config, state)
         return state, [
-            replace(e, tokens=tokens) if isinstance(e, Progress) else e for e in effects
+            replace(e, message=replace(e.message, tokens=tokens))
+            if isinstance(e, Tell) and isinstance(e.message, Progress)
+            else e
+            for e in effects
         ]
 
     return broken
@@ -180,7 +184,7 @@ def _writes_last(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asks_once(ask_again: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda f, name: (f, [])
+    return lambda f, fleet, name: (f, [])
 
 
 def _leaves_a_gap(regrant: Callable[..., Any]) -> Callable[..., Any]:

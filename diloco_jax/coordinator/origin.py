@@ -18,7 +18,8 @@ import msgspec
 
 from diloco_jax import environment
 from diloco_jax.config import Config
-from diloco_jax.coordinator import durable, notes
+from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.coordinator import notes
-from diloco_jax.coordinator.engine import Engine
-from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions
@@ -22,14 +22,9 @@ from diloco_jax.coordinator.store import Store
 from diloco_jax.loading import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator.events import (
-    DeltaArrived,
-    Disconnected,
-    Goodbye,
-    Hello,
-    Report,
-)
+from diloco_jax.protocol.coordinator.events import DeltaArrived, Disconnected, Said
 from diloco_jax.protocol.new_term import gathering
+from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
 from diloco_jax.wire.server import FetchSource
@@ -48,7 +43,7 @@ class Service:
         self,
         likeness: Likeness,
         *,
-        engine: Engine,
+        lead: Lead,
         store: Store,
         inbox: Inbox,
         sessions: Sessions,
@@ -57,7 +52,7 @@ class Service:
         status: Callable[[], dict[str, Any]],
     ) -> None:
         self._likeness = likeness
-        self._engine, self._store, self._inbox = engine, store, inbox
+        self._lead, self._store, self._inbox = lead, store, inbox
         self._sessions, self._roster, self._metrics = sessions, roster, metrics
         self._status = status
         self._written: dict[str, float] = {}
@@ -72,7 +67,7 @@ class Service:
                 f"config.json, on the run's text (--data.paths), and with the run's "
                 f"model",
             )
-        if gathering.is_superseded(self._engine.state, hello.term):
+        if gathering.is_superseded(self._lead.state, hello.term):
             # Not refused, since the fault is here: the island goes on, and comes again.
             raise Busy(
                 f"island {hello.island!r} is in term {hello.term}, this coordinator's "
@@ -80,26 +75,9 @@ class Service:
                 f"that has the newest state"
             )
         self._sessions.arrived(session)
-        event = Hello(
-            island=hello.island,
-            incarnation=hello.incarnation,
-            session=hello.session,
-            run_id=hello.run_id,
-            fingerprint=hello.fingerprint,
-            tokens_per_step=hello.tokens_per_step,
-            sequences_per_step=hello.sequences_per_step,
-            steps=hello.steps,
-            step_seconds=hello.step_seconds,
-            phase=hello.phase,
-            outstanding=hello.outstanding,
-            sequences_granted=hello.sequences_granted,
-            records_through=hello.records_through,
-            term=hello.term,
-            lead=hello.lead,
-        )
 
         def introduce() -> None:
-            self._engine.note(
+            self._lead.journal.note(
                 notes.Hello(
                     island=hello.island,
                     incarnation=hello.incarnation,
@@ -109,9 +87,9 @@ class Service:
                 )
             )
 
-        self._engine.post(event, introduce)
+        self._lead.post(hello, introduce)
         # The roster follows the policy's answer, which stands when this comes up.
-        self._engine.post(None, lambda: self._let_in(hello, session))
+        self._lead.post(None, lambda: self._let_in(hello, session))
 
     def receive(
         self, session: Session, message: messages.Report | messages.Goodbye
@@ -120,33 +98,18 @@ class Service:
         hello = session.hello
         if not self._sessions.serves(session):
             return
+        said = Said(island=hello.island, session=hello.session, message=message)
         if isinstance(message, messages.Goodbye):
-            goodbye = Goodbye(
-                island=hello.island,
-                session=hello.session,
-                reason=message.reason,
-                said=message.text,
-            )
-            self._engine.post(
-                goodbye, lambda: self._roster.left(hello.island, time.time())
-            )
+            self._lead.post(said, lambda: self._roster.left(hello.island, time.time()))
             return
         self._check_records(session, message)
-        report = Report(
-            island=hello.island,
-            session=hello.session,
-            phase=message.phase,
-            steps=message.steps,
-            step_seconds=message.step_seconds,
-            records=message.records,
-        )
-        self._engine.post(report, lambda: self._measured(hello.island, message))
+        self._lead.post(said, lambda: self._measured(hello.island, message))
 
     def disconnect(self, session: Session) -> None:
         """A control stream ended."""
         if self._sessions.gone(session):
             hello = session.hello
-            self._engine.post(Disconnected(island=hello.island, session=hello.session))
+            self._lead.post(Disconnected(island=hello.island, session=hello.session))
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
         """The place of a delta's stripe, once the sender proved to be current."""
@@ -187,7 +150,7 @@ class Service:
             tick=start.tick,
             refusal="" if finite else "non_finite",
         )
-        self._engine.post(arrived)
+        self._lead.post(arrived)
         return True
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
@@ -207,7 +170,7 @@ class Service:
         return self._status()
 
     def _check(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
-        config, state = self._engine.config, self._engine.state
+        config, state = self._lead.config, self._lead.state
         if call.run_id != config.run_id:
             raise Refused(
                 "run_id",
@@ -237,7 +200,7 @@ class Service:
             )
 
     def _check_records(self, session: Session, message: messages.Report) -> None:
-        fragments = self._engine.config.fragments
+        fragments = self._lead.config.fragments
         for record in message.records:
             if record.fragment >= fragments or (
                 record.fragment < 0 and record.kind not in OF_NO_FRAGMENT

@@ -44,21 +44,21 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     run_id: str
     """Empty at an island's first join: it learns it from the Welcome."""
     fingerprint: str
-    run: dict[str, Any]
+    run: dict[str, Any] = msgspec.field(default_factory=dict)
     """`config.shared_fields` of the RunConfig, to name what differs."""
-    plan: str
+    plan: str = ""
     """`FragmentPlan.digest` of its model."""
     island: str
-    island_config: dict[str, Any]
+    island_config: dict[str, Any] = msgspec.field(default_factory=dict)
     incarnation: int
     session: str
-    environment: dict[str, Any]
+    environment: dict[str, Any] = msgspec.field(default_factory=dict)
     """Versions, device kind, host, thread and process counts: for the tape."""
     tokens_per_step: Tokens
     sequences_per_step: Sequences
-    phase: Phase
-    steps: Count
-    step_seconds: Seconds
+    phase: Phase = "joining"
+    steps: Count = 0
+    step_seconds: Seconds = 0.0
     outstanding: tuple[Outstanding, ...] = ()
     sequences_granted: Count = 0
     records_through: Count = 0

@@ -78,6 +78,15 @@ class Outstanding(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
 
 
+class DeltaKey(NamedTuple):
+    """Which delta."""
+
+    island: str
+    incarnation: int
+    fragment: int
+    tick: int
+
+
 class Contribution(msgspec.Struct, frozen=True, kw_only=True):
     """One delta in a merge."""
 

@@ -250,12 +250,12 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
             ):
                 other.open_control(later)
         finally:
-            service.engine.stop()
+            service.lead.stop()
             thread.join(PATIENCE_S)
     survivor = Coordinator(config, workdir, init=False)
     with contextlib.closing(survivor):
         survivor.start()
-        state = survivor.engine.state
+        state = survivor.lead.state
         assert [f.version for f in state.fragments] == [Version(2, 4), Version(2, 5)]
         assert {f.accounts["a"].carried_tokens for f in state.fragments} == {
             8 * a.tokens_per_step

@@ -61,7 +61,7 @@ class Served(NamedTuple):
 
     def books(self) -> object:
         """All that a refusal must leave as it is."""
-        state = self.service.engine.state
+        state = self.service.lead.state
         return (
             state.tick,
             {n: (i.incarnation, i.session) for n, i in state.islands.items()},
@@ -366,7 +366,7 @@ def test_wrong_and_missing_certificates_are_refused_at_both_ends(text, tmp_path)
             assert shown in str(refused.value)
         stream.send(report(0))
         await_message(stream, messages.Progress)
-        assert set(service.engine.state.islands) == {"a"}
+        assert set(service.lead.state.islands) == {"a"}
 
 
 def diloco(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -6,11 +6,11 @@ was there before the coordinator lost its state.
 
 from __future__ import annotations
 
-from diloco_jax.protocol.coordinator.events import Hello, Refuse
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.messages import Hello, Refused
 
 
-def refusal(config: PolicyConfig, state: State, event: Hello) -> Refuse | None:
+def refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
     """Why an island may not come in; None if it may."""
     code = message = ""
     known = state.islands.get(event.island)
@@ -67,9 +67,7 @@ def refusal(config: PolicyConfig, state: State, event: Hello) -> Refuse | None:
         )
     if not code:
         return None
-    return Refuse(
-        island=event.island, session=event.session, code=code, message=message
-    )
+    return Refused(code=code, message=message)
 
 
 def is_carrying(state: State, event: Hello) -> bool:

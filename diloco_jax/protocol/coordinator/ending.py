@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import alerts, fragments, members, schedule
-from diloco_jax.protocol.coordinator.events import Effect, Finish, Persist, StopStepping
+from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
+from diloco_jax.protocol.coordinator.fleet import Fleet
 from diloco_jax.protocol.coordinator.state import (
     Account,
     Fragment,
@@ -20,6 +21,7 @@ from diloco_jax.protocol.coordinator.state import (
     State,
     with_fragment,
 )
+from diloco_jax.protocol.messages import Finished, Stop
 from diloco_jax.protocol.reasons import EndReason
 
 Step = tuple[State, list[Effect]]
@@ -32,8 +34,8 @@ def stop(config: PolicyConfig, state: State, now: float) -> Step:
     effects: list[Effect] = [Persist(record=record)]
     # Silent ones too: their connection may stand.
     effects += [
-        StopStepping(island=name)
-        for name, island in state.islands.items()
+        Tell(session=island.session, message=Stop())
+        for island in state.islands.values()
         if island.status != "gone"
     ]
     return state, effects
@@ -84,7 +86,10 @@ def flush(
     asked = unsettled if final else early
     state, effects = schedule.advance(config, state)
     fragment = replace(fragment, final=final)
-    fragment, found = fragments.open_tick(config, fragment, state.tick, asked, now)
+    fleet = Fleet(config, state)
+    fragment, found = fragments.open_tick(
+        config, fragment, fleet, state.tick, asked, now
+    )
     return with_fragment(state, fragment), effects + found
 
 
@@ -103,6 +108,11 @@ def _went_on(island: Island, account: Account) -> bool:
 def finish(config: PolicyConfig, state: State) -> Step:
     """Everything that could be merged is merged."""
     effects: list[Effect] = alerts.at_end(config, state)
+    tells: list[Effect] = [
+        Tell(session=island.session, message=Finished())
+        for island in state.islands.values()
+        if island.status != "gone"
+    ]
     for name, island in state.islands.items():
         if island.status != "gone":
             live = island.status == "live"
@@ -110,4 +120,4 @@ def finish(config: PolicyConfig, state: State) -> Step:
             state, found = members.end(state, name, reason)
             effects += found
     state = replace(state, phase="done")
-    return state, [*effects, Persist(record=records.Finished()), Finish()]
+    return state, [*effects, Persist(record=records.Finished()), *tells]

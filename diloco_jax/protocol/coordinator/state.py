@@ -103,6 +103,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """An island in the books of one fragment. Tokens are summed over incarnations."""
 
     incarnation: int
+    session: str
     tokens_per_step: int
     start: int = 0
     merged_end: int = 0

@@ -11,11 +11,10 @@ from msgspec.structs import replace
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import alerts
 from diloco_jax.protocol.coordinator.events import (
-    AskResend,
-    DropDelta,
+    Drop,
     Effect,
     Note,
-    TellVerdict,
+    Tell,
 )
 from diloco_jax.protocol.coordinator.state import (
     Account,
@@ -26,6 +25,7 @@ from diloco_jax.protocol.coordinator.state import (
     averaged,
     with_account,
 )
+from diloco_jax.protocol.messages import ResendRequest, TakeVerdict
 from diloco_jax.protocol.reasons import (
     NON_FINITE,
     OVERLAP,
@@ -35,6 +35,7 @@ from diloco_jax.protocol.reasons import (
 )
 from diloco_jax.protocol.values import (
     Contribution,
+    DeltaKey,
     Outstanding,
     Record,
     Verdict,
@@ -62,9 +63,7 @@ def took(
     take = fragment.accounts[name].take
     if not expected and take is not asked and take is not None and not take.refused:
         # Asked for before a crash: its bytes, if they came first, were not kept.
-        effects.append(
-            AskResend(island=name, fragment=fragment.index, tick=record.tick)
-        )
+        effects.append(ask_to_resend(fragment, name, record.tick))
     return fragment, effects
 
 
@@ -233,15 +232,25 @@ def refuse_if_stale(config: PolicyConfig, fragment: Fragment, name: str) -> Step
 
 def verdict_on(
     fragment: Fragment, name: str, tick: int, verdict: Verdict, reason: str
-) -> TellVerdict:
+) -> Tell:
     """Tells an island what became of its take."""
-    return TellVerdict(
-        island=name,
-        fragment=fragment.index,
-        tick=tick,
-        verdict=verdict,
-        reason=reason,
-        version=fragment.version,
+    return Tell(
+        session=fragment.accounts[name].session,
+        message=TakeVerdict(
+            fragment=fragment.index,
+            tick=tick,
+            verdict=verdict,
+            reason=reason,
+            version=fragment.version,
+        ),
+    )
+
+
+def ask_to_resend(fragment: Fragment, name: str, tick: int) -> Tell:
+    """Asks an island for a delta that it still holds once more."""
+    return Tell(
+        session=fragment.accounts[name].session,
+        message=ResendRequest(fragment=fragment.index, tick=tick),
     )
 
 
@@ -249,7 +258,7 @@ def _is_merging(fragment: Fragment, name: str, tick: int) -> bool:
     return any(c.island == name and c.tick == tick for c in fragment.merging)
 
 
-def drop(fragment: Fragment, name: str) -> DropDelta:
+def drop(fragment: Fragment, name: str) -> Drop:
     """The bytes of an outstanding take are not needed any more."""
     account = fragment.accounts[name]
     assert account.take is not None
@@ -286,5 +295,5 @@ def _refusal(
     )
 
 
-def _drop(fragment: int, name: str, incarnation: int, tick: int) -> DropDelta:
-    return DropDelta(island=name, incarnation=incarnation, fragment=fragment, tick=tick)
+def _drop(fragment: int, name: str, incarnation: int, tick: int) -> Drop:
+    return Drop(delta=DeltaKey(name, incarnation, fragment, tick))

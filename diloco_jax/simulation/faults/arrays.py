@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
 from diloco_jax.core.choices import AdoptRule
 from diloco_jax.island.books import Outcome
@@ -23,7 +22,7 @@ from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.reasons import NON_FINITE, Refusal
 from diloco_jax.protocol.records import Durable, Merged
-from diloco_jax.protocol.values import FIRST_VERSION, Version
+from diloco_jax.protocol.values import FIRST_VERSION, DeltaKey, Version
 from diloco_jax.simulation.virtual.merging import Fetched
 
 FIRST_ANCHOR = b"first"
@@ -75,7 +74,7 @@ class Anchors:
         self._deltas.pop(key, None)
 
     def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
-        """Drops what incarnations of an island below `before` sent, but for `kept`."""
+        """See Merging."""
         for key in [k for k in self._deltas if k.island == island]:
             if key.incarnation < before and key not in kept:
                 del self._deltas[key]

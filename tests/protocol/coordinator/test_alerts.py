@@ -17,8 +17,10 @@ from diloco_jax.protocol.values import Contribution, Version
 
 def fragment(solo=0, missed=0):
     accounts = {
-        "a": Account(incarnation=1, tokens_per_step=1),
-        "b": Account(incarnation=1, tokens_per_step=1, missed_merges=missed),
+        "a": Account(incarnation=1, session="a", tokens_per_step=1),
+        "b": Account(
+            incarnation=1, session="a1", tokens_per_step=1, missed_merges=missed
+        ),
     }
     return Fragment(index=3, accounts=accounts, solo_merges=solo)
 
@@ -68,7 +70,11 @@ def merged_in_turns(
     }
     accounts = {
         name: Account(
-            incarnation=1, tokens_per_step=10, merges_in=count, merges_alive=10
+            incarnation=1,
+            session=name,
+            tokens_per_step=10,
+            merges_in=count,
+            merges_alive=10,
         )
         for name, count in (("a", 10), ("b", were))
     }
