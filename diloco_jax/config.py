@@ -234,6 +234,9 @@ class Placement:
     """Folder made by `diloco certs`; required on any but a loopback address."""
     insecure: bool = False
     """Serve a non-loopback address without TLS."""
+    admit: tuple[str, ...] = ()
+    """Names of islands that may join although this config does not describe them; all
+    others are refused."""
     bulk_channels: int = 4
     """Connections per island for fragments, besides the control one."""
     time_budget_s: float = 10.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ import msgspec
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, suggest
 from diloco_jax.faults import COORDINATOR, parse_faults
+from diloco_jax.protocol.values import ISLAND_NAME
 from diloco_jax.wire.addresses import parse_address
 
 LARGEST = 2**63 - 1
@@ -260,11 +262,11 @@ def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def _check_name(name: str) -> None:
-    allowed = set("abcdefghijklmnopqrstuvwxyz0123456789-_.")
-    if not name or not set(name.lower()) <= allowed or not name[0].isalnum():
+    if not re.search(ISLAND_NAME, name):
         raise ConfigError(
-            f"island name {name!r} has characters outside letters, digits, '-_.', or "
-            f"begins with neither a letter nor a digit; rename it"
+            f"island name {name!r} has characters outside letters, digits, '-_.', "
+            f"begins with neither a letter nor a digit, or is longer than 64 "
+            f"characters; rename it"
         )
     if name == COORDINATOR:
         raise ConfigError(
@@ -304,6 +306,8 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
             f"which the record log needs (it is synced to disk); give a local one, and "
             f"--checkpoints {placement.workdir} for snapshots and checkpoints"
         )
+    for name in placement.admit:
+        _check_name(name)
     _port("bind", placement.bind)
     if placement.advertise and not _port("advertise", placement.advertise):
         raise ConfigError(

@@ -16,6 +16,7 @@ import jax
 import msgspec
 
 from diloco_jax.config import ConfigError, RunConfig
+from diloco_jax.coordinator import door
 from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.likeness import Likeness
@@ -26,6 +27,7 @@ from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.coordinator import admission
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Timer
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.new_term import gathering
@@ -89,7 +91,7 @@ class Gatherer:
             gatherer=self,
         )
         self._thread = EngineThread(
-            engine, gathering.next_deadline, Timer(), lambda: None
+            engine, gathering.next_deadline, Timer(), self._peer, lambda: None
         )
 
     def gather(self) -> Gathered:
@@ -106,6 +108,9 @@ class Gatherer:
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """An island offers what it has."""
+        door.check_hello(hello)
+        if unknown := admission.unknown(self._config, hello.island):
+            raise Refused("unknown_island", unknown)
         self._sessions.arrived(session)
         differences = tuple(self._likeness.differences(hello))
         self._thread.post(Offered(hello=hello, differences=differences))
@@ -136,6 +141,7 @@ class Gatherer:
             or member is None
             or asked.island != start.island
             or member.offer.incarnation != start.incarnation
+            or member.offer.session != start.session
         ):
             raise Refused("gathering", f"{NO_STATE}; this one was not asked for")
         place = self._inbox.begin(_keyed(start))
@@ -185,6 +191,18 @@ class Gatherer:
                 for name, member in sorted(state.members.items())
             },
         }
+
+    def _peer(self, event: Event | None) -> Disconnected | None:
+        match event:
+            case Offered(hello=hello):
+                return Disconnected(island=hello.island, session=hello.session)
+            case Said() | Disconnected():
+                return Disconnected(island=event.island, session=event.session)
+            case AnchorArrived():
+                member = self._thread.state.members.get(event.island)
+                session = member.offer.session if member is not None else ""
+                return Disconnected(island=event.island, session=session)
+        return None
 
     # ---- what was decided, on one thread -------------------------------------------
 

@@ -17,8 +17,15 @@ from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.events import Event, Timer
+from diloco_jax.protocol.coordinator.events import (
+    DeltaArrived,
+    Disconnected,
+    Event,
+    Said,
+    Timer,
+)
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.messages import Hello
 
 
 class Lead(EngineThread[State, Event]):
@@ -57,13 +64,28 @@ class Lead(EngineThread[State, Event]):
             holder=self._holder,
         )
         super().__init__(
-            engine, decide.next_deadline, Timer(), lambda: housekeeping(self)
+            engine,
+            decide.next_deadline,
+            Timer(),
+            self._peer,
+            lambda: housekeeping(self),
         )
 
     @property
     def finished(self) -> bool:
         """Whether the run is over."""
         return self.state.phase == "done"
+
+    def _peer(self, event: Event | None) -> Disconnected | None:
+        match event:
+            case Hello() | Said() | Disconnected():
+                return Disconnected(island=event.island, session=event.session)
+            case DeltaArrived():
+                island = self.state.islands.get(event.island)
+                current = island is not None and island.incarnation == event.incarnation
+                session = island.session if island is not None and current else ""
+                return Disconnected(island=event.island, session=session)
+        return None
 
     def run(self) -> None:
         """See EngineThread; compiles what merges need first, beside the decisions."""

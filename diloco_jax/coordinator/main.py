@@ -31,7 +31,7 @@ from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
-from diloco_jax.coordinator.settings import policy_config, require_room
+from diloco_jax.coordinator.settings import admitted, policy_config, require_room
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
@@ -55,7 +55,7 @@ SPARED_BYTES = 32
 """Of the workdir's disk, per parameter, that deltas do not wait on: two snapshots of
 parameters, anchors and momentum, and what is published meanwhile."""
 SPARE_ISLANDS = 8
-"""Places for islands that the config does not name."""
+"""Places for streams of those who are told that they may not come in."""
 REFRESH_S = 0.5
 """Age of what `diloco status` shows."""
 
@@ -140,7 +140,7 @@ class Coordinator:
             )
         compilation.use_cache(compilation.of_run(workdir))
         self.policy_config = policy_config(
-            run, placement, self._facts.run_id, self._plan.sizes
+            run, placement, self._facts.run_id, self._plan.sizes, admitted(config)
         )
         whose = checkpoint.whose(run, self._facts.run_id, self._plan)
         self._snapshots = Snapshots(self._folder, placement, self.policy_config, whose)
@@ -274,7 +274,7 @@ class Coordinator:
             handlers,
             tls=self._tls,
             deadlines=self._deadlines,
-            max_islands=len(self._config.islands) + SPARE_ISLANDS,
+            max_islands=len(admitted(self._config)) + SPARE_ISLANDS,
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,
         )

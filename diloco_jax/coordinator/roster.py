@@ -26,6 +26,8 @@ INTERVALS_KEPT = 64
 """Activity intervals per island; when there are more, the oldest two become one."""
 STOPPING_S = 60.0
 """Who left so shortly before the last one left because the run was stopped."""
+LARGEST = 2**62
+"""Of a sum over incarnations: the file holds whole numbers of 64 bits."""
 RATE_OVER_S = 5.0
 """Fragments travel in bursts: over less, a rate says nothing."""
 
@@ -257,7 +259,7 @@ def _made(member: Member) -> tuple[int, float]:
     """Tokens of all its steps, and what these take undisturbed."""
     now = member.current
     return (
-        member.past_tokens + now.steps * member.tokens_per_step,
+        min(member.past_tokens + now.steps * member.tokens_per_step, LARGEST),
         member.past_seconds + now.steps * now.median_step_seconds,
     )
 
@@ -283,8 +285,8 @@ def _sum(past: Measures, current: Measures) -> Measures:
     longer = current if current.steps >= past.steps else past
     newest = current if current.steps else past
     return Measures(
-        steps=past.steps + current.steps,
-        skipped_steps=past.skipped_steps + current.skipped_steps,
+        steps=min(past.steps + current.steps, LARGEST),
+        skipped_steps=min(past.skipped_steps + current.skipped_steps, LARGEST),
         median_step_seconds=longer.median_step_seconds,
         max_step_gap_seconds=max(
             past.max_step_gap_seconds, current.max_step_gap_seconds
@@ -298,7 +300,7 @@ def _sum(past: Measures, current: Measures) -> Measures:
         learning_rate=newest.learning_rate,
         first_step_unix=past.first_step_unix or current.first_step_unix,
         last_step_unix=max(past.last_step_unix, current.last_step_unix),
-        bytes_up=past.bytes_up + current.bytes_up,
-        bytes_down=past.bytes_down + current.bytes_down,
-        bytes_join=past.bytes_join + current.bytes_join,
+        bytes_up=min(past.bytes_up + current.bytes_up, LARGEST),
+        bytes_down=min(past.bytes_down + current.bytes_down, LARGEST),
+        bytes_join=min(past.bytes_join + current.bytes_join, LARGEST),
     )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from diloco_jax.coordinator import notes
+from diloco_jax.coordinator import door, notes
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.likeness import Likeness
@@ -22,6 +22,7 @@ from diloco_jax.coordinator.store import Store
 from diloco_jax.loading import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.coordinator import takes
 from diloco_jax.protocol.coordinator.events import DeltaArrived, Disconnected, Said
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.values import DeltaKey
@@ -33,7 +34,6 @@ from diloco_jax.wire.session import Session
 logger = logging.getLogger(__name__)
 
 METRICS_EVERY_S = 1.0
-OF_NO_FRAGMENT = ("granted", "progress", "restored")
 
 
 class Service:
@@ -59,6 +59,7 @@ class Service:
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """A control stream said hello."""
+        door.check_hello(hello)
         if lines := self._likeness.differences(hello):
             raise Refused(
                 "config",
@@ -89,7 +90,8 @@ class Service:
 
         self._lead.post(hello, introduce)
         # The roster follows the policy's answer, which stands when this comes up.
-        self._lead.post(None, lambda: self._let_in(hello, session))
+        peer = Disconnected(island=hello.island, session=hello.session)
+        self._lead.post(None, lambda: self._let_in(hello, session), peer)
 
     def receive(
         self, session: Session, message: messages.Report | messages.Goodbye
@@ -102,7 +104,7 @@ class Service:
         if isinstance(message, messages.Goodbye):
             self._lead.post(said, lambda: self._roster.left(hello.island, time.time()))
             return
-        self._check_records(session, message)
+        door.check_report(hello, message, self._lead.config.fragments)
         self._lead.post(said, lambda: self._measured(hello.island, message))
 
     def disconnect(self, session: Session) -> None:
@@ -119,6 +121,14 @@ class Service:
                 "anchor",
                 f"this coordinator has its state, and did not ask for the anchor of "
                 f"fragment {start.fragment}",
+            )
+        fragment = self._lead.state.fragments[start.fragment]
+        if not takes.is_awaited(fragment, start.island, start.incarnation, start.tick):
+            raise Refused(
+                "not_awaited",
+                f"the delta of fragment {start.fragment}, tick {start.tick}, of island "
+                f"{start.island!r} is not waited for; if it is to be sent again, that "
+                f"is asked for",
             )
         return self._inbox.begin(start)
 
@@ -191,25 +201,16 @@ class Service:
                 f"incarnation {call.incarnation} of island {call.island!r} has not "
                 f"said hello in term {term}; come again"
             )
-        if island is None or island.incarnation != call.incarnation:
+        if island is None or (island.incarnation, island.session) != (
+            call.incarnation,
+            call.session,
+        ):
             current = "unknown" if island is None else f"{island.incarnation}"
             raise Refused(
                 "fenced",
-                f"incarnation {call.incarnation} of island {call.island!r} is not "
-                f"current (that is {current}); stop this process",
+                f"incarnation {call.incarnation} of island {call.island!r}, or this "
+                f"process of it, is not current (that is {current}); stop this process",
             )
-
-    def _check_records(self, session: Session, message: messages.Report) -> None:
-        fragments = self._lead.config.fragments
-        for record in message.records:
-            if record.fragment >= fragments or (
-                record.fragment < 0 and record.kind not in OF_NO_FRAGMENT
-            ):
-                raise RemoteProtocolError(
-                    f"record {record.seq} ({record.kind}) of island "
-                    f"{session.hello.island!r} is of fragment {record.fragment}, the "
-                    f"run has {fragments}; start the island with the run's config.json"
-                )
 
     def _let_in(self, hello: messages.Hello, session: Session) -> None:
         if self._sessions.serves(session):

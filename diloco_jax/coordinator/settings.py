@@ -15,8 +15,9 @@ def policy_config(
     placement: Placement,
     run_id: str,
     fragment_sizes: tuple[int, ...],
+    admitted: dict[str, int | None] | None = None,
 ) -> PolicyConfig:
-    """fragment_sizes: parameters by fragment."""
+    """fragment_sizes: parameters by fragment. admitted: see there; None: anybody."""
     deadlines = Deadlines(placement.time_budget_s)
     return PolicyConfig(
         run_id=run_id,
@@ -35,7 +36,15 @@ def policy_config(
         compile_budget_s=placement.compile_budget_s,
         outage_budget_s=placement.outage_budget_s,
         flush_s=deadlines.flush_s,
+        admitted=admitted,
+        sequence_length=run.sequence_length,
     )
+
+
+def admitted(config: Config) -> dict[str, int | None]:
+    """Sequences per step of the islands that may join, by name; None: any number."""
+    others = dict.fromkeys(config.placement.admit)
+    return {**others, **{name: i.batch_size for name, i in config.islands.items()}}
 
 
 def require_room(config: Config, plan: FragmentPlan) -> None:

@@ -10,7 +10,7 @@ from diloco_jax import environment
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.gatherer import Gathered, Gatherer
-from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.coordinator.settings import admitted, policy_config
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.deadlines import Deadlines
@@ -36,7 +36,9 @@ def gather(
     Raises:
       ConfigError: nobody has them; why, and what can be done.
     """
-    numbers = policy_config(config.run, config.placement, "", plan.sizes)
+    numbers = policy_config(
+        config.run, config.placement, "", plan.sizes, admitted(config)
+    )
     gatherer = Gatherer(config.run, numbers, plan, frozenset(config.islands))
     serve(gatherer)
     try:

@@ -6,12 +6,17 @@ no lock.
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections.abc import Callable
-from typing import Generic
+from typing import Generic, cast
 
 from diloco_jax.coordinator.engine import E, Engine, S
+from diloco_jax.protocol.coordinator.events import Disconnected, Tell
+from diloco_jax.protocol.messages import Refused
+
+logger = logging.getLogger(__name__)
 
 EVENTS_WAITING = 10_000
 """Events that may wait; beyond it, those who post wait too."""
@@ -29,17 +34,19 @@ class EngineThread(Generic[S, E]):
         engine: Engine[S, E],
         next_deadline: Callable[[S, float], float | None],
         timer: E,
+        peer_of: Callable[[E | None], Disconnected | None],
         housekeeping: Callable[[], None],
     ) -> None:
         """next_deadline: when time alone changes something, given the state and the
-        time of the last step; a `timer` is the engine's event then. housekeeping:
+        time of the last step; a `timer` is the engine's event then. peer_of: the
+        end of the session that an event came from, if it came from one. housekeeping:
         called on this thread at least twice a second."""
         self.engine = engine
         self._next_deadline, self._timer = next_deadline, timer
-        self._housekeeping = housekeeping
-        self._queue: queue.Queue[tuple[E | None, Before | None, float]] = queue.Queue(
-            EVENTS_WAITING
-        )
+        self._peer_of, self._housekeeping = peer_of, housekeeping
+        self._queue: queue.Queue[
+            tuple[E | None, Before | None, Disconnected | None, float]
+        ] = queue.Queue(EVENTS_WAITING)
         self._now = time.monotonic()
         """Of the last step."""
         self._stopping = False
@@ -50,10 +57,16 @@ class EngineThread(Generic[S, E]):
         """After the last step; one immutable value, to be read from any thread."""
         return self.engine.state
 
-    def post(self, event: E | None, before: Before | None = None) -> None:
+    def post(
+        self,
+        event: E | None,
+        before: Before | None = None,
+        peer: Disconnected | None = None,
+    ) -> None:
         """Queues an event of now; `before` is called on the engine's thread just
-        ahead."""
-        self._queue.put((event, before, time.monotonic()))
+        ahead. peer: the end of the session whose doing it is, where the event does
+        not tell."""
+        self._queue.put((event, before, peer, time.monotonic()))
 
     def stop(self) -> None:
         """Ends `run` after what is queued. Safe in a signal handler."""
@@ -68,7 +81,8 @@ class EngineThread(Generic[S, E]):
         """Decides until `stop`.
 
         Raises what went wrong elsewhere (`fail`) or while carrying out an effect: the
-        process must end then, and start again from what is durable.
+        process must end then, and start again from what is durable. An event of a peer
+        upon which nothing can be decided ends that peer's session only.
         """
         while not self._stopping:
             self._turn()
@@ -80,17 +94,43 @@ class EngineThread(Generic[S, E]):
         wait = LONGEST_WAIT_S
         if due is not None:
             wait = min(wait, due - time.monotonic())
-        event: E | None = None
-        before: Before | None = None
         try:
-            event, before, at = self._queue.get(timeout=max(wait, 0.0))
+            event, before, peer, at = self._queue.get(timeout=max(wait, 0.0))
         except queue.Empty:
-            event, at = self._timer, time.monotonic()
-        if before is not None:
-            before()
-        if event is not None:
-            # At the time at which it came: what waited here while this thread was held
-            # up (by a disk, or with the whole machine) is not late.
-            self._now = max(self._now, at)
-            self.engine.step(event, self._now)
+            event, before, peer, at = self._timer, None, None, time.monotonic()
+        # At the time at which it came: what waited here while this thread was held up
+        # (by a disk, or with the whole machine) is not late.
+        self._now = max(self._now, at)
+        self._handle(event, before, peer or self._peer_of(event))
         self._housekeeping()
+
+    def _handle(
+        self, event: E | None, before: Before | None, peer: Disconnected | None
+    ) -> None:
+        try:
+            if before is not None:
+                before()
+            effects = [] if event is None else self.engine.decide(event, self._now)
+        except OSError:
+            raise  # The disk has failed, not the peer.
+        except Exception as error:
+            if peer is None:
+                raise
+            # The state is still that of before: decisions are pure.
+            logger.exception("%s of %s failed", type(event).__name__, peer)
+            self._put_out(peer, error)
+            return
+        # From here on a failure is nobody's fault but this process's, and ends it: the
+        # state has the event, a part of it may be durable, and the rest is not told.
+        for effect in effects:
+            self.engine.carry_out(effect)
+
+    def _put_out(self, peer: Disconnected, error: Exception) -> None:
+        refused = Refused(
+            code="failed",
+            message=f"the coordinator failed on what island {peer.island!r} said "
+            f"({type(error).__name__}, see its log); start the island again",
+        )
+        self.engine.carry_out(Tell(session=peer.session, message=refused))
+        for effect in self.engine.decide(cast(E, peer), self._now):
+            self.engine.carry_out(effect)

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from diloco_jax.protocol.messages import Measures, TakeVerdict
+from diloco_jax.protocol.messages import MAX_RECORDS, Measures, TakeVerdict
 from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import Outstanding, Phase, Record, Span, Version
 
 MAX_CHAIN = 8
 """Publishes of one fragment that may wait for the loop."""
-MAX_RECORDS_PER_REPORT = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -348,7 +347,7 @@ class Mailbox:
         """The status, and the next records after number `sent_through`."""
         with self._lock:
             fresh = (r for r in self._records if r.seq > sent_through)
-            return self._current(), tuple(fresh)[:MAX_RECORDS_PER_REPORT]
+            return self._current(), tuple(fresh)[:MAX_RECORDS]
 
     def wait_for_post(
         self, seen: Status, sent_through: int, timeout_s: float

@@ -268,7 +268,7 @@ class Island:
             island_config=dataclasses.asdict(island),
             incarnation=self._incarnation,
             session=self._session,
-            environment=environment.describe(),
+            environment={**environment.describe()},
             tokens_per_step=island.batch_size * run.sequence_length,
             sequences_per_step=island.batch_size,
             phase=status.phase,

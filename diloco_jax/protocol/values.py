@@ -6,12 +6,22 @@ are of one island.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 Phase = Literal["joining", "compiling", "training", "stopped"]
 Verdict = Literal["merged", "pending", "refused", "none"]
+
+ISLAND_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+"""Names are in paths, commands and lines of logs."""
+
+# What decisions are computed from: more than any run has, and far from where whole
+# numbers of 64 bits end.
+Count = Annotated[int, Meta(ge=0, le=2**48)]
+CountOrNone = Annotated[int, Meta(ge=-1, le=2**48)]
+"""-1: there is none."""
 
 
 class Version(NamedTuple):
@@ -55,27 +65,27 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     the residual of it).
     """
 
-    seq: int
+    seq: Count
     kind: RecordKind
-    step: int
-    fragment: int = -1
-    tick: int = -1
+    step: Count
+    fragment: CountOrNone = -1
+    tick: CountOrNone = -1
     version: Version = FIRST_VERSION
-    start: int = 0
-    stop: int = 0
-    value: int = 0
+    start: Count = 0
+    stop: Count = 0
+    value: Count = 0
 
 
 class Outstanding(msgspec.Struct, frozen=True, kw_only=True):
     """A take whose verdict an island does not know; it still holds the bytes. `seq` is
     the number of its record."""
 
-    fragment: int
-    tick: int
-    start: int
-    end: int
+    fragment: Count
+    tick: Count
+    start: Count
+    end: Count
     base: Version
-    seq: int
+    seq: Count
 
 
 class DeltaKey(NamedTuple):

@@ -24,7 +24,7 @@ def serve(posted: list[Any]) -> Service:
     """One whose lead only keeps what is posted."""
     nothing: Any = None
     lead = SimpleNamespace(
-        post=lambda event, then: posted.append(event),
+        post=lambda event, then, peer=None: posted.append(event),
         state=State(fragments=(Fragment(index=0, version=Version(2, 0)),)),
     )
     return Service(

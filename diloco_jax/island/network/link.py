@@ -17,9 +17,16 @@ from typing import Protocol
 
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
-from diloco_jax.island.mailbox import MAX_RECORDS_PER_REPORT, Ending, Mailbox, Status
+from diloco_jax.island.mailbox import Ending, Mailbox, Status
 from diloco_jax.island.network.inbound import Inbound, Targets
-from diloco_jax.protocol.messages import Goodbye, Hello, Report, Welcome
+from diloco_jax.protocol.messages import (
+    MAX_RECORDS,
+    MAX_TEXT,
+    Goodbye,
+    Hello,
+    Report,
+    Welcome,
+)
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import (
     ProtocolError,
@@ -147,7 +154,8 @@ class Link:
         with self._sending:
             try:
                 self._send_reports(connection)
-                goodbye = Goodbye(reason=ending.reason, text=ending.text)
+                text = ending.text[:MAX_TEXT]
+                goodbye = Goodbye(reason=ending.reason, text=text)
                 connection.stream.send(goodbye)
             except WireError:
                 return False
@@ -269,5 +277,5 @@ class Link:
             )
             if records:
                 connection.sent_through = records[-1].seq
-            if len(records) < MAX_RECORDS_PER_REPORT:
+            if len(records) < MAX_RECORDS:
                 return

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import (
     alerts,
+    claims,
     ending,
     fragments,
     leases,
@@ -120,6 +121,8 @@ def _report(
             f"stop this process",
         )
         return state, members.turned_away(event.island, event.session, fenced)
+    if wrong := claims.wrong_report(island, report):
+        return members.put_out(state, island, wrong)
     if report.phase == "training" and island.phase in ("joining", "compiling"):
         # It joins the pacing with the steps that this report brings. One that had
         # stopped by its own count, and goes on since steps were lost, is in it.

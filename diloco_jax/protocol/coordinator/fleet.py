@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 
 from diloco_jax.protocol.coordinator import schedule
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import (
+    SHORTEST_STEP_S,
+    PolicyConfig,
+    State,
+)
 
 LONGER_STEP = 1.25
 """Of a step that takes longer than usual, over the usual one."""
@@ -40,7 +44,7 @@ class Fleet:
         if not (self._latest_s and island.counted and island.step_seconds):
             return 0
         ahead_s = self._latest_s - island.lead_seconds
-        return max(0, round(ahead_s / island.step_seconds))
+        return max(0, round(ahead_s / max(island.step_seconds, SHORTEST_STEP_S)))
 
     def step_seconds(self) -> float:
         """Of the pacing island."""

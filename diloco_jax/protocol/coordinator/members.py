@@ -15,6 +15,7 @@ from msgspec.structs import asdict, replace
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import (
     admission,
+    claims,
     fragments,
     leases,
     ledger,
@@ -54,6 +55,8 @@ def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         return state, turned_away(event.island, event.session, refusal)
     known = state.islands.get(event.island)
     if known is not None and known.incarnation == event.incarnation:
+        if wrong := claims.wrong_hello(known, event):
+            return put_out(state, known, wrong)
         return _resume(config, state, known, event, now)
     effects: list[Effect] = []
     if known is not None and known.status != "gone":
@@ -123,6 +126,15 @@ def resumed(state: State, event: Resumed) -> Step:
         state, found = end(with_island(state, island), name, "stopped")
         effects += found
     return state, effects
+
+
+def put_out(state: State, island: Island, wrong: str) -> Step:
+    """Ends an incarnation whose claims cannot be true. Nothing of the claim is booked;
+    what was believed of it before stays."""
+    message = admission.wrong_claim(island.name, island.incarnation, wrong)
+    state, effects = end(state, island.name, "refused", message)
+    refused = Refused(code="claims", message=message)
+    return state, effects + turned_away(island.name, island.session, refused)
 
 
 def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:

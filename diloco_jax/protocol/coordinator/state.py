@@ -58,6 +58,11 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     compile_budget_s: float
     outage_budget_s: float
     flush_s: float
+    admitted: dict[str, int | None] | None = None
+    """Sequences per step of every island that is let in, by name; None: as many as it
+    says. Without names anybody is let in, with any batch."""
+    sequence_length: int = 0
+    """Tokens per sequence."""
 
     @property
     def fragments(self) -> int:

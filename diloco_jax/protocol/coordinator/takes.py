@@ -95,6 +95,16 @@ def known(
     return fragment, effects or pending(fragment, name)
 
 
+def is_awaited(fragment: Fragment, name: str, incarnation: int, tick: int) -> bool:
+    """Whether the bytes of this take are wanted of the island. What it holds of a time
+    before a crash becomes known by its hello or its record; it is asked for it then."""
+    account = fragment.accounts.get(name)
+    if account is None or account.incarnation != incarnation:
+        return False
+    take = account.take
+    return take is not None and take.tick == tick and not take.refused
+
+
 def pending(fragment: Fragment, name: str) -> list[Effect]:
     """Tells an island that the current version, which it may be about to adopt, has not
     its outstanding take: it came too late for that merge."""

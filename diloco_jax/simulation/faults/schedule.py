@@ -122,7 +122,11 @@ class Schedule(
             outage_budget_s=self.outage_s,
             compile_budget_s=COMPILE_BUDGET_S,
         )
-        return run, policy_config(run, placement, "run", self.fragment_sizes)
+        batches: dict[str, int | None] = {
+            name: plan.batch_size for name, plan in self.islands.items()
+        }
+        sizes = self.fragment_sizes
+        return run, policy_config(run, placement, "run", sizes, batches)
 
     @property
     def pacing_s(self) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 from diloco_jax.coordinator.engine import Engine
-from diloco_jax.protocol.coordinator import decide
+from diloco_jax.protocol.coordinator import decide, takes
 from diloco_jax.protocol.coordinator.events import (
     Commit,
     DeltaArrived,
@@ -174,6 +174,9 @@ class VirtualCoordinator(Engine[State, Event]):
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """All bytes of a delta."""
+        fragment = self.state.fragments[key.fragment]
+        if not takes.is_awaited(fragment, key.island, key.incarnation, key.tick):
+            return
         refusal = self.merging.put(key, encoded)
         self.hear(DeltaArrived(**key._asdict(), refusal=refusal))
 
