@@ -167,11 +167,11 @@ def island_command(arguments: Sequence[str]) -> int:
     prepare_island(config.island(options.name))
     incarnation = options.incarnation
     if not incarnation:
-        from diloco_jax.cluster.attempts import Attempts
+        from diloco_jax.cluster.attempts import next_attempt
         from diloco_jax.workdir import make_workdir
 
         make_workdir(workdir)
-        incarnation = Attempts(workdir / run_files.ATTEMPTS).next(options.name)
+        incarnation = next_attempt(workdir / run_files.ATTEMPTS, options.name)
     from diloco_jax.island.hosts.world import WorldAddress
     from diloco_jax.island.main import run
     from diloco_jax.loading import resolve

@@ -114,10 +114,10 @@ def parse(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
     # It reads a run before it parses what is to change in it.
     monkeypatch.setattr(
         calibrate_command,
-        "read_timeline",
-        lambda path: SimpleNamespace(workdir=path, config=None, summary=None),
+        "calibrate",
+        lambda path: SimpleNamespace(config=None, summary=None),
     )
-    monkeypatch.setattr(calibrate_command, "calibrate", parsed(lambda _: None))
+    monkeypatch.setattr(calibrate_command, "predict", parsed(lambda *_: None))
     return cli.main(arguments)
 
 

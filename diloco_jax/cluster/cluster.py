@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.cluster import commands
-from diloco_jax.cluster.attempts import Attempts
+from diloco_jax.cluster.attempts import next_attempt
 from diloco_jax.cluster.processes import (
     POLL_S,
     ManagedProcess,
@@ -89,14 +89,18 @@ class Cluster:
                 )
             interrupt.wait(POLL_S)
         self.address = address
-        attempts = Attempts(self.workdir / run_files.ATTEMPTS)
+        attempts = self.workdir / run_files.ATTEMPTS
         for name, island in self.config.islands.items():
 
             def command(
                 start: int, name: str = name, hosts: int = island.hosts
             ) -> list[list[str]]:
                 return commands.island_commands(
-                    self.workdir, name, hosts, self.address, attempts.next(name)
+                    self.workdir,
+                    name,
+                    hosts,
+                    self.address,
+                    next_attempt(attempts, name),
                 )
 
             self.islands[name] = self._managed(

@@ -163,9 +163,6 @@ class Gatherer:
         self._thread.post(arrived, lambda: self._decode(_key(start)))
         return True
 
-    def upload_abort(self, start: bulk.UploadStart) -> None:
-        """A stripe broke off: it comes again, to the same place."""
-
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """There is nothing to fetch yet."""
         raise Busy(f"{NO_STATE}; come again")

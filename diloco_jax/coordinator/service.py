@@ -163,9 +163,6 @@ class Service:
         self._lead.post(arrived)
         return True
 
-    def upload_abort(self, start: bulk.UploadStart) -> None:
-        """A stripe broke off: it comes again, to the same place."""
-
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """Published fragments for an island."""
         self._check(request)

@@ -11,7 +11,7 @@ import logging
 from typing import Any, Protocol
 
 from diloco_jax.core.choices import AdoptRule
-from diloco_jax.island.books import Books
+from diloco_jax.island.books import Books, Outcome
 from diloco_jax.island.mailbox import Arrival, Inbox
 from diloco_jax.protocol.messages import TakeVerdict
 from diloco_jax.protocol.values import Span
@@ -29,17 +29,10 @@ class Arrays(Protocol):
         """Takes over a published fragment. keep: the last take is not in it, and stays
         in the local values."""
 
-    def settle(self, fragment: int) -> None:
-        """The outstanding take is merged."""
-
-    def reopen(self, fragment: int) -> None:
-        """As if the outstanding take had not been."""
-
-    def drop(self, fragment: int) -> None:
-        """The outstanding take is lost."""
-
-    def reset(self, fragment: int) -> None:
-        """The take is lost, and the local values go back to the anchor."""
+    def judge(self, fragment: int, outcome: Outcome) -> None:
+        """The outstanding take is merged (settled), as if it had not been (reopened),
+        lost (dropped), or lost with the local values, which go back to the anchor
+        (reset)."""
 
 
 class Outgoing(Protocol):
@@ -103,7 +96,7 @@ class Boundary:
         self._late_takes = {}
         for take in self.books.new_term(step):
             self._outgoing.forget(take.fragment, take.tick)
-            self._arrays.drop(take.fragment)
+            self._arrays.judge(take.fragment, "dropped")
 
     def _take(self, takes: dict[int, int], step: int) -> None:
         for fragment, tick in takes.items():
@@ -126,21 +119,14 @@ class Boundary:
         if outcome == "none":
             return
         self._outgoing.forget(fragment, tick)
-        if outcome == "settled":
-            self._arrays.settle(fragment)
-            return
-        # A take without steps is no news: its island was asked twice within a step.
-        logger.log(
-            logging.DEBUG if verdict.reason == "empty" else logging.WARNING,
-            "take of fragment %d at tick %d was refused (%s): its steps are %s",
-            fragment,
-            tick,
-            verdict.reason,
-            "open again" if outcome == "reopened" else "lost",
-        )
-        if outcome == "reopened":
-            self._arrays.reopen(fragment)
-        elif outcome == "dropped":
-            self._arrays.drop(fragment)
-        else:
-            self._arrays.reset(fragment)
+        if outcome != "settled":
+            # One without steps is no news: its island was asked twice within a step.
+            logger.log(
+                logging.DEBUG if verdict.reason == "empty" else logging.WARNING,
+                "take of fragment %d at tick %d was refused (%s): its steps are %s",
+                fragment,
+                tick,
+                verdict.reason,
+                "open again" if outcome == "reopened" else "lost",
+            )
+        self._arrays.judge(fragment, outcome)

@@ -169,11 +169,10 @@ class Island:
             self._tell_refused(refused, "begin")
             raise
         logger.info(
-            "island %s, incarnation %d: in run %s, %s",
+            "island %s, incarnation %d: in run %s",
             self._name,
             self._incarnation,
             welcome.run_id,
-            self._distance(),
         )
         lead = lead_of(self._host.island.hosts) if script is None else 0
         self._tell_begin(welcome.run_id, lead)
@@ -222,15 +221,6 @@ class Island:
         """Frees sockets and threads."""
         self._host.close()
 
-    def _distance(self) -> str:
-        """To the coordinator, for people."""
-        try:
-            path = self._host.client.probe()
-        except WireError as error:
-            # As where many islands start at once: it serves few tests at a time.
-            return f"the path to the coordinator was not tested ({error})"
-        return f"{path.rtt_s * 1e3:.1f} ms and {path.bytes_per_s / 1e6:.1f} MB/s away"
-
     def _end(self, who: str) -> None:
         logger.info("asked to end by %s: at the next step boundary", who)
         self.mailbox.end(EXIT_DONE, f"asked to end by {who}", "stopped")
@@ -257,11 +247,13 @@ class Island:
         host.compile()
         began = time.monotonic()
         arrivals = receiver.fetch_all()
+        seconds = time.monotonic() - began
         logger.info(
-            "compiled in %.1f s, fetched %d fragments in %.1f s",
+            "compiled in %.1f s, fetched %d fragments in %.1f s (%.1f MB/s)",
             host.compile_seconds,
             len(arrivals),
-            time.monotonic() - began,
+            seconds,
+            mailbox.traffic()["bytes_join"] / max(seconds, 1e-3) / 1e6,
         )
         return arrivals
 

@@ -20,6 +20,7 @@ from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.data.windows import Windows
+from diloco_jax.island.books import Outcome
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.device.step import Trainer
@@ -137,21 +138,9 @@ class TrainedBody:
         self._diary.adopted(arrival.fragment, version, self._clock.now)
         self._replica.adopt(arrival, keep=keep)
 
-    def settle(self, fragment: int) -> None:
+    def judge(self, fragment: int, outcome: Outcome) -> None:
         """See Arrays."""
-        self._replica.settle(fragment)
-
-    def reopen(self, fragment: int) -> None:
-        """See Arrays."""
-        self._replica.reopen(fragment)
-
-    def drop(self, fragment: int) -> None:
-        """See Arrays."""
-        self._replica.drop(fragment)
-
-    def reset(self, fragment: int) -> None:
-        """See Arrays."""
-        self._replica.reset(fragment)
+        self._replica.judge(fragment, outcome)
 
     def _anchor(self, fragment: int, published: Published) -> tuple[jax.Array, ...]:
         payload = b"".join(published.source.buffers)

@@ -17,6 +17,7 @@ import numpy as np
 
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
 from diloco_jax.core.choices import AdoptRule
+from diloco_jax.island.books import Outcome
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.reasons import NON_FINITE, Refusal
@@ -196,20 +197,13 @@ class DigestBody:
             local.start_before = local.start
         self._adopted(arrival.fragment, local.anchor, kept=keep)
 
-    def settle(self, fragment: int) -> None:
-        """See Arrays."""
-
-    def reopen(self, fragment: int) -> None:
+    def judge(self, fragment: int, outcome: Outcome) -> None:
         """See Arrays."""
         local = self._locals[fragment]
-        local.start = local.start_before
-
-    def drop(self, fragment: int) -> None:
-        """See Arrays."""
-
-    def reset(self, fragment: int) -> None:
-        """See Arrays."""
-        self._locals[fragment].start = self._steps
+        if outcome == "reopened":
+            local.start = local.start_before
+        elif outcome == "reset":
+            local.start = self._steps
 
 
 def first_anchors(fragments: int) -> tuple[Anchor, ...]:

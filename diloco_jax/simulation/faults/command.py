@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config import ConfigError
-from diloco_jax.simulation.faults.plant import planted
 from diloco_jax.simulation.faults.play import (
     SHORTENED,
     Found,
@@ -31,8 +30,6 @@ class FaultsConfig:
     """Of so many seeds in a row."""
     schedule: str = ""
     """Play this one instead, as a violation printed it (JSON)."""
-    plant: str = ""
-    """Break the code on purpose, to see a violation; `--plant ?` lists the names."""
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
@@ -54,11 +51,10 @@ def check_faults(
     report: to be filled and returned, see `play.check`.
     """
     config.validate()
-    with planted(config.plant):
-        if config.schedule:
-            return check_schedule(from_json(config.schedule), config.plant, found=found)
-        seeds = range(config.first_seed, config.first_seed + config.seeds)
-        return check(seeds, config.plant, progress, found=found, report=report)
+    if config.schedule:
+        return check_schedule(from_json(config.schedule), found=found)
+    seeds = range(config.first_seed, config.first_seed + config.seeds)
+    return check(seeds, progress, found=found, report=report)
 
 
 def violation_text(found: Violation) -> str:

@@ -219,12 +219,6 @@ class Replay(contextlib.ExitStack):
         """The incarnation, begun when a merge first needs it."""
         if who not in self._islands:
             life = self._recording.lives[who]
-            if len(life.begins()) != len(self._versions):
-                raise TapeError(
-                    f"line {life.records[0].line}: {who} begins with versions of "
-                    f"{len(life.begins())} of {len(self._versions)} fragments; a "
-                    f"record was altered or is missing"
-                )
             _refuse_absent_hosts(who, life.environment)
             worker = self._worker(life.environment)
             refuse_other_bits(str(who), life.environment, worker.environment)

@@ -1,6 +1,6 @@
-"""Faults planted into the code, to show that every invariant can fail.
+"""Break the product on purpose, to show that every invariant of `faults/` can fail.
 
-Each is one function of the product that does less, or more, than it should, while a
+Each plant replaces one function by one that does less, or more, than it should, while a
 schedule is played.
 """
 
@@ -13,7 +13,6 @@ from unittest import mock
 
 from msgspec.structs import replace
 
-from diloco_jax.config import ConfigError, suggest
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.island.books import Books
 from diloco_jax.island.mailbox import Arrival
@@ -243,15 +242,7 @@ PLANTS = {
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """With this fault in the code; "" is none. Raises ConfigError for unknown names."""
-    if not name:
-        yield
-        return
-    if name not in PLANTS:
-        raise ConfigError(
-            f"--plant {name!r} is not known{suggest(name, list(PLANTS))}; there are "
-            f"{', '.join(PLANTS)}"
-        )
+    """Break the code by this fault as long as the context lasts."""
     plant = PLANTS[name]
     broken = plant.broken(getattr(plant.owner, plant.name))
     with mock.patch.object(plant.owner, plant.name, broken):
