@@ -207,6 +207,8 @@ NEW_RESULTS: Mapping[str, Rewrite] = {
     },
     # What a new incarnation frees was the shell's doing.
     E + "Forget": lambda value, call: [],
+    # What makes no move was not said before.
+    E + "Ignored": lambda value, call: [],
     M + "Published": lambda value, call: [],
     "protocol.new_term.events.Postpone": _postponed,
 }

@@ -16,6 +16,7 @@ from diloco_jax.protocol.coordinator.events import (
     Drop,
     Effect,
     Forget,
+    Ignored,
     Merge,
     Note,
     Persist,
@@ -45,6 +46,9 @@ class Log(Protocol):
 
     def note(self, record: Noted) -> None:
         """Writes a record to the tape."""
+
+    def ignored(self, ignored: Ignored) -> None:
+        """Counts a message that made no move."""
 
     def alert(self, text: str) -> None:
         """Says what a person should look at."""
@@ -138,20 +142,22 @@ class Engine(Generic[S, E]):
                 self._sender.tell(session, message)
             case Postpone(session=session, message=reason):
                 self._sender.postpone(session, reason)
-            case Persist() | Note() | Alert():
+            case Persist() | Note() | Ignored() | Alert():
                 self._write(effect)
             case Merge() | Commit() | Drop() | Forget():
                 self._hold(effect)
             case Discard() | Open() | GiveUp():
                 self._gather(effect)
 
-    def _write(self, effect: Persist | Note | Alert) -> None:
+    def _write(self, effect: Persist | Note | Ignored | Alert) -> None:
         assert self._log is not None
         match effect:
             case Persist(record=durable):
                 self._log.persist(durable)
             case Note(record=noted):
                 self._log.note(noted)
+            case Ignored():
+                self._log.ignored(effect)
             case Alert(text=text):
                 self._log.alert(text)
 

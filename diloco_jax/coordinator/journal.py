@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from diloco_jax.coordinator import notes
@@ -10,6 +11,7 @@ from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.faults import Faults
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator.events import Ignored
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ class Journal:
         """published: the encoded publish of a fragment's computed merge. faults: strike
         once the so many-th merge of the run is durable; merges: how many are so far."""
         self.alerts: list[str] = []
+        self.ignored_messages: Counter[str] = Counter()
+        """Messages that made no move, by what they met."""
         self._log, self._tape, self._published = log, tape, published
         self._faults, self._merges = faults, merges
 
@@ -52,6 +56,16 @@ class Journal:
                 "island %s refused (%s): %s", record.island, record.code, record.message
             )
         self._tape.append(notes.dated(record))
+
+    def ignored(self, ignored: Ignored) -> None:
+        """See engine.Log."""
+        what = f"{ignored.message} of a {ignored.machine} that is {ignored.state}"
+        self.ignored_messages[what] += 1
+        if not ignored.expected and self.ignored_messages[what] == 1:
+            logger.warning(
+                "ignored: %s; the two ends disagree, look at the island's log",
+                what,
+            )
 
     def alert(self, text: str) -> None:
         """See engine.Log."""

@@ -261,6 +261,7 @@ class Coordinator:
             now=now,
         )
         result["parameters_digest"] = digest
+        result["ignored_messages"] = dict(self.lead.journal.ignored_messages)
         loading.write_json(result, self._workdir / run_files.SUMMARY)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from diloco_jax.protocol.coordinator.events import (
     Drop,
     Effect,
     Event,
+    Ignored,
     Merge,
     MergeComputed,
     Note,
@@ -152,6 +153,8 @@ class Driver:
         self.state: State = initial(self.config)
         self.now = 1000.0
         self.effects: list[Effect] = []
+        """But for what was `ignored`."""
+        self.ignored: list[Ignored] = []
         self.log: list[records.Durable] = []
         """As it reads back."""
         self._seq: dict[tuple[str, int], int] = {}
@@ -162,6 +165,8 @@ class Driver:
         """One event; the books must balance after it."""
         self.state, effects = decide.step(self.config, self.state, event, self.now)
         assert ledger.check(self.config, self.state) == []
+        self.ignored += of(effects, Ignored)
+        effects = [effect for effect in effects if not isinstance(effect, Ignored)]
         self.effects += effects
         written = [as_written(e.record) for e in of(effects, Persist)]
         self.log += map(records.from_log, written)

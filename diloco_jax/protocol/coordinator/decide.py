@@ -42,6 +42,7 @@ from diloco_jax.protocol.coordinator.events import (
     Timer,
 )
 from diloco_jax.protocol.coordinator.fleet import Fleet
+from diloco_jax.protocol.coordinator.machines import RUN, ignored
 from diloco_jax.protocol.coordinator.state import (
     Fragment,
     Island,
@@ -113,7 +114,7 @@ def _report(
 ) -> Step:
     island = state.islands.get(event.island)
     if state.phase == "done":
-        return state, []
+        return state, [ignored("run", state.phase, "report")]
     if island is None or island.session != event.session or island.status == "gone":
         fenced = Refused(
             code="fenced",
@@ -174,7 +175,8 @@ def _record(
     fragment = state.fragments[record.fragment]
     carrying = fragment.accounts[name].carrying
     if carrying != (record.kind == "carried"):
-        return state, effects  # About a take in an earlier term.
+        effects.append(ignored("take", "carried", "record"))
+        return state, effects
     if carrying:
         fragment = ledger.carry(fragment, name, record.start)
         carried = records.Carried(
@@ -189,7 +191,8 @@ def _record(
         effects += found
     else:
         kept = record.kind == "reopened"
-        fragment = takes.gave_up(fragment, name, record.tick, kept=kept)
+        fragment, found = takes.gave_up(fragment, name, record.tick, kept=kept)
+        effects += found
     return with_fragment(state, fragment), effects
 
 
@@ -202,12 +205,13 @@ def _arrived(
         or island.incarnation != event.incarnation
         or island.status == "gone"
     ):
-        return state, takes.drop_unknown(
+        drops = takes.drop_unknown(
             state.fragments[event.fragment],
             event.island,
             event.incarnation,
             event.tick,
         )
+        return state, [*drops, ignored("island", "gone", "bytes")]
     before = state.fragments[event.fragment]
     fragment, effects = takes.arrived(
         config, before, event.island, event.tick, event.refusal, now
@@ -224,7 +228,7 @@ def _computed(
 ) -> Step:
     fragment = state.fragments[event.fragment]
     if fragment.phase != "merging" or event.version != fragment.version.next():
-        return state, []
+        return state, [ignored("fragment", fragment.phase, "merge")]
     contributions, tick = fragment.merging, fragment.tick
     share = fragment.merging_share
     fragment, verdicts, effects = fragments.computed(
@@ -287,7 +291,11 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
         effects += found
     late = now >= state.deadline
     if state.phase == "stopping" and (late or not ending.awaited(state)):
-        state = replace(state, phase="flushing", deadline=now + config.flush_s)
+        state = replace(
+            state,
+            phase=RUN.move(state.phase, "flush"),
+            deadline=now + config.flush_s,
+        )
     moving = list(state.fragments)
     if same_live and state.phase == "running":
         pairs = zip(state.fragments, before.fragments, strict=True)

@@ -13,6 +13,7 @@ from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import alerts, fragments, members, schedule
 from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
 from diloco_jax.protocol.coordinator.fleet import Fleet
+from diloco_jax.protocol.coordinator.machines import FRAGMENT, RUN
 from diloco_jax.protocol.coordinator.state import (
     Account,
     Fragment,
@@ -29,7 +30,11 @@ Step = tuple[State, list[Effect]]
 
 def stop(config: PolicyConfig, state: State, now: float) -> Step:
     """The run has its tokens: nobody is to step any more."""
-    state = replace(state, phase="stopping", deadline=now + config.lease_s)
+    state = replace(
+        state,
+        phase=RUN.move(state.phase, "stop"),
+        deadline=now + config.lease_s,
+    )
     record = records.Stopping(tokens=state.progress_tokens)
     effects: list[Effect] = [Persist(record=record)]
     # Silent ones too: their connection may stand.
@@ -76,7 +81,8 @@ def flush(
     if hurry:
         unsettled = tuple(n for n in unsettled if _is_here(accounts[n]))
     if not unsettled and not fragment.left_behind:
-        return with_fragment(state, replace(fragment, phase="done")), []
+        phase = FRAGMENT.move(fragment.phase, "flush")
+        return with_fragment(state, replace(fragment, phase=phase)), []
     if unsettled and all((t := accounts[n].take) and t.refused for n in unsettled):
         return state, []  # They have not answered their refusals yet.
     early = tuple(n for n in unsettled if _went_on(islands[n], accounts[n]))
@@ -119,5 +125,5 @@ def finish(config: PolicyConfig, state: State) -> Step:
             reason: EndReason = "finished" if live else "absent"
             state, found = members.end(state, name, reason)
             effects += found
-    state = replace(state, phase="done")
+    state = replace(state, phase=RUN.move(state.phase, "finish"))
     return state, [*effects, Persist(record=records.Finished()), *tells]

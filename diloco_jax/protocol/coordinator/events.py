@@ -130,10 +130,20 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
 
 
+class Ignored(msgspec.Struct, frozen=True, kw_only=True):
+    """A message made no move in the state that its machine is in (`machines.py`).
+    expected: that happens on a lossy wire; else the two ends disagree."""
+
+    machine: str
+    state: str
+    message: str
+    expected: bool
+
+
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
     """Something a person should look at."""
 
     text: str
 
 
-Effect = Persist | Note | Tell | Drop | Forget | Merge | Commit | Alert
+Effect = Persist | Note | Tell | Drop | Forget | Merge | Commit | Ignored | Alert

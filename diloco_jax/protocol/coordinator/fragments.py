@@ -23,6 +23,7 @@ from diloco_jax.protocol.coordinator.events import (
     Tell,
 )
 from diloco_jax.protocol.coordinator.fleet import Fleet
+from diloco_jax.protocol.coordinator.machines import FRAGMENT
 from diloco_jax.protocol.coordinator.state import (
     MISSED_MERGES,
     Fragment,
@@ -66,7 +67,7 @@ def open_tick(
         return fragment, [_skipped(fragment, tick, "too few islands can be asked")]
     fragment = replace(
         fragment,
-        phase="open",
+        phase=FRAGMENT.move(fragment.phase, "tick"),
         tick=tick,
         asked=counting,
         opened_at=now,
@@ -214,7 +215,7 @@ def computed(
     fragment = replace(
         fragment,
         version=fragment.version.next(),
-        phase="idle",
+        phase=FRAGMENT.move(fragment.phase, "commit"),
         merging=(),
         asked=(),
         merges=fragment.merges + 1,
@@ -266,7 +267,8 @@ def _extend(
     )
     if hurry or fragment.final or in_sight + len(fresh) < config.quorum:
         note = _skipped(fragment, fragment.tick, "quorum is out of reach")
-        return replace(fragment, phase="idle", asked=()), [note]
+        phase = FRAGMENT.move(fragment.phase, "give up")
+        return replace(fragment, phase=phase, asked=()), [note]
     fragment = replace(fragment, asked=(*fragment.asked, *fresh))
     return ask(fragment, fleet, fresh, fragment.tick)
 
@@ -288,7 +290,7 @@ def _close(
         share = _share(fragment, merging, fleet)
     fragment = replace(
         fragment,
-        phase="merging",
+        phase=FRAGMENT.move(fragment.phase, "close"),
         merging=merging,
         merging_share=share,
         left_behind=(),

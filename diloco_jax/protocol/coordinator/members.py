@@ -33,6 +33,7 @@ from diloco_jax.protocol.coordinator.events import (
     Tell,
 )
 from diloco_jax.protocol.coordinator.fleet import Fleet
+from diloco_jax.protocol.coordinator.machines import ISLAND, ignored
 from diloco_jax.protocol.coordinator.state import (
     Fragment,
     Island,
@@ -81,7 +82,8 @@ def alive(config: PolicyConfig, state: State, island: Island, now: float) -> Sta
     """The state with the island after a sign of life."""
     if island.status == "absent":
         state = schedule.reunite(config, state, now)
-        island = replace(schedule.restart(island), status="live")
+        status = ISLAND.move(island.status, "be heard")
+        island = replace(schedule.restart(island), status=status)
     island = replace(island, lease_until=now + _lease_s(config, island))
     return with_island(state, island)
 
@@ -89,8 +91,10 @@ def alive(config: PolicyConfig, state: State, island: Island, now: float) -> Sta
 def disconnected(state: State, event: Disconnected) -> Step:
     """Its connection broke: it is not counted on until it is back."""
     island = state.islands.get(event.island)
-    if island is None or island.session != event.session or island.status != "live":
-        return state, []
+    if island is None or island.session != event.session:
+        return state, [ignored("island", "replaced", "disconnect")]
+    if island.status != "live":
+        return state, [ignored("island", island.status, "disconnect")]
     return _absent(state, island, "disconnected")
 
 
@@ -98,7 +102,7 @@ def goodbye(state: State, event: Said, said: Goodbye) -> Step:
     """The incarnation ends by its own word: what is here of its deltas stays."""
     island = state.islands.get(event.island)
     if island is None or island.session != event.session or island.status == "gone":
-        return state, []
+        return state, [ignored("island", "replaced", "goodbye")]
     for fragment in state.fragments:
         state = with_fragment(state, takes.leave_behind(fragment, event.island))
     return end(state, event.island, said.reason, said.text)
@@ -184,7 +188,7 @@ def ended(
     for fragment, settled in zip(state.fragments, settled_steps, strict=True):
         fragment = ledger.close_account(fragment, island, reason, settled)
         state = with_fragment(state, fragment)
-    return with_island(state, replace(island, status="gone"))
+    return with_island(state, replace(island, status=ISLAND.move(island.status, "end")))
 
 
 def joined(state: State, island: Island, *, carrying: bool) -> State:
@@ -348,7 +352,8 @@ def _kept(state: State) -> Iterator[DeltaKey]:
 
 
 def _absent(state: State, island: Island, why: records.AbsentFor) -> Step:
-    state = with_island(state, replace(island, status="absent"))
+    status = ISLAND.move(island.status, "fall silent")
+    state = with_island(state, replace(island, status=status))
     record = records.Absent(island=island.name, incarnation=island.incarnation, why=why)
     return state, [Note(record=record)]
 

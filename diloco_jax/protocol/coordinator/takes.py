@@ -16,6 +16,7 @@ from diloco_jax.protocol.coordinator.events import (
     Note,
     Tell,
 )
+from diloco_jax.protocol.coordinator.machines import TAKE, ignored, take_state
 from diloco_jax.protocol.coordinator.state import (
     Account,
     Fragment,
@@ -59,6 +60,8 @@ def took(
         base=record.version,
         seq=record.seq,
     )
+    if state := _known_as(fragment.accounts[name], record.tick):
+        return fragment, [ignored("take", state, "record")]
     fragment, effects = known(config, fragment, name, held, now)
     take = fragment.accounts[name].take
     if not expected and take is not asked and take is not None and not take.refused:
@@ -72,10 +75,8 @@ def known(
 ) -> Step:
     """The steps of a take become known; if they are known already, nothing changes."""
     account = fragment.accounts[name]
-    asked, told = account.take, account.told
-    if asked is not None and asked.end is not None:
-        return fragment, []
-    if told is not None and held.tick <= told.tick:
+    asked = account.take
+    if _known_as(account, held.tick):
         return fragment, []
     # Steps between what is settled and this take are in no delta: adoption lost them.
     start = max(held.start, account.start)
@@ -85,6 +86,7 @@ def known(
     take = replace(
         asked, start=start, end=max(held.end, start), base=held.base, taken_at=now
     )
+    TAKE.check(take_state(asked), "record", take_state(take))
     account = replace(account, start=start, take=take)
     fragment = with_account(fragment, name, account)
     if held.start < start:
@@ -93,6 +95,15 @@ def known(
         return refuse(fragment, name, "empty")
     fragment, effects = refuse_if_stale(config, fragment, name)
     return fragment, effects or pending(fragment, name)
+
+
+def _known_as(account: Account, tick: int) -> str:
+    """The state of a take whose steps are known already, or have been judged; empty if
+    they are news."""
+    if account.take is not None and account.take.end is not None:
+        return take_state(account.take)
+    told = account.told
+    return "judged" if told is not None and tick <= told.tick else ""
 
 
 def is_awaited(fragment: Fragment, name: str, incarnation: int, tick: int) -> bool:
@@ -125,14 +136,17 @@ def arrived(
     """A delta's bytes are here, or proved unfit."""
     account = fragment.accounts[name]
     take = account.take
-    if take is None or take.tick != tick or take.arrived:
-        if take is not None and take.tick == tick:
-            return fragment, []
-        return fragment, drop_unknown(fragment, name, account.incarnation, tick)
+    if take is None or take.tick != tick:
+        drops = drop_unknown(fragment, name, account.incarnation, tick)
+        return fragment, [*drops, ignored("take", "none", "bytes")]
+    if take.arrived:
+        return fragment, [ignored("take", take_state(take), "bytes")]
     transfer_seconds = fragment.transfer_seconds
     if take.taken_at and not refusal and not take.refused:
         transfer_seconds = averaged(transfer_seconds, now - take.taken_at)
-    take = replace(take, arrived=True)
+    here = replace(take, arrived=True)
+    TAKE.check(take_state(take), "bytes", take_state(here))
+    take = here
     account = replace(account, take=take)
     fragment = replace(
         fragment,
@@ -146,18 +160,22 @@ def arrived(
     return fragment, []
 
 
-def gave_up(fragment: Fragment, name: str, tick: int, *, kept: bool) -> Fragment:
+def gave_up(fragment: Fragment, name: str, tick: int, *, kept: bool) -> Step:
     """The island knows of a refusal. kept: the delta's steps are in its parameters
     still and will be in its next delta; otherwise they are lost."""
     account = fragment.accounts[name]
     take = account.take
-    if take is None or take.tick != tick or take.end is None:
-        return fragment
+    if take is None or take.tick != tick:
+        return fragment, [ignored("take", "none", "give up")]
+    if take.end is None:
+        return fragment, [ignored("take", take_state(take), "give up")]
+    TAKE.check(take_state(take), "give up", "none")
     if not kept:
         account = account.lose(take.end - take.start, take.refused or "refused")
         account = replace(account, start=take.end)
     told = Told(tick=tick, verdict="refused", reason=take.refused or "refused")
-    return with_account(fragment, name, replace(account, take=None, told=told))
+    account = replace(account, take=None, told=told)
+    return with_account(fragment, name, account), []
 
 
 def leave_behind(fragment: Fragment, name: str) -> Fragment:
@@ -213,6 +231,7 @@ def refuse(fragment: Fragment, name: str, reason: RefusalReason) -> Step:
     if account.take is None or account.take.refused:
         return fragment, []
     take = replace(account.take, refused=reason)
+    TAKE.check(take_state(account.take), "refuse", take_state(take))
     fragment = with_account(fragment, name, replace(account, take=take))
     raised: list[Effect] = []
     if reason == NON_FINITE:

@@ -20,6 +20,7 @@ from diloco_jax.protocol.coordinator.events import (
     Drop,
     Event,
     Forget,
+    Ignored,
     Merge,
     MergeComputed,
     Timer,
@@ -106,6 +107,9 @@ class Written:
         self.write(record)
 
     def note(self, record: Noted) -> None:
+        """See engine.Log."""
+
+    def ignored(self, ignored: Ignored) -> None:
         """See engine.Log."""
 
     def alert(self, text: str) -> None:
