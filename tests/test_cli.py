@@ -198,7 +198,8 @@ def test_coordinator_gets_config_workdir_and_init(path, fake, tmp_path, monkeypa
 def test_island_counts_its_attempts_unless_told(path, fake, tmp_path, monkeypatch):
     devices = []
     monkeypatch.setattr(
-        "diloco_jax.island.environment.prepare_environment", devices.append
+        "diloco_jax.island.environment.prepare_environment",
+        lambda count, environment: devices.append(count),
     )
     calls = fake("diloco_jax.island.main")
     workdir = str(tmp_path / "w")
