@@ -15,7 +15,7 @@ import pytest
 import tyro
 
 from diloco_jax import cli, loading
-from diloco_jax.loading import read_config, write_config_json
+from diloco_jax.config.loading import read_config, write_config_json
 from diloco_jax.simulation.calibration import command as calibrate_command
 from diloco_jax.workdir import RunFacts
 

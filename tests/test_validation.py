@@ -15,17 +15,8 @@ from diloco_jax.config import (
     Placement,
     RunConfig,
 )
-from diloco_jax.validation import (
-    BELOW_1,
-    ISLAND,
-    LARGEST,
-    LAUNCH,
-    LONGEST_S,
-    PLACEMENT,
-    RUN,
-    SHARE,
-    Bound,
-)
+from diloco_jax.config.fields import BELOW_1, LARGEST, LONGEST_S, SHARE, Bound
+from diloco_jax.config.validation import ISLAND, LAUNCH, PLACEMENT, RUN
 
 SECTIONS = {
     "": (RunConfig, RUN),

@@ -19,7 +19,7 @@ from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
-from diloco_jax.loading import json_number
+from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.policy import gathering
 from diloco_jax.policy.events import DeltaArrived, Disconnected, Goodbye, Hello, Report

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as pallas
 
+from diloco_jax.config.validation import LANES, require_blocks
 from diloco_jax.models.attention import ATTENDED, Attend
 from diloco_jax.models.layout import Layout
-from diloco_jax.validation import LANES, require_blocks
 
 LARGEST_BLOCK = 512
 """Tokens; larger blocks of f32 gradients do not fit a v5p's vector memory."""

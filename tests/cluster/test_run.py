@@ -23,7 +23,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.loading import write_json
+from diloco_jax.files import write_json
 from diloco_jax.observability.tape import Tape
 from diloco_jax.wire.errors import SecurityError
 from diloco_jax.workdir import begin_run, read_summary

@@ -22,7 +22,7 @@ from written_tape import (
 )
 
 from diloco_jax.config import ConfigError
-from diloco_jax.loading import write_config_json
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.policy import records
 from diloco_jax.policy.values import Version

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.loading import NoOptions, parse_options, read_config
+from diloco_jax.config.loading import read_config
+from diloco_jax.options import NoOptions, parse_with_config
 from diloco_jax.simulation.calibration.fit import Calibration, Fitted, calibrate
 from diloco_jax.simulation.calibration.notes import notes_on
 from diloco_jax.simulation.calibration.observed import (
@@ -154,7 +155,7 @@ def _config(
         return against.config
     config = read_config(path or timeline.workdir / run_files.CONFIG)
     prog = f"diloco simulate calibrate {timeline.workdir}"
-    return parse_options(config, overrides, NoOptions(), prog)[0]
+    return parse_with_config(config, overrides, NoOptions(), prog)[0]
 
 
 def _as_json(

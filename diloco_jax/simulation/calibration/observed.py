@@ -18,7 +18,6 @@ from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.observability.tape import NOT_A_RECORD, TapeError, brief, read_tape
 from diloco_jax.policy import records
 from diloco_jax.policy.reasons import STOPPED
@@ -289,7 +288,7 @@ class _Reader:
                 self.lives.setdefault(joined.island, []).append(life)
             case "absent":
                 absent = records.from_tape(record, records.Absent)
-                lease_s = Deadlines(self._config.placement.time_budget_s).lease_s
+                lease_s = self._config.placement.deadlines.lease_s
                 silent_s = lease_s if absent.why == "silent" else 0.0
                 self.lives[absent.island][-1].lost_at = at - silent_s
             case "left":

@@ -19,7 +19,6 @@ from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.build import build
@@ -66,7 +65,7 @@ class Prediction:
             run,
             policy_config(run, placement, RUN_ID, _plan(run).sizes),
             NoArrays(bytes_down=payloads.down, bytes_full=payloads.full),
-            report_s=Deadlines(placement.time_budget_s).report_s,
+            report_s=placement.deadlines.report_s,
             line_speeds={
                 name: _line_speed(calibration, name, recorded)
                 for name in config.islands

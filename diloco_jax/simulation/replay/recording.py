@@ -13,11 +13,11 @@ import msgspec
 
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.config.fields import Bound
 from diloco_jax.coordinator.notes import Begun, Environment
 from diloco_jax.observability.tape import TapeError, brief
 from diloco_jax.policy.records import from_tape
 from diloco_jax.policy.values import Contribution, Record, Version
-from diloco_jax.validation import Bound
 
 SAME_BITS = (
     "diloco_jax",
