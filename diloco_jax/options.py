@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from diloco_jax.config import Config, IslandConfig, Placement, RunConfig
+from diloco_jax.config import Config, IslandConfig, Placement
 from diloco_jax.config.fields import positional, setting
 
 T = TypeVar("T")
@@ -37,6 +37,7 @@ class WorkdirOptions:
 
 # Messages and pages call these fields so; their options have no prefix.
 PREFIX = re.compile(r"^--(?:run|placement)\.")
+ORIGINAL = "_original"
 ANY_ISLAND = {"NAME": IslandConfig()}
 """Stands in the help for the islands of a config that is not given."""
 
@@ -69,10 +70,7 @@ def parse(
     sections = [(f"part_{i}", _section(part)) for i, part in enumerate(parts)]
     plain = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     parsed = _parse(sections, arguments, prog, description, plain)
-    return [
-        (part if isinstance(part, type) else type(part))(**vars(values))
-        for part, values in zip(parts, vars(parsed).values(), strict=True)
-    ]
+    return [_original(values) for values in vars(parsed).values()]
 
 
 def parse_with_config(
@@ -120,12 +118,12 @@ def parse_with_config(
     for name in groups:
         placed |= vars(getattr(parsed, f"placement_{name}"))
     config = Config(
-        run=RunConfig(**vars(parsed.run)),
+        run=_original(parsed.run),
         islands=parsed.islands,
         placement=Placement(**placed),
-        launch=type(config.launch)(**vars(parsed.launch)),
+        launch=_original(parsed.launch),
     )
-    return config.validate(), type(options)(**vars(parsed.own))
+    return config.validate(), _original(parsed.own)
 
 
 def _parse(
@@ -151,12 +149,12 @@ def _parse(
         )
 
 
-def _section(part: Any, *, name: str = "", group: str | None = None) -> Any:
+def _section(part: Any, *, name: str | None = "", group: str | None = None) -> Any:
     """Return a type of which tyro makes options, one for each field of a dataclass.
 
     Args:
       part: an instance with the defaults, or a class.
-      name: prefix of the options.
+      name: prefix of the options; None = that of the field.
       group: take only the fields of this group, under a heading of this name.
     """
     import tyro
@@ -168,24 +166,38 @@ def _section(part: Any, *, name: str = "", group: str | None = None) -> Any:
         told, hint = field.metadata, hints[field.name]
         if group is not None and told["group"] != group:
             continue
-        argument = tyro.conf.arg(
-            name=told.get("option"),
-            metavar=told.get("metavar"),
-            help=told["help"] if "help" in told else _paragraph(hint.__doc__),
-            prefix_name=not group,
-        )
-        shown: Any = Annotated[hint, argument]
+        default = field.default if part is kind else getattr(part, field.name)
+        text = told.get("help")
+        if dataclasses.is_dataclass(default):
+            text = text or _paragraph(default.__doc__)
+            # Its own fields have the defaults.
+            hint, default = _section(default, name=None), dataclasses.MISSING
+        shown: Any = Annotated[
+            hint,
+            tyro.conf.arg(
+                name=told.get("option"),
+                metavar=told.get("metavar"),
+                help=text,
+                prefix_name=not group,
+            ),
+        ]
         if told.get("positional"):
             shown = Annotated[shown, tyro.conf.Positional]
-        if part is not kind:
-            fields.append((field.name, shown, _constant(getattr(part, field.name))))
-        elif field.default is dataclasses.MISSING:
-            fields.append((field.name, shown))
-        else:
-            fields.append((field.name, shown, _constant(field.default)))
-    made = dataclasses.make_dataclass(kind.__name__, fields, frozen=True, kw_only=True)
+        given = [] if default is dataclasses.MISSING else [_constant(default)]
+        fields.append((field.name, shown, *given))
+    made = dataclasses.make_dataclass(
+        kind.__name__, fields, frozen=True, kw_only=True, namespace={ORIGINAL: kind}
+    )
     made.__doc__ = "" if group else _paragraph(kind.__doc__)
     return Annotated[made, tyro.conf.arg(name=group or name)]
+
+
+def _original(values: Any) -> Any:
+    """Return the dataclass that a section was made from, with the values read."""
+    kind = getattr(type(values), ORIGINAL, None)
+    if kind is None:
+        return values
+    return kind(**{name: _original(value) for name, value in vars(values).items()})
 
 
 def _paragraph(docstring: str | None) -> str:

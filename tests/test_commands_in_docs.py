@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import tyro
 
-from diloco_jax import cli, loading
+from diloco_jax import cli, options
 from diloco_jax.config.loading import read_config, write_config_json
 from diloco_jax.simulation.calibration import command as calibrate_command
 from diloco_jax.workdir import RunFacts
@@ -124,7 +124,7 @@ def parse(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
 REAL = [
     (argparse.ArgumentParser, "parse_args", argparse.ArgumentParser.parse_args),
     (tyro, "cli", tyro.cli),
-    (loading, "parse_options", loading.parse_options),
+    (options, "parse_with_config", options.parse_with_config),
 ]
 
 

@@ -66,6 +66,7 @@ def setting(
     code: bool = False,
     group: str = "",
     option: str | None = None,
+    metavar: str | None = None,
 ) -> T:
     """Declare a dataclass field.
 
@@ -77,6 +78,7 @@ def setting(
       code: the value is code whose folder is local to a machine.
       group: heading under which the help lists the option; empty = its section's.
       option: name of the option; None = that of the field.
+      metavar: stands in the help for its value; None = the type.
     """
     metadata = {
         "help": help,
@@ -85,6 +87,7 @@ def setting(
         "code": code,
         "group": group,
         "option": option,
+        "metavar": metavar,
     }
     if isinstance(default, dict):
         copied = default.copy()

@@ -20,6 +20,7 @@ class InnerConfig:
     )
     arguments: tuple[tuple[str, bool | int | float | str], ...] = setting(
         (),
+        metavar="[NAME VALUE ...]",
         help="Further arguments of that optax function: pairs of name and value; in a "
         "configs file also a mapping.",
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from diloco_jax.config import Config, ConfigError, Placement, RunConfig
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
@@ -19,7 +21,7 @@ def policy_config(
 
     fragment_sizes: parameters by fragment.
     """
-    given = {
+    given: dict[str, Any] = {
         "run_id": run_id,
         "fingerprint": run.fingerprint(),
         "fragment_sizes": fragment_sizes,

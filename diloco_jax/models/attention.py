@@ -36,7 +36,7 @@ def splash(layout: Layout) -> Attend:
     # Pallas takes a third of a second to import.
     from diloco_jax.models.splash import make_splash
 
-    return make_splash(layout)
+    return make_splash(layout, ATTENDED)
 
 
 def auto(layout: Layout) -> Attend:

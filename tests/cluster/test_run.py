@@ -260,7 +260,7 @@ class NoFlush(Deadlines):
 
 
 def test_a_run_whose_islands_are_all_refused_ends_with_code_3(launch, monkeypatch):
-    monkeypatch.setattr(run_module, "Deadlines", NoFlush)
+    monkeypatch.setattr(Placement, "deadlines", NoFlush(60.0))
     refused = "import sys; print('corpus differs'); sys.exit(3)"
     code, summary, seen = launch(island=refused)
     assert code == 3

@@ -25,8 +25,8 @@ class EmulationOptions:
         0.0,
         SECONDS,
         help="Seconds from the last delta to the published merge. To emulate an "
-        "overlap of tau steps whatever the network: (tau - 0.5) steps' seconds, so that the "
-        "adoption is tau boundaries after the take.",
+        "overlap of tau steps whatever the network: (tau - 0.5) steps' seconds, so "
+        "that the adoption is tau boundaries after the take.",
     )
     merge_spread: float = setting(
         0.0,
