@@ -65,12 +65,18 @@ def parse(
     Returns:
       One instance for each of the parts.
     """
-    import tyro
-
-    sections = [(f"part_{i}", _section(part)) for i, part in enumerate(parts)]
-    plain = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-    parsed = _parse(sections, arguments, prog, description, plain)
+    parsed, _ = _parse(_sections(parts), arguments, prog, description, plain=True)
     return [_original(values) for values in vars(parsed).values()]
+
+
+def parse_known(
+    parts: Sequence[Any], arguments: Sequence[str], prog: str, description: str
+) -> tuple[list[Any], list[str]]:
+    """Read options as `parse` does; return with them the arguments that are others'."""
+    parsed, unknown = _parse(
+        _sections(parts), arguments, prog, description, plain=True, known_only=True
+    )
+    return [_original(values) for values in vars(parsed).values()], unknown
 
 
 def parse_with_config(
@@ -108,7 +114,7 @@ def parse_with_config(
         *((f"placement_{name}", _section(placement, group=name)) for name in groups),
         ("launch", launch),
     ]
-    parsed = _parse(
+    parsed, _ = _parse(
         sections,
         [PREFIX.sub("--", argument) for argument in arguments],
         prog,
@@ -126,27 +132,41 @@ def parse_with_config(
     return config.validate(), _original(parsed.own)
 
 
+def _sections(parts: Sequence[Any]) -> list[Any]:
+    return [(f"part_{i}", _section(part)) for i, part in enumerate(parts)]
+
+
 def _parse(
     sections: Sequence[Any],
     arguments: Sequence[str],
     prog: str,
     description: str,
-    markers: Sequence[Any] = (),
-) -> Any:
+    *,
+    plain: bool = False,
+    known_only: bool = False,
+) -> tuple[Any, list[str]]:
+    """Have tyro read options; return their values and the arguments left over.
+
+    plain: nested fields go by their own names, and flags have no negative.
+    """
     import tyro
 
     kind = dataclasses.make_dataclass("Options", sections, frozen=True, kw_only=True)
+    flat = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     with warnings.catch_warnings():
         # About values of a wrong type, which the command's own checks name.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"tyro\b")
-        return tyro.cli(
+        read: Any = tyro.cli
+        parsed = read(
             kind,
             prog=prog,
             description=description,
             args=list(arguments),
-            config=tuple(markers),
+            config=flat if plain else (),
             registry=_registry(),
+            return_unknown_args=known_only,
         )
+    return parsed if known_only else (parsed, [])
 
 
 def _section(part: Any, *, name: str | None = "", group: str | None = None) -> Any:

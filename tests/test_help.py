@@ -20,7 +20,7 @@ WIDTHS = (80, 200)
 OF_CONFIG = ("run", "coordinator", "island", "emulate", "plan", "launch")
 COMMANDS = [
     *([name] for name in cli.COMMANDS if name != "simulate"),
-    *(["simulate", kind] for kind in KINDS if kind != "calibrate"),
+    *(["simulate", kind] for kind in KINDS),
 ]
 HINT = re.compile(r"\((?:default: .*|required|repeatable.*)\)$")
 
