@@ -1,10 +1,10 @@
-"""Mutation testing of the policy.
+"""Mutation testing of the protocol.
 
-Question: would a mistake in `policy/` be noticed? Every mutant has one small mistake
+Question: would a mistake in `protocol/` be noticed? Every mutant has one small mistake
 in one function: another comparison, `and` for `or`, another operator or number, a lost
 `not`, a statement left out, nothing returned. It is caught if one of the first
 schedules of `diloco simulate faults` violates an invariant, or else if a test in
-tests/policy fails. Messages, assertions (`strict` of a `zip` is one), annotations and
+tests/protocol fails. Messages, assertions (`strict` of a `zip` is one), annotations and
 imports are not mutated, nor is None returned for False.
 
 Prediction: at least 85 % are caught, and of each survivor it can be said why (in
@@ -43,7 +43,11 @@ from diloco_jax.simulation.faults.play import check
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = Path(__file__).with_name("mutation_survivors.json")
-MODULES = sorted(p.stem for p in (ROOT / "diloco_jax" / "policy").glob("[!_]*.py"))
+PROTOCOL = ROOT / "diloco_jax" / "protocol"
+MODULES = sorted(
+    ".".join(path.relative_to(PROTOCOL).with_suffix("").parts)
+    for path in PROTOCOL.rglob("[!_]*.py")
+)
 CAUGHT_SHARE = 0.85
 CPU_S = 30
 """A mutant that takes longer runs for ever, which is noticed too."""
@@ -98,8 +102,8 @@ class Mutant:
 
 
 def mutants(module: str) -> Iterator[Mutant]:
-    """All mutants of a module of the policy, in the order of its lines."""
-    path = ROOT / "diloco_jax" / "policy" / f"{module}.py"
+    """All mutants of a module of the protocol, in the order of its lines."""
+    path = PROTOCOL.joinpath(*module.split(".")).with_suffix(".py")
     tree = ast.parse(path.read_text())
     for name, function in _functions(tree):
         for target in _targets(function):
@@ -258,16 +262,18 @@ def _try(mutant: Mutant | None, schedules: int) -> int:
     for seed in range(schedules):
         if check([seed], shorten=False).violations:
             return BY_SCHEDULES
-    tests = sorted((ROOT / "tests" / "policy").glob("test_*.py"))
+    tests = sorted((ROOT / "tests" / "protocol").rglob("test_*.py"))
     if mutant is not None:  # Those of its module first, which are the likeliest.
-        tests.sort(key=lambda path: path.stem != f"test_{mutant.module}")
+        tests.sort(
+            key=lambda path: path.stem != f"test_{mutant.module.rpartition('.')[2]}"
+        )
     arguments = ["-x", "-q", "-p", "no:cacheprovider", *map(str, tests)]
     return BY_TESTS if pytest.main(arguments) else SURVIVED
 
 
 def plant(mutant: Mutant) -> None:
     """Puts the mistake where the function is, for everyone who has imported it."""
-    owner: Any = importlib.import_module(f"diloco_jax.policy.{mutant.module}")
+    owner: Any = importlib.import_module(f"diloco_jax.protocol.{mutant.module}")
     *classes, name = mutant.function.split(".")
     for part in classes:
         owner = getattr(owner, part)

@@ -44,8 +44,9 @@ import support
 
 from diloco_jax.cluster.commands import ALLOCATOR
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.policy.values import Version
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.values import Version
+from diloco_jax.wire import bulk
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import Busy
@@ -166,8 +167,8 @@ def _send_bare(port: int, payload: bytes) -> None:
             raise RuntimeError("the bare socket's other end did not answer")
 
 
-def _upload(size: int) -> messages.UploadStart:
-    return messages.UploadStart(
+def _upload(size: int) -> bulk.UploadStart:
+    return bulk.UploadStart(
         run_id=RUN,
         island="a",
         incarnation=1,
@@ -180,8 +181,8 @@ def _upload(size: int) -> messages.UploadStart:
     )
 
 
-def _fetch() -> messages.FetchRequest:
-    return messages.FetchRequest(
+def _fetch() -> bulk.FetchRequest:
+    return bulk.FetchRequest(
         run_id=RUN,
         island="a",
         incarnation=1,
@@ -260,16 +261,16 @@ class _Places:
     def disconnect(self, session: Session) -> None:
         pass
 
-    def upload_begin(self, start: messages.UploadStart) -> memoryview:
+    def upload_begin(self, start: bulk.UploadStart) -> memoryview:
         return memoryview(self._buffer)[start.offset : start.offset + start.length]
 
-    def upload_end(self, start: messages.UploadStart, place: memoryview) -> bool:
+    def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
         return start.offset + start.length == start.total
 
-    def upload_abort(self, start: messages.UploadStart) -> None:
+    def upload_abort(self, start: bulk.UploadStart) -> None:
         raise RuntimeError(f"an upload broke off at {start.offset}")
 
-    def fetch(self, request: messages.FetchRequest) -> FetchSource:
+    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         return FetchSource(
             version=VERSION,
             full=True,

@@ -172,11 +172,10 @@ def island_command(arguments: Sequence[str]) -> int:
     _, config, options = _config_and_options("island", arguments, IslandOptions())
     workdir = _workdir(config)
     options.check(config)
-    from diloco_jax.island.environment import prepare_environment
+    from diloco_jax.island.environment import prepare_island
 
     # Before anything imports jax.
-    island = config.island(options.name)
-    prepare_environment(island.devices // island.hosts)
+    prepare_island(config.island(options.name))
     incarnation = options.incarnation
     if not incarnation:
         from diloco_jax.cluster.attempts import Attempts
@@ -206,11 +205,17 @@ def emulate_command(arguments: Sequence[str]) -> int:
     from diloco_jax.simulation.emulation.options import CommandOptions
 
     path, config, options = _config_and_options("emulate", arguments, CommandOptions())
-    from diloco_jax.island.environment import prepare_environment, skip_absent_tpu
+    from diloco_jax.island.environment import (
+        generation_here,
+        prepare_environment,
+        skip_absent_tpu,
+    )
+    from diloco_jax.libtpu import set_flags
 
     # Before anything imports jax.
     skip_absent_tpu()
     prepare_environment(max(island.devices for island in config.islands.values()))
+    set_flags(generation_here(), os.environ)
     from rich.console import Console
 
     from diloco_jax.simulation.emulation.emulate import run

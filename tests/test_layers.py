@@ -1,4 +1,4 @@
-"""What each layer may import: `core/` and `policy/` stay pure."""
+"""What each layer may import: `core/` and `protocol/` stay pure."""
 
 import ast
 import configparser
@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "diloco_jax"
 ALLOWED = {
     "core": {"jax", "optax", "numpy", "diloco_jax.core"},
-    "policy": {"msgspec", "diloco_jax.policy"},
+    "protocol": {"msgspec", "diloco_jax.protocol"},
 }
 MODULES = {
     "orbax-checkpoint": "orbax",
@@ -181,7 +181,7 @@ def test_only_models_see_flax() -> None:
 
 
 def test_policies_have_no_arrays() -> None:
-    assert not is_allowed("numpy", "policy")
+    assert not is_allowed("numpy", "protocol")
     assert is_allowed("numpy", "core")
 
 

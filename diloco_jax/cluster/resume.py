@@ -23,7 +23,7 @@ from diloco_jax.coordinator.notes import Recovered
 from diloco_jax.files import write_json
 from diloco_jax.observability.tape import newest_record
 from diloco_jax.paths import absolute, expand
-from diloco_jax.policy.records import from_tape
+from diloco_jax.protocol.records import from_tape
 
 OPTION = "--resume"
 

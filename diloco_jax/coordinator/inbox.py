@@ -11,35 +11,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.coordinator.rooms import Room, Rooms
 from diloco_jax.core.payload import Coverage, Part, PayloadLayout
-from diloco_jax.policy.state import State
+from diloco_jax.protocol.values import DeltaKey
+from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.errors import RemoteProtocolError
-from diloco_jax.wire.messages import UploadStart
-
-
-class DeltaKey(NamedTuple):
-    """Which delta."""
-
-    island: str
-    incarnation: int
-    fragment: int
-    tick: int
-
-
-def left_behind(state: State) -> set[DeltaKey]:
-    """Deltas that stay although their incarnations ended: what was left behind, and
-    what is in a merge."""
-    return {
-        DeltaKey(delta.island, delta.incarnation, fragment.index, delta.tick)
-        for fragment in state.fragments
-        for delta in (*fragment.left_behind, *fragment.merging)
-    }
 
 
 class _Arriving:

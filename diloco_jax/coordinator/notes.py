@@ -1,6 +1,6 @@
 """What a coordinator writes onto the tape of itself: every kind of line as a struct.
 
-What the policy decides to write down is in `policy/records.py`; the two together are
+What the policy decides to write down is in `protocol/records.py`; the two together are
 all that a tape holds.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from diloco_jax.policy import records
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol import records
+from diloco_jax.protocol.values import Version
 
 Environment = dict[str, Any]
 """What `diloco_jax.environment.describe` said in a process."""
@@ -74,14 +74,6 @@ class Hello(records.Written, frozen=True, kw_only=True):
     """Its address."""
 
 
-class TurnedAway(records.Written, frozen=True, kw_only=True, tag="turned_away"):
-    """An incarnation was not let in."""
-
-    island: str
-    code: str
-    message: str
-
-
 class Compiled(records.Written, frozen=True):
     """What merges need is compiled: those that are ordered earlier wait."""
 
@@ -92,7 +84,7 @@ class Alert(records.Written, frozen=True, kw_only=True):
     text: str
 
 
-Note = Begun | Recovered | Term | Hello | TurnedAway | Compiled | Alert
+Note = Begun | Recovered | Term | Hello | Compiled | Alert
 
 
 def dated(record: Note | records.Durable | records.Noted) -> dict[str, Any]:

@@ -18,14 +18,16 @@ import msgspec
 
 from diloco_jax import environment
 from diloco_jax.config import Config
-from diloco_jax.coordinator import durable, notes
+from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.models.model import Model
 from diloco_jax.observability.tape import Tape, not_on_tape
-from diloco_jax.policy import records, recovery
-from diloco_jax.policy.state import PolicyConfig, State, initial
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator import recovery
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ import msgspec
 from diloco_jax.config import ConfigError
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.paths import naming
-from diloco_jax.policy.values import Record
-from diloco_jax.wire.messages import Measures
+from diloco_jax.protocol.messages import Measures
+from diloco_jax.protocol.values import Record
 
 logger = logging.getLogger(__name__)
 

@@ -13,17 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.coordinator import notes
-from diloco_jax.coordinator.engine import Engine
-from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
 from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
-from diloco_jax.policy import gathering
-from diloco_jax.policy.events import DeltaArrived, Disconnected, Goodbye, Hello, Report
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.coordinator.events import DeltaArrived, Disconnected, Said
+from diloco_jax.protocol.new_term import gathering
+from diloco_jax.protocol.values import DeltaKey
+from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
 from diloco_jax.wire.server import FetchSource
 from diloco_jax.wire.session import Session
@@ -41,7 +43,7 @@ class Service:
         self,
         likeness: Likeness,
         *,
-        engine: Engine,
+        lead: Lead,
         store: Store,
         inbox: Inbox,
         sessions: Sessions,
@@ -50,7 +52,7 @@ class Service:
         status: Callable[[], dict[str, Any]],
     ) -> None:
         self._likeness = likeness
-        self._engine, self._store, self._inbox = engine, store, inbox
+        self._lead, self._store, self._inbox = lead, store, inbox
         self._sessions, self._roster, self._metrics = sessions, roster, metrics
         self._status = status
         self._written: dict[str, float] = {}
@@ -65,7 +67,7 @@ class Service:
                 f"config.json, on the run's text (--data.paths), and with the run's "
                 f"model",
             )
-        if gathering.is_superseded(self._engine.state, hello.term):
+        if gathering.is_superseded(self._lead.state, hello.term):
             # Not refused, since the fault is here: the island goes on, and comes again.
             raise Busy(
                 f"island {hello.island!r} is in term {hello.term}, this coordinator's "
@@ -73,26 +75,9 @@ class Service:
                 f"that has the newest state"
             )
         self._sessions.arrived(session)
-        event = Hello(
-            island=hello.island,
-            incarnation=hello.incarnation,
-            session=hello.session,
-            run_id=hello.run_id,
-            fingerprint=hello.fingerprint,
-            tokens_per_step=hello.tokens_per_step,
-            sequences_per_step=hello.sequences_per_step,
-            steps=hello.steps,
-            step_seconds=hello.step_seconds,
-            phase=hello.phase,
-            outstanding=hello.outstanding,
-            sequences_granted=hello.sequences_granted,
-            records_through=hello.records_through,
-            term=hello.term,
-            lead=hello.lead,
-        )
 
         def introduce() -> None:
-            self._engine.note(
+            self._lead.journal.note(
                 notes.Hello(
                     island=hello.island,
                     incarnation=hello.incarnation,
@@ -102,9 +87,9 @@ class Service:
                 )
             )
 
-        self._engine.post(event, introduce)
+        self._lead.post(hello, introduce)
         # The roster follows the policy's answer, which stands when this comes up.
-        self._engine.post(None, lambda: self._let_in(hello, session))
+        self._lead.post(None, lambda: self._let_in(hello, session))
 
     def receive(
         self, session: Session, message: messages.Report | messages.Goodbye
@@ -113,35 +98,20 @@ class Service:
         hello = session.hello
         if not self._sessions.serves(session):
             return
+        said = Said(island=hello.island, session=hello.session, message=message)
         if isinstance(message, messages.Goodbye):
-            goodbye = Goodbye(
-                island=hello.island,
-                session=hello.session,
-                reason=message.reason,
-                said=message.text,
-            )
-            self._engine.post(
-                goodbye, lambda: self._roster.left(hello.island, time.time())
-            )
+            self._lead.post(said, lambda: self._roster.left(hello.island, time.time()))
             return
         self._check_records(session, message)
-        report = Report(
-            island=hello.island,
-            session=hello.session,
-            phase=message.phase,
-            steps=message.steps,
-            step_seconds=message.step_seconds,
-            records=message.records,
-        )
-        self._engine.post(report, lambda: self._measured(hello.island, message))
+        self._lead.post(said, lambda: self._measured(hello.island, message))
 
     def disconnect(self, session: Session) -> None:
         """A control stream ended."""
         if self._sessions.gone(session):
             hello = session.hello
-            self._engine.post(Disconnected(island=hello.island, session=hello.session))
+            self._lead.post(Disconnected(island=hello.island, session=hello.session))
 
-    def upload_begin(self, start: messages.UploadStart) -> memoryview:
+    def upload_begin(self, start: bulk.UploadStart) -> memoryview:
         """The place of a delta's stripe, once the sender proved to be current."""
         self._check(start)
         if start.version is not None:
@@ -152,7 +122,7 @@ class Service:
             )
         return self._inbox.begin(start)
 
-    def upload_end(self, start: messages.UploadStart, place: memoryview) -> bool:
+    def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
         """A stripe is in its place; the last one makes the delta an event."""
         if not self._inbox.end(start, place):
             return False
@@ -180,13 +150,13 @@ class Service:
             tick=start.tick,
             refusal="" if finite else "non_finite",
         )
-        self._engine.post(arrived)
+        self._lead.post(arrived)
         return True
 
-    def upload_abort(self, start: messages.UploadStart) -> None:
+    def upload_abort(self, start: bulk.UploadStart) -> None:
         """A stripe broke off: it comes again, to the same place."""
 
-    def fetch(self, request: messages.FetchRequest) -> FetchSource:
+    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """Published fragments for an island."""
         self._check(request)
         try:
@@ -202,8 +172,8 @@ class Service:
         """What `diloco status` shows."""
         return self._status()
 
-    def _check(self, call: messages.UploadStart | messages.FetchRequest) -> None:
-        config, state = self._engine.config, self._engine.state
+    def _check(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
+        config, state = self._lead.config, self._lead.state
         if call.run_id != config.run_id:
             raise Refused(
                 "run_id",
@@ -233,7 +203,7 @@ class Service:
             )
 
     def _check_records(self, session: Session, message: messages.Report) -> None:
-        fragments = self._engine.config.fragments
+        fragments = self._lead.config.fragments
         for record in message.records:
             if record.fragment >= fragments or (
                 record.fragment < 0 and record.kind not in OF_NO_FRAGMENT

@@ -8,7 +8,7 @@ from diloco_jax.config import Config, ConfigError, Placement, RunConfig
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.policy.state import PolicyConfig
+from diloco_jax.protocol.coordinator.state import PolicyConfig
 
 
 def policy_config(

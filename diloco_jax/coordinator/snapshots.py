@@ -17,8 +17,8 @@ from etils.epath import Path as Folder
 
 from diloco_jax import checkpoint, storage
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.policy import ledger
-from diloco_jax.policy.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator import ledger
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from diloco_jax.core.fragments import (
     to_pieces,
 )
 from diloco_jax.core.payload import Part, PayloadLayout
-from diloco_jax.policy.values import Contribution, Version
+from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire.errors import VersionGone
 from diloco_jax.wire.server import FetchSource
 

@@ -8,8 +8,8 @@ from diloco_jax.config import Config
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.files import json_number
 from diloco_jax.observability import measures
-from diloco_jax.policy import ending, ledger
-from diloco_jax.policy.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator import ending, ledger
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 
 SKIPPED_STEPS = 10
 """From so many on they are told of, while they go on."""

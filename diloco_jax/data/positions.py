@@ -6,7 +6,7 @@ import collections
 
 import numpy as np
 
-from diloco_jax.policy.values import Span
+from diloco_jax.protocol.values import Span
 
 
 class LeasedPositions:

@@ -14,7 +14,7 @@ import numpy as np
 
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows
-from diloco_jax.policy.values import Span
+from diloco_jax.protocol.values import Span
 
 BATCHES_AHEAD = 2
 

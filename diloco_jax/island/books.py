@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from diloco_jax.core.choices import AdoptRule
-from diloco_jax.policy.reasons import NON_FINITE, OVERLAP, STALE
-from diloco_jax.policy.values import (
+from diloco_jax.protocol.reasons import NON_FINITE, OVERLAP, STALE
+from diloco_jax.protocol.values import (
     FIRST_VERSION,
     Outstanding,
     Record,

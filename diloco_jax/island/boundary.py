@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from diloco_jax.core.choices import AdoptRule
 from diloco_jax.island.books import Books
 from diloco_jax.island.mailbox import Arrival, Inbox
-from diloco_jax.policy.values import Span
-from diloco_jax.wire.messages import TakeVerdict
+from diloco_jax.protocol.messages import TakeVerdict
+from diloco_jax.protocol.values import Span
 
 logger = logging.getLogger(__name__)
 

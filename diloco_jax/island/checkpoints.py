@@ -34,7 +34,7 @@ from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.network.identity import Identity
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 
 logger = logging.getLogger(__name__)
 

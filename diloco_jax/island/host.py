@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import jax
+
 from diloco_jax import checkpoint, compilation
 from diloco_jax.config import Config
 from diloco_jax.data.corpus import load_checked_corpus
@@ -37,7 +39,7 @@ from diloco_jax.island.network.sender import Sender
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles
 
@@ -100,9 +102,13 @@ class Host:
     def compile(self) -> None:
         """Runs everything once, so that nothing compiles later. On islands of several
         hosts all of them must come here, and none runs anything before all have
-        compiled it: one may find in its cache what another takes minutes for."""
+        compiled it: one may find in its cache what another takes minutes for. On TPUs
+        all is compiled before anything runs, too: that tells a refusal of the compiler
+        from a failure of the machine, which another attempt may cure.
+
+        Raises ConfigError for what does not compile."""
         began, trainer = time.monotonic(), self._trainer
-        if self._hosts is not None:
+        if self._hosts is not None or jax.default_backend() == "tpu":
             compile_ahead(
                 trainer, self._exchange, self._zeros, self.config.run.sequence_length
             )

@@ -26,7 +26,7 @@ from diloco_jax.island.mailbox import Ending, Inbox, Mailbox, Status
 from diloco_jax.island.pace import Pace
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.model import Metrics
-from diloco_jax.policy.values import Phase, Version
+from diloco_jax.protocol.values import Phase, Version
 
 logger = logging.getLogger(__name__)
 

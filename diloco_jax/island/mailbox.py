@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from diloco_jax.policy.reasons import EndReason
-from diloco_jax.policy.values import Outstanding, Phase, Record, Span, Version
-from diloco_jax.wire.messages import Measures, TakeVerdict
+from diloco_jax.protocol.messages import Measures, TakeVerdict
+from diloco_jax.protocol.reasons import EndReason
+from diloco_jax.protocol.values import Outstanding, Phase, Record, Span, Version
 
 MAX_CHAIN = 8
 """Publishes of one fragment that may wait for the loop."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import threading
 import time
@@ -19,12 +20,12 @@ from pathlib import Path
 
 import msgspec
 
-from diloco_jax import environment
+from diloco_jax import environment, libtpu
 from diloco_jax.config import Config, ConfigError, shared_fields
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import parse_faults
 from diloco_jax.island.decisions import Decisions, LiveDecisions
-from diloco_jax.island.environment import prepare_environment
+from diloco_jax.island.environment import prepare_island
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts.follower import Follower
 from diloco_jax.island.hosts.following import (
@@ -51,8 +52,8 @@ from diloco_jax.island.network.inbound import Targets
 from diloco_jax.island.network.link import Link, ending_of
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.preemption import Preemption
+from diloco_jax.protocol.messages import Hello, Welcome
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
-from diloco_jax.wire.messages import Hello, Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -354,7 +355,10 @@ class Island:
 
 def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
     island = config.island(name)
-    prepare_environment(island.devices // island.hosts)
+    prepare_island(island)
+    if libtpu.VARIABLE in os.environ:
+        # libtpu ends a process whose flags it does not know: then this says which.
+        logger.info("island %s compiles with %s", name, libtpu.in_force(os.environ))
     if island.hosts == 1:
         return None
     return join_world(where, island.hosts, config.placement.time_budget_s)

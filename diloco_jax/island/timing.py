@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from diloco_jax.wire.messages import Measures
+from diloco_jax.protocol.messages import Measures
 
 MEDIAN_STEPS = 512
 LOSS_STEPS = 8

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco_jax.observability.terminal import bytes_text, duration_text
-from diloco_jax.policy.reasons import STOPPED
+from diloco_jax.protocol.reasons import STOPPED
 
 
 def closing_report(

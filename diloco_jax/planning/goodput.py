@@ -20,7 +20,7 @@ from diloco_jax.island.hosts.following import lead_of
 from diloco_jax.observability import measures
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.planning.options import Assumptions
-from diloco_jax.policy import schedule
+from diloco_jax.protocol.coordinator import schedule
 from diloco_jax.simulation.fleets.failures import FailureModel, Segment, undisturbed
 from diloco_jax.simulation.fleets.fleet import TIME_BUDGET_STEPS, Exchange, Fleet
 from diloco_jax.simulation.virtual.steps import durations

@@ -20,7 +20,7 @@ from diloco_jax.planning.goodput import Machine, expected_goodput
 from diloco_jax.planning.network import island_network
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.results import PlannedIsland, RunPlan
-from diloco_jax.policy import schedule
+from diloco_jax.protocol.coordinator import schedule
 
 SECONDS_PER_DAY = 86400
 

@@ -15,7 +15,8 @@ from typing import Any
 import grpc
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.wire import addresses, errors, frames, messages
+from diloco_jax.protocol import messages
+from diloco_jax.wire import addresses, bulk, errors, frames
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import ConnectionLost, RemoteProtocolError, WireError
 from diloco_jax.wire.reachability import explain
@@ -79,7 +80,7 @@ class Client:
         return stream
 
     def upload(
-        self, start: messages.UploadStart, payload: bytes | bytearray | memoryview
+        self, start: bulk.UploadStart, payload: bytes | bytearray | memoryview
     ) -> int:
         """Sends bytes `offset` to `offset + length` of a payload, in parallel stripes.
 
@@ -89,7 +90,7 @@ class Client:
         """
         return self._transfers.upload(start, payload)
 
-    def fetch(self, request: messages.FetchRequest, *, max_bytes: int) -> Fetched:
+    def fetch(self, request: bulk.FetchRequest, *, max_bytes: int) -> Fetched:
         """Fetches one version of a fragment whole; the request's offset and length
         are set here.
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import grpc
 
-from diloco_jax.wire import errors, messages
-from diloco_jax.wire.decoding import decoded
+from diloco_jax.protocol import messages
+from diloco_jax.wire import encoding, errors
+from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import (
     ConnectionLost,
     LocalProtocolError,
@@ -23,8 +24,8 @@ from diloco_jax.wire.threads import ByteQueue, QueueClosed
 
 logger = logging.getLogger(__name__)
 
-OUTBOX_BYTES = 4 * messages.MAX_CONTROL_BYTES
-INBOX_BYTES = 4 * messages.MAX_CONTROL_BYTES
+OUTBOX_BYTES = 4 * encoding.MAX_CONTROL_BYTES
+INBOX_BYTES = 4 * encoding.MAX_CONTROL_BYTES
 """When it is full the stream is not read on, and the coordinator's queue fills."""
 
 
@@ -75,11 +76,11 @@ class ControlStream:
         Raises LocalProtocolError if it is too large, ConnectionLost if the stream is
         dead or the coordinator reads so slowly that the queue is full.
         """
-        raw = messages.encode(message)
-        if len(raw) > messages.MAX_CONTROL_BYTES:
+        raw = encoding.encode(message)
+        if len(raw) > encoding.MAX_CONTROL_BYTES:
             raise LocalProtocolError(
                 f"{type(message).__name__} to {self._peer} has {len(raw)} bytes, the "
-                f"limit is {messages.MAX_CONTROL_BYTES}; send it in parts"
+                f"limit is {encoding.MAX_CONTROL_BYTES}; send it in parts"
             )
         try:
             stored = self._outbox.put(raw)
@@ -105,7 +106,7 @@ class ControlStream:
         if raw is None:
             return None
         message: messages.FromCoordinator = decoded(
-            messages.decode_from_coordinator, raw, self._peer
+            encoding.from_coordinator, raw, self._peer
         )
         if isinstance(message, messages.Refused):
             raise Refused(message.code, message.message)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from xxhash import xxh3_64_intdigest
 
+from diloco_jax.wire.encoding import MAX_CONTROL_BYTES
 from diloco_jax.wire.errors import RemoteProtocolError
-from diloco_jax.wire.messages import MAX_CONTROL_BYTES
 
 CHUNK_BYTES = 1 << 20
 MAGIC = b"DLC2"

@@ -20,17 +20,11 @@ from typing import Any, Protocol
 import grpc
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.policy.values import Version
-from diloco_jax.wire import addresses, decoding, errors, frames
-from diloco_jax.wire.decoding import decoded
+from diloco_jax.protocol.values import Version
+from diloco_jax.wire import addresses, encoding, errors, frames
+from diloco_jax.wire.bulk import FetchRequest, FetchStart, UploadDone, UploadStart
+from diloco_jax.wire.encoding import decoded, encode
 from diloco_jax.wire.errors import Busy, RemoteProtocolError, WireError
-from diloco_jax.wire.messages import (
-    FetchRequest,
-    FetchStart,
-    UploadDone,
-    UploadStart,
-    encode,
-)
 from diloco_jax.wire.session import ControlHandlers, Session, internal_error
 from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 from diloco_jax.wire.tls import TlsFiles
@@ -186,7 +180,7 @@ class Server:
             first = next(requests, None)
             if first is None:
                 raise RemoteProtocolError(f"{context.peer()} sent an empty upload")
-            start = decoded(decoding.upload_start, first, context.peer())
+            start = decoded(encoding.upload_start, first, context.peer())
             if not 0 <= start.offset <= start.offset + start.length <= start.total:
                 raise RemoteProtocolError(
                     f"{context.peer()} announced bytes {start.offset} to "
@@ -203,7 +197,7 @@ class Server:
 
     def _fetch(self, request: bytes, context: Any) -> Iterator[bytes]:
         with self._transfer(context) as guard:
-            wanted = decoded(decoding.fetch_request, request, context.peer())
+            wanted = decoded(encoding.fetch_request, request, context.peer())
             source = self._handlers.fetch(wanted)
             if not (0 <= wanted.offset <= source.total and wanted.length >= -1):
                 raise RemoteProtocolError(

@@ -14,14 +14,15 @@ from typing import Any, Protocol
 import grpc
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.wire import errors, messages
-from diloco_jax.wire.decoding import decoded
+from diloco_jax.protocol import messages
+from diloco_jax.wire import encoding, errors
+from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import Refused, RemoteProtocolError, WireError
 from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
 
 logger = logging.getLogger(__name__)
 
-OUTBOX_BYTES = 4 * messages.MAX_CONTROL_BYTES
+OUTBOX_BYTES = 4 * encoding.MAX_CONTROL_BYTES
 
 
 class ControlHandlers(Protocol):
@@ -61,7 +62,7 @@ class Session:
         session ends, and it may come back.
         """
         try:
-            stored = self._outbox.put(messages.encode(message))
+            stored = self._outbox.put(encoding.encode(message))
         except QueueClosed:
             return
         if not stored:
@@ -167,9 +168,7 @@ class Session:
                 handlers.disconnect(self)
 
     def _decode(self, raw: bytes) -> messages.FromIsland:
-        message: messages.FromIsland = decoded(
-            messages.decode_from_island, raw, self.peer
-        )
+        message: messages.FromIsland = decoded(encoding.from_island, raw, self.peer)
         return message
 
     def __str__(self) -> str:

@@ -15,10 +15,11 @@ import msgspec
 import numpy as np
 
 from diloco_jax.deadlines import Backoff, Deadlines
-from diloco_jax.policy.values import Version
-from diloco_jax.wire import decoding, frames
+from diloco_jax.protocol.values import Version
+from diloco_jax.wire import encoding, frames
+from diloco_jax.wire.bulk import FetchRequest, FetchStart, UploadStart
 from diloco_jax.wire.calls import CallGroup
-from diloco_jax.wire.decoding import decoded
+from diloco_jax.wire.encoding import decoded, encode
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -26,7 +27,6 @@ from diloco_jax.wire.errors import (
     RemoteProtocolError,
     VersionGone,
 )
-from diloco_jax.wire.messages import FetchRequest, FetchStart, UploadStart, encode
 from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 
 MIN_STRIPE_BYTES = 1 << 20
@@ -166,7 +166,7 @@ class Transfers:
                 if late or calls.pause(pause_s):
                     raise
             else:
-                decoded(decoding.upload_done, reply, self._peer)
+                decoded(encoding.upload_done, reply, self._peer)
                 return sent
 
     def _submit(
@@ -274,7 +274,7 @@ class _Fetch:
             if raw is None:
                 raise RemoteProtocolError(f"{self._peer} answered a fetch with nothing")
             stripe.wire_bytes += len(raw) + frames.MESSAGE_PREFIX_BYTES
-            start = decoded(decoding.fetch_start, raw, self._peer)
+            start = decoded(encoding.fetch_start, raw, self._peer)
             if self._start is None:
                 self._begin(start, stripe)
                 if on_first_answer is not None:

@@ -9,21 +9,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
-from diloco_jax.coordinator import durable
-from diloco_jax.coordinator import engine as engine_module
-from diloco_jax.coordinator.durable import RecordLog, read
-from diloco_jax.coordinator.engine import Engine
-from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator import thread as thread_module
+from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.lead import Lead
+from diloco_jax.coordinator.log import RecordLog, read
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.faults import Fault, Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, read_tape
-from diloco_jax.policy.events import DeltaArrived, Hello, Report
-from diloco_jax.policy.state import PolicyConfig, initial
-from diloco_jax.policy.values import Record, Version
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.coordinator.events import DeltaArrived, Said
+from diloco_jax.protocol.coordinator.state import PolicyConfig, initial
+from diloco_jax.protocol.messages import Hello, Report
+from diloco_jax.protocol.values import DeltaKey, Record, Version
+from diloco_jax.wire import bulk
 
 WAIT_S = 60.0
 
@@ -38,14 +39,11 @@ class Island:
         self.engine = self.inbox = self.store = None
         self._folder, self._seq = folder, 0
 
-    def send(self, island, message) -> None:
+    def tell(self, session, message) -> None:
         durable_now = [entry.record["kind"] for entry in read(self._folder, -1)]
         self.seen.append((message, durable_now))
         if isinstance(message, messages.TakeRequest) and self.answers:
             self._answer(message)
-
-    def welcomed(self, island, name) -> None:
-        """Sessions' part in a Welcome."""
 
     def connected(self) -> list[str]:
         return ["a"]
@@ -57,7 +55,7 @@ class Island:
     def _answer(self, take: messages.TakeRequest) -> None:
         self._seq += 1
         total = self.store.layouts_up[take.fragment].total_bytes
-        start = messages.UploadStart(
+        start = bulk.UploadStart(
             run_id="r",
             island="a",
             incarnation=1,
@@ -86,15 +84,9 @@ class Island:
         )
 
 
-def report(steps, *records):
-    return Report(
-        island="a",
-        session="s",
-        phase="training",
-        steps=steps,
-        step_seconds=0.1,
-        records=records,
-    )
+def report(steps, *records, island="a", session="s"):
+    message = Report(phase="training", steps=steps, step_seconds=0.1, records=records)
+    return Said(island=island, session=session, message=message)
 
 
 def hello(name, session=None):
@@ -149,7 +141,7 @@ def make_engine(tmp_path, store, island):
         log = log or RecordLog(tmp_path / "log")
         files.extend((log, Tape(tmp_path / "tape.jsonl")))
         files.append(Metrics(tmp_path))
-        engine = Engine(
+        engine = Lead(
             config,
             initial(config),
             store=store,
@@ -251,7 +243,7 @@ def test_a_merge_that_fails_is_not_forgotten_for_the_next_one(make_engine):
     for error in (ArithmeticError("no merge"), None):
         future = Future()
         future.set_exception(error) if error else future.set_result(None)
-        engine._check(future)
+        engine._holder._succeeded(future)
     with pytest.raises(ArithmeticError, match="no merge"):
         engine.run()
 
@@ -281,19 +273,19 @@ def test_a_thread_that_was_held_up_does_not_take_islands_for_silent(
     over, ahead = [], [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
     monkeypatch.setattr(clock, "time", time.time, raising=False)
-    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(thread_module, "time", clock)
     engine = make_engine(done=lambda: over)
 
     def held_up():
         for _ in range(20):
             ahead[0] += engine.config.lease_s / 2
             for name in ("c", "b"):
-                engine.post(replace(report(0), island=name, session=name))
+                engine.post(report(0, island=name, session=name))
         engine.post(None, lambda: over.append(True))
 
     for name in ("b", "c"):
         engine.post(hello(name))
-        engine.post(replace(report(0), island=name, session=name))
+        engine.post(report(0, island=name, session=name))
     engine.post(None, held_up)
     engine.run()
     tape = list(read_tape(tmp_path / "tape.jsonl"))

@@ -8,15 +8,14 @@ import threading
 
 import pytest
 
-from diloco_jax.coordinator.inbox import DeltaKey, Inbox, left_behind
+from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.payload import Box, PayloadLayout
-from diloco_jax.policy.state import Fragment, State
-from diloco_jax.policy.values import Contribution, Version
+from diloco_jax.protocol.values import DeltaKey
+from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
-from diloco_jax.wire.messages import UploadStart
 
 KEY = DeltaKey("a", 1, 0, 7)
 LATE_S = 60.0
@@ -144,11 +143,7 @@ def test_a_new_incarnation_frees_what_the_old_one_sent(inbox):
 def test_but_for_what_it_left_behind(inbox):
     put(inbox, start(tick=1), 1)
     put(inbox, start(tick=2), 2)
-    delta = Contribution(
-        island="a", incarnation=1, tick=2, start=0, end=3, tokens=3, base=Version()
-    )
-    state = State(fragments=(Fragment(index=0, left_behind=(delta,)),))
-    inbox.drop_island("a", before=2, kept=left_behind(state))
+    inbox.drop_island("a", before=2, kept={DeltaKey("a", 1, 0, 2)})
     with pytest.raises(KeyError):
         inbox.payload(DeltaKey("a", 1, 0, 1))
     assert (inbox.payload(DeltaKey("a", 1, 0, 2)) == 2).all()

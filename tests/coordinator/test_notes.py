@@ -5,7 +5,7 @@ import json
 import pytest
 
 from diloco_jax.coordinator import notes
-from diloco_jax.policy import records
+from diloco_jax.protocol import records
 
 HERE = {"environment": {"jax": "0.9"}}
 MADE_OF = {"fingerprint": "f1", "plan": "p1"}
@@ -40,12 +40,6 @@ LINES = {
         "config": {"batch_size": 4},
         **HERE,
         "peer": "ipv4:10.0.0.2:4000",
-    },
-    notes.TurnedAway: {
-        "kind": "turned_away",
-        "island": "a",
-        "code": "fenced",
-        "message": "there is a later one",
     },
     notes.Compiled: {"kind": "compiled"},
     notes.Alert: {"kind": "alert", "text": "slow"},

@@ -12,12 +12,12 @@ from etils import epath
 from diloco_jax import checkpoint
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.coordinator import origin
-from diloco_jax.coordinator.durable import DurableError, RecordLog
+from diloco_jax.coordinator.log import DurableError, RecordLog
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.observability.tape import Tape, read_tape
-from diloco_jax.policy import records
-from diloco_jax.policy.state import initial
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator.state import initial
 
 JOINED = records.Joined(
     island="a", incarnation=3, session="s", tokens_per_step=8, sequences_per_step=2

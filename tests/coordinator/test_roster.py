@@ -9,8 +9,8 @@ from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator.roster import INTERVALS_KEPT, Roster
 from diloco_jax.coordinator.summary import missing
 from diloco_jax.observability.measures import goodput
-from diloco_jax.policy.values import Record, Version
-from diloco_jax.wire.messages import Hello, Measures
+from diloco_jax.protocol.messages import Hello, Measures
+from diloco_jax.protocol.values import Record, Version
 
 
 def hello(incarnation=1, island="a", tokens_per_step=100):

@@ -18,7 +18,7 @@ from diloco_jax.config import ConfigError, Placement
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.policy.state import initial
+from diloco_jax.protocol.coordinator.state import initial
 
 PLACEMENT = Placement(snapshot_every_s=10.0)
 

@@ -23,7 +23,7 @@ from diloco_jax.core.merge import merge_deltas, rule_for
 from diloco_jax.core.outer import make_outer, outer_step
 from diloco_jax.core.payload import Box, PayloadLayout
 from diloco_jax.core.publish import apply_publish, publish
-from diloco_jax.policy.values import Contribution, Version
+from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire.errors import VersionGone
 
 

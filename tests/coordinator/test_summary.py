@@ -11,9 +11,9 @@ from diloco_jax.config import Placement, RunConfig
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.policy import policy, state
-from diloco_jax.policy.events import Hello, Report
-from diloco_jax.wire.messages import Measures
+from diloco_jax.protocol.coordinator import decide, state
+from diloco_jax.protocol.coordinator.events import Said
+from diloco_jax.protocol.messages import Hello, Measures, Report
 
 SIZES = (7, 3)
 AT = 1000.0
@@ -32,12 +32,14 @@ def run():
         tokens_per_step=10,
         sequences_per_step=1,
     )
-    report = Report(
-        island="a", session="a1", phase="training", steps=3, step_seconds=1.0
+    report = Said(
+        island="a",
+        session="a1",
+        message=Report(phase="training", steps=3, step_seconds=1.0),
     )
     now = state.initial(config)
     for event in (hello, report):
-        now, _ = policy.step(config, now, event, AT)
+        now, _ = decide.step(config, now, event, AT)
     roster = Roster()
     roster.hello(hello, AT)
     roster.report("a", Measures(steps=3, bytes_up=400, bytes_down=80), (), AT + 8)

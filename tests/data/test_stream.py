@@ -7,7 +7,7 @@ import pytest
 
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.windows import Windows
-from diloco_jax.policy.values import Span
+from diloco_jax.protocol.values import Span
 
 TEXT = np.random.default_rng(0).integers(1, 256, 5000).astype(np.uint8)
 WAIT_S = 20.0

@@ -8,8 +8,8 @@ from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.network.identity import Identity
-from diloco_jax.policy.values import Version
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire.server import Server
 
 WAIT_S = 60.0

@@ -29,7 +29,7 @@ from diloco_jax.models.attention import ATTENTION
 from diloco_jax.models.plan import build_plan
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.hlo import group_size
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 
 COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_jax.island.books import Books
-from diloco_jax.policy.values import Span, Version
+from diloco_jax.protocol.values import Span, Version
 
 V = [Version(1, n) for n in range(100)]
 

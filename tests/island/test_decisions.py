@@ -2,7 +2,7 @@
 
 from diloco_jax.island.decisions import LiveDecisions
 from diloco_jax.island.mailbox import Arrival, Mailbox
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 
 
 def arrival(fragment, number):

@@ -14,7 +14,7 @@ from diloco_jax.core.publish import apply_publish, publish
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import make_mesh, param_shardings
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 
 AXES = {
     "embedding": ("vocab", "embed"),

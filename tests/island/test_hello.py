@@ -9,7 +9,7 @@ from diloco_jax.config import Config
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.island.mailbox import Status
 from diloco_jax.island.main import Island
-from diloco_jax.policy.values import Outstanding, Version
+from diloco_jax.protocol.values import Outstanding, Version
 
 PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)
 

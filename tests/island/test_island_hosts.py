@@ -13,7 +13,7 @@ from diloco_jax.island.hosts import world as island_hosts
 from diloco_jax.island.hosts.following import Arrivals, Order, Orders, OrderThread
 from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.mailbox import Arrival, Mailbox
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 
 PATIENCE_S = 30.0
 

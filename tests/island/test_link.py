@@ -25,8 +25,8 @@ from diloco_jax.island.network.inbound import Targets
 from diloco_jax.island.network.link import Link
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.network.sender import TOLD_FROM
-from diloco_jax.policy.values import Outstanding, Record, Span, Version
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.values import Outstanding, Record, Span, Version
 from diloco_jax.wire.errors import (
     Busy,
     Refused,

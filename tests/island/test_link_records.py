@@ -7,8 +7,8 @@ from link_support import DEADLINES, WAIT_S, hello
 
 from diloco_jax.island.mailbox import Status
 from diloco_jax.island.network.link import Link
-from diloco_jax.policy.values import Record
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.values import Record
 
 
 class Streams:

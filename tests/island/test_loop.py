@@ -29,8 +29,8 @@ from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.island.timing import Timing
-from diloco_jax.policy.values import Span, Version
-from diloco_jax.wire.messages import TakeVerdict
+from diloco_jax.protocol.messages import TakeVerdict
+from diloco_jax.protocol.values import Span, Version
 
 STEPS, BATCH, LENGTH = 12, 2, 16
 TEXT = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint8)

@@ -3,8 +3,8 @@
 import numpy as np
 from link_support import WAIT_S, Coordinator, encoded, serve, wait_for_news
 
-from diloco_jax.policy.values import Version
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire.errors import Busy, Refused
 
 

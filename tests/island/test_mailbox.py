@@ -1,8 +1,8 @@
 import threading
 
 from diloco_jax.island.mailbox import MAX_CHAIN, Arrival, Mailbox, Status
-from diloco_jax.policy.values import Record, Span, Version
-from diloco_jax.wire.messages import TakeVerdict
+from diloco_jax.protocol.messages import TakeVerdict
+from diloco_jax.protocol.values import Record, Span, Version
 
 
 def publish(number, fragment=0):

@@ -16,8 +16,8 @@ from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import make_mesh, param_shardings
 from diloco_jax.island.mailbox import Arrival, Inbox
-from diloco_jax.policy.values import Version
-from diloco_jax.wire.messages import TakeVerdict
+from diloco_jax.protocol.messages import TakeVerdict
+from diloco_jax.protocol.values import Version
 
 SHAPES, AXES = {"w": (4,)}, {"w": ("embed",)}
 PLAN = plan_fragments(SHAPES, AXES, 1)

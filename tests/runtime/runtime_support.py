@@ -32,9 +32,10 @@ from diloco_jax.island.main import Island
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.policy.state import State
-from diloco_jax.policy.values import FIRST_VERSION, Record
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.values import FIRST_VERSION, Record
+from diloco_jax.wire import bulk
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.control import ControlStream
 
@@ -94,7 +95,7 @@ def coordinator(
     try:
         yield service
     finally:
-        service.engine.stop()
+        service.lead.stop()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
         if not killed:
@@ -201,9 +202,9 @@ def took(take: messages.TakeRequest, *, seq: int, steps: int) -> Record:
 
 def upload_start(
     who: messages.Hello, run_id: str, take: messages.TakeRequest, total: int
-) -> messages.UploadStart:
+) -> bulk.UploadStart:
     """Announces the whole delta of a take."""
-    return messages.UploadStart(
+    return bulk.UploadStart(
         run_id=run_id,
         island=who.island,
         incarnation=who.incarnation,
@@ -240,7 +241,7 @@ def await_state(
 ) -> None:
     """Returns once the policy's state is so."""
     deadline = time.monotonic() + patience_s
-    while not happened(state := service.engine.state):
+    while not happened(state := service.lead.state):
         assert time.monotonic() < deadline, state
         time.sleep(0.01)
 

@@ -33,8 +33,9 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.models.plan import build_plan
 from diloco_jax.models.transformer import build
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.policy.values import Record, Version
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.values import Record, Version
+from diloco_jax.wire import bulk
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import Busy, ConnectionLost, Refused, WireError
@@ -133,8 +134,8 @@ def plan_of(config: Config) -> Any:
 
 def announced(
     who: messages.Hello, fragment: int, version: Version | None, total: int
-) -> messages.UploadStart:
-    return messages.UploadStart(
+) -> bulk.UploadStart:
+    return bulk.UploadStart(
         run_id=RUN_ID,
         island=who.island,
         incarnation=who.incarnation,
@@ -207,7 +208,7 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
         thread = threading.Thread(target=service.run, daemon=True)
         thread.start()
         try:
-            early = messages.FetchRequest(
+            early = bulk.FetchRequest(
                 run_id=RUN_ID,
                 island="a",
                 incarnation=1,
@@ -249,12 +250,12 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
             ):
                 other.open_control(later)
         finally:
-            service.engine.stop()
+            service.lead.stop()
             thread.join(PATIENCE_S)
     survivor = Coordinator(config, workdir, init=False)
     with contextlib.closing(survivor):
         survivor.start()
-        state = survivor.engine.state
+        state = survivor.lead.state
         assert [f.version for f in state.fragments] == [Version(2, 4), Version(2, 5)]
         assert {f.accounts["a"].carried_tokens for f in state.fragments} == {
             8 * a.tokens_per_step

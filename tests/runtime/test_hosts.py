@@ -43,7 +43,7 @@ from diloco_jax.island.device.mesh import param_spec
 from diloco_jax.models import transformer
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
 
 pytestmark = pytest.mark.dist
 

@@ -28,7 +28,7 @@ from diloco_jax.config import Config
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.island import main
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
 
 
 class Other:

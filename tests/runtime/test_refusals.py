@@ -35,8 +35,9 @@ from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.island.main import Island
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.policy.values import FIRST_VERSION, Record
-from diloco_jax.wire import frames, messages
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.values import FIRST_VERSION, Record
+from diloco_jax.wire import bulk, encoding, frames
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import (
@@ -60,7 +61,7 @@ class Served(NamedTuple):
 
     def books(self) -> object:
         """All that a refusal must leave as it is."""
-        state = self.service.engine.state
+        state = self.service.lead.state
         return (
             state.tick,
             {n: (i.incarnation, i.session) for n, i in state.islands.items()},
@@ -209,14 +210,14 @@ UNASKED = messages.TakeRequest(fragment=0, tick=10_000)
 
 
 @pytest.fixture
-def start(undisturbed) -> messages.UploadStart:
+def start(undisturbed) -> bulk.UploadStart:
     """Of a delta that nobody asked for: harmless, if nothing is wrong with it."""
     run_id = undisturbed.service.policy_config.run_id
     total = undisturbed.service.store.layouts_up[0].total_bytes
     return upload_start(undisturbed.hello, run_id, UNASKED, total)
 
 
-def changed(start: messages.UploadStart, **fields) -> messages.UploadStart:
+def changed(start: bulk.UploadStart, **fields) -> bulk.UploadStart:
     return msgspec.structs.replace(start, **fields)
 
 
@@ -265,7 +266,7 @@ def test_a_corrupted_chunk_is_refused_and_may_be_sent_again(undisturbed, start):
     address = undisturbed.service.address
     frame = bytearray(next(frames.chunks(memoryview(bytes(start.total)))))
     frame[-1] ^= 1
-    error = raw_upload(address, messages.encode(start), bytes(frame))
+    error = raw_upload(address, encoding.encode(start), bytes(frame))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert re.search(
         r"at byte 0 is damaged: checksum (\w{16}), expected (?!\1)\w{16}; send the "
@@ -279,7 +280,7 @@ def test_a_corrupted_chunk_is_refused_and_may_be_sent_again(undisturbed, start):
 def test_an_oversized_message_is_refused(undisturbed, start):
     address = undisturbed.service.address
     size = frames.MAX_MESSAGE_BYTES + 1
-    error = from_rpc(raw_upload(address, messages.encode(start), bytes(size)), address)
+    error = from_rpc(raw_upload(address, encoding.encode(start), bytes(size)), address)
     assert isinstance(error, LocalProtocolError)
     for text in ("larger than max", f"{size}", f"{size - 1}", "same version of diloco"):
         assert text in str(error)
@@ -365,7 +366,7 @@ def test_wrong_and_missing_certificates_are_refused_at_both_ends(text, tmp_path)
             assert shown in str(refused.value)
         stream.send(report(0))
         await_message(stream, messages.Progress)
-        assert set(service.engine.state.islands) == {"a"}
+        assert set(service.lead.state.islands) == {"a"}
 
 
 def diloco(*arguments: str) -> subprocess.CompletedProcess[str]:

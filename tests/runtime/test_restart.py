@@ -18,7 +18,7 @@ from runtime_support import (
 
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
 
 
 def encoded_delta(store, fragment: int) -> bytes:

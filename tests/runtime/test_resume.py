@@ -108,7 +108,7 @@ def resumed(text, tmp_path_factory) -> Resumed:
     shutil.copytree(workdir, folder / "copy")
     with coordinator(config, folder / "copy", init=False, killed=True) as service:
         digest = service.store.digest()
-        versions = [list(f.version) for f in service.engine.state.fragments]
+        versions = [list(f.version) for f in service.lead.state.fragments]
     others = {
         # About 50 steps to the end: whichever begins first, the other is in time.
         "a": IslandConfig(batch_size=64, hosts=2, mesh_fsdp=2, step_seconds=0.5),

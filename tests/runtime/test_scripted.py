@@ -6,7 +6,7 @@ import pytest
 from scripted import ScriptedDecisions, ScriptError
 
 from diloco_jax.island.mailbox import Arrival, Mailbox
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 
 
 def scripted(mailbox, *, cycle=4, fragments=2, overlap=1, patience_s=10.0):

@@ -16,7 +16,7 @@ from diloco_jax import cli
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.observability.tape import Tape, read_tape
-from diloco_jax.policy import records
+from diloco_jax.protocol import records
 from diloco_jax.simulation.calibration.command import calibrate_command, fitted
 from diloco_jax.simulation.calibration.fit import calibrate
 from diloco_jax.simulation.calibration.observed import read_timeline

@@ -31,6 +31,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.windows import Windows
+from diloco_jax.protocol.coordinator.events import Alert
 from diloco_jax.simulation.emulation import attendance
 from diloco_jax.simulation.emulation.bodies import TrainedBody
 from diloco_jax.simulation.virtual.line import LineSpeed
@@ -227,7 +228,7 @@ def test_alerts_are_as_many_as_a_runs_and_name_absent_islands(
     class Alerting(World):
         def run(self, until: float = float("inf")) -> None:
             for number in range(25):
-                self.coordinator.alert(f"{number}")
+                self.coordinator.carry_out(Alert(text=f"{number}"))
             super().run(until)
 
     monkeypatch.setattr("diloco_jax.simulation.emulation.emulate.World", Alerting)

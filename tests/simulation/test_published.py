@@ -7,7 +7,7 @@ import pytest
 
 from diloco_jax.config import Config, IslandConfig
 from diloco_jax.coordinator.store import Merged
-from diloco_jax.policy.values import Record, Version
+from diloco_jax.protocol.values import Record, Version
 from diloco_jax.simulation.replay.published import Published
 from diloco_jax.simulation.replay.recording import (
     Life,

@@ -22,7 +22,7 @@ from diloco_jax.config import (
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.models import transformer
-from diloco_jax.policy.values import Contribution, Record, Version
+from diloco_jax.protocol.values import Contribution, Record, Version
 from diloco_jax.simulation.replay import replay
 from diloco_jax.simulation.replay.recording import (
     SAME_BITS,

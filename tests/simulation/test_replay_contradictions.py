@@ -24,8 +24,8 @@ from written_tape import (
 from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.policy import records
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol import records
+from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.replay.tape import read_recording
 
 

@@ -20,11 +20,11 @@ from diloco_jax.island.mailbox import Arrival, Inbox
 from diloco_jax.island.pace import Pace
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.policy.values import Span, Version
+from diloco_jax.protocol.messages import TakeVerdict
+from diloco_jax.protocol.values import Span, Version
 from diloco_jax.simulation.replay.island import ReplayedIsland
 from diloco_jax.simulation.replay.recording import Life, Who, Written
 from diloco_jax.simulation.replay.worker import Copies
-from diloco_jax.wire.messages import TakeVerdict
 
 ISLAND = IslandConfig(batch_size=2)
 RUN = RunConfig(

@@ -9,7 +9,7 @@ from written_tape import CONFIG, TAPE, altered, life, merged, of_island, write
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.replay.recording import Who
 from diloco_jax.simulation.replay.tape import read_recording
 

@@ -26,8 +26,8 @@ from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.files import write_json
 from diloco_jax.observability.tape import Tape
-from diloco_jax.policy import records
-from diloco_jax.policy.events import Effect, Merge, Note, Persist
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator.events import Effect, Merge, Note, Persist
 from diloco_jax.simulation.calibration import prediction
 from diloco_jax.simulation.calibration.fit import Calibration, Fitted, Steps
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator

@@ -10,8 +10,9 @@ import pytest
 from wire_support import BUDGET_S, WAIT_S, deadlines, hello, report
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.policy.values import Version
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.values import Version
+from diloco_jax.wire import encoding
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -83,12 +84,12 @@ def test_refusal_in_mid_session_comes_after_what_was_queued(serve, connect, hand
     ("raw", "cause"),
     [
         (b"\xc1", "cannot be understood"),
-        (messages.encode({"type": "Nonsense"}), "Nonsense"),
-        (messages.encode({"type": "Hello", "island": 7}), "Hello|island|field"),
-        (messages.encode(report(1)), "is Report, expected Hello"),
-        (messages.encode(hello(sequences_per_step=2**60)), "sequences_per_step"),
-        (messages.encode(hello(step_seconds=float("inf"))), "step_seconds"),
-        (messages.encode(hello(next_position=-1)), "next_position"),
+        (encoding.encode({"type": "Nonsense"}), "Nonsense"),
+        (encoding.encode({"type": "Hello", "island": 7}), "Hello|island|field"),
+        (encoding.encode(report(1)), "is Report, expected Hello"),
+        (encoding.encode(hello(sequences_per_step=2**60)), "sequences_per_step"),
+        (encoding.encode(hello(step_seconds=float("inf"))), "step_seconds"),
+        (encoding.encode(hello(next_position=-1)), "next_position"),
     ],
 )
 def test_a_broken_peer_is_told_and_disturbs_nobody(
@@ -131,13 +132,13 @@ def test_oversized_control_message_is_refused_here_and_there(
 ):
     _, address = serve()
     stream = connect(address).open_control(hello())
-    text = "x" * messages.MAX_CONTROL_BYTES
+    text = "x" * encoding.MAX_CONTROL_BYTES
     too_large = messages.Goodbye(reason="failed", text=text)
     with pytest.raises(LocalProtocolError, match=r"Goodbye.*4194304"):
         stream.send(too_large)
     call = raw_channel(address).stream_stream("/diloco.Coordinator/Control")
     with pytest.raises(grpc.RpcError) as error:
-        list(call(iter([messages.encode(too_large)]), timeout=WAIT_S))
+        list(call(iter([encoding.encode(too_large)]), timeout=WAIT_S))
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     stream.send(report(1))
 
@@ -148,7 +149,7 @@ def test_peer_that_does_not_read_is_put_out_and_memory_stays_bounded(
     _, address = serve(deadlines=Deadlines(10 * WAIT_S))
     open_end = threading.Event()
     call = raw_channel(address).stream_stream("/diloco.Coordinator/Control")(
-        (part for part in [messages.encode(hello()), None] if part or open_end.wait()),
+        (part for part in [encoding.encode(hello()), None] if part or open_end.wait()),
         timeout=10 * WAIT_S,
     )
     _, session = handlers.next("connect")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from wire_support import WAIT_S, deadlines, fetch_request, hello, report, upload_start
 
-from diloco_jax.policy.values import Version
-from diloco_jax.wire import frames, messages
+from diloco_jax.protocol.values import Version
+from diloco_jax.wire import encoding, frames
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -110,7 +110,7 @@ def test_broken_chunk_is_refused_and_others_go_on(
     frame = damage(next(frames.chunks(memoryview(payload))))
     call = raw_channel(address).stream_unary("/diloco.Coordinator/Upload")
     with pytest.raises(grpc.RpcError, match=cause) as error:
-        call(iter([messages.encode(upload_start(1000)), frame]), timeout=WAIT_S)
+        call(iter([encoding.encode(upload_start(1000)), frame]), timeout=WAIT_S)
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert handlers.next("abort") == (0,)
     stream.send(report(1))
@@ -124,9 +124,9 @@ def test_broken_chunk_is_refused_and_others_go_on(
     [
         ([], "empty upload"),
         ([b"\xc1"], "cannot be understood"),
-        ([messages.encode(upload_start(10, offset=5))], "bytes 5 to 15 of .* 10"),
-        ([messages.encode(upload_start(10, length=-1))], "bytes 0 to -1"),
-        ([messages.encode(upload_start(10))], "announced 10 bytes and sent 0"),
+        ([encoding.encode(upload_start(10, offset=5))], "bytes 5 to 15 of .* 10"),
+        ([encoding.encode(upload_start(10, length=-1))], "bytes 0 to -1"),
+        ([encoding.encode(upload_start(10))], "announced 10 bytes and sent 0"),
     ],
 )
 def test_upload_that_does_not_add_up(serve, raw_channel, parts, cause):
@@ -142,7 +142,7 @@ def test_oversized_message_is_refused_before_it_is_read(serve, raw_channel, hand
     huge = bytes(frames.MAX_MESSAGE_BYTES + 1)
     with pytest.raises(grpc.RpcError) as error:
         call(
-            iter([messages.encode(upload_start(len(huge))), huge]),
+            iter([encoding.encode(upload_start(len(huge))), huge]),
             timeout=WAIT_S,
         )
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -292,7 +292,7 @@ def test_server_breaks_off_a_stalled_upload(
     begin = handlers.upload_begin
     monkeypatch.setattr(handlers, "upload_begin", lambda s: begun.set() or begin(s))
     call = raw_channel(address).stream_unary("/diloco.Coordinator/Upload")
-    first = messages.encode(upload_start(10))
+    first = encoding.encode(upload_start(10))
     upload = call.future((p for p in (first, None) if p or never.wait()), WAIT_S)
     assert begun.wait(WAIT_S)
     clock.now += 0.1

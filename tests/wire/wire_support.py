@@ -7,8 +7,9 @@ import threading
 from typing import Any
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.policy.values import Version
-from diloco_jax.wire import messages
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.values import Version
+from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import VersionGone, WireError
 from diloco_jax.wire.server import FetchSource, Session
 
@@ -44,7 +45,7 @@ def hello(island: str = "a", **changes: Any) -> messages.Hello:
     return messages.Hello(**(fields | changes))
 
 
-def upload_start(total: int, **changes: Any) -> messages.UploadStart:
+def upload_start(total: int, **changes: Any) -> bulk.UploadStart:
     fields: dict[str, Any] = {
         "run_id": "r",
         "island": "a",
@@ -56,10 +57,10 @@ def upload_start(total: int, **changes: Any) -> messages.UploadStart:
         "length": total,
         "total": total,
     }
-    return messages.UploadStart(**(fields | changes))
+    return bulk.UploadStart(**(fields | changes))
 
 
-def fetch_request(**changes: Any) -> messages.FetchRequest:
+def fetch_request(**changes: Any) -> bulk.FetchRequest:
     fields: dict[str, Any] = {
         "run_id": "r",
         "island": "a",
@@ -69,7 +70,7 @@ def fetch_request(**changes: Any) -> messages.FetchRequest:
         "want": Version(1, 5),
         "have": None,
     }
-    return messages.FetchRequest(**(fields | changes))
+    return bulk.FetchRequest(**(fields | changes))
 
 
 def report(steps: int) -> messages.Report:
@@ -87,7 +88,7 @@ class Recorder:
         """Served after `published`."""
         self.version = Version(1, 5)
         self.refusal: WireError | None = None
-        self.requests: list[messages.FetchRequest] = []
+        self.requests: list[bulk.FetchRequest] = []
         self._lock = threading.Lock()
         self._complete = 0
 
@@ -107,7 +108,7 @@ class Recorder:
     def disconnect(self, session: Session) -> None:
         self.events.put(("disconnect", session.hello.island, session))
 
-    def upload_begin(self, start: messages.UploadStart) -> memoryview:
+    def upload_begin(self, start: bulk.UploadStart) -> memoryview:
         if self.refusal:
             raise self.refusal
         with self._lock:
@@ -115,17 +116,17 @@ class Recorder:
                 self.stored = bytearray(start.total)
         return memoryview(self.stored)[start.offset : start.offset + start.length]
 
-    def upload_end(self, start: messages.UploadStart, place: memoryview) -> bool:
+    def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
         with self._lock:
             self._complete += start.length
             complete = self._complete == start.total
         self.events.put(("stripe", start.offset, start.length))
         return complete
 
-    def upload_abort(self, start: messages.UploadStart) -> None:
+    def upload_abort(self, start: bulk.UploadStart) -> None:
         self.events.put(("abort", start.offset))
 
-    def fetch(self, request: messages.FetchRequest) -> FetchSource:
+    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         self.requests.append(request)
         if request.want != self.version:
             raise VersionGone(f"want {request.want}, have {self.version}")

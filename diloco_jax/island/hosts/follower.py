@@ -28,7 +28,7 @@ from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Ending
 from diloco_jax.island.network.identity import Identity
 from diloco_jax.models.plan import other_model
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire.errors import Refused
 
 logger = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.decisions import Ahead, Decisions
 from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.mailbox import Arrival, Ending, Inbox, Mailbox
-from diloco_jax.policy.values import Span, Version
+from diloco_jax.protocol.messages import TakeVerdict
+from diloco_jax.protocol.values import Span, Version
 from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireError
-from diloco_jax.wire.messages import TakeVerdict
 
 logger = logging.getLogger(__name__)
 

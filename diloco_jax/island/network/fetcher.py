@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.mailbox import MAX_CHAIN, Arrival, Mailbox
 from diloco_jax.island.network.identity import Identity
-from diloco_jax.policy.values import Version
-from diloco_jax.wire.messages import FetchRequest
+from diloco_jax.protocol.values import Version
+from diloco_jax.wire.bulk import FetchRequest
 
 
 class Fetches(Protocol):

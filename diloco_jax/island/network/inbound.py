@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.policy.values import Span, Version
-from diloco_jax.wire.messages import (
+from diloco_jax.protocol.messages import (
     AnchorRequest,
     Finished,
     FromCoordinator,
@@ -20,6 +19,7 @@ from diloco_jax.wire.messages import (
     TakeRequest,
     TakeVerdict,
 )
+from diloco_jax.protocol.values import Span, Version
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.island.hosts.following import Order, Orders
 from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.island.network.fetcher import Fetcher
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire.errors import Refused, VersionGone, WireError
 
 logger = logging.getLogger(__name__)

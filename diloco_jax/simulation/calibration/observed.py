@@ -19,9 +19,9 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.observability.tape import NOT_A_RECORD, TapeError, brief, read_tape
-from diloco_jax.policy import records
-from diloco_jax.policy.reasons import STOPPED
-from diloco_jax.policy.values import Record, Version
+from diloco_jax.protocol import records
+from diloco_jax.protocol.reasons import STOPPED
+from diloco_jax.protocol.values import Record, Version
 from diloco_jax.simulation.replay.recording import read_begun, refuse_term
 from diloco_jax.workdir import read_config, read_facts, read_summary
 

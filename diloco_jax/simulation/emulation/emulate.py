@@ -27,8 +27,7 @@ from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.resolving import resolve
 from diloco_jax.config.validation import require_section
 from diloco_jax.coordinator import summary
-from diloco_jax.coordinator.engine import ALERTS_KEPT
-from diloco_jax.coordinator.inbox import DeltaKey
+from diloco_jax.coordinator.journal import ALERTS_KEPT
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.core.fragments import Params
@@ -43,7 +42,8 @@ from diloco_jax.island.evaluate import Evaluator, evaluate_all
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.report import closing_report
 from diloco_jax.observability.terminal import Dashboard
-from diloco_jax.policy.events import Merge
+from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.simulation.emulation import history
 from diloco_jax.simulation.emulation.attendance import Attendance
 from diloco_jax.simulation.emulation.bodies import StoreMerging, TrainedBody, trainer_of

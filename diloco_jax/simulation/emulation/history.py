@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 import numpy as np
 
 from diloco_jax.island.timing import LOSS_STEPS
-from diloco_jax.wire.messages import Measures
+from diloco_jax.protocol.messages import Measures
 
 if TYPE_CHECKING:
     import pandas

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from diloco_jax.coordinator import durable
-from diloco_jax.policy.state import State
+from diloco_jax.coordinator import log as durable
+from diloco_jax.protocol.coordinator.state import State
 
 SNAPSHOTS_KEPT = 2
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from diloco_jax.policy.records import (
+from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.records import (
     Durable,
     Joined,
 )
-from diloco_jax.policy.state import PolicyConfig
 from diloco_jax.simulation.faults import safe_books, safe_merges, safe_versions
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from diloco_jax.policy.events import Timer
+from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.simulation.faults.fault import Fault, Restart
 from diloco_jax.simulation.faults.network import Way
 
@@ -238,7 +238,7 @@ class ClockJump(Fault, frozen=True):
         if world.coordinator is None:
             return False
         world.coordinator.clock_offset += self.forward_s
-        world.coordinator.step(Timer())
+        world.coordinator.hear(Timer())
         return world.begun(self, 0.0)
 
 

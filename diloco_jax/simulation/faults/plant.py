@@ -17,22 +17,23 @@ from diloco_jax.config import ConfigError, suggest
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.island.books import Books
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.policy import (
+from diloco_jax.protocol.coordinator import (
     admission,
-    fragment,
-    gathering,
+    decide,
+    fragments,
+    leases,
     ledger,
-    membership,
-    policy,
+    members,
     recovery,
     schedule,
-    shares,
     takes,
 )
-from diloco_jax.policy.events import Note, Persist, Progress
-from diloco_jax.policy.records import Merged
-from diloco_jax.policy.state import with_fragment
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
+from diloco_jax.protocol.coordinator.state import with_fragment
+from diloco_jax.protocol.messages import Progress
+from diloco_jax.protocol.new_term import gathering
+from diloco_jax.protocol.records import Merged
+from diloco_jax.protocol.values import Version
 
 
 class Plant(NamedTuple):
@@ -116,7 +117,10 @@ def _tells_what_it_counts_now(report: Callable[..., Any]) -> Callable[..., Any]:
         state, effects = report(config, *arguments)
         tokens = ledger.progress_tokens(config, state)
         return state, [
-            replace(e, tokens=tokens) if isinstance(e, Progress) else e for e in effects
+            replace(e, message=replace(e.message, tokens=tokens))
+            if isinstance(e, Tell) and isinstance(e.message, Progress)
+            else e
+            for e in effects
         ]
 
     return broken
@@ -181,7 +185,7 @@ def _writes_last(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asks_once(ask_again: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda f, name: (f, [])
+    return lambda f, fleet, name: (f, [])
 
 
 def _leaves_a_gap(regrant: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,25 +221,23 @@ PLANTS = {
     "takes_stay_after_a_merge": Plant("merged_once", ledger, "book", _keeps_the_take),
     "merged_deltas_are_kept": Plant("kept", Books, "adopt", _keeps_what_is_merged),
     "a_step_is_left_out": Plant("deltas", takes, "known", _loses_a_step),
-    "one_less_than_quorum": Plant("quorum", fragment, "settle", _needs_one_less),
-    "takes_are_not_on_the_tape": Plant("recorded", policy, "_record", _tapes_no_takes),
+    "one_less_than_quorum": Plant("quorum", fragments, "settle", _needs_one_less),
+    "takes_are_not_on_the_tape": Plant("recorded", decide, "_record", _tapes_no_takes),
     "adoptions_are_not_on_the_tape": Plant(
-        "recorded", policy, "_record", _tapes_no_adoptions
+        "recorded", decide, "_record", _tapes_no_adoptions
     ),
     "fenced_ones_come_in": Plant("fenced", admission, "refusal", _lets_everyone_in),
-    "the_dead_leave_deltas": Plant(
-        "fenced", membership, "end", _keeps_what_the_dead_sent
-    ),
+    "the_dead_leave_deltas": Plant("fenced", members, "end", _keeps_what_the_dead_sent),
     "stale_deltas_are_merged": Plant(
         "stale", takes, "refuse_if_stale", _refuses_nothing
     ),
     "tokens_count_twice": Plant("ledger", ledger, "book", _counts_twice),
-    "progress_goes_back": Plant("ledger", policy, "_report", _tells_what_it_counts_now),
+    "progress_goes_back": Plant("ledger", decide, "_report", _tells_what_it_counts_now),
     "data_is_used_backwards": Plant("data", LeasedPositions, "draw", _draws_backwards),
-    "merged_data_is_free": Plant("data", shares, "release", _frees_all_data),
-    "the_log_is_written_last": Plant("durable", policy, "step", _writes_last),
-    "takes_are_asked_for_once": Plant("liveness", membership, "_ask_again", _asks_once),
-    "grants_have_a_gap": Plant("unbroken", shares, "regrant", _leaves_a_gap),
+    "merged_data_is_free": Plant("data", leases, "release", _frees_all_data),
+    "the_log_is_written_last": Plant("durable", decide, "step", _writes_last),
+    "takes_are_asked_for_once": Plant("liveness", members, "_ask_again", _asks_once),
+    "grants_have_a_gap": Plant("unbroken", leases, "regrant", _leaves_a_gap),
 }
 
 

@@ -23,7 +23,7 @@ from diloco_jax.config.fields import (
 )
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.choices import AdoptRule
-from diloco_jax.policy.state import PolicyConfig
+from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
 

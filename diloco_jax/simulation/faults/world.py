@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 from collections import Counter
 
-from diloco_jax.coordinator.inbox import left_behind
-from diloco_jax.policy import records, recovery
-from diloco_jax.policy.gathering import LEASES_AWAITED
-from diloco_jax.policy.state import initial
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator import recovery
+from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import Anchors, first_anchors, loaded
 from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
@@ -166,7 +166,7 @@ class World(Links):
             self.clock,
             state,
             merging,
-            functools.partial(self._persist, merging),
+            persist=functools.partial(self._persist, merging),
             merge_seconds=lambda merge: self.schedule.merge_s,
             clock_offset=clock_s - self.clock.now,
             monitor=self.monitor,
@@ -230,11 +230,6 @@ class World(Links):
         self.monitor.persisted(record)
         if isinstance(record, records.Merged):
             self.merges[record.fragment] += 1
-        elif isinstance(record, records.Joined):
-            assert self.coordinator is not None
-            merging.drop_island(
-                record.island, record.incarnation, left_behind(self.coordinator.state)
-            )
 
     def crash_coordinator(self, restart: Restart) -> None:
         """It dies; every connection breaks."""
@@ -293,7 +288,7 @@ class World(Links):
         if coordinator is None:
             return
         number, state = self.disk.rotate(), coordinator.state
-        anchors = tuple(coordinator.merging.anchors)
+        anchors = tuple(coordinator.anchors.anchors)
         if self._snapshot_failures:
             self.begun(self._snapshot_failures.pop(), 0.0)
             return

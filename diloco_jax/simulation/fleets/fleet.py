@@ -28,8 +28,8 @@ from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.choices import CodecName
 from diloco_jax.core.codec import Codec
 from diloco_jax.observability.measures import IslandMeasure, participation
-from diloco_jax.policy import ledger
-from diloco_jax.policy.state import Fragment, State
+from diloco_jax.protocol.coordinator import ledger
+from diloco_jax.protocol.coordinator.state import Fragment, State
 from diloco_jax.simulation.fleets.checks import (
     FRAGMENTS,
     GBIT_PER_S,

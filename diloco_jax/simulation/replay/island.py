@@ -20,12 +20,12 @@ from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.mailbox import Arrival, Inbox
 from diloco_jax.island.pace import Pace
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.policy.reasons import NON_FINITE
-from diloco_jax.policy.values import Record, Span, Verdict, Version
+from diloco_jax.protocol.messages import TakeVerdict
+from diloco_jax.protocol.reasons import NON_FINITE
+from diloco_jax.protocol.values import Record, Span, Verdict, Version
 from diloco_jax.simulation.replay.pipe import Begin, RemoteReplica, Worker
 from diloco_jax.simulation.replay.published import Published
 from diloco_jax.simulation.replay.recording import Life
-from diloco_jax.wire.messages import TakeVerdict
 
 
 class ReplayedIsland:

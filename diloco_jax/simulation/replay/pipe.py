@@ -23,7 +23,7 @@ from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.coordinator.notes import Environment
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.policy.values import Version
+from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.replay.recording import Who, environment_like
 
 STDERR = 2

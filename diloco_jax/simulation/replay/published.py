@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from diloco_jax.coordinator.store import Arrays, Merged
-from diloco_jax.policy.values import FIRST_VERSION, Version
+from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.simulation.replay.recording import Life, Recording
 
 Key = tuple[int, Version]

@@ -16,8 +16,8 @@ from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.fields import Bound
 from diloco_jax.coordinator.notes import Begun, Environment
 from diloco_jax.observability.tape import TapeError, brief
-from diloco_jax.policy.records import from_tape
-from diloco_jax.policy.values import Contribution, Record, Version
+from diloco_jax.protocol.records import from_tape
+from diloco_jax.protocol.values import Contribution, Record, Version
 
 SAME_BITS = (
     "diloco_jax",

@@ -38,7 +38,7 @@ from diloco_jax.files import require_writable
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.policy.values import FIRST_VERSION
+from diloco_jax.protocol.values import FIRST_VERSION
 from diloco_jax.simulation.replay.island import ReplayedIsland
 from diloco_jax.simulation.replay.pipe import Worker
 from diloco_jax.simulation.replay.published import Published

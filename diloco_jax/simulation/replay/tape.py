@@ -20,8 +20,8 @@ from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.coordinator import notes
 from diloco_jax.observability.tape import TapeError, brief, read_tape
-from diloco_jax.policy import records
-from diloco_jax.policy.values import FIRST_VERSION, Span, Version
+from diloco_jax.protocol import records
+from diloco_jax.protocol.values import FIRST_VERSION, Span, Version
 from diloco_jax.simulation.replay.recording import (
     Life,
     RecordedMerge,

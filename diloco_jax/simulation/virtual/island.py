@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.config import RunConfig
-from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.island.books import Books
 from diloco_jax.island.boundary import Boundary
@@ -20,15 +19,22 @@ from diloco_jax.island.decisions import Ahead, LiveDecisions
 from diloco_jax.island.mailbox import Arrival, Mailbox, Status
 from diloco_jax.island.network.inbound import Inbound, Targets
 from diloco_jax.island.pace import Pace
-from diloco_jax.policy.events import Goodbye, Hello, Report
-from diloco_jax.policy.reasons import EndReason
-from diloco_jax.policy.values import Phase, Version
+from diloco_jax.protocol.coordinator.events import Said
+from diloco_jax.protocol.messages import (
+    FromCoordinator,
+    Goodbye,
+    Hello,
+    Progress,
+    Report,
+    Welcome,
+)
+from diloco_jax.protocol.reasons import EndReason
+from diloco_jax.protocol.values import DeltaKey, Phase, Version
 from diloco_jax.simulation.virtual.body import Body
 from diloco_jax.simulation.virtual.clock import Clock, Due
 from diloco_jax.simulation.virtual.connection import Connection, Service
 from diloco_jax.simulation.virtual.line import Line
 from diloco_jax.simulation.virtual.merging import Fetched
-from diloco_jax.wire.messages import FromCoordinator, Progress, Welcome
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +132,9 @@ class VirtualIsland:
             sequences_granted=self._inbound.granted,
             records_through=status.records_through,
             term=self._term,
+            versions=status.versions,
+            tokens=status.tokens,
+            next_position=status.next_position,
             lead=self.spec.lead,
         )
         self.peer = peer = Connection(self, line, status)
@@ -161,10 +170,8 @@ class VirtualIsland:
         line, coordinator = self.line, self._coordinator
         self._report()
         if line is not None and coordinator is not None:
-            goodbye = Goodbye(
-                island=self.name, session=self.session, reason=reason, said=reason
-            )
-            line.send_up(lambda: coordinator.step(goodbye))
+            goodbye = Goodbye(reason=reason, text=reason)
+            line.send_up(lambda: coordinator.hear(self._said_now(goodbye)))
         self.ended = reason
         if self._next is not None:
             self._next.cancel()
@@ -366,14 +373,15 @@ class VirtualIsland:
             self._sent_through = records[-1].seq
         self._said, self._said_at = (status.phase, status.steps), self._clock.now
         report = Report(
-            island=self.name,
-            session=self.session,
             phase=status.phase,
             steps=status.steps,
             step_seconds=self._last_step_seconds,
             records=records,
         )
-        line.send_up(lambda: coordinator.step(report))
+        line.send_up(lambda: coordinator.hear(self._said_now(report)))
+
+    def _said_now(self, message: Report | Goodbye) -> Said:
+        return Said(island=self.name, session=self.session, message=message)
 
     def _beat(self) -> None:
         """Rings less often than it could: it is set anew only when it has rung."""

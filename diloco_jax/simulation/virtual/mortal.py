@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from diloco_jax.cluster.restarts import crashes_in_a_row
 from diloco_jax.config import RunConfig
-from diloco_jax.policy import recovery
-from diloco_jax.policy.events import Merge
-from diloco_jax.policy.records import Durable, Merged
-from diloco_jax.policy.restarts import crashes_in_a_row
-from diloco_jax.policy.state import PolicyConfig, initial
+from diloco_jax.protocol.coordinator import recovery
+from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.coordinator.state import PolicyConfig, initial
+from diloco_jax.protocol.records import Durable, Merged
 from diloco_jax.simulation.virtual.body import Body
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 from diloco_jax.simulation.virtual.island import VirtualIsland

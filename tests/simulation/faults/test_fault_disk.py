@@ -2,8 +2,8 @@
 
 import pytest
 
-from diloco_jax.coordinator.durable import DurableError
-from diloco_jax.policy.state import State
+from diloco_jax.coordinator.log import DurableError
+from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
 
 

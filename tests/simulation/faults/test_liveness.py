@@ -4,7 +4,7 @@ from unittest import mock
 
 from msgspec.structs import replace
 
-from diloco_jax.policy import ledger
+from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.draw import draw
 from diloco_jax.simulation.faults.play import play

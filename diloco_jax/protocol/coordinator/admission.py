@@ -1,0 +1,75 @@
+"""Who is let in, and what the others are told.
+
+An island comes in as a new incarnation, as one that was there before, or as one that
+was there before the coordinator lost its state.
+"""
+
+from __future__ import annotations
+
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.messages import Hello, Refused
+
+
+def refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
+    """Why an island may not come in; None if it may."""
+    code = message = ""
+    known = state.islands.get(event.island)
+    resumes = known is not None and known.incarnation == event.incarnation
+    term = state.fragments[0].version.term
+    if event.run_id not in ("", config.run_id):
+        code = "run_id"
+        message = (
+            f"this coordinator serves run {config.run_id}, the island belongs to run "
+            f"{event.run_id}; check the coordinator's address, or start the island "
+            f"again"
+        )
+    elif event.fingerprint != config.fingerprint:
+        code = "config"
+        message = (
+            f"the run's config has fingerprint {config.fingerprint}, the island's "
+            f"{event.fingerprint}; start it with the run's config.json"
+        )
+    elif known is not None and event.incarnation < known.incarnation:
+        code = "fenced"
+        message = (
+            f"island {event.island!r} is incarnation {known.incarnation} now, this "
+            f"is {event.incarnation}; stop this process"
+        )
+    elif state.phase == "done" or (
+        state.phase != "running" and not resumes and not is_carrying(state, event)
+    ):
+        code = "finished"
+        message = (
+            f"the run is {state.phase}: it has its {config.total_tokens} tokens; for "
+            f"more, begin a new run with higher total_tokens"
+        )
+    elif known is not None and resumes:
+        if known.status == "gone":
+            code = "fenced"
+            message = (
+                f"incarnation {event.incarnation} of island {event.island!r} has "
+                f"ended; start it again with incarnation {event.incarnation + 1}"
+            )
+        elif known.session != event.session:
+            code = "name_in_use"
+            message = (
+                f"the name {event.island!r} is in use by another process with the "
+                f"same incarnation {event.incarnation}; choose another name, or "
+                f"replace that process by starting incarnation {event.incarnation + 1}"
+            )
+    elif event.term >= term:
+        code = "other_term"
+        message = (
+            f"incarnation {event.incarnation} of island {event.island!r} was let in by "
+            f"another coordinator of this run, in its term {event.term}, whose state "
+            f"is lost; this one, in term {term}, does not know it; start it again with "
+            f"incarnation {event.incarnation + 1}"
+        )
+    if not code:
+        return None
+    return Refused(code=code, message=message)
+
+
+def is_carrying(state: State, event: Hello) -> bool:
+    """Whether it was in the run before the coordinator lost its state."""
+    return 0 < event.term < state.fragments[0].version.term

@@ -1,0 +1,130 @@
+"""What a person should look at: islands that train alone, or for nothing.
+
+Remedies in `sync` are for a run's successor: a run keeps its own, resumed or not.
+"""
+
+from __future__ import annotations
+
+import math
+
+from diloco_jax.protocol.coordinator import schedule
+from diloco_jax.protocol.coordinator.events import Alert, Effect
+from diloco_jax.protocol.coordinator.state import (
+    MISSED_MERGES,
+    Fragment,
+    PolicyConfig,
+    State,
+)
+from diloco_jax.protocol.values import Contribution
+
+SOLO_MERGES = 3
+"""Merges of one fragment in a row by one of several live islands."""
+UNFIT_DELTAS = 10
+"""Deltas of one fragment in a row that are not finite."""
+WATCHED_MERGES = (10, 100, 1000)
+"""Merges of a fragment after which it is looked at how many islands were in them."""
+MOST_MERGES = 0.75
+"""Share of the merges that such islands should be in."""
+
+
+def after_merge(
+    fragment: Fragment, contributions: tuple[Contribution, ...], live: tuple[str, ...]
+) -> list[Effect]:
+    """Alerts that this merge raises; each is raised once per row of merges."""
+    alerts: list[Effect] = []
+    if fragment.solo_merges == SOLO_MERGES:
+        alerts.append(
+            Alert(
+                text=f"fragment {fragment.index} was merged {SOLO_MERGES} times in a "
+                f"row from {contributions[0].island!r} alone, with {len(live)} islands "
+                f"training: they drift apart; for the next run, raise "
+                f"sync.quorum, sync.grace or sync.overlap_steps"
+            )
+        )
+    for name in live:
+        account = fragment.accounts[name]
+        if account.missed_merges == MISSED_MERGES:
+            alerts.append(
+                Alert(
+                    text=f"island {name!r} is alive, but was in none of the last "
+                    f"{MISSED_MERGES} merges of fragment {fragment.index}: its work "
+                    f"goes stale; look at its log and its network, or, for the "
+                    f"next run, raise sync.grace or sync.max_staleness"
+                )
+            )
+    return alerts
+
+
+def after_unfit(fragment: Fragment, name: str) -> list[Effect]:
+    """The alert that a delta raises which is not finite; once between two merges."""
+    if fragment.unfit_deltas != UNFIT_DELTAS:
+        return []
+    text = (
+        f"{UNFIT_DELTAS} deltas of fragment {fragment.index} in a row were not finite, "
+        f"the last one of island {name!r}, and none was merged between them: the run "
+        f"diverges, and what it computes is lost; stop it, look at the islands' "
+        f"losses, and for the next run lower inner.learning_rate or look at the data"
+    )
+    return [Alert(text=text)]
+
+
+def in_turns(config: PolicyConfig, state: State, fragment: Fragment) -> list[Effect]:
+    """Tells of islands of about the pacing one's speed that are seldom merged.
+
+    The first fragment speaks for all: they are about equally large.
+    """
+    if fragment.index != 0 or fragment.merges not in WATCHED_MERGES:
+        return []
+    pace = schedule.pacing_step_seconds(config, state)
+    alike = {
+        name: fragment.accounts[name]
+        for name, island in sorted(schedule.alike(config, state).items())
+        if island.step_seconds
+    }
+    seldom = {
+        name: account
+        for name, account in alike.items()
+        if account.merges_in < MOST_MERGES * account.merges_alive
+    }
+    if len(alike) < 2 or not seldom:
+        return []
+    could = sum(account.merges_alive for account in seldom.values())
+    were = sum(account.merges_in for account in seldom.values())
+    spent = fragment.quorum_seconds + fragment.merge_seconds + fragment.transfer_seconds
+    wanted = max(math.ceil(2 * spent / pace), config.overlap_steps + 1)
+    remedy = f"raise sync.overlap_steps from {config.overlap_steps} to {wanted}"
+    if not config.grace:
+        remedy = "raise sync.grace from 0"
+    elif config.grace_window == "overlap":
+        remedy = 'leave sync.grace_window at "alike"'
+    text = (
+        f"of {len(alike)} islands of about one speed, {', '.join(seldom)} were in "
+        f"{were / could:.0%} of the merges since they joined: they are merged in turns "
+        f"with the others, and learn worse for it. "
+        f"Quorum, merging and sending take {spent:.3g} s of an overlap of "
+        f"{config.overlap_steps} steps of {pace:.3g} s, and what is left is too short "
+        f"to wait for the others; for the next run, {remedy}"
+    )
+    return [Alert(text=text)]
+
+
+def at_end(config: PolicyConfig, state: State) -> list[Effect]:
+    """Tells of islands that were there when the run ended, and have steps in no merge.
+
+    At the end of the flush, before what is open is booked as lost.
+    """
+    open_steps = {
+        name
+        for name, island in sorted(state.islands.items())
+        if island.status == "live"
+        for fragment in state.fragments
+        if fragment.accounts[name].start < island.steps
+    }
+    if not open_steps:
+        return []
+    text = (
+        f"the run ended without all that {', '.join(sorted(open_steps))} computed: for "
+        f"{config.flush_s:g} s no delta came, and what was to come is lost (finished); "
+        f"look at their logs and links; a longer placement.time_budget_s waits longer"
+    )
+    return [Alert(text=text)]

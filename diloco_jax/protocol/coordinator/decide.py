@@ -1,0 +1,375 @@
+"""The coordinator's half: its decisions, as one pure function of events and time.
+
+`step(config, state, event, now) -> (state, effects)`; the service and the virtual-time
+simulator both drive it. `next_deadline` says when a `Timer` is due;
+`recovery.recover` rebuilds the state from what was durable.
+
+Phases of a run: running -> stopping (islands end their steps) -> flushing (what is
+open is merged, exempt from quorum, up to a deadline) -> done.
+"""
+
+from __future__ import annotations
+
+import math
+
+from msgspec.structs import replace
+
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator import (
+    alerts,
+    ending,
+    fragments,
+    leases,
+    leaving,
+    ledger,
+    members,
+    schedule,
+    takes,
+)
+from diloco_jax.protocol.coordinator.events import (
+    Commit,
+    DeltaArrived,
+    Disconnected,
+    Effect,
+    Event,
+    MergeComputed,
+    Note,
+    Persist,
+    Resumed,
+    Said,
+    Tell,
+    Timer,
+)
+from diloco_jax.protocol.coordinator.fleet import Fleet
+from diloco_jax.protocol.coordinator.state import (
+    Fragment,
+    Island,
+    PolicyConfig,
+    State,
+    with_fragment,
+)
+from diloco_jax.protocol.messages import (
+    Goodbye,
+    Hello,
+    Progress,
+    Published,
+    Refused,
+    Report,
+    Stop,
+    Welcome,
+)
+from diloco_jax.protocol.values import Record, Verdict
+
+Step = tuple[State, list[Effect]]
+
+
+def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
+    """Applies one event at time `now` (monotonic seconds)."""
+    before = state
+    match event:
+        case Hello():
+            state, effects = members.hello(config, state, event, now)
+            if state.phase != "running" and _is_welcome(effects):
+                effects.append(Tell(session=event.session, message=Stop()))
+        case Said(message=Report() as report):
+            state, effects = _report(config, state, event, report, now)
+        case Said(message=Goodbye() as goodbye):
+            state, effects = members.goodbye(state, event, goodbye)
+        case Disconnected():
+            state, effects = members.disconnected(state, event)
+        case Resumed():
+            state, effects = members.resumed(state, event)
+        case DeltaArrived():
+            state, effects = _arrived(config, state, event, now)
+        case MergeComputed():
+            state, effects = _computed(config, state, event, now)
+        case Timer():
+            effects = []
+    state, expired = members.expire(state, now)
+    effects += expired
+    state, moved = _advance(config, before, state, now)
+    return state, effects + moved
+
+
+def next_deadline(state: State, now: float) -> float | None:
+    """When time alone changes something next: an expiry, a grace window, a flush.
+    `now` is that of the last step, which dealt with everything due until then."""
+    soonest = math.inf
+    for island in state.islands.values():
+        if now < island.lease_until < soonest and island.status == "live":
+            soonest = island.lease_until
+    for fragment in state.fragments:
+        at = fragment.closes_at
+        if at is not None and now < at < soonest and fragment.phase == "open":
+            soonest = at
+    if state.phase in ("stopping", "flushing") and now < state.deadline:
+        soonest = min(soonest, state.deadline)
+    return None if soonest == math.inf else soonest
+
+
+def _report(
+    config: PolicyConfig, state: State, event: Said, report: Report, now: float
+) -> Step:
+    island = state.islands.get(event.island)
+    if state.phase == "done":
+        return state, []
+    if island is None or island.session != event.session or island.status == "gone":
+        fenced = Refused(
+            code="fenced",
+            message=f"island {event.island!r} is served by another session now; "
+            f"stop this process",
+        )
+        return state, members.turned_away(event.island, event.session, fenced)
+    if report.phase == "training" and island.phase in ("joining", "compiling"):
+        # It joins the pacing with the steps that this report brings. One that had
+        # stopped by its own count, and goes on since steps were lost, is in it.
+        island = schedule.restart(island)
+    through, new = island.records_through, []
+    for record in report.records:
+        if record.seq > through:
+            through = record.seq
+            new.append(record)
+    island = replace(
+        island,
+        phase=report.phase,
+        steps=max(island.steps, report.steps),
+        step_seconds=report.step_seconds or island.step_seconds,
+        records_through=through,
+    )
+    state = members.alive(config, state, island, now)
+    effects: list[Effect] = []
+    for record in new:
+        state, found = _record(config, state, island, record, now)
+        effects += found
+    if state.phase == "running":
+        state, grants = leases.top_up(config, state, event.island)
+        effects += grants
+    tokens = max(state.progress_tokens, ledger.progress_tokens(config, state))
+    if tokens > state.progress_tokens:
+        state = replace(state, progress_tokens=tokens)
+    island = state.islands[event.island]
+    state, asks = leaving.stopped(config, state, event.island)
+    effects += asks
+    progress = Progress(
+        tokens=tokens,
+        own_tokens=island.steps * island.tokens_per_step,
+        records_through=island.records_through,
+        next_position=state.next_position,
+    )
+    effects.append(Tell(session=event.session, message=progress))
+    return state, effects
+
+
+def _record(
+    config: PolicyConfig, state: State, island: Island, record: Record, now: float
+) -> Step:
+    name = island.name
+    fact = records.Fact(island=name, incarnation=island.incarnation, record=record)
+    effects: list[Effect] = [Note(record=fact)]
+    if record.kind not in ("took", "reopened", "dropped", "reset", "carried"):
+        return state, effects
+    fragment = state.fragments[record.fragment]
+    carrying = fragment.accounts[name].carrying
+    if carrying != (record.kind == "carried"):
+        return state, effects  # About a take in an earlier term.
+    if carrying:
+        fragment = ledger.carry(fragment, name, record.start)
+        carried = records.Carried(
+            island=name,
+            incarnation=island.incarnation,
+            fragment=fragment.index,
+            steps=record.start,
+        )
+        effects.append(Persist(record=carried))
+    elif record.kind == "took":
+        fragment, found = takes.took(config, fragment, name, record, now)
+        effects += found
+    else:
+        kept = record.kind == "reopened"
+        fragment = takes.gave_up(fragment, name, record.tick, kept=kept)
+    return with_fragment(state, fragment), effects
+
+
+def _arrived(
+    config: PolicyConfig, state: State, event: DeltaArrived, now: float
+) -> Step:
+    island = state.islands.get(event.island)
+    if (
+        island is None
+        or island.incarnation != event.incarnation
+        or island.status == "gone"
+    ):
+        return state, takes.drop_unknown(
+            state.fragments[event.fragment],
+            event.island,
+            event.incarnation,
+            event.tick,
+        )
+    before = state.fragments[event.fragment]
+    fragment, effects = takes.arrived(
+        config, before, event.island, event.tick, event.refusal, now
+    )
+    if state.phase == "flushing" and fragment is not before:
+        # What is to come goes the same way, however long that is.
+        state = replace(state, deadline=now + config.flush_s)
+    state, asks = leaving.stopped(config, with_fragment(state, fragment), event.island)
+    return state, effects + asks
+
+
+def _computed(
+    config: PolicyConfig, state: State, event: MergeComputed, now: float
+) -> Step:
+    fragment = state.fragments[event.fragment]
+    if fragment.phase != "merging" or event.version != fragment.version.next():
+        return state, []
+    contributions, tick = fragment.merging, fragment.tick
+    share = fragment.merging_share
+    fragment, verdicts, effects = fragments.computed(
+        config, fragment, _counted(state), now
+    )
+    state = with_fragment(state, fragment)
+    record = records.Merged(
+        fragment=event.fragment,
+        version=event.version,
+        tick=tick,
+        final=fragment.final,
+        contributions=contributions,
+        share=share,
+        verdicts=verdicts,
+        digest=event.digest,
+    )
+    visible: list[Effect] = [
+        Persist(record=record),
+        Commit(fragment=event.fragment, version=event.version),
+        *_publish(state, fragment, verdicts),
+    ]
+    raised = alerts.after_merge(fragment, contributions, _counted(state))
+    raised += alerts.in_turns(config, state, fragment)
+    return state, visible + effects + raised
+
+
+def _publish(
+    state: State, fragment: Fragment, verdicts: dict[str, tuple[int, Verdict, str]]
+) -> list[Effect]:
+    """Tells every island of the new version, and what became of its take."""
+    tells: list[Effect] = []
+    for name, island in state.islands.items():
+        if island.status == "gone":
+            continue
+        tick, verdict, reason = verdicts.get(name, (-1, "none", ""))
+        published = Published(
+            fragment=fragment.index,
+            version=fragment.version,
+            tick=tick,
+            verdict=verdict,
+            reason=reason,
+        )
+        tells.append(Tell(session=island.session, message=published))
+    return tells
+
+
+def _advance(config: PolicyConfig, before: State, state: State, now: float) -> Step:
+    """What follows from where everything stands: ticks, closings, the end.
+
+    before: the state before this event. Islands that it did not touch make no tick due;
+    fragments that it did not touch are left alone, unless time alone moves them or who
+    is live changed.
+    """
+    same_live = _same_live(before, state)
+    effects: list[Effect] = []
+    if state.phase == "running" and state.progress_tokens >= config.total_tokens:
+        state, effects = ending.stop(config, state, now)
+    if state.islands is not before.islands:
+        state, found = _due_ticks(config, state, now)
+        effects += found
+    late = now >= state.deadline
+    if state.phase == "stopping" and (late or not ending.awaited(state)):
+        state = replace(state, phase="flushing", deadline=now + config.flush_s)
+    moving = list(state.fragments)
+    if same_live and state.phase == "running":
+        pairs = zip(state.fragments, before.fragments, strict=True)
+        moving = [
+            fragment
+            for fragment, untouched in pairs
+            if fragment.phase == "open"
+            and (fragment is not untouched or _closes(fragment, now))
+        ]
+    if moving:
+        state, found = _settle(config, state, moving, now)
+        effects += found
+    if state.phase == "flushing" and all(f.phase == "done" for f in state.fragments):
+        state, found = ending.finish(config, state)
+        effects += found
+    return state, effects
+
+
+def _due_ticks(config: PolicyConfig, state: State, now: float) -> Step:
+    """Opens the fragments whose turn it is."""
+    effects: list[Effect] = []
+    while state.phase == "running" and schedule.tick_is_due(config, state, now):
+        state, reserved = schedule.advance(config, state)
+        effects += reserved
+        fragment = state.fragments[schedule.fragment_of(config, state.tick)]
+        tick, counted, fleet = state.tick, _counted(state), Fleet(config, state)
+        if fragment.phase == "idle":
+            fragment, found = fragments.open_tick(
+                config, fragment, fleet, tick, counted, now
+            )
+        else:
+            fragment, found = fragments.busy_tick(fragment, fleet, tick, counted)
+        state = with_fragment(state, fragment)
+        effects += found
+    return state, effects
+
+
+def _settle(
+    config: PolicyConfig, state: State, moving: list[Fragment], now: float
+) -> Step:
+    """What becomes of fragments that time or an event may have moved: merges, and in
+    the flush the last takes."""
+    effects: list[Effect] = []
+    fleet = Fleet(config, state)
+    live = () if state.phase == "running" else _live(state)
+    hurry = state.phase == "flushing" and now >= state.deadline
+    for fragment in moving:
+        was_open = fragment.phase == "open"
+        if state.phase == "flushing":
+            state, found = ending.flush(config, state, fragment, live, now, hurry=hurry)
+            effects += found
+            fragment = state.fragments[fragment.index]
+        fragment, found = fragments.settle(config, fragment, fleet, now, hurry=hurry)
+        if fragment is not state.fragments[fragment.index]:
+            state = with_fragment(state, fragment)
+        effects += found
+        if was_open and state.phase == "flushing" and fragment.phase == "idle":
+            moving.append(fragment)  # Given up: what follows need not wait.
+    return state, effects
+
+
+def _is_welcome(effects: list[Effect]) -> bool:
+    return any(isinstance(e, Tell) and isinstance(e.message, Welcome) for e in effects)
+
+
+def _closes(fragment: Fragment, now: float) -> bool:
+    at = fragment.closes_at
+    return at is not None and now >= at
+
+
+def _counted(state: State) -> tuple[str, ...]:
+    return tuple(sorted(n for n, i in state.islands.items() if i.counted))
+
+
+def _live(state: State) -> tuple[str, ...]:
+    return tuple(sorted(n for n, i in state.islands.items() if i.answers))
+
+
+def _same_live(a: State, b: State) -> bool:
+    """Whether the same islands are live in both; members stay in their order."""
+    if a.islands is b.islands:
+        return True
+    if len(a.islands) != len(b.islands):
+        return False
+    for x, y in zip(a.islands.values(), b.islands.values(), strict=True):
+        if x is not y and (x.answers, x.counted) != (y.answers, y.counted):
+            return False
+    return True

@@ -1,0 +1,123 @@
+"""The end of a run: islands stop, what is open is merged, books are closed.
+
+What was asked for before it is merged by the usual rules; then the flush merges every
+fragment once, from all live islands that have open steps in it. What an island left
+behind at a goodbye is merged too; nobody waits for the island.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator import alerts, fragments, members, schedule
+from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
+from diloco_jax.protocol.coordinator.fleet import Fleet
+from diloco_jax.protocol.coordinator.state import (
+    Account,
+    Fragment,
+    Island,
+    PolicyConfig,
+    State,
+    with_fragment,
+)
+from diloco_jax.protocol.messages import Finished, Stop
+from diloco_jax.protocol.reasons import EndReason
+
+Step = tuple[State, list[Effect]]
+
+
+def stop(config: PolicyConfig, state: State, now: float) -> Step:
+    """The run has its tokens: nobody is to step any more."""
+    state = replace(state, phase="stopping", deadline=now + config.lease_s)
+    record = records.Stopping(tokens=state.progress_tokens)
+    effects: list[Effect] = [Persist(record=record)]
+    # Silent ones too: their connection may stand.
+    effects += [
+        Tell(session=island.session, message=Stop())
+        for island in state.islands.values()
+        if island.status != "gone"
+    ]
+    return state, effects
+
+
+def awaited(state: State) -> tuple[str, ...]:
+    """Who has not stopped yet. An absent island is waited for too, up to the deadline,
+    since it may come back with steps that can still be merged."""
+    return tuple(
+        name
+        for name, island in state.islands.items()
+        if island.status != "gone"
+        and island.phase in ("training", "stopped")
+        and (island.status, island.phase) != ("live", "stopped")
+    )
+
+
+def flush(
+    config: PolicyConfig,
+    state: State,
+    fragment: Fragment,
+    live: tuple[str, ...],
+    now: float,
+    *,
+    hurry: bool,
+) -> Step:
+    """Opens an idle fragment, once, for all live islands that have open steps in it.
+
+    What was asked for before they stopped is merged first, by the usual rules: an
+    island that went on after such a take cannot take again before that merge. Only if
+    too few did for a quorum, their deltas enter the flush, and the rest of their steps
+    a second merge of it.
+    """
+    if fragment.phase != "idle":
+        return state, []
+    islands, accounts = state.islands, fragment.accounts
+    unsettled = tuple(n for n in live if accounts[n].start < islands[n].steps)
+    if hurry:
+        unsettled = tuple(n for n in unsettled if _is_here(accounts[n]))
+    if not unsettled and not fragment.left_behind:
+        return with_fragment(state, replace(fragment, phase="done")), []
+    if unsettled and all((t := accounts[n].take) and t.refused for n in unsettled):
+        return state, []  # They have not answered their refusals yet.
+    early = tuple(n for n in unsettled if _went_on(islands[n], accounts[n]))
+    final = hurry or len(early) < config.quorum
+    if not final and not all(_is_here(accounts[n]) for n in early):
+        return state, []  # They are on their way.
+    asked = unsettled if final else early
+    state, effects = schedule.advance(config, state)
+    fragment = replace(fragment, final=final)
+    fleet = Fleet(config, state)
+    fragment, found = fragments.open_tick(
+        config, fragment, fleet, state.tick, asked, now
+    )
+    return with_fragment(state, fragment), effects + found
+
+
+def _is_here(account: Account) -> bool:
+    return account.take is not None and account.take.ready
+
+
+def _went_on(island: Island, account: Account) -> bool:
+    """Whether it made more steps after an outstanding take that may be merged."""
+    take = account.take
+    if take is None or take.end is None or take.refused:
+        return False
+    return take.end < island.steps
+
+
+def finish(config: PolicyConfig, state: State) -> Step:
+    """Everything that could be merged is merged."""
+    effects: list[Effect] = alerts.at_end(config, state)
+    tells: list[Effect] = [
+        Tell(session=island.session, message=Finished())
+        for island in state.islands.values()
+        if island.status != "gone"
+    ]
+    for name, island in state.islands.items():
+        if island.status != "gone":
+            live = island.status == "live"
+            reason: EndReason = "finished" if live else "absent"
+            state, found = members.end(state, name, reason)
+            effects += found
+    state = replace(state, phase="done")
+    return state, [*effects, Persist(record=records.Finished()), *tells]

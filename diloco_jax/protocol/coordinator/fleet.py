@@ -1,0 +1,57 @@
+"""What a fragment is told of the islands: who counts, how fast they are."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+from diloco_jax.protocol.coordinator import schedule
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+
+LONGER_STEP = 1.25
+"""Of a step that takes longer than usual, over the usual one."""
+
+
+class Fleet:
+    """The islands of one state."""
+
+    def __init__(self, config: PolicyConfig, state: State) -> None:
+        self._config, self._state = config, state
+        self._running = state.phase == "running"
+        self._latest_s: float | None = None
+
+    def is_live(self, name: str) -> bool:
+        """Whether it can be waited for."""
+        island = self._state.islands[name]
+        return island.counted if self._running else island.answers
+
+    def token_rate(self, name: str) -> float:
+        """Tokens per second; 0 as long as its speed is not known."""
+        return self._state.islands[name].tokens_per_second
+
+    def boundaries_after(self, name: str) -> int:
+        """Boundaries by which an island puts off a take that it is asked for now.
+
+        An island that could take at once waits for those of about the pacing one's
+        speed that take some boundaries after they are asked: the first to take would
+        be merged without them."""
+        if self._latest_s is None:
+            self._latest_s = schedule.longest_lead_seconds(self._config, self._state)
+        island = self._state.islands[name]
+        if not (self._latest_s and island.counted and island.step_seconds):
+            return 0
+        ahead_s = self._latest_s - island.lead_seconds
+        return max(0, round(ahead_s / island.step_seconds))
+
+    def step_seconds(self) -> float:
+        """Of the pacing island."""
+        return schedule.pacing_step_seconds(self._config, self._state)
+
+    def take_seconds(self, names: AbstractSet[str]) -> float:
+        """From a request on, in which those of these that are of about the pacing one's
+        speed take, the slowest of them at the end of a longer step; 0 if none are."""
+        alike = schedule.alike(self._config, self._state)
+        steps_s = [alike[name].step_seconds for name in names & alike.keys()]
+        if not any(steps_s):
+            return 0.0
+        lead_s = schedule.longest_lead_seconds(self._config, self._state)
+        return lead_s + LONGER_STEP * max(steps_s)

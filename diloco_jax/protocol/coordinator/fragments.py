@@ -1,0 +1,360 @@
+"""The life of one fragment: idle -> open -> merging -> idle.
+
+Rules of this file: a function sees one fragment and what it is told of the islands
+(by value), never another fragment. A fragment closes when K asked islands' deltas are
+ready and either all asked live islands have answered or the grace window is over;
+what is ready later waits, `pending`, for the next merge. Below quorum nothing merges,
+but for the flush at the end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from msgspec.structs import replace
+
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator import ledger, takes
+from diloco_jax.protocol.coordinator.events import (
+    Effect,
+    Merge,
+    Note,
+    Tell,
+)
+from diloco_jax.protocol.coordinator.fleet import Fleet
+from diloco_jax.protocol.coordinator.state import (
+    MISSED_MERGES,
+    Fragment,
+    PolicyConfig,
+    Take,
+    averaged,
+    with_account,
+)
+from diloco_jax.protocol.messages import TakeRequest
+from diloco_jax.protocol.values import Contribution, Verdict
+
+Step = tuple[Fragment, list[Effect]]
+
+
+def open_tick(
+    config: PolicyConfig,
+    fragment: Fragment,
+    fleet: Fleet,
+    tick: int,
+    live: tuple[str, ...],
+    now: float,
+) -> Step:
+    """Asks every live island without an outstanding take for the fragment.
+
+    Pending deltas do not count to quorum, unless fewer than K islands can be asked:
+    then those of live islands that are ready do, since nothing else ever could.
+    """
+    asked = tuple(n for n in live if fragment.accounts[n].take is None)
+    counting = asked
+    if len(asked) < config.quorum or fragment.final:
+        counting += tuple(
+            name
+            for name in live
+            if (take := fragment.accounts[name].take) is not None
+            and (take.ready or fragment.final)
+        )
+    enough = len(counting) >= config.quorum
+    if fragment.final:
+        enough = bool(counting or fragment.left_behind)
+    if not enough:
+        return fragment, [_skipped(fragment, tick, "too few islands can be asked")]
+    fragment = replace(
+        fragment,
+        phase="open",
+        tick=tick,
+        asked=counting,
+        opened_at=now,
+        quorum_at=None,
+        closes_at=None,
+    )
+    effects: list[Effect] = [
+        Note(
+            record=records.Tick(
+                tick=tick, fragment=fragment.index, asked=asked, final=fragment.final
+            )
+        )
+    ]
+    fragment, asks = ask(fragment, fleet, asked, tick)
+    return fragment, effects + asks
+
+
+def busy_tick(
+    fragment: Fragment, fleet: Fleet, tick: int, live: tuple[str, ...]
+) -> Step:
+    """A tick finds its fragment busy. If it is open, and has been for a cycle, whoever
+    has no outstanding take is asked too, and what became ready meanwhile counts: it
+    must not hang on one island that lives and does not deliver."""
+    note = _skipped(fragment, tick, fragment.phase)
+    if fragment.phase != "open":
+        return fragment, [note]
+    takes_of = {name: fragment.accounts[name].take for name in live}
+    fresh = tuple(name for name, take in takes_of.items() if take is None)
+    more = tuple(
+        name
+        for name, take in takes_of.items()
+        if name not in fragment.asked and (take is None or take.ready)
+    )
+    fragment = replace(fragment, asked=(*fragment.asked, *more))
+    fragment, asks = ask(fragment, fleet, fresh, tick)
+    return fragment, [note, *asks]
+
+
+def settle(
+    config: PolicyConfig,
+    fragment: Fragment,
+    fleet: Fleet,
+    now: float,
+    *,
+    hurry: bool = False,
+) -> Step:
+    """Closes an open fragment if it is time. `hurry`: the flush's deadline has
+    passed."""
+    if fragment.phase != "open":
+        return fragment, []
+    quorum = 1 if fragment.final else config.quorum
+    # Who left is not live, and counts only where quorum is no matter.
+    ready = len(fragment.left_behind) if fragment.final else 0
+    unready = []
+    patient = not hurry and _window_is_open(fragment, now)
+    for name in fragment.asked:
+        take = fragment.accounts[name].take
+        if take is None or take.refused:
+            continue
+        if take.ready:
+            ready += 1
+        else:
+            unready.append(name)
+        if patient and ready >= quorum and any(map(fleet.is_live, unready)):
+            return fragment, []
+    awaited = filter(fleet.is_live, unready)
+    if ready < quorum:
+        in_sight = ready + len(list(itertools.islice(awaited, quorum - ready)))
+        if in_sight == quorum and not hurry:
+            return fragment, []
+        return _extend(config, fragment, fleet, in_sight, hurry=hurry)
+    if fragment.quorum_at is None:
+        others = frozenset(awaited)
+        fragment = _open_window(config, fragment, fleet, others, now)
+        if others and not hurry and _window_is_open(fragment, now):
+            return fragment, []
+    return _close(config, fragment, fleet, now)
+
+
+def _window_is_open(fragment: Fragment, now: float) -> bool:
+    """Whether there is quorum, and others are still waited for."""
+    closes_at = fragment.closes_at
+    return closes_at is not None and (fragment.final or now < closes_at)
+
+
+def _open_window(
+    config: PolicyConfig,
+    fragment: Fragment,
+    fleet: Fleet,
+    others: frozenset[str],
+    now: float,
+) -> Fragment:
+    """There is quorum: how long the others are waited for."""
+    step_s = fleet.step_seconds()
+    # Beyond the overlap slow ones are not waited for anyway, and a fragment that hung
+    # for minutes must not cost the next ones their grace.
+    waited = min(now - _first_take(fragment), config.overlap_steps * step_s)
+    quorum_s = averaged(fragment.quorum_seconds, waited)
+    closes_at = now + grace_seconds(config, fragment, quorum_s, step_s)
+    alike = config.grace and config.grace_window == "alike"
+    if alike and (take_s := fleet.take_seconds(others)):
+        # They take up to a step apart, which the slack may be too short for: a late
+        # adoption costs less than a merge without them (docs/design/grace.md).
+        answered_at = fragment.opened_at + take_s + fragment.transfer_seconds
+        closes_at = max(closes_at, answered_at)
+    return replace(
+        fragment, quorum_at=now, quorum_seconds=quorum_s, closes_at=closes_at
+    )
+
+
+def grace_seconds(
+    config: PolicyConfig, fragment: Fragment, quorum_s: float, step_seconds: float
+) -> float:
+    """gamma * slack; slack is what quorum, merge and both ways of the transfer leave of
+    the overlap, which begins with the first take; never negative."""
+    spent = quorum_s + fragment.merge_seconds + fragment.transfer_seconds
+    return config.grace * max(0.0, config.overlap_steps * step_seconds - spent)
+
+
+def _first_take(fragment: Fragment) -> float:
+    """When the overlap began of those that were asked as it opened. Islands of several
+    hosts take some steps after they are asked."""
+    takes = (fragment.accounts[name].take for name in fragment.asked)
+    began = [
+        take.taken_at
+        for take in takes
+        if take is not None and take.tick >= fragment.tick and take.end is not None
+    ]
+    return min(began, default=fragment.opened_at)
+
+
+def computed(
+    config: PolicyConfig, fragment: Fragment, live: tuple[str, ...], now: float
+) -> tuple[Fragment, dict[str, tuple[int, Verdict, str]], list[Effect]]:
+    """The merge under way is done: books it. Returns verdicts by island, and what
+    follows for deltas that have become too old."""
+    solo = len({c.island for c in fragment.merging}) == 1 and len(live) > 1
+    seconds = averaged(fragment.merge_seconds, now - fragment.closed_at)
+    verdicts: dict[str, tuple[int, Verdict, str]] = {}
+    for contribution in fragment.merging:
+        fragment = ledger.book(fragment, contribution)
+        account = fragment.accounts[contribution.island]
+        if account.incarnation == contribution.incarnation:
+            verdicts[contribution.island] = (contribution.tick, "merged", "")
+    merged = set(verdicts)
+    fragment = replace(
+        fragment,
+        version=fragment.version.next(),
+        phase="idle",
+        merging=(),
+        asked=(),
+        merges=fragment.merges + 1,
+        solo_merges=fragment.solo_merges + 1 if solo else 0,
+        unfit_deltas=0,
+        merge_seconds=seconds,
+    )
+    fragment, effects = takes.expire_left_behind(config, fragment)
+    for name in sorted(fragment.accounts):
+        account = fragment.accounts[name]
+        if name in live and name not in merged:
+            account = replace(
+                account,
+                merges_alive=account.merges_alive + 1,
+                missed_merges=account.missed_merges + 1,
+            )
+            fragment = with_account(fragment, name, account)
+        take = account.take
+        if take is None:
+            continue
+        # Where the record of a take is not here its island may have taken by now, and
+        # must know before it adopts.
+        if take.end is not None:
+            fragment, refusals = takes.refuse_if_stale(config, fragment, name)
+            effects += [e for e in refusals if not isinstance(e, Tell)]
+            take = fragment.accounts[name].take
+            assert take is not None
+        if take.refused:
+            verdicts[name] = (take.tick, "refused", take.refused)
+        else:
+            verdicts[name] = (take.tick, "pending", "")
+    return fragment, verdicts, effects
+
+
+def _extend(
+    config: PolicyConfig,
+    fragment: Fragment,
+    fleet: Fleet,
+    in_sight: int,
+    *,
+    hurry: bool,
+) -> Step:
+    """Quorum is out of reach with those asked: asks newcomers, or gives the tick up
+    (ready deltas stay pending)."""
+    fresh = tuple(
+        name
+        for name, account in sorted(fragment.accounts.items())
+        if fleet.is_live(name) and name not in fragment.asked and account.take is None
+    )
+    if hurry or fragment.final or in_sight + len(fresh) < config.quorum:
+        note = _skipped(fragment, fragment.tick, "quorum is out of reach")
+        return replace(fragment, phase="idle", asked=()), [note]
+    fragment = replace(fragment, asked=(*fragment.asked, *fresh))
+    return ask(fragment, fleet, fresh, fragment.tick)
+
+
+def _close(
+    config: PolicyConfig,
+    fragment: Fragment,
+    fleet: Fleet,
+    now: float,
+) -> Step:
+    contributions = list(fragment.left_behind)
+    for name, account in fragment.accounts.items():
+        take = account.take
+        if take is not None and take.ready:
+            contributions.append(takes.contribution(name, account, take))
+    merging = tuple(sorted(contributions, key=_order))
+    share = 1.0
+    if config.partial_merges == "scaled" and not fragment.final:
+        share = _share(fragment, merging, fleet)
+    fragment = replace(
+        fragment,
+        phase="merging",
+        merging=merging,
+        merging_share=share,
+        left_behind=(),
+        closed_at=now,
+    )
+    merge = Merge(
+        fragment=fragment.index,
+        version=fragment.version.next(),
+        contributions=merging,
+        share=share,
+        final=fragment.final,
+    )
+    return fragment, [merge]
+
+
+def _share(
+    fragment: Fragment,
+    merging: tuple[Contribution, ...],
+    fleet: Fleet,
+) -> float:
+    """Of the tokens per second of those that are in the merge, and of the live islands
+    whose deltas are for a later one.
+
+    A merge in which half of them are would else go as far as one of all: islands that
+    are merged in turns would move the parameters twice as fast as they learn.
+    """
+    present = {contribution.island for contribution in merging}
+    absent = (
+        name
+        for name, account in fragment.accounts.items()
+        if name not in present
+        and account.missed_merges < MISSED_MERGES
+        and fleet.is_live(name)
+    )
+    known = [rate for rate in map(fleet.token_rate, present) if rate]
+    if not known:
+        return 1.0
+    # Who has left a delta and is compiling has no speed: the mean of the others.
+    inside = math.fsum(known) * len(present) / len(known)
+    return inside / (inside + math.fsum(map(fleet.token_rate, absent)))
+
+
+def _order(contribution: Contribution) -> tuple[str, int]:
+    """Of the sum: the same whatever arrived first."""
+    return contribution.island, contribution.incarnation
+
+
+def ask(fragment: Fragment, fleet: Fleet, names: tuple[str, ...], tick: int) -> Step:
+    """Asks islands without an outstanding take for one under this number."""
+    accounts = dict(fragment.accounts)
+    for name in names:
+        accounts[name] = replace(accounts[name], take=Take(tick=tick))
+    fragment = replace(fragment, accounts=accounts)
+    return fragment, [request(fragment, fleet, name, tick) for name in names]
+
+
+def request(fragment: Fragment, fleet: Fleet, name: str, tick: int) -> Tell:
+    """Tells an island to take the fragment."""
+    return Tell(
+        session=fragment.accounts[name].session,
+        message=TakeRequest(
+            fragment=fragment.index, tick=tick, after=fleet.boundaries_after(name)
+        ),
+    )
+
+
+def _skipped(fragment: Fragment, tick: int, why: records.Why) -> Note:
+    return Note(record=records.Skipped(tick=tick, fragment=fragment.index, why=why))

@@ -1,0 +1,161 @@
+"""Data leases: which island may train on which positions of the global index.
+
+Positions are granted once. They return to the pool only with the end of the
+incarnation that holds them, and only those whose steps are in no merge.
+"""
+
+from __future__ import annotations
+
+import math
+
+from msgspec.structs import replace
+
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
+from diloco_jax.protocol.coordinator.state import (
+    FIRST_LEASE_STEPS,
+    SHORTEST_STEP_S,
+    Island,
+    Lease,
+    PolicyConfig,
+    State,
+    with_island,
+)
+from diloco_jax.protocol.messages import Granted
+from diloco_jax.protocol.values import Span
+
+
+def top_up(config: PolicyConfig, state: State, name: str) -> tuple[State, list[Effect]]:
+    """Grants until the island holds at least `outage_budget_s` of its speed."""
+    island = state.islands[name]
+    # One durable record serves an outage budget's worth of steps.
+    most = largest_grant(config, island.step_seconds, island.sequences_per_step)
+    wanted = most // 2
+    held = island.sequences_granted - island.steps * island.sequences_per_step
+    effects: list[Effect] = []
+    if held >= wanted:
+        return state, effects
+    missing = most - held
+    while missing > 0:
+        span, state = _draw(state, missing)
+        missing -= span.stop - span.start
+        state, granted = _grant(state, name, span)
+        effects += granted
+    return state, effects
+
+
+def largest_grant(
+    config: PolicyConfig, step_seconds: float, sequences_per_step: int
+) -> int:
+    """What an island of that speed is granted at once if it holds nothing: twice what
+    it is to hold."""
+    steps = FIRST_LEASE_STEPS
+    if step_seconds > 0:
+        step_seconds = max(step_seconds, SHORTEST_STEP_S)
+        steps = math.ceil(config.outage_budget_s / step_seconds) + 1
+    return 2 * steps * sequences_per_step
+
+
+def _draw(state: State, sequences: int) -> tuple[Span, State]:
+    if state.free_spans:
+        span, *rest = state.free_spans
+        used = Span(span.start, min(span.stop, span.start + sequences))
+        if used.stop < span.stop:
+            rest.insert(0, Span(used.stop, span.stop))
+        return used, replace(state, free_spans=tuple(rest))
+    start = state.next_position
+    state = replace(state, next_position=start + sequences)
+    return Span(start, start + sequences), state
+
+
+def _grant(state: State, name: str, span: Span) -> tuple[State, list[Effect]]:
+    island = state.islands[name]
+    offset = island.sequences_granted
+    state = granted(state, name, span)
+    record = records.Granted(
+        island=name,
+        incarnation=island.incarnation,
+        start=span.start,
+        stop=span.stop,
+        offset=offset,
+    )
+    message = Granted(span=span, offset=offset)
+    return state, [
+        Persist(record=record),
+        Tell(session=island.session, message=message),
+    ]
+
+
+def granted(state: State, name: str, span: Span) -> State:
+    """The state after a grant: also what recovery applies."""
+    island = state.islands[name]
+    kept = _unsettled_leases(state, island)
+    lease = Lease(offset=island.sequences_granted, span=span)
+    return with_island(
+        state,
+        replace(
+            island,
+            leases=(*kept, lease),
+            sequences_granted=island.sequences_granted + span.stop - span.start,
+        ),
+    )
+
+
+def release(state: State, name: str, merged_steps: int) -> State:
+    """The incarnation ended: positions of steps after `merged_steps` are free again."""
+    island = state.islands[name]
+    settled = merged_steps * island.sequences_per_step
+    spans = list(state.free_spans)
+    for lease in island.leases:
+        used = min(max(settled - lease.offset, 0), lease.span.stop - lease.span.start)
+        if lease.span.start + used < lease.span.stop:
+            spans.append(Span(lease.span.start + used, lease.span.stop))
+    state = replace(state, free_spans=_joined(spans))
+    return with_island(state, replace(island, leases=()))
+
+
+def regrant(state: State, name: str, known: int) -> list[Effect]:
+    """Grants that a returned incarnation, which knows `known` sequences, lacks."""
+    island = state.islands[name]
+    return [
+        Tell(
+            session=island.session,
+            message=Granted(span=lease.span, offset=lease.offset),
+        )
+        for lease in island.leases
+        if lease.offset >= known
+    ]
+
+
+def merged_steps(state: State, island: Island) -> int:
+    """Steps of the incarnation that may be in some merge (those being computed, and of
+    what it left behind, too)."""
+    ends = []
+    for fragment in state.fragments:
+        ends.append(fragment.accounts[island.name].merged_end)
+        ends += [
+            contribution.end
+            for contribution in (*fragment.merging, *fragment.left_behind)
+            if contribution.island == island.name
+            and contribution.incarnation == island.incarnation
+        ]
+    return max(ends)
+
+
+def _unsettled_leases(state: State, island: Island) -> tuple[Lease, ...]:
+    settled = merged_steps(state, island) * island.sequences_per_step
+    return tuple(
+        lease
+        for lease in island.leases
+        if lease.offset + lease.span.stop - lease.span.start > settled
+    )
+
+
+def _joined(spans: list[Span]) -> tuple[Span, ...]:
+    joined: list[Span] = []
+    for span in sorted(spans):
+        if joined and joined[-1].stop == span.start:
+            joined[-1] = Span(joined[-1].start, span.stop)
+        else:
+            joined.append(span)
+    return tuple(joined)

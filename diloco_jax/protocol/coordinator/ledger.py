@@ -1,0 +1,243 @@
+"""The ledger: which steps of which island entered which merge, and what became of
+the rest.
+
+Per fragment, an incarnation's steps are settled in order: `[0, start)` is merged or
+lost, `[start, steps)` is open. So merged + lost + open = computed, always and exactly.
+Steps that an incarnation made in an earlier term, whose books are gone, are *carried*.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from diloco_jax.protocol.coordinator.state import (
+    Account,
+    Fragment,
+    Island,
+    PolicyConfig,
+    State,
+    Told,
+    with_account,
+)
+from diloco_jax.protocol.reasons import EndReason
+from diloco_jax.protocol.values import Contribution
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens, weighted by the fragments' parameters and floored; they balance:
+    computed = merged + sum(lost) + carried + in_flight."""
+
+    computed: int
+    merged: int
+    lost: dict[str, int]
+    carried: int
+    in_flight: int
+
+
+def book(fragment: Fragment, contribution: Contribution) -> Fragment:
+    """Books one delta as merged. The incarnation may have ended meanwhile, and another
+    have begun, whose participation it is not."""
+    account = fragment.accounts[contribution.island]
+    settled: dict[str, Any] = {}
+    if account.incarnation == contribution.incarnation:
+        settled = {
+            "merges_in": account.merges_in + 1,
+            "merges_alive": account.merges_alive + 1,
+            "missed_merges": 0,
+            "start": max(account.start, contribution.end),
+            "merged_end": contribution.end,
+            "take": None,
+            "told": Told(tick=contribution.tick, verdict="merged", reason=""),
+        }
+    account = replace(
+        account,
+        merged_tokens=account.merged_tokens + contribution.tokens,
+        **settled,
+    )
+    return with_account(fragment, contribution.island, account)
+
+
+def settled_steps(fragment: Fragment, island: Island) -> int:
+    """Steps of the current incarnation that are settled, being merged just now, or left
+    behind for the next merge."""
+    account = fragment.accounts[island.name]
+    deltas = (*fragment.merging, *fragment.left_behind)
+    ends = [c.end for c in deltas if _is_of(c, account, island.name)]
+    return max([account.start, *ends])
+
+
+def close_account(
+    fragment: Fragment, island: Island, reason: EndReason, settled_steps: int
+) -> Fragment:
+    """An incarnation ended: its steps from `settled_steps` on are lost."""
+    if fragment.accounts[island.name].carrying:
+        fragment = carry(fragment, island.name, island.steps)
+        settled_steps = island.steps
+    account = fragment.accounts[island.name]
+    account = account.lose(max(island.steps - settled_steps, 0), reason)
+    account = replace(
+        account,
+        start=max(island.steps, settled_steps),
+        merged_end=0,
+        take=None,
+        told=None,
+    )
+    return with_account(fragment, island.name, account)
+
+
+def carry(fragment: Fragment, name: str, steps: int) -> Fragment:
+    """The incarnation began in an earlier term, which has its first `steps` steps in
+    its books."""
+    account = fragment.accounts[name]
+    account = replace(
+        account,
+        carrying=False,
+        start=steps,
+        carried_tokens=account.carried_tokens + steps * account.tokens_per_step,
+    )
+    return with_account(fragment, name, account)
+
+
+def open_account(fragment: Fragment, island: Island, *, carrying: bool) -> Fragment:
+    """A new incarnation begins: totals stay, the step count restarts. carrying: it has
+    begun, in an earlier term."""
+    account = fragment.accounts.get(island.name)
+    fresh = Account(
+        incarnation=island.incarnation,
+        session=island.session,
+        tokens_per_step=island.tokens_per_step,
+        carrying=carrying,
+    )
+    if account is not None:
+        fresh = replace(
+            fresh,
+            merged_tokens=account.merged_tokens,
+            carried_tokens=account.carried_tokens,
+            lost_tokens=account.lost_tokens,
+            merges_in=account.merges_in,
+            merges_alive=account.merges_alive,
+        )
+    return with_account(fragment, island.name, fresh)
+
+
+def island_totals(config: PolicyConfig, state: State, name: str) -> Totals:
+    """One island's tokens over all its incarnations."""
+    computed = state.islands[name].computed_tokens
+    merged = carried = 0
+    lost: dict[str, int] = {}
+    for fragment, size in zip(state.fragments, config.fragment_sizes, strict=True):
+        account = fragment.accounts[name]
+        merged += size * account.merged_tokens
+        carried += size * account.carried_tokens
+        for reason, tokens in account.lost_tokens.items():
+            lost[reason] = lost.get(reason, 0) + size * tokens
+    merged //= config.parameters
+    carried //= config.parameters
+    lost = {reason: value // config.parameters for reason, value in lost.items()}
+    lost = {reason: value for reason, value in lost.items() if value}
+    return Totals(
+        computed=computed,
+        merged=merged,
+        lost=lost,
+        carried=carried,
+        in_flight=computed - merged - carried - sum(lost.values()),
+    )
+
+
+def run_totals(config: PolicyConfig, state: State) -> Totals:
+    """The sum over all islands."""
+    computed = merged = carried = in_flight = 0
+    lost: dict[str, int] = {}
+    for name in state.islands:
+        totals = island_totals(config, state, name)
+        computed += totals.computed
+        merged += totals.merged
+        carried += totals.carried
+        in_flight += totals.in_flight
+        for reason, tokens in totals.lost.items():
+            lost[reason] = lost.get(reason, 0) + tokens
+    return Totals(
+        computed=computed,
+        merged=merged,
+        lost=lost,
+        carried=carried,
+        in_flight=in_flight,
+    )
+
+
+def merged_by_fragment(state: State, name: str = "") -> list[int]:
+    """Merged tokens of every fragment, of one island or over all."""
+    return [
+        sum(
+            account.merged_tokens
+            for island, account in fragment.accounts.items()
+            if name in ("", island)
+        )
+        for fragment in state.fragments
+    ]
+
+
+def trained_tokens(config: PolicyConfig, state: State) -> int:
+    """Tokens that the global parameters have been trained on: merged ones, and in a
+    later term those that its islands brought along."""
+    totals = run_totals(config, state)
+    return state.carried_progress + totals.carried + totals.merged
+
+
+def progress_tokens(config: PolicyConfig, state: State) -> int:
+    """Computed tokens that are not lost, over all islands and terms: by these the
+    learning rate goes. A fragment's lost tokens count by its share of the parameters.
+    """
+    computed, lost = state.carried_progress, 0
+    for island in state.islands.values():
+        computed += island.tokens_before + island.steps * island.tokens_per_step
+    for fragment, size in zip(state.fragments, config.fragment_sizes, strict=True):
+        if fragment.lost_in_all:
+            lost += size * fragment.lost_in_all
+    return computed - lost // config.parameters
+
+
+def check(config: PolicyConfig, state: State) -> list[str]:
+    """What is wrong with the books, as text; empty if they balance."""
+    wrong = []
+    for fragment in state.fragments:
+        lost = sum(sum(a.lost_tokens.values()) for a in fragment.accounts.values())
+        if fragment.lost_in_all != lost:
+            wrong.append(
+                f"fragment {fragment.index}: its accounts have lost {lost} tokens, it "
+                f"says {fragment.lost_in_all}"
+            )
+        for name, account in fragment.accounts.items():
+            island = state.islands[name]
+            merging = sum(
+                c.tokens
+                for c in fragment.merging
+                if c.island == name
+                and (not _is_of(c, account, name) or account.start >= c.end)
+            )
+            merging += sum(c.tokens for c in fragment.left_behind if c.island == name)
+            settled = island.tokens_before + account.start * account.tokens_per_step
+            booked = account.merged_tokens + sum(account.lost_tokens.values())
+            booked += account.carried_tokens
+            if booked + merging != settled:
+                wrong.append(
+                    f"fragment {fragment.index}, island {name}: merged, lost and "
+                    f"carried {booked} + merging or left behind {merging} != settled "
+                    f"{settled} tokens"
+                )
+            if account.start > island.steps:
+                wrong.append(
+                    f"fragment {fragment.index}, island {name}: settled to step "
+                    f"{account.start} of {island.steps}"
+                )
+    return wrong
+
+
+def _is_of(contribution: Contribution, account: Account, name: str) -> bool:
+    return (contribution.island, contribution.incarnation) == (
+        name,
+        account.incarnation,
+    )

@@ -1,0 +1,169 @@
+"""Recovery: the policy's state after a crash, from what was durable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from msgspec.structs import asdict, replace
+
+from diloco_jax.protocol.coordinator import leases, ledger, members, schedule
+from diloco_jax.protocol.coordinator.state import (
+    Island,
+    PolicyConfig,
+    State,
+    with_account,
+    with_fragment,
+    with_island,
+)
+from diloco_jax.protocol.records import (
+    Carried,
+    Durable,
+    Finished,
+    Granted,
+    Joined,
+    Left,
+    Merged,
+    Stopping,
+    Ticks,
+)
+from diloco_jax.protocol.values import Span
+
+
+def recover(
+    config: PolicyConfig,
+    snapshot: State,
+    records: Iterable[Durable],
+    now: float,
+) -> State:
+    """The state after a crash: the snapshot and the durable records after it. Every
+    island is absent until it says hello; what was asked or in transit is forgotten,
+    and comes back with the hellos."""
+    state = snapshot
+    for record in records:
+        state = _replayed(state, record)
+    for fragment in state.fragments:
+        fragment = replace(
+            fragment,
+            phase="done" if fragment.phase == "done" else "idle",
+            asked=(),
+            merging=(),
+            left_behind=(),
+            accounts={
+                name: replace(account, take=None)
+                for name, account in fragment.accounts.items()
+            },
+        )
+        state = with_fragment(state, fragment)
+    for island in state.islands.values():
+        steps = max(
+            [island.steps, *(f.accounts[island.name].start for f in state.fragments)]
+        )
+        status: Literal["gone", "absent"] = (
+            "gone" if island.status == "gone" else "absent"
+        )
+        island = replace(
+            island,
+            status=status,
+            phase="training" if steps else island.phase,
+            steps=steps,
+            steps_at_tick=steps,
+            records_through=0,
+        )
+        state = with_island(state, island)
+        # What an ended incarnation had in a merge that never became durable is lost,
+        # and what it left behind too.
+        for fragment in state.fragments:
+            account = fragment.accounts[island.name]
+            settled = island.tokens_before + account.start * account.tokens_per_step
+            missing = settled - account.merged_tokens - account.carried_tokens
+            missing -= sum(account.lost_tokens.values())
+            account = account.lose_tokens(missing, "coordinator")
+            fragment = with_account(fragment, island.name, account)
+            state = with_fragment(state, fragment)
+    state = schedule.after_crash(config, replace(state, reunion_until=0.0))
+    if state.phase in ("stopping", "flushing"):
+        state = replace(state, phase="stopping", deadline=now + config.flush_s)
+    return state
+
+
+def _replayed(state: State, record: Durable) -> State:
+    match record:
+        case Joined(carried=carried):
+            island = Island(
+                name=record.island,
+                incarnation=record.incarnation,
+                session=record.session,
+                tokens_per_step=record.tokens_per_step,
+                sequences_per_step=record.sequences_per_step,
+            )
+            if carried is not None:
+                island = replace(island, **asdict(carried))
+            return members.joined(state, island, carrying=carried is not None)
+        case Carried():
+            fragment = state.fragments[record.fragment]
+            fragment = ledger.carry(fragment, record.island, record.steps)
+            return with_fragment(state, fragment)
+        case Granted():
+            span = Span(record.start, record.stop)
+            if span.stop > state.next_position:
+                state = replace(state, next_position=span.stop)
+            free = tuple(_without(state.free_spans, span))
+            state = replace(state, free_spans=free)
+            return leases.granted(state, record.island, span)
+        case Left():
+            island = state.islands[record.island]
+            steps = max(island.steps, record.steps)
+            state = with_island(state, replace(island, steps=steps))
+            return members.ended(
+                state,
+                record.island,
+                record.reason,
+                record.settled_steps_by_fragment,
+                record.merged_steps,
+            )
+        case Merged():
+            return _replayed_merge(state, record)
+        case Ticks(through=through):
+            return replace(state, ticks_reserved=through)
+        case Stopping(tokens=tokens):
+            return replace(state, phase="stopping", progress_tokens=tokens)
+        case Finished():
+            return replace(state, phase="done")
+
+
+def _replayed_merge(state: State, record: Merged) -> State:
+    fragment = state.fragments[record.fragment]
+    for contribution in record.contributions:
+        name = contribution.island
+        account = fragment.accounts[name]
+        if account.incarnation == contribution.incarnation:
+            gap = contribution.start - account.start
+            account = account.lose(gap, "overwritten")
+            fragment = with_account(fragment, name, account)
+            island = state.islands[name]
+            steps = max(island.steps, contribution.end)
+            state = with_island(state, replace(island, steps=steps))
+        fragment = ledger.book(fragment, contribution)
+    fragment = replace(
+        fragment,
+        version=record.version,
+        tick=record.tick,
+        phase="idle",
+        merging=(),
+        merges=fragment.merges + 1,
+        final=record.final,
+    )
+    state = replace(state, tick=max(state.tick, record.tick))
+    return with_fragment(state, fragment)
+
+
+def _without(spans: Iterable[Span], taken: Span) -> Iterable[Span]:
+    for span in spans:
+        if taken.stop <= span.start or span.stop <= taken.start:
+            yield span
+            continue
+        if span.start < taken.start:
+            yield Span(span.start, taken.start)
+        if taken.stop < span.stop:
+            yield Span(taken.stop, span.stop)

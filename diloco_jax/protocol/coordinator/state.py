@@ -1,0 +1,278 @@
+"""What the policy remembers: plain frozen values.
+
+An island's steps are settled fragment by fragment in an `Account`: `[0, start)` is
+merged or lost, `[start, steps)` is open, and a `Take` covers the first part of what is
+open. What belongs to one fragment lives in its `Fragment` and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from diloco_jax.protocol.reasons import LossReason, Refusal
+from diloco_jax.protocol.values import (
+    FIRST_VERSION,
+    Contribution,
+    Phase,
+    Span,
+    Verdict,
+    Version,
+)
+
+FIRST_LEASE_STEPS = 64
+"""Steps' worth of data granted before an island's speed is known."""
+
+
+MISSED_MERGES = 10
+"""Merges of one fragment in a row without a live island, after which nobody counts on
+its next delta."""
+AVERAGE_KEPT = 0.8
+"""Share of a running average that one new value leaves standing."""
+
+
+SHORTEST_STEP_S = 1e-4
+"""Whoever says that its steps are shorter counts as no faster, and is granted no
+more."""
+
+
+class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings that decisions depend on. Sizes are in parameters, times in
+    seconds; names are those of `SyncConfig`, `RunConfig`, `Placement` and
+    `Deadlines`."""
+
+    run_id: str
+    fingerprint: str
+    fragment_sizes: tuple[int, ...]
+    steps_per_cycle: int
+    overlap_steps: float
+    quorum: int
+    grace: float
+    grace_window: Literal["alike", "overlap"]
+    max_staleness: int
+    partial_merges: Literal["scaled", "full"]
+    total_tokens: int
+    lease_s: float
+    reunion_s: float
+    compile_budget_s: float
+    outage_budget_s: float
+    flush_s: float
+
+    @property
+    def fragments(self) -> int:
+        """P."""
+        return len(self.fragment_sizes)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model."""
+        return sum(self.fragment_sizes)
+
+
+class Take(msgspec.Struct, frozen=True, kw_only=True):
+    """One outstanding delta of an island for a fragment.
+
+    asked -> taken (`end` known: the record is on the tape) and arrived (the bytes are
+    here), in either order -> merged, or refused and then given up by the island.
+    """
+
+    tick: int
+    start: int = 0
+    end: int | None = None
+    base: Version = FIRST_VERSION
+    taken_at: float = 0.0
+    arrived: bool = False
+    refused: Refusal = ""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be merged."""
+        return self.end is not None and self.arrived and not self.refused
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """The last final verdict on an island's take, to be repeated if it got lost."""
+
+    tick: int
+    verdict: Verdict
+    reason: str
+
+
+class Account(msgspec.Struct, frozen=True, kw_only=True):
+    """An island in the books of one fragment. Tokens are summed over incarnations."""
+
+    incarnation: int
+    session: str
+    tokens_per_step: int
+    start: int = 0
+    merged_end: int = 0
+    carrying: bool = False
+    """It began in an earlier term, and has not said yet what that has in its books."""
+    take: Take | None = None
+    told: Told | None = None
+    merged_tokens: int = 0
+    carried_tokens: int = 0
+    """Of steps that are in the books of earlier terms."""
+    lost_tokens: dict[str, int] = msgspec.field(default_factory=dict)
+    merges_in: int = 0
+    merges_alive: int = 0
+    missed_merges: int = 0
+    """In a row, while it was live."""
+
+    def lose(self, steps: int, reason: LossReason) -> Account:
+        """The account with `steps` more steps lost."""
+        return self.lose_tokens(steps * self.tokens_per_step, reason)
+
+    def lose_tokens(self, tokens: int, reason: LossReason) -> Account:
+        """The account with `tokens` more tokens lost."""
+        if tokens <= 0:
+            return self
+        tokens += self.lost_tokens.get(reason, 0)
+        return replace(self, lost_tokens={**self.lost_tokens, reason: tokens})
+
+
+class Fragment(msgspec.Struct, frozen=True, kw_only=True):
+    """One fragment: its version, the tick it is open for, its books and averages."""
+
+    index: int
+    version: Version = FIRST_VERSION
+    phase: Literal["idle", "open", "merging", "done"] = "idle"
+    tick: int = 0
+    asked: tuple[str, ...] = ()
+    """Islands whose deltas count to quorum."""
+    final: bool = False
+    opened_at: float = 0.0
+    quorum_at: float | None = None
+    closes_at: float | None = None
+    closed_at: float = 0.0
+    merging: tuple[Contribution, ...] = ()
+    merging_share: float = 1.0
+    """Of all tokens per second that is in the merge."""
+    left_behind: tuple[Contribution, ...] = ()
+    """Deltas of incarnations that said goodbye, for the next merge; one per island."""
+    accounts: dict[str, Account] = msgspec.field(default_factory=dict)
+    lost_in_all: int = 0
+    """Tokens lost in all accounts together."""
+    merges: int = 0
+    solo_merges: int = 0
+    """Merges in a row with a delta of only one of several live islands."""
+    unfit_deltas: int = 0
+    """Deltas since the last merge that were not finite."""
+    quorum_seconds: float = 0.0
+    merge_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """Positions granted to an incarnation; `offset` sequences were granted before."""
+
+    offset: int
+    span: Span
+
+
+class Island(msgspec.Struct, frozen=True, kw_only=True):
+    """A member. live: counted on; absent: silent, may come back; gone: it ended."""
+
+    name: str
+    incarnation: int
+    session: str
+    tokens_per_step: int
+    sequences_per_step: int
+    status: Literal["live", "absent", "gone"] = "live"
+    phase: Phase = "joining"
+    lease_until: float = 0.0
+    steps: int = 0
+    steps_at_tick: int = 0
+    step_seconds: float = 0.0
+    lead: int = 0
+    """Boundaries from a request to its take."""
+    records_through: int = 0
+    tokens_before: int = 0
+    """Computed by earlier incarnations."""
+    joins: int = 1
+    leases: tuple[Lease, ...] = ()
+    sequences_granted: int = 0
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of all incarnations' reported steps."""
+        return self.tokens_before + self.steps * self.tokens_per_step
+
+    @property
+    def tokens_per_second(self) -> float:
+        """0 as long as its speed is not known."""
+        if not self.step_seconds:
+            return 0.0
+        return self.tokens_per_step / max(self.step_seconds, SHORTEST_STEP_S)
+
+    @property
+    def lead_seconds(self) -> float:
+        """From a request to its take, beside the rest of a step."""
+        return self.lead * self.step_seconds
+
+    @property
+    def answers(self) -> bool:
+        """Whether it can take what it is asked for."""
+        return self.status == "live" and self.phase in ("training", "stopped")
+
+    @property
+    def counted(self) -> bool:
+        """Whether it makes steps that pacing, asking and waiting may count on."""
+        return self.status == "live" and self.phase == "training"
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything. `now` of the last event is not kept: time comes with events."""
+
+    phase: Literal["running", "stopping", "flushing", "done"] = "running"
+    deadline: float = 0.0
+    """When stopping or flushing ends in any case."""
+    tick: int = 0
+    ticks_reserved: int = 0
+    """Ticks up to this one may have been asked for before a crash."""
+    progress_tokens: int = 0
+    carried_progress: int = 0
+    """Progress of earlier terms, without that of incarnations which are in these books;
+    below 0 where those had lost more than others had done."""
+    reunion_until: float = 0.0
+    """Ticks wait until then for islands that are absent (see `schedule.reunite`)."""
+    islands: dict[str, Island] = msgspec.field(default_factory=dict)
+    fragments: tuple[Fragment, ...] = ()
+    next_position: int = 0
+    free_spans: tuple[Span, ...] = ()
+
+
+def initial(config: PolicyConfig) -> State:
+    """The state of a run before anything happened."""
+    return State(
+        fragments=tuple(Fragment(index=i) for i in range(config.fragments)),
+    )
+
+
+def with_island(state: State, island: Island) -> State:
+    """The state with one island replaced or added."""
+    return replace(state, islands={**state.islands, island.name: island})
+
+
+def with_fragment(state: State, fragment: Fragment) -> State:
+    """The state with one fragment replaced."""
+    fragments = list(state.fragments)
+    fragments[fragment.index] = fragment
+    return replace(state, fragments=tuple(fragments))
+
+
+def with_account(fragment: Fragment, name: str, account: Account) -> Fragment:
+    """The fragment with one account replaced or added."""
+    accounts, lost = fragment.accounts, fragment.lost_in_all
+    before = accounts.get(name)
+    if before is None or before.lost_tokens is not account.lost_tokens:
+        lost += sum(account.lost_tokens.values())
+        lost -= sum(before.lost_tokens.values()) if before is not None else 0
+    return replace(fragment, accounts={**accounts, name: account}, lost_in_all=lost)
+
+
+def averaged(average: float, value: float) -> float:
+    """A running average with one more value; the first value starts it."""
+    return AVERAGE_KEPT * average + (1 - AVERAGE_KEPT) * value if average else value

@@ -1,0 +1,299 @@
+"""An island's outstanding delta for a fragment: taken, arrived, refused, given up.
+
+The record that says which steps a delta holds comes on the control stream, its bytes
+on bulk ones; it can be merged when both are here.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator import alerts
+from diloco_jax.protocol.coordinator.events import (
+    Drop,
+    Effect,
+    Note,
+    Tell,
+)
+from diloco_jax.protocol.coordinator.state import (
+    Account,
+    Fragment,
+    PolicyConfig,
+    Take,
+    Told,
+    averaged,
+    with_account,
+)
+from diloco_jax.protocol.messages import ResendRequest, TakeVerdict
+from diloco_jax.protocol.reasons import (
+    NON_FINITE,
+    OVERLAP,
+    STALE,
+    Refusal,
+    RefusalReason,
+)
+from diloco_jax.protocol.values import (
+    Contribution,
+    DeltaKey,
+    Outstanding,
+    Record,
+    Verdict,
+    Version,
+)
+
+Step = tuple[Fragment, list[Effect]]
+
+
+def took(
+    config: PolicyConfig, fragment: Fragment, name: str, record: Record, now: float
+) -> Step:
+    """The island took the fragment: its delta covers [record.start, record.step)."""
+    asked = fragment.accounts[name].take
+    expected = asked is not None and asked.tick == record.tick
+    held = Outstanding(
+        fragment=fragment.index,
+        tick=record.tick,
+        start=record.start,
+        end=record.step,
+        base=record.version,
+        seq=record.seq,
+    )
+    fragment, effects = known(config, fragment, name, held, now)
+    take = fragment.accounts[name].take
+    if not expected and take is not asked and take is not None and not take.refused:
+        # Asked for before a crash: its bytes, if they came first, were not kept.
+        effects.append(ask_to_resend(fragment, name, record.tick))
+    return fragment, effects
+
+
+def known(
+    config: PolicyConfig, fragment: Fragment, name: str, held: Outstanding, now: float
+) -> Step:
+    """The steps of a take become known; if they are known already, nothing changes."""
+    account = fragment.accounts[name]
+    asked, told = account.take, account.told
+    if asked is not None and asked.end is not None:
+        return fragment, []
+    if told is not None and held.tick <= told.tick:
+        return fragment, []
+    # Steps between what is settled and this take are in no delta: adoption lost them.
+    start = max(held.start, account.start)
+    account = account.lose(start - account.start, "overwritten")
+    if asked is None or asked.tick != held.tick:
+        asked = Take(tick=held.tick)
+    take = replace(
+        asked, start=start, end=max(held.end, start), base=held.base, taken_at=now
+    )
+    account = replace(account, start=start, take=take)
+    fragment = with_account(fragment, name, account)
+    if held.start < start:
+        return refuse(fragment, name, OVERLAP)
+    if take.end == take.start:
+        return refuse(fragment, name, "empty")
+    fragment, effects = refuse_if_stale(config, fragment, name)
+    return fragment, effects or pending(fragment, name)
+
+
+def pending(fragment: Fragment, name: str) -> list[Effect]:
+    """Tells an island that the current version, which it may be about to adopt, has not
+    its outstanding take: it came too late for that merge."""
+    take = fragment.accounts[name].take
+    if take is None or take.end is None or take.base >= fragment.version:
+        return []
+    return [verdict_on(fragment, name, take.tick, "pending", "")]
+
+
+def arrived(
+    config: PolicyConfig,
+    fragment: Fragment,
+    name: str,
+    tick: int,
+    refusal: Refusal,
+    now: float,
+) -> Step:
+    """A delta's bytes are here, or proved unfit."""
+    account = fragment.accounts[name]
+    take = account.take
+    if take is None or take.tick != tick or take.arrived:
+        if take is not None and take.tick == tick:
+            return fragment, []
+        return fragment, drop_unknown(fragment, name, account.incarnation, tick)
+    transfer_seconds = fragment.transfer_seconds
+    if take.taken_at and not refusal and not take.refused:
+        transfer_seconds = averaged(transfer_seconds, now - take.taken_at)
+    take = replace(take, arrived=True)
+    account = replace(account, take=take)
+    fragment = replace(
+        fragment,
+        accounts={**fragment.accounts, name: account},
+        transfer_seconds=transfer_seconds,
+    )
+    if refusal:
+        return refuse(fragment, name, refusal)
+    if take.refused:
+        return fragment, [drop(fragment, name)]
+    return fragment, []
+
+
+def gave_up(fragment: Fragment, name: str, tick: int, *, kept: bool) -> Fragment:
+    """The island knows of a refusal. kept: the delta's steps are in its parameters
+    still and will be in its next delta; otherwise they are lost."""
+    account = fragment.accounts[name]
+    take = account.take
+    if take is None or take.tick != tick or take.end is None:
+        return fragment
+    if not kept:
+        account = account.lose(take.end - take.start, take.refused or "refused")
+        account = replace(account, start=take.end)
+    told = Told(tick=tick, verdict="refused", reason=take.refused or "refused")
+    return with_account(fragment, name, replace(account, take=None, told=told))
+
+
+def leave_behind(fragment: Fragment, name: str) -> Fragment:
+    """The island says goodbye: if its delta is here, it stays for the next merge, where
+    none of an incarnation before it does."""
+    account = fragment.accounts[name]
+    take = account.take
+    if take is None or not take.ready or fragment.phase == "done":
+        return fragment
+    if _is_merging(fragment, name, take.tick):
+        return fragment
+    if any(kept.island == name for kept in fragment.left_behind):
+        return fragment
+    kept = contribution(name, account, take)
+    fragment = with_account(fragment, name, replace(account, take=None))
+    return replace(fragment, left_behind=(*fragment.left_behind, kept))
+
+
+def expire_left_behind(config: PolicyConfig, fragment: Fragment) -> Step:
+    """Loses what was left behind and lags the current version too far."""
+    if not fragment.left_behind:
+        return fragment, []
+    effects: list[Effect] = []
+    kept = []
+    for old in fragment.left_behind:
+        if _is_in_time(config, old.base, fragment.version):
+            kept.append(old)
+            continue
+        account = fragment.accounts[old.island].lose_tokens(old.tokens, STALE)
+        fragment = with_account(fragment, old.island, account)
+        key = (fragment.index, old.island, old.incarnation, old.tick)
+        effects += [_refusal(*key, STALE), _drop(*key)]
+    return replace(fragment, left_behind=tuple(kept)), effects
+
+
+def contribution(name: str, account: Account, take: Take) -> Contribution:
+    """A ready take as a merge has it."""
+    assert take.end is not None
+    return Contribution(
+        island=name,
+        incarnation=account.incarnation,
+        tick=take.tick,
+        start=take.start,
+        end=take.end,
+        tokens=(take.end - take.start) * account.tokens_per_step,
+        base=take.base,
+    )
+
+
+def refuse(fragment: Fragment, name: str, reason: RefusalReason) -> Step:
+    """Refuses an outstanding take; it stays outstanding until the island knows."""
+    account = fragment.accounts[name]
+    if account.take is None or account.take.refused:
+        return fragment, []
+    take = replace(account.take, refused=reason)
+    fragment = with_account(fragment, name, replace(account, take=take))
+    raised: list[Effect] = []
+    if reason == NON_FINITE:
+        fragment = replace(fragment, unfit_deltas=fragment.unfit_deltas + 1)
+        raised = alerts.after_unfit(fragment, name)
+    return fragment, [
+        *raised,
+        _refusal(fragment.index, name, account.incarnation, take.tick, reason),
+        verdict_on(fragment, name, take.tick, "refused", reason),
+        drop(fragment, name),
+    ]
+
+
+def refuse_if_stale(config: PolicyConfig, fragment: Fragment, name: str) -> Step:
+    """Refuses a delta that is taken, and in no merge yet, if its base lags the current
+    version too far.
+
+    A merge under way may make it so, but is not durable yet: a coordinator that died of
+    it would have told the island to reopen steps which the next one merges.
+    """
+    take = fragment.accounts[name].take
+    assert take is not None
+    if _is_in_time(config, take.base, fragment.version):
+        return fragment, []
+    return refuse(fragment, name, STALE)
+
+
+def verdict_on(
+    fragment: Fragment, name: str, tick: int, verdict: Verdict, reason: str
+) -> Tell:
+    """Tells an island what became of its take."""
+    return Tell(
+        session=fragment.accounts[name].session,
+        message=TakeVerdict(
+            fragment=fragment.index,
+            tick=tick,
+            verdict=verdict,
+            reason=reason,
+            version=fragment.version,
+        ),
+    )
+
+
+def ask_to_resend(fragment: Fragment, name: str, tick: int) -> Tell:
+    """Asks an island for a delta that it still holds once more."""
+    return Tell(
+        session=fragment.accounts[name].session,
+        message=ResendRequest(fragment=fragment.index, tick=tick),
+    )
+
+
+def _is_merging(fragment: Fragment, name: str, tick: int) -> bool:
+    return any(c.island == name and c.tick == tick for c in fragment.merging)
+
+
+def drop(fragment: Fragment, name: str) -> Drop:
+    """The bytes of an outstanding take are not needed any more."""
+    account = fragment.accounts[name]
+    assert account.take is not None
+    return _drop(fragment.index, name, account.incarnation, account.take.tick)
+
+
+def drop_unknown(
+    fragment: Fragment, name: str, incarnation: int, tick: int
+) -> list[Effect]:
+    """Nor are bytes of no outstanding take, unless they were left behind."""
+    left_behind = any(
+        (kept.island, kept.incarnation, kept.tick) == (name, incarnation, tick)
+        for kept in fragment.left_behind
+    )
+    return [] if left_behind else [_drop(fragment.index, name, incarnation, tick)]
+
+
+def _is_in_time(config: PolicyConfig, base: Version, current: Version) -> bool:
+    lag = current.number - base.number
+    return base.term == current.term and lag <= config.max_staleness
+
+
+def _refusal(
+    fragment: int, name: str, incarnation: int, tick: int, reason: RefusalReason
+) -> Note:
+    return Note(
+        record=records.Refused(
+            island=name,
+            incarnation=incarnation,
+            fragment=fragment,
+            tick=tick,
+            reason=reason,
+        )
+    )
+
+
+def _drop(fragment: int, name: str, incarnation: int, tick: int) -> Drop:
+    return Drop(delta=DeltaKey(name, incarnation, fragment, tick))

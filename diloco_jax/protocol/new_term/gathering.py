@@ -1,0 +1,325 @@
+"""A coordinator that comes up without its state: the anchors of islands are all there
+is of the run, and the highest of each fragment begin a new term.
+
+waiting -> fetching -> over. Islands offer what they have until the deadline, or until
+all are here; then each fragment is fetched from one that has its highest version, one
+at a time of an island. Whoever holds it may be silent for a lease; after that the next
+best has to do. Nothing is initialised: without an offer there is no term.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from diloco_jax.protocol.coordinator import leases, schedule
+from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell
+from diloco_jax.protocol.coordinator.state import (
+    PolicyConfig,
+    State,
+    initial,
+    with_fragment,
+)
+from diloco_jax.protocol.messages import AnchorRequest, Hello, Welcome
+from diloco_jax.protocol.new_term.events import (
+    AnchorArrived,
+    Discard,
+    Effect,
+    Event,
+    GiveUp,
+    Offered,
+    Open,
+    Postpone,
+)
+from diloco_jax.protocol.values import Version
+
+LEASES_AWAITED = 2
+"""How long the first offer is waited for, and then the others', in leases."""
+LARGEST_GRANTS_UNHEARD = 2
+"""What every island may have been granted at most without anybody who offers having
+heard of it: a grant lasts for an outage budget, so hardly two came between the last
+report of an island that offers and the end."""
+
+
+class Asked(NamedTuple):
+    """Who is to send a fragment, and until when."""
+
+    island: str
+    until: float
+
+
+class Got(NamedTuple):
+    """An anchor that is here."""
+
+    island: str
+    version: Version
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """Who offered. `gone_at`: when it is not waited for any more, unless it is heard of
+    before."""
+
+    offer: Hello
+    gone_at: float
+    connected: bool = True
+
+
+class Known(NamedTuple):
+    """The highest that any island heard of, those included that have no anchors yet: a
+    join may be the only one that a term was said to, and data granted in it."""
+
+    term: int = 0
+    tokens: int = 0
+    next_position: int = 0
+
+
+class Gathering(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy remembers of it. names: of the config's islands."""
+
+    names: frozenset[str]
+    deadline: float
+    phase: Literal["waiting", "fetching", "over"] = "waiting"
+    known: Known = msgspec.field(default_factory=Known)
+    members: Mapping[str, Member] = msgspec.field(default_factory=dict)
+    asked: Mapping[int, Asked] = msgspec.field(default_factory=dict)
+    failed: frozenset[tuple[str, int]] = frozenset()
+    """(island, fragment) that did not come in time."""
+    got: Mapping[int, Got] = msgspec.field(default_factory=dict)
+
+
+Step = tuple[Gathering, list[Effect]]
+
+
+def begin(config: PolicyConfig, names: frozenset[str], now: float) -> Gathering:
+    """Waits for the first offer."""
+    return Gathering(names=names, deadline=now + LEASES_AWAITED * config.lease_s)
+
+
+def step(config: PolicyConfig, state: Gathering, event: Event, now: float) -> Step:
+    """Applies one event at time `now` (monotonic seconds)."""
+    effects: list[Effect] = []
+    match event:
+        case Offered():
+            state, effects = _offered(config, state, event, now)
+        case Said():
+            state = _heard(config, state, event, now, connected=True)
+        case Disconnected():
+            state = _heard(config, state, event, now, connected=False)
+        case AnchorArrived():
+            asked = state.asked.get(event.fragment)
+            current = state.members[event.island].offer.incarnation
+            if asked and (asked.island, current) == (event.island, event.incarnation):
+                got = Got(event.island, event.version)
+                state = replace(state, got={**state.got, event.fragment: got})
+                state = _unasked(state, event.fragment)
+    if state.phase == "waiting":
+        state, found = _wait(config, state, now)
+        effects += found
+    if state.phase == "fetching":
+        state, found = _fetch(config, state, now)
+        effects += found
+    return state, effects
+
+
+def next_deadline(state: Gathering, now: float) -> float:
+    """When time alone changes something next. `now` is that of the last step, which
+    dealt with everything due until then."""
+    times = [asked.until for asked in state.asked.values()]
+    times += [member.gone_at for member in state.members.values()]
+    if state.phase == "waiting":
+        times = [state.deadline]
+    return min((at for at in times if at > now), default=math.inf)
+
+
+def first_state(config: PolicyConfig, opened: Open) -> State:
+    """The state of the run at the beginning of the term."""
+    state = initial(config)
+    for fragment, version in zip(state.fragments, opened.versions, strict=True):
+        state = with_fragment(state, replace(fragment, version=version))
+    state = schedule.begin_term(config, state, opened.term)
+    return replace(
+        state,
+        progress_tokens=opened.tokens,
+        carried_progress=opened.tokens,
+        next_position=opened.next_position,
+    )
+
+
+def is_superseded(state: State, term: int) -> bool:
+    """Whether islands are in that term, and this state is of one before it."""
+    return term > state.fragments[0].version.term
+
+
+def _offered(
+    config: PolicyConfig, state: Gathering, event: Offered, now: float
+) -> Step:
+    offer, differences = event.hello, event.differences
+    if offer.versions and differences:
+        return _give_up(
+            state,
+            f"island {offer.island!r} is in run {offer.run_id} with another config: "
+            f"{'; '.join(differences)} (here: this coordinator's). Start the "
+            f"coordinator with that run's config.json, or that island elsewhere",
+        )
+    if not differences:
+        state = replace(state, known=_higher(state.known, offer))
+    member = state.members.get(offer.island)
+    why = ""
+    if len(offer.versions) != config.fragments:
+        why = "this coordinator has no state yet, and the island no anchors to offer"
+    elif member is not None and member.offer.incarnation > offer.incarnation:
+        why = f"incarnation {member.offer.incarnation} of this island is here"
+    elif state.phase != "waiting" and (
+        member is None or member.offer.session != offer.session
+    ):
+        why = "a new term is about to begin"
+    if why:
+        postpone = Postpone(session=offer.session, message=f"{why}; come again")
+        return state, [postpone]
+    other = [m.offer for m in state.members.values() if m.offer.run_id != offer.run_id]
+    if other:
+        return _give_up(
+            state,
+            f"island {other[0].island!r} is in run {other[0].run_id} and "
+            f"{offer.island!r} in run {offer.run_id}, and this coordinator, which "
+            f"has no state, cannot know which is its own; end the islands of the other",
+        )
+    if not state.members:
+        state = replace(state, deadline=now + LEASES_AWAITED * config.lease_s)
+    member = Member(offer=offer, gone_at=now + config.lease_s)
+    members = {**state.members, offer.island: member}
+    welcome = Welcome(run_id=offer.run_id, term=0, resumed=True, versions=())
+    effects: list[Effect] = [Tell(session=offer.session, message=welcome)]
+    # What it was asked for may have got lost with its connection.
+    effects += [
+        Tell(session=offer.session, message=AnchorRequest(fragment=fragment))
+        for fragment, asked in state.asked.items()
+        if asked.island == offer.island
+    ]
+    return replace(state, members=members), effects
+
+
+def _heard(
+    config: PolicyConfig,
+    state: Gathering,
+    event: Said | Disconnected,
+    now: float,
+    *,
+    connected: bool,
+) -> Gathering:
+    member = state.members.get(event.island)
+    if member is None or member.offer.session != event.session:
+        return state
+    member = replace(member, gone_at=now + config.lease_s, connected=connected)
+    return replace(state, members={**state.members, event.island: member})
+
+
+def _wait(config: PolicyConfig, state: Gathering, now: float) -> Step:
+    here = {n for n, m in state.members.items() if m.connected and _may_come(m, now)}
+    if not state.names <= here and now < state.deadline:
+        return state, []
+    if not state.members:
+        return _give_up(
+            state,
+            f"no island offered its anchors within "
+            f"{LEASES_AWAITED * config.lease_s:g} s",
+        )
+    return replace(state, phase="fetching"), []
+
+
+def _fetch(config: PolicyConfig, state: Gathering, now: float) -> Step:
+    effects: list[Effect] = []
+    for fragment, asked in state.asked.items():
+        member = state.members[asked.island]
+        if now < asked.until and _may_come(member, now):
+            continue
+        incarnation = member.offer.incarnation
+        effects.append(
+            Discard(island=asked.island, incarnation=incarnation, fragment=fragment)
+        )
+        failed = state.failed | {(asked.island, fragment)}
+        state = _unasked(replace(state, failed=failed), fragment)
+    busy = {asked.island for asked in state.asked.values()}
+    for fragment in range(config.fragments):
+        if fragment in state.got or fragment in state.asked:
+            continue
+        holders = [
+            name
+            for name, member in sorted(state.members.items())
+            if _may_come(member, now) and (name, fragment) not in state.failed
+        ]
+        if not holders:
+            state, found = _give_up(
+                state, f"fragment {fragment} did not come from any island that had it"
+            )
+            return state, effects + found
+        highest = max(_version(state, name, fragment) for name in holders)
+        for name in holders:
+            member = state.members[name]
+            if name in busy or not member.connected:
+                continue
+            if _version(state, name, fragment) == highest:
+                busy.add(name)
+                until = now + config.outage_budget_s
+                asked_now = {**state.asked, fragment: Asked(name, until)}
+                state = replace(state, asked=asked_now)
+                session = member.offer.session
+                request = AnchorRequest(fragment=fragment)
+                effects.append(Tell(session=session, message=request))
+                break
+    if len(state.got) == config.fragments:
+        effects.append(_open(config, state))
+        state = replace(state, phase="over")
+    return state, effects
+
+
+def _open(config: PolicyConfig, state: Gathering) -> Open:
+    offers = [member.offer for member in state.members.values()]
+    got = [state.got[fragment] for fragment in range(config.fragments)]
+    known = state.known
+    term = 1 + known.term
+    largest = max(
+        leases.largest_grant(config, o.step_seconds, o.sequences_per_step)
+        for o in offers
+    )
+    islands = len(state.names | state.members.keys())
+    unheard = LARGEST_GRANTS_UNHEARD * islands * largest
+    return Open(
+        run_id=offers[0].run_id,
+        term=term,
+        versions=tuple(Version(term, version.number) for _, version in got),
+        sources=tuple(island for island, _ in got),
+        replaced=tuple(version for _, version in got),
+        tokens=known.tokens,
+        next_position=known.next_position + unheard,
+    )
+
+
+def _higher(known: Known, offer: Hello) -> Known:
+    terms = (offer.term, *(version.term for version in offer.versions))
+    return Known(
+        term=max(known.term, *terms),
+        tokens=max(known.tokens, offer.tokens),
+        next_position=max(known.next_position, offer.next_position),
+    )
+
+
+def _may_come(member: Member, now: float) -> bool:
+    return now < member.gone_at
+
+
+def _version(state: Gathering, name: str, fragment: int) -> Version:
+    return state.members[name].offer.versions[fragment]
+
+
+def _unasked(state: Gathering, fragment: int) -> Gathering:
+    asked = {f: value for f, value in state.asked.items() if f != fragment}
+    return replace(state, asked=asked)
+
+
+def _give_up(state: Gathering, message: str) -> Step:
+    return replace(state, phase="over"), [GiveUp(message=message)]

@@ -1,0 +1,38 @@
+"""Messages <-> bytes: MessagePack of tagged structs.
+
+Unknown tags, missing fields and wrong types are refused with the field's path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from diloco_jax.protocol.messages import FromCoordinator, FromIsland
+from diloco_jax.wire import bulk
+from diloco_jax.wire.errors import RemoteProtocolError
+
+MAX_CONTROL_BYTES = 4 << 20
+
+Decoded = TypeVar("Decoded")
+
+encode = msgspec.msgpack.Encoder().encode
+from_island = msgspec.msgpack.Decoder(FromIsland).decode
+from_coordinator = msgspec.msgpack.Decoder(FromCoordinator).decode
+upload_start = msgspec.msgpack.Decoder(bulk.UploadStart).decode
+upload_done = msgspec.msgpack.Decoder(bulk.UploadDone).decode
+fetch_request = msgspec.msgpack.Decoder(bulk.FetchRequest).decode
+fetch_start = msgspec.msgpack.Decoder(bulk.FetchStart).decode
+
+
+def decoded(decode: Callable[[bytes], Decoded], raw: bytes, peer: str) -> Decoded:
+    """`decode(raw)`; RemoteProtocolError if it is not what the decoder expects."""
+    try:
+        return decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(
+            f"message of {len(raw)} bytes from {peer} cannot be understood: {error}; "
+            f"both ends must run the same version of diloco"
+        ) from error

@@ -1,0 +1,1 @@
+"""Makes `kit` importable from every folder of these tests."""

@@ -1,0 +1,382 @@
+"""The end of a run: stopping, flushing, done."""
+
+from typing import Any
+
+from kit import Driver, asked, kinds, of, only, persisted
+
+from diloco_jax.protocol.coordinator import decide
+from diloco_jax.protocol.coordinator.events import Alert, Effect, Merge, Persist
+from diloco_jax.protocol.messages import (
+    Finished,
+    Granted,
+    Progress,
+    Refused,
+    Stop,
+    TakeRequest,
+)
+
+
+def stopping(*names: str, steps: int = 10, **changes: Any) -> Driver:
+    """Islands that have done `steps` steps; the last report ended the run."""
+    total = len(names) * steps * 10
+    d = Driver(steps_per_cycle=10**6, total_tokens=total, **changes)
+    d.join(*names)
+    for name in names:
+        d.report(name, steps)
+    assert d.state.phase == "stopping"
+    return d
+
+
+def stop(d: Driver, *names: str) -> list[Effect]:
+    effects: list[Effect] = []
+    for name in names:
+        effects += d.report(name, phase="stopped")
+    return effects
+
+
+def test_the_run_stops_when_it_has_its_tokens() -> None:
+    d = Driver(total_tokens=100)
+    d.join("a", "b")
+    d.report("a", 5)
+    assert d.state.phase == "running"
+    effects = d.report("b", 5)
+    assert only(effects, Progress).tokens == 100
+    order = kinds(effects)
+    assert order.index(Persist) < order.index(Stop)
+    assert [e.island for e in of(effects, Stop)] == ["a", "b"]
+    assert persisted(effects, "stopping") == [{"kind": "stopping", "tokens": 100}]
+
+
+def test_silent_and_compiling_islands_are_told_to_stop_too() -> None:
+    d = Driver(total_tokens=100)
+    d.join("a", "b")
+    d.hello("c")
+    d.now += 60
+    d.report("a", 4)
+    d.wait(50)
+    assert d.state.islands["b"].status == "absent"
+    told = {e.island for e in of(d.report("a", 10), Stop)}
+    assert told == {"a", "b", "c"}
+
+
+def test_nothing_new_begins_once_the_run_stops() -> None:
+    d = stopping("a")
+    assert of(d.report("a", 500), Granted) == []
+    assert only(d.hello("b"), Refused).code == "finished"
+    assert only(d.hello("a", 2), Refused).code == "finished"
+    assert of(d.report("a", 10**7), TakeRequest) == []
+
+
+def test_the_flush_begins_when_all_have_stopped() -> None:
+    d = stopping("a", "b")
+    assert asked(stop(d, "a")) == {}
+    assert asked(stop(d, "b")) == {0: ["a", "b"], 1: ["a", "b"]}
+    assert d.state.phase == "flushing"
+
+
+def test_the_flush_does_not_wait_for_ever_for_islands_to_stop() -> None:
+    d = stopping("a", "b")
+    stop(d, "a")
+    assert decide.next_deadline(d.state, d.now) == d.now + d.config.lease_s
+    d.now += 60
+    d.report("a")
+    d.report("b")
+    assert asked(d.wait(40)) == {0: ["a", "b"], 1: ["a", "b"]}
+
+
+def test_the_flush_merges_everything_and_finishes() -> None:
+    d = stopping("a", "b", quorum=2)
+    stop(d, "a", "b")
+    for index in (0, 1):
+        d.take("a", index, 10)
+        merge = only(d.take("b", index, 10), Merge)
+        assert merge.final
+        assert [c.tokens for c in merge.contributions] == [100, 100]
+        effects = d.computed(index)
+        assert persisted(effects, "merged")[0]["final"]
+    assert kinds(effects)[-1] is Finished
+    assert persisted(effects, "finished")
+    left = persisted(effects, "left")
+    assert [(r["island"], r["reason"]) for r in left] == [
+        ("a", "finished"),
+        ("b", "finished"),
+    ]
+    assert d.state.phase == "done"
+    for name in "ab":
+        totals = d.totals(name)
+        assert (totals.merged, totals.lost, totals.in_flight) == (100, {}, 0)
+
+
+def test_the_flush_is_exempt_from_quorum() -> None:
+    d = stopping("a", "b", quorum=2, fragment_sizes=(4,))
+    stop(d, "a")
+    d.goodbye("b")
+    merge = only(d.take("a", 0, 10), Merge)
+    assert merge.final
+    assert [c.island for c in merge.contributions] == ["a"]
+    assert persisted(d.computed(0), "finished")
+
+
+def test_the_flush_waits_for_all_live_islands_whatever_the_grace() -> None:
+    d = stopping("a", "b", fragment_sizes=(4,), grace=0.0)
+    stop(d, "a", "b")
+    assert of(d.take("a", 0, 10), Merge) == []
+    d.wait(30)
+    assert [c.island for c in only(d.take("b", 0, 10), Merge).contributions] == [
+        "a",
+        "b",
+    ]
+
+
+def test_an_island_that_dies_in_the_flush_is_not_waited_for() -> None:
+    d = stopping("a", "b", fragment_sizes=(4,))
+    stop(d, "a", "b")
+    d.take("a", 0, 10)
+    merge = only(d.disconnect("b"), Merge)
+    assert [c.island for c in merge.contributions] == ["a"]
+    assert persisted(d.computed(0), "finished")
+    assert d.totals("b").lost == {"absent": 100}
+
+
+def test_an_absent_island_may_come_back_until_the_flush_begins() -> None:
+    d = stopping("a", "b", fragment_sizes=(4,))
+    d.disconnect("b")
+    assert asked(stop(d, "a")) == {}
+    effects = d.hello("b", steps=10, phase="stopped")
+    assert only(effects, Stop).island == "b"
+    assert asked(effects) == {0: ["a", "b"]}
+
+
+def test_at_the_deadline_the_flush_merges_what_is_here() -> None:
+    d = stopping("a", "b", fragment_sizes=(4, 4))
+    stop(d, "a", "b")
+    d.take("a", 0, 10)
+    assert decide.next_deadline(d.state, d.now) == d.now + d.config.flush_s
+    effects = d.wait(d.config.flush_s)
+    assert only(effects, Merge).fragment == 0
+    assert d.fragment(1).phase == "done", "nobody answered there"
+    assert decide.next_deadline(d.state, d.now) == d.now + 50, "a lease, not this again"
+    effects = d.computed(0)
+    assert persisted(effects, "finished")
+    assert d.totals("b").lost == {"finished": 100}
+
+
+def test_the_flush_goes_on_while_deltas_come() -> None:
+    """A link that carries the model in a cycle need not carry it in a fixed time."""
+    sizes = (4,) * 4
+    d = stopping("a", fragment_sizes=sizes)
+    stop(d, "a")
+    for fragment in range(len(sizes)):
+        assert d.state.phase == "flushing"
+        d.wait(d.config.flush_s - 1)
+        assert only(d.take("a", fragment, 10), Merge).fragment == fragment
+        effects = d.computed(fragment)
+    assert persisted(effects, "finished")
+    assert of(effects, Alert) == []
+    assert d.totals("a").lost == {}
+
+
+def test_bytes_that_come_again_do_not_lengthen_the_flush() -> None:
+    d = stopping("a", "b", fragment_sizes=(4, 4))
+    stop(d, "a", "b")
+    d.take("a", 0, 10)
+    deadline = d.state.deadline
+    d.wait(1)
+    d.arrive("a", 0)
+    assert d.state.deadline == deadline
+
+
+def test_what_the_flush_did_not_wait_for_is_told() -> None:
+    d = stopping("a", "b", fragment_sizes=(4, 4))
+    stop(d, "a", "b")
+    d.take("a", 0, 10)
+    d.take("a", 1, 10)
+    d.take("b", 1, 10)
+    d.computed(1)
+    d.wait(d.config.flush_s)
+    told = only(d.computed(0), Alert)
+    assert "all that b computed" in told.text
+    assert f"{d.config.flush_s:g} s" in told.text
+
+
+def whose(merge: Merge) -> list[tuple[str, int, int]]:
+    return [(c.island, c.start, c.end) for c in merge.contributions]
+
+
+def test_a_tick_of_before_the_stop_is_no_flush() -> None:
+    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=130)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 4)
+    d.take("b", 0, 1, arrive=False)
+    d.merge(0, a=4)
+    d.report("b", 4)
+    d.report("a", 8)
+    d.take("a", 0, 8, arrive=False)
+    assert d.fragment(0).phase == "open"
+    d.report("b", 5)
+    assert d.state.phase == "stopping"
+    stop(d, "a", "b")
+    d.arrive("b", 0)
+    first = only(d.arrive("a", 0), Merge)
+    assert (first.final, whose(first)) == (False, [("a", 4, 8), ("b", 0, 1)])
+    assert asked(d.computed(0)) == {0: ["b"]}
+    second = only(d.take("b", 0, 5), Merge)
+    assert (second.final, whose(second)) == (True, [("b", 1, 5)])
+    assert persisted(d.computed(0), "finished")
+    assert d.totals("b").merged == 50
+
+
+def pending(**changes: Any) -> Driver:
+    """b's delta of 1 step was too late for the merge of the others; all have stopped,
+    a and c after 5 steps and b after 3."""
+    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=130, **changes)
+    d.join("a", "b", "c")
+    d.report("b", 1)
+    for name in "ac":
+        d.report(name, 4)
+    d.take("b", 0, 1, arrive=False)
+    d.take("c", 0, 4)
+    if d.fragment(0).phase == "open":
+        d.take("a", 0, 4)
+    else:
+        d.take("a", 0, 4, arrive=False)
+    d.computed(0)
+    for name, steps in (("b", 3), ("a", 5), ("c", 5)):
+        d.report(name, steps)
+    stop(d, "a", "b", "c")
+    assert d.state.phase == "flushing"
+    return d
+
+
+def test_the_flush_merges_a_fragment_once() -> None:
+    d = pending(quorum=1)
+    assert of(d.effects, Merge)[1:] == [], "what is pending is on its way"
+    assert of(d.arrive("b", 0), Merge) == []
+    first = only(d.arrive("a", 0), Merge)
+    assert (first.final, whose(first)) == (False, [("a", 0, 4), ("b", 0, 1)])
+    assert asked(d.computed(0)) == {0: ["a", "b", "c"]}
+    for name, step in (("a", 5), ("b", 3)):
+        assert of(d.take(name, 0, step), Merge) == []
+    last = only(d.take("c", 0, 5), Merge)
+    assert last.final
+    assert whose(last) == [("a", 4, 5), ("b", 1, 3), ("c", 4, 5)]
+    assert persisted(d.computed(0), "finished")
+
+
+def test_of_what_is_pending_a_quorum_is_enough() -> None:
+    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=100)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 4)
+    d.take("b", 0, 1, arrive=False)
+    d.merge(0, a=4)
+    d.report("b", 3)
+    d.report("a", 7)
+    stop(d, "a", "b")
+    first = only(d.arrive("b", 0), Merge)
+    assert (first.final, whose(first)) == (False, [("b", 0, 1)])
+    assert asked(d.computed(0)) == {0: ["a", "b"]}
+
+
+def test_what_is_pending_and_the_last_of_its_island_enters_the_flush() -> None:
+    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=80)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 4)
+    d.take("b", 0, 1, arrive=False)
+    d.merge(0, a=4)
+    d.report("a", 7)
+    stop(d, "a")
+    assert asked(stop(d, "b")) == {0: ["a"]}
+    assert of(d.arrive("b", 0), Merge) == []
+    merge = only(d.take("a", 0, 7), Merge)
+    assert (merge.final, whose(merge)) == (True, [("a", 4, 7), ("b", 0, 1)])
+    assert persisted(d.computed(0), "finished")
+
+
+def test_who_has_not_answered_a_refusal_keeps_nobody_waiting() -> None:
+    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=110)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 4)
+    d.take("b", 0, 1, arrive=False)
+    d.merge(0, a=4)
+    d.arrive("b", 0, refusal="non_finite")
+    d.report("b", 5)
+    d.report("a", 6)
+    stop(d, "a")
+    assert asked(stop(d, "b")) == {0: ["a"]}
+
+
+def test_below_quorum_what_is_pending_enters_the_flush_and_the_rest_follows() -> None:
+    d = pending(quorum=2)
+    for name in "ac":
+        d.take(name, 0, 5)
+    first = only(d.arrive("b", 0), Merge)
+    assert first.final
+    assert whose(first) == [("a", 4, 5), ("b", 0, 1), ("c", 4, 5)]
+    assert asked(d.computed(0)) == {0: ["b"]}
+    second = only(d.take("b", 0, 3), Merge)
+    assert (second.final, whose(second)) == (True, [("b", 1, 3)])
+    assert persisted(d.computed(0), "finished")
+
+
+def test_a_tick_that_is_given_up_in_the_flush_leaves_its_deltas_to_it() -> None:
+    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, quorum=2, total_tokens=90)
+    d.join("a", "b")
+    for name in "ab":
+        d.report(name, 4)
+    d.take("a", 0, 4)
+    d.report("b", 5)
+    stop(d, "a", "b")
+    assert d.state.phase == "flushing"
+    merge = only(d.disconnect("b"), Merge)
+    assert (merge.final, whose(merge)) == (True, [("a", 0, 4)])
+    assert persisted(d.computed(0), "finished")
+
+
+def test_at_the_deadline_what_is_pending_is_merged() -> None:
+    d = pending(quorum=1)
+    d.arrive("b", 0)
+    merge = only(d.wait(d.config.flush_s), Merge)
+    assert (merge.final, whose(merge)) == (True, [("b", 0, 1)])
+    assert persisted(d.computed(0), "finished")
+
+
+def test_a_take_refused_in_the_flush_is_taken_once_more() -> None:
+    d = stopping("a", fragment_sizes=(4,))
+    stop(d, "a")
+    d.take("a", 0, 10, arrive=False)
+    effects = d.arrive("a", 0, refusal="non_finite")
+    assert not of(effects, Merge)
+    assert not of(effects, TakeRequest)
+    assert d.state.phase == "flushing", "a has not answered its refusal yet"
+    reopened = d.record("a", "reopened", 10, fragment=0, tick=d.tick_of("a", 0))
+    assert asked(d.report("a", 10, reopened)) == {0: ["a"]}
+    assert of(d.take("a", 0, 10), Merge)
+    assert persisted(d.computed(0), "finished")
+
+
+def test_a_run_without_live_islands_ends_at_its_deadlines() -> None:
+    d = stopping("a", fragment_sizes=(4,))
+    d.disconnect("a")
+    for _ in range(3):
+        deadline = decide.next_deadline(d.state, d.now)
+        if deadline is None:
+            break
+        d.wait(deadline - d.now)
+    assert d.state.phase == "done"
+    assert len(persisted(d.effects, "finished")) == 1
+
+
+def test_a_finished_run_says_so() -> None:
+    d = stopping("a", fragment_sizes=(4,))
+    stop(d, "a")
+    d.take("a", 0, 10)
+    d.computed(0)
+    assert d.report("a") == []
+    assert d.wait(1000) == []
+    assert decide.next_deadline(d.state, d.now) is None
+    for incarnation in (1, 2):
+        assert only(d.hello("a", incarnation), Refused).code == "finished"

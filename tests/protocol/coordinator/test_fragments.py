@@ -1,0 +1,296 @@
+"""One fragment: quorum, grace, what is late, and what a merge publishes."""
+
+from kit import (
+    Driver,
+    asked,
+    kinds,
+    merged_islands,
+    notes,
+    of,
+    only,
+    persisted,
+    verdicts,
+)
+
+from diloco_jax.protocol.coordinator.events import Alert, Commit, Drop, Merge, Persist
+from diloco_jax.protocol.messages import Published, TakeRequest
+from diloco_jax.protocol.values import Version
+
+
+def test_nothing_merges_below_quorum() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b", "c")
+    d.report("a", 2)
+    assert asked(d.report("b", 2)) == {0: ["a", "b", "c"]}
+    assert of(d.take("b", 0, 2), Merge) == []
+    assert of(d.wait(50), Merge) == []
+    merge = only(d.take("a", 0, 2), Merge)
+    assert merged_islands(merge) == ["a", "b"]
+    assert merge.version == Version(1, 1)
+
+
+def test_contributions_are_sorted_by_name_whatever_the_order_of_arrival() -> None:
+    d = Driver(quorum=3)
+    d.join("c", "a", "b")
+    for name in "cab":
+        d.report(name, 2)
+    d.take("c", 0, 2)
+    d.take("b", 0, 3)
+    merge = only(d.take("a", 0, 4), Merge)
+    assert merged_islands(merge) == ["a", "b", "c"]
+    assert [(c.start, c.end, c.tokens) for c in merge.contributions] == [
+        (0, 4, 40),
+        (0, 3, 30),
+        (0, 2, 20),
+    ]
+
+
+def unheard_driver(**changes: object) -> Driver:
+    """One fragment, open for b's delta, which b says is taken and never comes."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, **changes)
+    d.join("a", "b", "c")
+    d.disconnect("c")
+    return d
+
+
+def test_a_cycle_later_what_is_pending_counts_beside_who_does_not_deliver() -> None:
+    d = unheard_driver()
+    d.report("a", 2)
+    d.take("b", 0, 2)  # It alone is merged; a's delta is late.
+    d.take("a", 0, 2)
+    d.computed(0)
+    assert asked(d.report("a", 4)) == {0: ["b"]}
+    assert of(d.take("b", 0, 4, arrive=False), Merge) == []
+    assert of(d.wait(50), Merge) == []
+    d.now += 10
+    merge = only(d.report("a", 6), Merge)
+    assert [(c.island, c.start, c.end) for c in merge.contributions] == [("a", 0, 2)]
+    d.computed(0)
+    assert d.account("b", 0).take is not None
+
+
+def test_a_cycle_later_who_came_back_is_asked_too() -> None:
+    d = unheard_driver(quorum=2)
+    d.report("a", 2)
+    assert asked(d.report("b", 2)) == {0: ["a", "b"]}
+    d.take("a", 0, 2)
+    d.take("b", 0, 2, arrive=False)
+    d.hello("c")
+    d.report("c", 2)
+    assert asked(d.report("a", 4)) == {0: ["c"]}
+    merge = only(d.take("c", 0, 2), Merge)
+    assert merged_islands(merge) == ["a", "c"]
+
+
+def test_a_tick_changes_nothing_of_a_merge_under_way() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("a", 2)
+    only(d.take("a", 0, 2), Merge)
+    before = d.state.fragments[0]
+    effects = d.report("a", 4)
+    assert notes(effects, "skipped")[0]["why"] == "merging"
+    assert of(effects, TakeRequest) == []
+    assert d.state.fragments[0] is before
+
+
+def test_a_late_delta_is_pending_and_enters_the_next_merge() -> None:
+    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b", "c")
+    d.report("a", 2)
+    d.report("b", 2)
+    d.take("a", 0, 2)
+    d.take("b", 0, 2)
+    d.take("c", 0, 1, base=Version(1, 0))
+    assert verdicts(d.computed(0)) == {
+        "a": (1, "merged", ""),
+        "b": (1, "merged", ""),
+        "c": (1, "pending", ""),
+    }
+    d.report("a", 4)
+    assert asked(d.report("b", 4)) == {0: ["a", "b"]}, "c's take is outstanding"
+    assert of(d.take("a", 0, 4), Merge) == [], "a pending delta is not part of quorum"
+    merge = only(d.take("b", 0, 4), Merge)
+    assert [(c.island, c.tick, c.base) for c in merge.contributions] == [
+        ("a", 2, Version(1, 1)),
+        ("b", 2, Version(1, 1)),
+        ("c", 1, Version(1, 0)),
+    ]
+
+
+def test_pending_deltas_count_where_fewer_than_quorum_can_be_asked() -> None:
+    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.report("b", 2)
+    d.take("a", 0, 2)
+    d.disconnect("b")
+    assert d.fragment(0).phase == "idle", "quorum is out of reach: given up"
+    d.hello("b", steps=2, phase="training")
+    d.take("b", 0, 3)
+    assert of(d.effects, Merge) == []
+    d.report("a", 4)
+    merge = only(d.report("b", 5), Merge)
+    assert merged_islands(merge) == ["a", "b"]
+
+
+def test_a_slow_island_is_merged_by_its_tokens() -> None:
+    """20 times slower: its every step ends up in a merge, some cycles late."""
+    d = Driver(steps_per_cycle=4, fragment_sizes=(3, 3))
+    d.join("fast", "slow")
+    slow = 0
+    for fast in range(1, 201):
+        d.report("fast", fast)
+        if fast % 20 == 0:
+            slow += 1
+            for index in (0, 1):
+                take = d.account("slow", index).take
+                if take is not None and take.end is None:
+                    d.take("slow", index, slow)
+            d.report("slow", slow)
+        for index in (0, 1):
+            take = d.account("fast", index).take
+            if take is not None and take.end is None:
+                d.take("fast", index, fast)
+            if d.fragment(index).phase == "merging":
+                d.computed(index)
+    for index in (0, 1):
+        account = d.account("slow", index)
+        assert account.lost_tokens == {}
+        assert account.merged_tokens >= 10 * (slow - 2)
+    assert d.fragment(0).merges > 20
+
+
+def test_everyone_gone_before_quorum_gives_the_tick_up() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.report("b", 2)
+    effects = d.goodbye("b")
+    assert notes(effects, "skipped")[0]["why"] == "quorum is out of reach"
+    assert d.fragment(0).phase == "idle"
+
+
+def test_a_newcomer_is_asked_when_quorum_is_out_of_reach() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b")
+    d.report("a", 2)
+    assert asked(d.report("b", 2)) == {0: ["a", "b"]}
+    d.join("c")
+    assert asked(d.goodbye("b")) == {0: ["c"]}
+    d.take("c", 0, 1)
+    assert merged_islands(only(d.take("a", 0, 2), Merge)) == ["a", "c"]
+
+
+def test_a_newcomer_is_not_asked_while_quorum_is_in_sight() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b", "e")
+    for name in "abe":
+        d.report(name, 2)
+    d.take("a", 0, 2)
+    d.hello("c")
+    assert asked(d.report("c", 0)) == {}
+    assert merged_islands(only(d.take("b", 0, 2), Merge)) == ["a", "b"]
+
+
+def test_persist_comes_before_publish() -> None:
+    d = Driver()
+    d.join("a")
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    effects = d.computed(0)
+    order = kinds(effects)
+    assert order.index(Persist) < order.index(Commit) < order.index(Published)
+    (record,) = persisted(effects, "merged")
+    assert record["version"] == [1, 1]
+    assert record["contributions"][0]["end"] == 2
+    assert record["verdicts"] == {"a": [1, "merged", ""]}
+
+
+def test_a_merge_is_done_once() -> None:
+    d = Driver()
+    d.join("a")
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    assert of(d.computed(0), Published)
+    assert d.computed(0) == [], "nothing is being merged"
+    assert d.fragment(0).merges == 1
+
+
+def test_a_merge_by_one_of_several_raises_an_alert() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    alerts = []
+    for step in (2, 4, 6, 8):
+        d.report("a", step)
+        d.take("a", 0, step)
+        alerts.append(len(of(d.computed(0), Alert)))
+    assert alerts == [0, 0, 1, 0]
+
+
+def test_a_merge_of_several_ends_a_row_of_lonely_ones() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    alerts = []
+    for step in range(2, 14, 2):
+        d.report("a", step)
+        closed = d.take("a", 0, step)
+        if step == 4:
+            d.report("b", 3)
+            d.take("b", 0, 3)  # Pending: it is in the next one.
+        if step == 6:
+            assert merged_islands(only(closed, Merge)) == ["a", "b"]
+        alerts.append(len(of(d.computed(0), Alert)))
+    assert alerts == [0, 0, 0, 0, 0, 1]
+
+
+def test_islands_that_are_merged_in_turns_raise_an_alert() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    for step in range(2, 22, 2):
+        d.report("a", step)
+        d.report("b", step)
+        d.take("a", 0, step)
+        d.computed(0)
+    texts = [alert.text for alert in of(d.effects, Alert)]
+    assert any("of 2 islands of about one speed, b were in 0%" in t for t in texts)
+
+
+def test_a_lone_island_raises_no_alert() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a")
+    for step in (2, 4, 6, 8):
+        d.report("a", step)
+        d.take("a", 0, step)
+        d.computed(0)
+    assert of(d.effects, Alert) == []
+
+
+def test_a_delta_too_old_for_the_next_merge_is_refused_with_the_publish() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 2)
+    d.take("b", 0, 1, arrive=False)
+    for step in (2, 4):
+        if step > 2:
+            d.report("a", step)
+        d.take("a", 0, step)
+        effects = d.computed(0)
+        verdict = verdicts(effects)["b"]
+        if step == 2:
+            assert verdict == (1, "pending", "")
+    assert verdict == (1, "refused", "stale")
+    assert only(effects, Drop).island == "b"
+    assert len(of(d.effects, TakeRequest)) == 3, "b is not asked while a take is open"
+
+
+def test_participation_counts_merges_while_alive() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.merge(0, a=2)
+    account = d.account("b", 0)
+    assert (account.merges_in, account.merges_alive) == (0, 1)
+    account = d.account("a", 0)
+    assert (account.merges_in, account.merges_alive) == (1, 1)

@@ -1,0 +1,186 @@
+"""Leases of data: enough for an outage, never twice, back only if without effect."""
+
+import pytest
+from kit import Driver, kinds, of, persisted
+from msgspec.structs import replace
+
+from diloco_jax.protocol.coordinator import leases
+from diloco_jax.protocol.coordinator.events import Effect, Persist
+from diloco_jax.protocol.coordinator.state import FIRST_LEASE_STEPS
+from diloco_jax.protocol.messages import Granted
+from diloco_jax.protocol.values import Span
+
+
+def spans(effects: list[Effect]) -> list[Span]:
+    return [grant.span for grant in of(effects, Granted)]
+
+
+def test_a_new_island_gets_data_with_its_welcome() -> None:
+    d = Driver()
+    effects = d.hello("a", sequences_per_step=3)
+    (span,) = spans(effects)
+    assert span.stop - span.start >= 3 * FIRST_LEASE_STEPS
+    assert kinds(effects)[-2:] == [Persist, Granted], "durable first"
+    assert persisted(effects, "granted")[0] == {
+        "kind": "granted",
+        "island": "a",
+        "incarnation": 1,
+        "start": span.start,
+        "stop": span.stop,
+        "offset": 0,
+    }
+
+
+def test_an_island_always_holds_an_outage_budget_of_data() -> None:
+    d = Driver(outage_budget_s=30.0)
+    d.hello("a", sequences_per_step=2)
+    for steps in range(0, 4000, 7):
+        d.report("a", steps, step_seconds=0.1)
+        island = d.state.islands["a"]
+        steps_held = island.sequences_granted / 2 - island.steps
+        assert steps_held * 0.1 >= 30
+    assert island.sequences_granted < 2 * (4000 + 1200), "and not much more"
+    grants = of(d.effects, Granted)
+    assert [g.offset for g in grants] == [
+        sum(g.span.stop - g.span.start for g in grants[:i]) for i in range(len(grants))
+    ]
+
+
+def test_no_position_is_granted_to_two_islands() -> None:
+    d = Driver()
+    d.join("a", "b")
+    for steps in range(0, 300, 50):
+        d.report("a", steps)
+        d.report("b", steps)
+    granted = [p for span in spans(d.effects) for p in range(*span)]
+    assert len(granted) == len(set(granted))
+
+
+def test_positions_after_the_last_merged_step_are_granted_again() -> None:
+    d = Driver()
+    d.hello("a", sequences_per_step=2)
+    d.report("a", 0)
+    d.report("a", 5)
+    d.merge(0, a=5)
+    d.report("a", 9)
+    d.goodbye("a")
+    (first,) = spans(d.effects)
+    again = spans(d.hello("b"))
+    assert again[0].start == first.start + 5 * 2, "steps 0 to 4 are in a merge"
+    assert d.state.free_spans == () or d.state.free_spans[0].start >= again[0].stop
+
+
+def test_positions_in_a_merge_under_way_are_not_free() -> None:
+    d = Driver()
+    d.join("a")
+    d.report("a", 5)
+    d.take("a", 0, 5)
+    assert d.fragment(0).phase == "merging"
+    (first,) = spans(d.effects)
+    assert spans(d.hello("a", 2))[0].start == first.start + 5
+
+
+def test_an_absent_island_keeps_its_data() -> None:
+    d = Driver()
+    d.join("a")
+    (first,) = spans(d.effects)
+    d.disconnect("a")
+    assert spans(d.hello("b"))[0].start == first.stop
+
+
+def test_free_spans_that_touch_become_one() -> None:
+    d = Driver()
+    d.join("a", "b")
+    d.goodbye("a")
+    d.goodbye("b")
+    assert d.state.free_spans == (Span(0, d.state.next_position),)
+
+
+def test_what_an_island_holds_at_most_is_twice_an_outage_budget() -> None:
+    d = Driver(outage_budget_s=30.0)
+    d.hello("a", sequences_per_step=2, step_seconds=1.0)
+    (first,) = spans(d.effects)
+    assert first == Span(0, 2 * 31 * 2), "30 steps and one, twice, of 2 sequences"
+    assert spans(d.report("a", 30)) == [], "a half is left"
+    assert spans(d.report("a", 32)) == [Span(124, 124 + 64)], "and is filled up"
+
+
+@pytest.mark.parametrize("step_seconds", [1e-300, 5e-324])
+def test_no_step_time_gives_a_lease_without_bound(step_seconds) -> None:
+    d = Driver(outage_budget_s=30.0)
+    d.hello("a", sequences_per_step=2, step_seconds=step_seconds)
+    (first,) = spans(d.effects)
+    assert first == Span(0, 2 * 300_001 * 2), "as of steps of 0.1 ms"
+
+
+def test_only_steps_of_no_merge_are_free_whichever_lease_they_are_of() -> None:
+    d = Driver()
+    d.hello("a", sequences_per_step=2)
+    (first,) = d.state.islands["a"].leases
+    for start in (1000, 2000):
+        d.state = leases.granted(d.state, "a", Span(start, start + 8))
+    inside = first.span.stop - first.span.start + 6
+    state = leases.release(d.state, "a", merged_steps=inside // 2)
+    assert state.free_spans == (Span(1006, 1008), Span(2000, 2008))
+    state = leases.release(d.state, "a", merged_steps=0)
+    assert state.free_spans == (first.span, Span(1000, 1008), Span(2000, 2008))
+
+
+def test_what_is_left_of_a_free_span_stays_free() -> None:
+    d = Driver(outage_budget_s=30.0)
+    d.join("a", "b")
+    d.goodbye("a")
+    (free,) = d.state.free_spans
+    (granted,) = spans(d.hello("c", step_seconds=100.0))
+    assert granted == Span(free.start, free.start + 4)
+    assert d.state.free_spans == (Span(granted.stop, free.stop),)
+
+
+def test_a_grant_is_made_of_as_many_free_spans_as_it_takes() -> None:
+    d = Driver(outage_budget_s=30.0)
+    free = (Span(0, 10), Span(100, 140), Span(500, 600))
+    d.state = replace(d.state, free_spans=free, next_position=600)
+    d.hello("a", step_seconds=1.0)
+    assert spans(d.effects) == [Span(0, 10), Span(100, 140), Span(500, 512)]
+    assert d.state.free_spans == (Span(512, 600),)
+
+
+def test_data_is_granted_in_order_if_it_can_be() -> None:
+    d = Driver(outage_budget_s=30.0)
+    d.state = replace(
+        d.state, free_spans=(Span(0, 100), Span(500, 600)), next_position=600
+    )
+    d.hello("a", step_seconds=1.0)
+    assert spans(d.effects) == [Span(0, 62)]
+    assert d.state.free_spans == (Span(62, 100), Span(500, 600))
+
+
+def test_what_others_have_in_a_merge_keeps_no_data_of_an_island() -> None:
+    d = Driver()
+    d.hello("a")
+    d.report("a", 0)
+    (first,) = spans(d.effects)
+    d.join("b")
+    d.report("b", 5)
+    d.take("b", 0, 5)
+    assert d.fragment(0).phase == "merging"
+    d.report("a", 5)
+    d.goodbye("a")
+    assert d.state.free_spans[0].start == first.start
+
+
+def test_leases_whose_steps_are_all_merged_are_forgotten() -> None:
+    d = Driver()
+    d.hello("z")
+    d.hello("a", sequences_per_step=2)
+    d.report("a", 0)
+    (lease,) = d.state.islands["a"].leases
+    steps = (lease.span.stop - lease.span.start) // 2
+    d.report("a", steps - 1)
+    assert len(d.state.islands["a"].leases) == 2
+    d.report("a", steps)
+    d.merge(0, a=steps)
+    d.state = leases.granted(d.state, "a", Span(9000, 9002))
+    kept = d.state.islands["a"].leases
+    assert lease not in kept
+    assert len(kept) == 2

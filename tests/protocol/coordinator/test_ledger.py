@@ -1,0 +1,122 @@
+"""The books: what the totals are, and that errors in them are found."""
+
+import pytest
+from kit import Driver
+from msgspec.structs import replace
+
+from diloco_jax.protocol.coordinator import ledger
+from diloco_jax.protocol.coordinator.state import (
+    AVERAGE_KEPT,
+    Account,
+    averaged,
+    with_account,
+    with_fragment,
+)
+
+
+def worked() -> Driver:
+    """Two incarnations of a, one of b; merged, lost and open steps."""
+    d = Driver(fragment_sizes=(7, 3), grace=1.0, overlap_steps=10)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 2)
+    d.take("b", 0, 3)
+    d.merge(0, a=2)
+    d.report("a", 5)
+    d.hello("a", 2)
+    d.report("a", 0)
+    d.report("a", 4)
+    return d
+
+
+def test_totals_are_weighted_by_parameters_and_floored() -> None:
+    d = worked()
+    totals = ledger.island_totals(d.config, d.state, "a")
+    assert totals.computed == 50 + 40
+    assert totals.merged == 7 * 20 // 10
+    assert totals.lost == {"died": (7 * 30 + 3 * 50) // 10}
+    assert totals.in_flight == 90 - 14 - 36
+
+
+def test_less_than_a_token_is_no_loss() -> None:
+    d = Driver(fragment_sizes=(1, 99))
+    d.join("a")
+    for fragment in (0, 1):
+        d.report("a", 2 * fragment + 2)
+        d.merge(fragment, a=2 * fragment + 2)
+    d.goodbye("a")
+    assert d.account("a", 0).lost_tokens == {"stopped": 20}
+    assert d.totals("a").lost == {}
+
+
+def test_totals_balance_exactly() -> None:
+    d = worked()
+    for totals in (
+        ledger.run_totals(d.config, d.state),
+        ledger.island_totals(d.config, d.state, "a"),
+        ledger.island_totals(d.config, d.state, "b"),
+    ):
+        settled = totals.merged + sum(totals.lost.values())
+        assert totals.computed == settled + totals.in_flight
+        assert totals.in_flight >= 0
+    run = ledger.run_totals(d.config, d.state)
+    assert run.computed == 90 + 30
+    assert run.merged == 14 + 7 * 30 // 10
+    assert ledger.merged_by_fragment(d.state) == [20 + 30, 0]
+    assert ledger.merged_by_fragment(d.state, "b") == [30, 0]
+
+
+def test_the_parameters_are_trained_on_what_is_merged() -> None:
+    d = worked()
+    merged = ledger.run_totals(d.config, d.state).merged
+    assert ledger.trained_tokens(d.config, d.state) == merged > 0
+
+
+def test_progress_counts_what_is_computed_and_not_lost() -> None:
+    d = worked()
+    assert ledger.progress_tokens(d.config, d.state) == 120 - 36
+
+
+def test_progress_never_goes_back() -> None:
+    d = Driver(fragment_sizes=(7, 3))
+    d.join("a", "b")
+    d.report("a", 50)
+    before = d.state.progress_tokens
+    assert before == 500
+    d.goodbye("a")
+    d.report("b", 1)
+    assert ledger.progress_tokens(d.config, d.state) == 10
+    assert d.state.progress_tokens == before
+
+
+def test_check_finds_books_that_do_not_balance() -> None:
+    d = worked()
+    assert ledger.check(d.config, d.state) == []
+    fragment = d.fragment(0)
+    account = d.account("b", 0)
+    for wrong in (
+        replace(account, merged_tokens=account.merged_tokens + 1),
+        replace(account, start=account.start + 1),
+        account.lose(1, "nowhere"),
+    ):
+        state = with_fragment(d.state, with_account(fragment, "b", wrong))
+        lines = ledger.check(d.config, state)
+        assert lines
+        assert all("fragment 0, island b" in line for line in lines)
+    unsaid = replace(fragment, lost_in_all=fragment.lost_in_all + 1)
+    (line,) = ledger.check(d.config, with_fragment(d.state, unsaid))
+    assert "fragment 0: its accounts have lost" in line
+    ahead = replace(account, start=9, merged_tokens=90)
+    state = with_fragment(d.state, with_account(fragment, "b", ahead))
+    assert "settled to step 9 of 3" in ledger.check(d.config, state)[0]
+
+
+def test_a_single_token_can_be_lost() -> None:
+    account = Account(incarnation=1, session="a1", tokens_per_step=1)
+    assert account.lose_tokens(1, "died").lost_tokens == {"died": 1}
+    assert account.lose_tokens(0, "died") is account
+
+
+def test_a_running_average_keeps_most_of_what_it_was() -> None:
+    assert averaged(0.0, 3.0) == 3.0
+    assert averaged(2.0, 3.0) == pytest.approx(2.0 + (1 - AVERAGE_KEPT))

@@ -1,0 +1,367 @@
+"""Who takes part: leases, incarnations, fencing, and coming back."""
+
+import pytest
+from kit import Driver, asked, kinds, notes, of, only, persisted, verdicts
+
+from diloco_jax.protocol.coordinator import decide
+from diloco_jax.protocol.coordinator.events import (
+    Drop,
+    Effect,
+    Merge,
+    Note,
+    Persist,
+    Said,
+)
+from diloco_jax.protocol.messages import (
+    Goodbye,
+    Granted,
+    Refused,
+    Report,
+    ResendRequest,
+    TakeRequest,
+    TakeVerdict,
+    Welcome,
+)
+from diloco_jax.protocol.values import Outstanding, Span, Version
+
+
+def status(d: Driver, name: str) -> str:
+    return d.state.islands[name].status
+
+
+def test_a_join_is_durable_before_it_is_visible() -> None:
+    d = Driver()
+    effects = d.hello("a")
+    order = kinds(effects)
+    assert order.index(Persist) < order.index(Welcome)
+    assert persisted(effects, "joined")[0]["session"] == "a1"
+    welcome = only(effects, Welcome)
+    assert not welcome.resumed
+    assert welcome.versions == (Version(1, 0), Version(1, 0))
+
+
+def test_a_silent_island_is_absent_and_loses_nothing() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b")
+    d.report("b", 5)
+    d.now += 60
+    d.report("a", 1)
+    assert decide.next_deadline(d.state, d.now) == d.now + 40
+    effects = d.wait(40)
+    assert notes(effects, "absent")[0]["why"] == "silent"
+    assert status(d, "b") == "absent"
+    assert persisted(d.effects, "left") == []
+    d.report("b", 6)
+    assert status(d, "b") == "live"
+
+
+def test_the_next_deadline_is_that_of_the_first_island_to_go_silent() -> None:
+    d = Driver()
+    d.join("a", "b")
+    d.now += 10
+    d.report("b", 1)
+    assert decide.next_deadline(d.state, d.now) == d.now + 90
+    d.wait(90)
+    assert status(d, "a") == "absent"
+    assert decide.next_deadline(d.state, d.now) == d.now + 10
+
+
+@pytest.mark.parametrize("phase", ["joining", "compiling"])
+def test_compiling_is_not_mistaken_for_death(phase: str) -> None:
+    d = Driver()
+    d.hello("a")
+    d.report("a", 0, phase=phase)  # type: ignore[arg-type]
+    d.wait(299)
+    assert status(d, "a") == "live"
+    d.wait(2)
+    assert status(d, "a") == "absent"
+
+
+def test_a_broken_connection_makes_absent_at_once() -> None:
+    d = Driver()
+    d.join("a")
+    assert notes(d.disconnect("a"), "absent")[0]["why"] == "disconnected"
+    assert d.disconnect("a") == []
+    back = d.hello("a", phase="training")
+    assert only(back, Welcome).resumed
+    assert notes(back, "resumed")[0]["island"] == "a"
+    assert d.state.islands["a"].joins == 1
+
+
+def test_goodbye_loses_what_is_open() -> None:
+    d = Driver()
+    d.join("a")
+    d.report("a", 2)
+    d.merge(0, a=2)
+    d.report("a", 5)
+    effects = d.goodbye("a", "stopped")
+    (record,) = persisted(effects, "left")
+    assert (record["steps"], record["reason"]) == (5, "stopped")
+    assert record["said"] == "bye"
+    totals = d.totals("a")
+    # Of 50 tokens, fragment 0 (30 of 40 parameters) merged 20, fragment 1 none.
+    assert (totals.computed, totals.merged) == (50, 15)
+    assert totals.lost == {"stopped": (30 * 30 + 10 * 50) // 40}
+    assert d.goodbye("a") == []
+    refuse = only(d.report("a", 6), Refused)
+    assert refuse.code == "fenced"
+
+
+def test_a_higher_incarnation_fences_the_older_one() -> None:
+    d = Driver()
+    d.join("a")
+    d.report("a", 2)
+    d.take("a", 0, 2, arrive=False)
+    effects = d.hello("a", 2)
+    refuse = only(effects, Refused)
+    assert (refuse.session, refuse.code) == ("a1", "fenced")
+    assert "incarnation 2" in refuse.message
+    assert persisted(effects, "left")[0]["reason"] == "died"
+    assert persisted(effects, "joined")[0]["incarnation"] == 2
+    assert only(effects, Drop).incarnation == 1
+    assert d.state.islands["a"].joins == 2
+    assert d.totals("a").lost == {"died": 20}
+    # What the old one still says has no effect.
+    before = d.state
+    for message in (
+        Report(phase="training", steps=9, step_seconds=1.0),
+        Goodbye(reason="failed", text="late"),
+    ):
+        effects = d.feed(Said(island="a", session="a1", message=message))
+        told = [refused.code for refused in of(effects, Refused)]
+        assert told == (["fenced"] if isinstance(message, Report) else [])
+    assert d.state == before
+
+
+def test_a_fenced_delta_enters_no_merge() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b")
+    d.join("c")
+    d.report("a", 2)
+    d.report("b", 2)
+    d.take("a", 0, 2)
+    d.hello("a", 2)
+    assert of(d.take("b", 0, 2), Merge) == [], "a's delta is not in the quorum"
+    merge = only(d.take("c", 0, 2), Merge)
+    assert [c.island for c in merge.contributions] == ["b", "c"]
+
+
+def test_an_island_fenced_while_its_merge_is_under_way() -> None:
+    d = Driver()
+    d.join("a")
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    d.report("a", 5)
+    d.hello("a", 2)
+    lost = {"died": (30 * 30 + 10 * 50) // 40}
+    assert d.totals("a").lost == lost
+    effects = d.computed(0)
+    assert verdicts(effects) == {}, "the new one took nothing"
+    totals = d.totals("a")
+    assert (totals.computed, totals.merged, totals.lost) == (50, 15, lost)
+
+
+def test_an_island_gone_while_its_merge_is_under_way() -> None:
+    d = Driver()
+    d.join("a")
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    d.report("a", 5)
+    d.goodbye("a", "failed")
+    d.computed(0)
+    totals = d.totals("a")
+    assert (totals.computed, totals.merged) == (50, 15)
+    assert totals.lost == {"failed": (30 * 30 + 10 * 50) // 40}
+    d.hello("a", 2)
+    assert d.totals("a") == totals
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "words"),
+    [
+        ({"run_id": "other"}, "run_id", ["run-1", "other"]),
+        ({"fingerprint": "beef"}, "config", ["f00d", "beef"]),
+        ({"incarnation": 2}, "fenced", ["incarnation 3", "2"]),
+        ({"incarnation": 3, "session": "else"}, "name_in_use", ["'a'", "4"]),
+    ],
+)
+def test_refusals_name_both_sides(
+    fields: dict[str, object], code: str, words: list[str]
+) -> None:
+    d = Driver()
+    d.hello("a", 3)
+    before = d.state
+    effects = d.hello("a", **{"incarnation": 3, **fields})  # type: ignore[arg-type]
+    refuse = only(effects, Refused)
+    assert refuse.code == code
+    assert all(word in refuse.message for word in words), refuse.message
+    assert kinds(effects) == [Note, Refused]
+    assert d.state == before, "the others are not disturbed"
+
+
+def test_a_first_join_does_not_know_the_run_id() -> None:
+    d = Driver()
+    assert of(d.hello("a", run_id=""), Welcome)
+
+
+def test_an_ended_incarnation_does_not_come_back() -> None:
+    d = Driver()
+    d.join("a")
+    d.goodbye("a")
+    refuse = only(d.hello("a"), Refused)
+    assert refuse.code == "fenced"
+    assert "incarnation 2" in refuse.message
+    assert of(d.hello("a", 2), Welcome)
+
+
+# ---- coming back ------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked_a() -> Driver:
+    """a and b train with quorum 2; both are asked for fragment 0 at tick 1."""
+    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("a", 2)
+    assert asked(d.report("b", 2)) == {0: ["a", "b"]}
+    return d
+
+
+def back(d: Driver, *held: Outstanding, steps: int = 2) -> list[Effect]:
+    d.disconnect("a")
+    return d.hello("a", steps=steps, phase="training", outstanding=held)
+
+
+def test_a_request_that_got_lost_is_repeated(asked_a: Driver) -> None:
+    d = asked_a
+    ask = only(back(d), TakeRequest)
+    assert ask.tick == d.tick_of("a", 0)
+
+
+def test_bytes_that_got_lost_are_asked_for(asked_a: Driver) -> None:
+    d = asked_a
+    held = d.held("a", 0, 0, 2)
+    d.take("a", 0, 2, arrive=False)
+    effects = back(d, held)
+    assert only(effects, ResendRequest).tick == held.tick
+
+
+def test_bytes_that_are_here_are_not_asked_for(asked_a: Driver) -> None:
+    d = asked_a
+    held = d.held("a", 0, 0, 2)
+    d.take("a", 0, 2)
+    effects = back(d, held)
+    assert not of(effects, ResendRequest)
+    assert not of(effects, TakeRequest)
+
+
+def test_bytes_that_came_before_the_record_are_kept(asked_a: Driver) -> None:
+    d = asked_a
+    d.take("b", 0, 2)
+    held = d.held("a", 0, 0, 2)
+    d.arrive("a", 0)
+    effects = back(d, held)
+    assert of(effects, ResendRequest) == []
+    take = d.account("a", 0).take
+    assert take is not None
+    assert take.ready
+
+
+def test_a_merge_that_was_not_heard_of_is_told_with_the_next_request(
+    asked_a: Driver,
+) -> None:
+    d = asked_a
+    held = d.held("a", 0, 0, 2)
+    d.merge(0, a=2, b=2)
+    d.report("a", 4)
+    assert asked(d.report("b", 4)) == {0: ["a", "b"]}
+    effects = back(d, held, steps=4)
+    verdict = only(effects, TakeVerdict)
+    assert (verdict.tick, verdict.verdict) == (held.tick, "merged")
+    ask = only(effects, TakeRequest)
+    assert ask.tick == d.tick_of("a", 0) > held.tick
+
+
+def test_a_refusal_that_was_not_heard_of_is_told_again(asked_a: Driver) -> None:
+    d = asked_a
+    held = d.held("a", 0, 0, 2)
+    d.take("a", 0, 2, arrive=False)
+    d.arrive("a", 0, refusal="non_finite")
+    verdict = only(back(d, held), TakeVerdict)
+    assert (verdict.verdict, verdict.reason) == ("refused", "non_finite")
+
+
+def test_a_refusal_is_told_again_with_its_reason_after_it_was_answered(
+    asked_a: Driver,
+) -> None:
+    d = asked_a
+    held = d.held("a", 0, 0, 2)
+    d.take("a", 0, 2, arrive=False)
+    d.arrive("a", 0, refusal="non_finite")
+    answer = d.record("a", "reopened", 2, fragment=0, tick=held.tick, start=0)
+    d.report("a", 2, answer)
+    verdict = only(back(d, held), TakeVerdict)
+    assert (verdict.verdict, verdict.reason) == ("refused", "non_finite")
+
+
+def test_a_refusal_before_the_record_is_told_again(asked_a: Driver) -> None:
+    d = asked_a
+    held = d.held("a", 0, 0, 2)
+    d.arrive("a", 0, refusal="non_finite")
+    verdict = only(back(d, held), TakeVerdict)
+    assert verdict.reason == "non_finite"
+
+
+def test_a_take_unknown_after_a_crash_is_sent_again_and_merged(asked_a: Driver) -> None:
+    d = asked_a
+    held = d.held("a", 0, 0, 2)
+    d.take("a", 0, 2)
+    d.crash()
+    effects = d.hello("a", steps=2, phase="training", outstanding=(held,))
+    assert only(effects, ResendRequest).tick == held.tick
+    d.hello("b", steps=2, phase="training")
+    d.arrive("a", 0, held.tick)
+    d.report("a", 4)
+    d.report("b", 4)
+    merge = only(d.take("b", 0, 4), Merge)
+    assert [(c.island, c.end) for c in merge.contributions] == [("a", 2), ("b", 4)]
+
+
+def test_a_take_that_grew_stale_while_away_is_refused() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("a", 2)
+    held = d.held("a", 0, 0, 2)
+    d.disconnect("a")
+    for step in (2, 4):
+        d.report("b", step)
+        d.merge(0, b=step)
+    effects = d.hello("a", steps=2, phase="training", outstanding=(held,))
+    verdict = only(effects, TakeVerdict)
+    assert (verdict.verdict, verdict.reason) == ("refused", "stale")
+
+
+def test_grants_that_got_lost_are_sent_again() -> None:
+    d = Driver()
+    d.join("a")
+    spans = [e.span for e in of(d.effects, Granted)]
+    assert len(spans) == 1
+    assert [e.span for e in of(d.hello("a"), Granted)] == spans
+    granted = d.state.islands["a"].sequences_granted
+    assert of(d.hello("a", sequences_granted=granted), Granted) == []
+    d.crash()
+    grant = only(d.hello("a"), Granted)
+    assert (grant.span, grant.offset) == (Span(*spans[0]), 0)
+
+
+def test_an_island_that_gave_a_refused_take_up_is_not_asked_for_it_again() -> None:
+    """The record that says so is on its way."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 2)
+    d.take("a", 0, 2, arrive=False)
+    d.arrive("a", 0, refusal="non_finite")
+    effects = d.hello("a")
+    assert of(effects, Welcome)
+    assert of(effects, TakeRequest) == []

@@ -1,0 +1,383 @@
+"""A coordinator that died: what comes back, and what happened meanwhile."""
+
+import msgspec
+import pytest
+from kit import Driver, asked, of, only, persisted, took
+from msgspec.structs import replace
+
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator.events import Drop, Merge
+from diloco_jax.protocol.coordinator.recovery import recover
+from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.messages import (
+    Granted,
+    Refused,
+    ResendRequest,
+    Stop,
+    TakeRequest,
+    Welcome,
+)
+from diloco_jax.protocol.values import Outstanding, Span, Version
+
+
+def trained() -> Driver:
+    """Both islands merged into fragment 0; a's delta for fragment 1 is on its way."""
+    d = Driver(grace=1.0, overlap_steps=10)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 2)
+    d.take("b", 0, 1)
+    d.merge(0, a=2)
+    d.report("a", 4)
+    d.take("a", 1, 4, arrive=False)
+    return d
+
+
+def test_what_is_durable_comes_back() -> None:
+    d = trained()
+    before = d.state
+    d.crash()
+    assert [f.version for f in d.state.fragments] == [Version(1, 1), Version(1, 0)]
+    for name in "ab":
+        assert d.state.islands[name].status == "absent"
+        old, new = before.islands[name], d.state.islands[name]
+        assert new.session == old.session
+        assert new.sequences_granted == old.sequences_granted
+        assert new.leases == old.leases
+        account = d.account(name, 0)
+        assert account.merged_tokens == before.fragments[0].accounts[name].merged_tokens
+        assert account.told == before.fragments[0].accounts[name].told
+    assert d.state.next_position == before.next_position
+    assert d.account("a", 1).take is None
+
+
+def test_islands_carry_on_where_they_are() -> None:
+    d = trained()
+    held = d.held("a", 1, 0, 4)
+    d.crash()
+    effects = d.hello("a", steps=30, phase="training", outstanding=(held,))
+    assert only(effects, Welcome).resumed
+    assert d.state.islands["a"].steps == 30
+    assert d.state.tick > 2
+    d.arrive("a", 1, held.tick)
+    merge = only(d.report("a", 32), Merge)
+    assert [(c.tick, c.start, c.end) for c in merge.contributions] == [
+        (held.tick, 0, 4)
+    ]
+    d.hello("b", steps=1, phase="training")
+    d.report("a", 34)
+    assert d.state.progress_tokens == 350
+
+
+def test_the_first_ticks_after_a_crash_wait_for_who_is_not_back_yet() -> None:
+    """Else b is merged without a until a's delta, of before the crash, is stale."""
+    d = Driver(reunion_s=20.0)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.take("a", 0, 2, arrive=False)
+    held = d.held("a", 0, 0, 2)
+    d.crash()
+    d.hello("b", steps=0, phase="training")
+    d.now += 19.0
+    assert asked(d.report("b", 8)) == {}
+    effects = d.hello("a", steps=2, phase="training", outstanding=(held,))
+    assert asked(effects) == {0: ["b"]}
+    d.arrive("a", 0, held.tick)
+    d.take("b", 0, 8)
+    assert [c.island for c in d.fragment(0).merging] == ["a", "b"]
+
+
+def test_the_first_ticks_after_a_crash_wait_no_longer_than_a_reunion() -> None:
+    d = Driver(reunion_s=20.0)
+    d.join("a", "b")
+    d.crash()
+    d.hello("b", steps=0, phase="training")
+    d.now += 20.0
+    assert asked(d.report("b", 2)) == {0: ["b"]}
+
+
+def test_a_reunion_is_not_measured_by_the_clock_of_another_process() -> None:
+    d = Driver(reunion_s=20.0)
+    d.join("a")
+    d.crash(replace(d.state, reunion_until=d.now + 1e6))
+    d.join("b")
+    assert asked(d.report("b", 2)) == {0: ["b"]}
+
+
+def test_no_tick_waits_for_one_island_that_was_cut_off() -> None:
+    d = Driver(reunion_s=20.0)
+    d.join("a", "b", "c")
+    d.disconnect("a")
+    d.disconnect("c")
+    assert asked(d.report("b", 2)) == {0: ["b"]}
+    d.hello("a", steps=0, phase="training")
+    assert asked(d.report("b", 4)) == {1: ["a", "b"]}
+
+
+def test_when_all_were_cut_off_the_others_are_waited_for_again() -> None:
+    d = Driver(reunion_s=20.0)
+    d.join("a", "b")
+    d.disconnect("a")
+    d.disconnect("b")
+    d.hello("b", steps=0, phase="training")
+    assert asked(d.report("b", 4)) == {}
+    assert asked(d.hello("a", steps=0, phase="training")) == {0: ["a", "b"]}
+
+
+def test_a_take_is_merged_once_its_record_is_on_the_tape() -> None:
+    d = trained()
+    held = d.held("a", 1, 0, 4)
+    d.crash()
+    told_before = {"outstanding": (held,), "records_through": held.seq - 1}
+    effects = d.hello("a", steps=4, phase="training", **told_before)
+    effects += d.arrive("a", 1, held.tick)
+    effects += d.report("a", 8)
+    assert not of(effects, Merge)
+    assert only(effects, Drop).tick == held.tick
+    effects = d.report("a", 8, took(held.seq, 1, held.tick, 0, 4))
+    assert only(effects, ResendRequest).tick == held.tick
+    contribution = only(d.arrive("a", 1, held.tick), Merge).contributions[0]
+    assert (contribution.start, contribution.end) == (0, 4)
+
+
+def test_bytes_lost_with_a_connection_are_asked_for_before_the_record_is_here() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a")
+    d.report("a", 2)
+    tick = d.tick_of("a", 0)
+    held = Outstanding(fragment=0, tick=tick, start=0, end=2, base=Version(), seq=1)
+    d.disconnect("a")
+    effects = d.hello("a", steps=2, phase="training", outstanding=(held,))
+    assert only(effects, ResendRequest).tick == tick
+    d.arrive("a", 0, tick)
+    assert not of(d.report("a", 4), Merge)
+    merge = only(d.report("a", 6, took(1, 0, tick, 0, 2)), Merge)
+    assert [(c.start, c.end) for c in merge.contributions] == [(0, 2)]
+
+
+def test_a_snapshot_and_the_records_after_it_make_the_same_state() -> None:
+    d = Driver()
+    d.join("a", "b")
+    points = [(len(d.log), d.state)]
+    for step in (2, 4, 6, 8):
+        d.report("a", step)
+        d.report("b", step)
+        index = d.state.tick % 2 ^ 1
+        d.take("a", index, step)
+        d.take("b", index, step)
+        points.append((len(d.log), d.state))
+        d.computed(index)
+        points.append((len(d.log), d.state))
+    d.hello("b", 2)
+    from_nothing = recover(d.config, initial(d.config), d.log, d.now)
+    for skip, snapshot in points:
+        state = recover(d.config, snapshot, d.log[skip:], d.now)
+        for mine, theirs in zip(state.fragments, from_nothing.fragments, strict=True):
+            assert mine.version == theirs.version
+            for name in "ab":
+                a, b = mine.accounts[name], theirs.accounts[name]
+                assert (a.start, a.merged_tokens) == (b.start, b.merged_tokens)
+                assert a.lost_tokens == b.lost_tokens
+        assert state.free_spans == from_nothing.free_spans
+        assert state.next_position == from_nothing.next_position
+        assert state.tick == from_nothing.tick
+
+
+@pytest.mark.parametrize("rejoined", [False, True])
+def test_an_island_that_left_during_a_merge_that_became_durable(rejoined: bool) -> None:
+    d = Driver()
+    d.join("a")
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    d.report("a", 5)
+    if rejoined:
+        d.hello("a", 2)
+    else:
+        d.goodbye("a", "died")
+    snapshots = [None, d.state]
+    skips = [0, len(d.log)]
+    d.computed(0)
+    expected = d.totals("a")
+    for snapshot, skip in zip(snapshots, skips, strict=True):
+        d.crash(snapshot, skip)
+        assert d.totals("a") == expected
+
+
+def test_an_island_that_left_during_a_merge_that_was_lost() -> None:
+    d = Driver(fragment_sizes=(5,))
+    d.join("a")
+    d.report("a", 4)
+    d.take("a", 0, 4)
+    d.report("a", 5)
+    d.hello("a", 2)
+    d.crash()
+    assert d.totals("a").lost == {"died": 10, "coordinator": 40}
+    assert d.totals("a").merged == 0
+
+
+def test_a_snapshot_from_the_middle_of_a_merge() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a")
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    snapshot, skip = d.state, len(d.log)
+    d.computed(0)
+    d.report("a", 6)
+    d.merge(0, a=6)
+    d.report("a", 9)
+    d.goodbye("a", "died")
+    expected = d.totals("a")
+    assert expected.lost == {"died": 30}
+    d.crash(snapshot, skip)
+    assert d.totals("a") == expected
+
+
+def test_granted_data_is_not_granted_again_after_a_crash() -> None:
+    d = trained()
+    mine = [p for e in of(d.effects, Granted) for p in range(*e.span)]
+    d.crash()
+    fresh = [p for e in of(d.hello("c"), Granted) for p in range(*e.span)]
+    assert not set(mine) & set(fresh)
+
+
+def test_freed_data_stays_free_after_a_crash() -> None:
+    d = trained()
+    d.goodbye("b")
+    free, position = d.state.free_spans, d.state.next_position
+    d.crash()
+    assert (d.state.free_spans, d.state.next_position) == (free, position)
+
+
+def test_fencing_survives_a_crash() -> None:
+    d = trained()
+    d.hello("a", 2)
+    d.crash()
+    assert only(d.hello("a", 1), Refused).code == "fenced"
+    assert only(d.hello("a", 2, session="else"), Refused).code == "name_in_use"
+    assert only(d.hello("a", 2), Welcome).resumed
+    d.goodbye("b")
+    d.crash()
+    assert only(d.hello("b", 1), Refused).code == "fenced"
+
+
+def test_a_merge_that_was_not_durable_is_done_again() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a")
+    d.report("a", 2)
+    held = d.held("a", 0, 0, 2)
+    d.take("a", 0, 2)
+    assert d.fragment(0).phase == "merging"
+    d.crash()
+    d.hello("a", steps=2, phase="training", outstanding=(held,))
+    d.arrive("a", 0, held.tick)
+    merge = only(d.report("a", 4), Merge)
+    assert merge.version == Version(1, 1)
+    assert [(c.start, c.end) for c in merge.contributions] == [(0, 2)]
+
+
+def ending(phase: str) -> Driver:
+    """A run in a phase of its end; a has done all its steps, nothing is merged."""
+    d = Driver(fragment_sizes=(4, 4), steps_per_cycle=10**6, total_tokens=100)
+    d.join("a")
+    d.report("a", 10)
+    if phase != "stopping":
+        d.report("a", phase="stopped")
+    if phase == "merging":
+        d.take("a", 0, 10)
+    if phase == "half":
+        d.merge(0, a=10)
+    return d
+
+
+@pytest.mark.parametrize("phase", ["stopping", "flushing", "merging", "half"])
+@pytest.mark.parametrize("with_snapshot", [False, True])
+def test_a_crash_at_the_end_of_a_run(phase: str, with_snapshot: bool) -> None:
+    d = ending(phase)
+    takes = [f.accounts["a"].take for f in d.state.fragments]
+    held = tuple(
+        d.held("a", i, 0, 10) for i, take in enumerate(takes) if take and take.end
+    )
+    if with_snapshot:
+        d.crash(d.state, len(d.log))
+    else:
+        d.crash()
+    effects = d.hello("a", steps=10, phase="stopped", outstanding=held)
+    assert only(effects, Stop).island == "a"
+    for take in held:
+        effects += d.arrive("a", take.fragment, take.tick)
+        effects += d.computed(take.fragment)
+    for fragment, names in asked(effects).items():
+        assert names == ["a"]
+        effects += d.take("a", fragment, 10)
+        effects += d.computed(fragment)
+    assert len(persisted(effects, "finished")) == 1
+    assert d.totals("a").merged == 100
+    assert len(of(effects, TakeRequest)) + len(held) == 2 - (phase == "half")
+
+
+def test_a_crash_at_the_end_does_not_wait_for_ever() -> None:
+    d = ending("flushing")
+    d.crash()
+    d.wait(d.config.flush_s)
+    d.wait(d.config.flush_s)
+    assert d.state.phase == "done"
+
+
+def test_a_finished_run_stays_finished() -> None:
+    d = ending("flushing")
+    for index in (0, 1):
+        d.take("a", index, 10)
+        d.computed(index)
+    assert d.state.phase == "done"
+    d.crash()
+    assert d.state.phase == "done"
+    assert only(d.hello("a", 2), Refused).code == "finished"
+
+
+def test_an_unknown_record_is_an_error() -> None:
+    with pytest.raises(msgspec.ValidationError, match="Invalid value 'other'"):
+        records.from_log({"kind": "other"})
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_of_a_lost_merge_only_what_an_earlier_one_does_not_have_is_lost(
+    replaced: bool,
+) -> None:
+    d = Driver(fragment_sizes=(5,))
+    d.join("a")
+    d.report("a", 4)
+    d.merge(0, a=4)
+    d.report("a", 8)
+    d.take("a", 0, 8)
+    if replaced:
+        d.hello("a", 2)
+    else:
+        d.goodbye("a")
+    d.crash()
+    totals = d.totals("a")
+    assert (totals.merged, totals.lost) == (40, {"coordinator": 40})
+    assert d.fragment(0).merges == 1
+
+
+def test_the_flush_begins_anew_after_a_crash() -> None:
+    d = ending("flushing")
+    d.now += 7.0
+    d.crash()
+    assert d.state.deadline == d.now + d.config.flush_s
+
+
+def test_a_grant_takes_its_own_positions_of_what_is_free_and_no_others() -> None:
+    d = Driver()
+    d.hello("a")
+    free = (Span(900, 910), Span(910, 950), Span(950, 960), Span(990, 999))
+    snapshot = replace(d.state, free_spans=free, next_position=999)
+    for start, stop, left in (
+        (910, 950, [(900, 910), (950, 960)]),
+        (910, 930, [(900, 910), (930, 950), (950, 960)]),
+        (920, 950, [(900, 910), (910, 920), (950, 960)]),
+    ):
+        record = records.Granted(
+            island="a", incarnation=1, start=start, stop=stop, offset=0
+        )
+        state = recover(d.config, snapshot, [record], d.now)
+        assert [tuple(span) for span in state.free_spans] == [*left, (990, 999)]

@@ -1,0 +1,310 @@
+"""Ticks: when they come and for which fragment."""
+
+import pytest
+from kit import Driver, asked, kinds, make_config, notes, of, only, persisted
+
+from diloco_jax.protocol.coordinator.events import Persist
+from diloco_jax.protocol.coordinator.schedule import (
+    fragment_of,
+    pace,
+    pacing_step_seconds,
+    skip_cycle,
+    steps_to_tick,
+)
+from diloco_jax.protocol.messages import TakeRequest
+
+
+@pytest.mark.parametrize(
+    ("cycle", "fragments", "expected"),
+    [
+        (4, 2, [2, 2, 2, 2]),
+        (7, 3, [2, 2, 3, 2, 2, 3]),
+        (2, 4, [0, 1, 0, 1, 0, 1, 0, 1]),
+        (5, 1, [5, 5]),
+    ],
+)
+def test_steps_between_ticks(cycle: int, fragments: int, expected: list[int]) -> None:
+    config = make_config(steps_per_cycle=cycle, fragment_sizes=(1,) * fragments)
+    ticks = range(1, len(expected) + 1)
+    assert [steps_to_tick(config, n) for n in ticks] == expected
+    assert [fragment_of(config, n) for n in ticks] == [
+        i % fragments for i in range(len(expected))
+    ]
+
+
+def test_a_tick_asks_every_live_island_for_its_fragment() -> None:
+    d = Driver()
+    d.join("a", "b")
+    assert asked(d.report("b", 1)) == {}
+    assert asked(d.report("a", 2)) == {0: ["a", "b"]}
+    d.merge(0, a=2, b=1)
+    assert asked(d.report("a", 3)) == {}
+    assert asked(d.report("a", 4)) == {1: ["a", "b"]}
+
+
+def test_islands_out_of_phase_pace_no_faster_than_one_of_them() -> None:
+    d = Driver(steps_per_cycle=2)  # One step per tick.
+    names = "abcde"
+    d.join(*names)
+    for step in range(1, 11):
+        for name in names:
+            d.report(name, step)
+        assert d.state.tick == step
+    for step in (11, 12, 13):
+        d.report("c", step)
+        assert d.state.tick == step, "whoever is ahead paces"
+
+
+def test_no_lead_outlives_a_tick() -> None:
+    d = Driver()
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 5)
+    assert d.state.tick == 1
+    d.report("a", 6)
+    assert d.state.tick == 1, "a's first five steps made the tick before"
+    d.report("a", 7)
+    assert d.state.tick == 2
+
+
+@pytest.mark.parametrize("cycle", [2, 4])
+def test_a_lag_is_of_one_tick_at_most(cycle: int) -> None:
+    d = Driver(steps_per_cycle=cycle, fragment_sizes=(1, 1, 1, 1))
+    d.join("a", "b")
+    d.report("a", 100)
+    d.disconnect("a")
+    before = d.state.tick
+    d.report("b", 1)
+    d.report("b", 2)
+    assert d.state.tick > before, "what b did not do long ago does not hold it up"
+
+
+def test_the_kth_fastest_island_sets_the_pace() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b", "c")
+    d.report("a", 50)
+    assert d.state.tick == 0
+    d.report("b", 2)
+    assert d.state.tick == 1
+    d.report("c", 2)
+    d.report("a", 60)
+    assert d.state.tick == 1, "c made up for the first tick, b has done nothing since"
+    d.report("c", 4)
+    assert d.state.tick == 2
+
+
+def test_ticks_pause_below_quorum() -> None:
+    d = Driver(quorum=2)
+    d.join("a")
+    d.report("a", 40)
+    assert d.state.tick == 0
+    d.join("b")
+    d.report("b", 1)
+    assert d.state.tick == 0
+    d.report("b", 2)
+    assert d.state.tick == 1
+    d.disconnect("b")
+    d.report("a", 100)
+    assert d.state.tick == 1
+
+
+@pytest.mark.parametrize("phase", ["joining", "compiling", "stopped"])
+def test_only_training_islands_count(phase: str) -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b")
+    d.report("b", phase=phase)  # type: ignore[arg-type]
+    d.report("a", 40)
+    assert d.state.tick == 0
+
+
+def test_counters_restart_at_a_join_and_at_a_return() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b")
+    d.report("a", 1)
+    d.disconnect("a")
+    d.hello("a", steps=9, phase="training")
+    d.report("b", 2)
+    assert d.state.tick == 0, "what a did while it was away does not pace"
+    d.report("a", 11)
+    assert d.state.tick == 1
+
+
+def test_a_stop_by_its_own_count_that_was_too_early_costs_no_steps() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b", "c")
+    d.report("a", 1)
+    d.report("a", 1, phase="stopped")
+    tick = d.state.tick
+    d.report("a", 2, phase="training")
+    assert d.state.islands["a"].steps_at_tick == 0
+    d.report("b", 2)
+    assert d.state.tick == tick + 1
+
+
+def test_islands_that_take_at_once_wait_for_those_that_take_later() -> None:
+    def puts_off(d: Driver, steps: int) -> dict[str, int]:
+        asks = of([e for n in "abc" for e in d.report(n, steps)], TakeRequest)
+        return {ask.island: ask.after for ask in asks}
+
+    d = Driver(quorum=3)
+    for name, lead in {"a": 0, "b": 2, "c": 2}.items():
+        d.hello(name, lead=lead)
+    for name in "abc":
+        d.report(name, 0)
+    assert puts_off(d, 2) == {"a": 2, "b": 0, "c": 0}
+    d.disconnect("a")
+    back = only(d.hello("a", steps=2, phase="training", lead=0), TakeRequest)
+    assert back.after == 2, "a request that is repeated is put off, too"
+    alike = Driver(quorum=3)
+    for name in "abc":
+        alike.hello(name, lead=2)
+    for name in "abc":
+        alike.report(name, 0)
+    assert puts_off(alike, 2) == {"a": 0, "b": 0, "c": 0}
+
+
+@pytest.mark.parametrize(
+    ("own_s", "leads_s", "after"),
+    [
+        (0.5, 0.5, 2),
+        (0.4, 0.5, 2),
+        (1.0, 0.5, 1),
+        (5.0, 0.5, 0),
+        (0.5, 1.0, 0),
+        (0.0, 0.5, 0),
+    ],
+)
+def test_a_take_is_put_off_by_time_and_not_for_much_slower_islands(
+    own_s: float, leads_s: float, after: int
+) -> None:
+    d = Driver(quorum=1)
+    d.hello("a")
+    d.hello("b", lead=2)
+    d.report("a", 0, step_seconds=own_s)
+    d.report("b", 0, step_seconds=leads_s)
+    effects = d.report("a", 2, step_seconds=own_s)
+    effects += d.report("b", 2, step_seconds=leads_s)
+    asks = {ask.island: ask.after for ask in of(effects, TakeRequest)}
+    assert asks == {"a": after, "b": 0}
+
+
+def test_who_lagged_for_long_paces_after_two_ticks_steps() -> None:
+    d = Driver()
+    d.join("a", "b")
+    for steps in range(2, 22, 2):
+        d.report("a", steps)
+    tick = d.state.tick
+    d.goodbye("a")
+    d.report("b", 3)
+    assert d.state.tick == tick
+    d.report("b", 4)
+    assert d.state.tick == tick + 1
+
+
+def test_a_cycle_that_is_skipped_has_numbers_of_its_own() -> None:
+    d = Driver(fragment_sizes=(1, 1, 1), steps_per_cycle=6)
+    ticks, state, _ = skip_cycle(d.config, d.state)
+    assert sorted(ticks) == [0, 1, 2]
+    assert state.tick == max(ticks.values()) == d.state.tick + 3
+
+
+def test_an_island_of_unknown_speed_does_not_pace() -> None:
+    d = Driver()
+    d.join("a")
+    assert pacing_step_seconds(d.config, d.state) == 1.0
+    d.hello("b")
+    d.report("b", 0, step_seconds=0.0)
+    assert pacing_step_seconds(d.config, d.state) == 1.0
+
+
+def test_the_pace_is_that_of_the_quorum() -> None:
+    assert pace(1, [3.0, 1.0, 2.0]) == 1.0
+    assert pace(2, [3.0, 1.0, 2.0]) == 2.0
+    # Of those whose speed is known, though they are fewer.
+    assert pace(2, [3.0, 0.0]) == 3.0
+    assert pace(1, []) == 0.0
+
+
+def test_who_takes_later_is_not_waited_for_once_it_is_gone() -> None:
+    d = Driver()
+    d.hello("a")
+    d.hello("b", lead=2)
+    d.report("a", 0)
+    d.report("b", 0)
+    d.goodbye("b")
+    assert only(d.report("a", 2), TakeRequest).after == 0
+
+
+def test_a_fragment_still_open_skips_its_tick() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a")
+    first = d.report("a", 2)
+    assert asked(first) == {0: ["a"]}
+    second = d.report("a", 4)
+    assert of(second, TakeRequest) == []
+    assert notes(second, "skipped")[0]["why"] == "open"
+    d.take("a", 0, 4)
+    third = d.report("a", 6)
+    assert notes(third, "skipped")[0]["why"] == "merging"
+    d.computed(0)
+    assert asked(d.report("a", 8)) == {0: ["a"]}
+
+
+def test_more_fragments_than_steps_gives_several_ticks_at_once() -> None:
+    d = Driver(fragment_sizes=(1, 1, 1, 1), steps_per_cycle=2)
+    d.join("a")
+    assert d.state.tick == 1, "the first tick needs no step"
+    assert asked(d.report("a", 1)) == {1: ["a"], 2: ["a"]}
+    assert asked(d.report("a", 2)) == {3: ["a"]}
+    assert d.state.tick == 5
+
+
+def test_numbers_of_ticks_are_reserved_before_they_are_used() -> None:
+    d = Driver()
+    d.join("a")
+    effects = d.report("a", 2)
+    (record,) = persisted(effects, "ticks")
+    assert record["through"] > d.state.tick
+    order = kinds(effects)
+    assert order.index(Persist) < order.index(TakeRequest)
+    d.merge(0, a=2)
+    assert persisted(d.report("a", 4), "ticks") == [], "one record serves many ticks"
+    assert len(persisted(d.effects, "ticks")) == 1
+
+
+def test_no_tick_number_is_used_twice_in_spite_of_a_crash() -> None:
+    d = Driver()
+    d.join("a")
+    d.report("a", 2)
+    for _ in range(2):
+        d.crash()
+        d.hello("a", steps=2, phase="training")
+        d.report("a", d.state.islands["a"].steps + 2)
+        ticks = [e.tick for e in of(d.effects, TakeRequest)]
+        assert len(ticks) == len(set(ticks))
+    fragments = [e.fragment for e in of(d.effects, TakeRequest)]
+    assert fragments == [0, 0, 0], "the cycle goes on at the last tick that is durable"
+
+
+def test_a_tick_waits_for_its_own_steps_and_no_other_ticks() -> None:
+    """H = 5 on three fragments: ticks of 1, 2 and 2 steps in turn."""
+    d = Driver(steps_per_cycle=5, fragment_sizes=(1, 1, 1))
+    d.join("a")
+    ticks = []
+    for steps in range(1, 11):
+        d.report("a", steps)
+        ticks.append(d.state.tick)
+    assert ticks == [1, 1, 2, 2, 3, 4, 4, 5, 5, 6]
+
+
+def test_who_has_compiled_begins_without_the_ticks_that_passed() -> None:
+    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b", "c")
+    d.hello("b", 2)
+    d.report("a", 2)
+    assert asked(d.report("c", 2)) == {0: ["a", "c"]}
+    d.merge(0, a=2, c=2)
+    d.goodbye("c")
+    d.report("b", 0)
+    d.report("a", 4)
+    assert asked(d.report("b", 2)) == {0: ["a", "b"]}

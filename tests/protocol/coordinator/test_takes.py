@@ -1,0 +1,381 @@
+"""Outstanding takes: bytes and records in any order, refusals, and their end."""
+
+import pytest
+from kit import Driver, asked, make_config, notes, of, only, persisted, took, verdicts
+
+from diloco_jax.protocol.coordinator.alerts import UNFIT_DELTAS
+from diloco_jax.protocol.coordinator.events import Alert, DeltaArrived, Drop, Merge
+from diloco_jax.protocol.messages import (
+    ResendRequest,
+    TakeRequest,
+    TakeVerdict,
+)
+from diloco_jax.protocol.values import Record, Version
+
+
+@pytest.fixture
+def open_for_a() -> Driver:
+    """a and b train, quorum 2; fragment 0 is open at tick 1, nobody answered yet."""
+    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.report("b", 2)
+    return d
+
+
+def test_a_delta_is_ready_when_record_and_bytes_are_here(open_for_a: Driver) -> None:
+    d = open_for_a
+    d.take("b", 0, 2)
+    assert of(d.take("a", 0, 2, arrive=False), Merge) == []
+    assert of(d.arrive("a", 0), Merge)
+
+
+def test_bytes_may_come_before_the_record(open_for_a: Driver) -> None:
+    d = open_for_a
+    d.take("b", 0, 2)
+    assert of(d.arrive("a", 0), Merge) == []
+    merge = only(d.take("a", 0, 2, arrive=False), Merge)
+    assert [c.island for c in merge.contributions] == ["a", "b"]
+
+
+def test_records_and_bytes_that_come_twice_change_nothing(open_for_a: Driver) -> None:
+    d = open_for_a
+    record = took(1, 0, 1, 0, 2)
+    d.report("a", 2, record)
+    before = d.account("a", 0)
+    assert of(d.effects, ResendRequest) == [], "its bytes are on their way"
+    d.report("a", 2, record)
+    d.arrive("a", 0)
+    assert d.arrive("a", 0, 1) == []
+    assert before.take is not None
+    assert d.account("a", 0).take is not None
+    assert d.account("a", 0).start == before.start
+
+
+def test_a_record_of_a_take_that_is_merged_already_is_ignored() -> None:
+    """The hello told of the take, and its bytes were faster than the report."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("a", 2)
+    held = d.held("a", 0, 0, 2)
+    d.disconnect("a")
+    d.hello("a", steps=2, phase="training", outstanding=(held,))
+    assert of(d.arrive("a", 0), Merge)
+    d.computed(0)
+    effects = d.report("a", 2, took(1, 0, held.tick, 0, 2))
+    assert of(effects, TakeVerdict) == []
+    assert d.account("a", 0).take is None
+    assert asked(d.report("a", 4)) == {0: ["a"]}
+
+
+def test_at_most_one_take_is_outstanding() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("b", 1)
+    for step in range(2, 12, 2):
+        d.report("a", step)
+        d.take("a", 0, step)
+        d.computed(0)
+    assert len([e for e in of(d.effects, TakeRequest) if e.island == "b"]) == 1
+
+
+def test_bytes_of_an_unknown_take_are_dropped(open_for_a: Driver) -> None:
+    drop = only(open_for_a.arrive("a", 0, tick=77), Drop)
+    assert (drop.island, drop.incarnation, drop.fragment, drop.tick) == ("a", 1, 0, 77)
+
+
+@pytest.mark.parametrize(("name", "incarnation"), [("a", 0), ("a", 2), ("x", 1)])
+def test_bytes_of_another_incarnation_are_dropped(
+    open_for_a: Driver, name: str, incarnation: int
+) -> None:
+    d = open_for_a
+    d.take("b", 0, 2)
+    d.report("a", 2, took(1, 0, 1, 0, 2))
+    event = DeltaArrived(island=name, incarnation=incarnation, fragment=0, tick=1)
+    effects = d.feed(event)
+    assert of(effects, Drop)
+    assert of(effects, Merge) == []
+
+
+@pytest.mark.parametrize(("staleness", "refused"), [(0, True), (1, False)])
+def test_a_take_against_an_old_version(staleness: int, refused: bool) -> None:
+    """Its island is told at once, since it may be about to adopt the newer one."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, max_staleness=staleness)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 2)
+    d.merge(0, a=2)
+    effects = d.take("b", 0, 2, base=Version(1, 0))
+    verdicts = [(v.verdict, v.reason) for v in of(effects, TakeVerdict)]
+    assert verdicts == [("refused", "stale") if refused else ("pending", "")]
+    assert len(of(effects, Drop)) == 2 * refused, "once here, once on arrival"
+
+
+def test_who_may_have_taken_is_told_that_the_merge_has_it_not() -> None:
+    """What it says of the take may be on its way still."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    assert verdicts(d.computed(0))["b"] == (1, "pending", "")
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_who_comes_back_is_told_which_versions_its_delta_is_not_in(
+    *, arrived: bool
+) -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    held = d.held("b", 0, 0, 2)
+    d.take("b", 0, 2, arrive=arrived)
+    assert verdicts(d.computed(0))["b"] == (1, "pending", "")
+    d.disconnect("b")
+    told = d.hello("b", steps=2, phase="training", outstanding=(held,))
+    verdict = only(told, TakeVerdict)
+    assert (verdict.verdict, verdict.version) == ("pending", Version(1, 1))
+    assert bool(of(told, ResendRequest)) is not arrived
+
+
+def test_a_take_of_another_term_is_stale(open_for_a: Driver) -> None:
+    effects = open_for_a.take("a", 0, 2, base=Version(2, 0), arrive=False)
+    assert only(effects, TakeVerdict).reason == "stale"
+
+
+def test_a_take_is_stale_only_once_the_merge_that_makes_it_so_is_durable() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    assert d.fragment(0).phase == "merging"
+    assert of(d.take("b", 0, 2), TakeVerdict) == []
+    effects = d.computed(0)
+    (record,) = persisted(effects, "merged")
+    assert record["verdicts"]["b"][1:] == ["refused", "stale"]
+    assert verdicts(effects)["b"][1:] == ("refused", "stale")
+
+
+def test_a_coordinator_that_dies_of_a_merge_has_refused_nobody_for_it() -> None:
+    """Else b opens steps again that the next coordinator merges, and whatever it takes
+    after that overlaps with them, for ever."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    told = d.take("b", 0, 2)
+    held = {name: d.held(name, 0, 0, 2) for name in "ab"}
+    d.crash()
+    for name in "ab":
+        d.hello(name, steps=2, phase="training", outstanding=(held[name],))
+        d.arrive(name, 0, held[name].tick)
+    d.report("a", 4)
+    assert {c.island for c in d.fragment(0).merging} >= {"a", "b"}
+    assert of(told, TakeVerdict) == []
+
+
+def refused_take() -> Driver:
+    """a's delta of steps [0, 2) has proved unfit; a does not know yet."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    d.report("b", 1)
+    d.report("a", 2)
+    d.take("a", 0, 2, arrive=False)
+    effects = d.arrive("a", 0, refusal="non_finite")
+    verdict = only(effects, TakeVerdict)
+    assert (verdict.verdict, verdict.reason) == ("refused", "non_finite")
+    assert of(effects, Drop)
+    assert notes(effects, "refused")[0]["reason"] == "non_finite"
+    return d
+
+
+def answer(d: Driver, kind: str, step: int) -> Record:
+    return d.record("a", kind, step, fragment=0, tick=d.tick_of("a", 0))
+
+
+def test_a_refused_delta_is_not_merged_and_blocks_the_next() -> None:
+    d = refused_take()
+    effects = d.take("b", 0, 2)
+    assert [c.island for c in only(effects, Merge).contributions] == ["b"]
+    assert verdicts(d.computed(0))["a"] == (1, "refused", "non_finite")
+    assert asked(d.report("a", 4)) == {0: ["b"]}
+
+
+def test_reopened_steps_are_in_the_next_delta() -> None:
+    d = refused_take()
+    d.report("a", 3, answer(d, "reopened", 3))
+    d.take("b", 0, 2)
+    d.computed(0)
+    assert asked(d.report("a", 6)) == {0: ["a", "b"]}
+    d.take("b", 0, 4)
+    d.computed(0)
+    d.take("a", 0, 6, start=0)
+    assert asked(d.report("b", 8)) == {0: ["b"]}
+    merge = only(d.take("b", 0, 8), Merge)
+    assert [(c.island, c.start, c.end) for c in merge.contributions] == [
+        ("a", 0, 6),
+        ("b", 4, 8),
+    ]
+    assert d.totals("a").lost == {}
+
+
+def test_dropped_steps_are_lost_by_their_reason() -> None:
+    d = refused_take()
+    d.report("a", 3, answer(d, "dropped", 3))
+    assert d.account("a", 0).start == 2
+    assert d.totals("a").lost == {"non_finite": 20}
+
+
+def unfit(d: Driver, step: int) -> list[str]:
+    """What is said when a's delta up to this step is not finite, and given up."""
+    d.report("a", step)
+    d.take("a", 0, step, arrive=False)
+    effects = d.arrive("a", 0, refusal="non_finite")
+    d.report("a", step, answer(d, "dropped", step))
+    return [alert.text for alert in of(effects, Alert)]
+
+
+def test_deltas_that_are_not_finite_in_a_row_are_told_of_once() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a", "b")
+    steps = range(2, 2 * (UNFIT_DELTAS + 2), 2)
+    said = [unfit(d, step) for step in steps]
+    assert [len(texts) for texts in said] == [0] * (UNFIT_DELTAS - 1) + [1, 0]
+    (text,) = said[UNFIT_DELTAS - 1]
+    assert f"{UNFIT_DELTAS} deltas of fragment 0" in text
+    assert "'a'" in text
+    assert "inner.learning_rate" in text
+
+
+def test_a_merge_ends_a_row_of_deltas_that_are_not_finite() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a")
+    steps = iter(range(2, 6 * UNFIT_DELTAS, 2))
+    for _ in range(UNFIT_DELTAS - 1):
+        assert unfit(d, next(steps)) == []
+    step = next(steps)
+    d.report("a", step)
+    d.take("a", 0, step)
+    d.computed(0)
+    said = [unfit(d, next(steps)) for _ in range(UNFIT_DELTAS)]
+    assert [len(texts) for texts in said] == [0] * (UNFIT_DELTAS - 1) + [1]
+
+
+def test_bytes_that_prove_unfit_before_the_record() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a")
+    d.report("a", 2)
+    effects = d.arrive("a", 0, refusal="non_finite")
+    assert only(effects, TakeVerdict).verdict == "refused"
+    effects = d.take("a", 0, 2, arrive=False)
+    assert of(effects, Merge) == []
+    d.report("a", 2, answer(d, "reopened", 2))
+    assert d.account("a", 0).start == 0
+    assert asked(d.report("a", 4)) == {0: ["a"]}
+
+
+def test_steps_that_adoption_overwrote_are_lost() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a")
+    d.report("a", 2)
+    d.merge(0, a=2)
+    d.report("a", 6)
+    d.take("a", 0, 6, start=3)
+    d.computed(0)
+    totals = d.totals("a")
+    assert (totals.merged, totals.lost) == (50, {"overwritten": 10})
+    d.crash()
+    d.hello("a", steps=6, phase="training")
+    assert d.totals("a") == totals, "after a crash too"
+
+
+def test_a_take_without_steps_is_refused(open_for_a: Driver) -> None:
+    d = open_for_a
+    d.take("b", 0, 2)
+    effects = d.take("a", 0, 0)
+    assert only(effects, TakeVerdict).reason == "empty"
+    assert of(effects, Merge) == []
+
+
+def test_steps_that_are_settled_are_refused_as_overlap() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a")
+    d.report("a", 2)
+    d.merge(0, a=2)
+    d.report("a", 4)
+    effects = d.take("a", 0, 4, start=1)
+    assert only(effects, TakeVerdict).reason == "overlap"
+    assert of(effects, Merge) == []
+    # The island goes back to the anchor; what comes then is whole.
+    d.report("a", 5, answer(d, "reset", 5))
+    assert d.totals("a").lost == {"overlap": 20}
+    d.report("a", 6)
+    assert only(d.take("a", 0, 6, start=5), Merge)
+    d.computed(0)
+    totals = d.totals("a")
+    assert (totals.merged, totals.lost) == (30, {"overlap": 20, "overwritten": 10})
+
+
+def test_a_take_that_was_asked_for_before_a_crash_is_sent_again() -> None:
+    """Its bytes may have come first, and been dropped: nobody knew of it."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a")
+    d.report("a", 2)
+    d.crash()
+    d.hello("a", steps=2, phase="training")
+    assert of(d.arrive("a", 0, tick=1), Drop)
+    effects = d.report("a", 2, took(1, 0, 1, 0, 2))
+    assert only(effects, ResendRequest).tick == 1
+    d.arrive("a", 0, tick=1)
+    d.report("a", 4)
+    d.report("a", 6)
+    assert d.account("a", 0).take is not None
+
+
+def test_transfer_times_shorten_the_grace_window() -> None:
+    d = Driver(make_config(grace=1.0, overlap_steps=10))
+    d.join("a", "b")
+    d.report("a", 2)
+    d.take("a", 0, 2, arrive=False)
+    d.now += 4
+    d.arrive("a", 0)
+    assert d.fragment(0).transfer_seconds == pytest.approx(4)
+    # 10 s of overlap, 4 until quorum, 4 for a transfer.
+    assert d.fragment(0).closes_at == pytest.approx(d.now + 2)
+
+
+def test_only_bytes_after_their_record_that_are_merged_tell_of_transfer_times(
+    open_for_a: Driver,
+) -> None:
+    d = open_for_a
+    d.take("b", 0, 2)
+    before = d.fragment(0).transfer_seconds
+    d.wait(4)
+    d.arrive("a", 0)
+    assert d.fragment(0).transfer_seconds == before, "nobody knows since when"
+    unfit = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    unfit.join("a")
+    unfit.report("a", 2)
+    unfit.take("a", 0, 2, arrive=False)
+    unfit.wait(4)
+    unfit.arrive("a", 0, refusal="non_finite")
+    assert unfit.fragment(0).transfer_seconds == 0
+
+
+def test_a_refusal_is_told_once() -> None:
+    """Until the island answers, every merge finds the refused take again."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, max_staleness=0)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.report("b", 2)
+    d.take("a", 0, 2, arrive=False)
+    d.take("b", 0, 2)
+    d.computed(0)
+    for steps in (4, 6):
+        d.report("b", steps)
+        d.take("b", 0, steps)
+        d.computed(0)
+    assert len(notes(d.effects, "refused")) == 1
+    assert len([e for e in of(d.effects, Drop) if e.island == "a"]) == 1

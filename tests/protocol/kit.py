@@ -1,0 +1,345 @@
+"""What the tests of the policy share: a driver that holds state and time.
+
+`Driver` feeds events to the policy and keeps every effect; the books are checked
+after each event. Islands are named "a", "b", ...; 10 tokens and 1 sequence per step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator import decide, ledger
+from diloco_jax.protocol.coordinator.events import (
+    DeltaArrived,
+    Disconnected,
+    Drop,
+    Effect,
+    Event,
+    Merge,
+    MergeComputed,
+    Note,
+    Persist,
+    Said,
+    Tell,
+    Timer,
+)
+from diloco_jax.protocol.coordinator.recovery import recover
+from diloco_jax.protocol.coordinator.state import (
+    Account,
+    Fragment,
+    PolicyConfig,
+    State,
+    initial,
+)
+from diloco_jax.protocol.messages import Goodbye, Hello, Published, Report, TakeRequest
+from diloco_jax.protocol.reasons import EndReason, Refusal
+from diloco_jax.protocol.values import (
+    FIRST_VERSION,
+    Outstanding,
+    Phase,
+    Record,
+    Version,
+)
+
+TOKENS_PER_STEP = 10
+NEVER = 10**9
+
+
+def make_config(**changes: Any) -> PolicyConfig:
+    """Two fragments, H = 4, quorum 1; silence is death after 100 s. No tick waits for
+    anybody: neither grace nor reunion."""
+    defaults: dict[str, Any] = {
+        "run_id": "run-1",
+        "fingerprint": "f00d",
+        "fragment_sizes": (30, 10),
+        "steps_per_cycle": 4,
+        "overlap_steps": 2,
+        "quorum": 1,
+        "grace": 0.0,
+        "max_staleness": 1,
+        "grace_window": "alike",
+        "partial_merges": "scaled",
+        "total_tokens": NEVER,
+        "lease_s": 100.0,
+        "reunion_s": 0.0,
+        "compile_budget_s": 300.0,
+        "outage_budget_s": 30.0,
+        "flush_s": 50.0,
+    }
+    return PolicyConfig(**{**defaults, **changes})
+
+
+class Heard:
+    """A message that was told, as who is told has it."""
+
+    def __init__(self, tell: Tell) -> None:
+        self.session, self._message = tell.session, tell.message
+
+    @property
+    def island(self) -> str:
+        """By its session, which is its name and incarnation."""
+        return self.session.rstrip("0123456789")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._message, name)
+
+
+def only(effects: Sequence[Any], kind: type[Any]) -> Any:
+    """The one effect of that kind, or message that is told."""
+    found = of(effects, kind)
+    assert len(found) == 1, f"{len(found)} effects of {kind.__name__}: {effects}"
+    return found[0]
+
+
+def of(effects: Sequence[Any], kind: type[Any]) -> list[Any]:
+    """All effects of that kind, or messages that are told (`Heard`); of a Drop its
+    delta."""
+    if kind is Drop:
+        return [effect.delta for effect in effects if isinstance(effect, Drop)]
+    tells = (effect for effect in effects if isinstance(effect, Tell))
+    told = [Heard(tell) for tell in tells if isinstance(tell.message, kind)]
+    return [*told, *(effect for effect in effects if isinstance(effect, kind))]
+
+
+def kinds(effects: Sequence[Any]) -> list[type[Any]]:
+    """What each effect is: of a message that is told, the message's type."""
+    return [type(e.message) if isinstance(e, Tell) else type(e) for e in effects]
+
+
+def verdicts(effects: Sequence[Any]) -> dict[str, tuple[int, str, str]]:
+    """(tick, verdict, reason) by island, as a publish tells them."""
+    return {
+        told.island: (told.tick, told.verdict, told.reason)
+        for told in of(effects, Published)
+        if told.verdict != "none"
+    }
+
+
+def merged_islands(merge: Merge) -> list[str]:
+    """Whose deltas are in a merge, in the order of the sum."""
+    return [c.island for c in merge.contributions]
+
+
+def notes(effects: Sequence[Effect], kind: str) -> list[dict[str, Any]]:
+    """Tape records of that kind."""
+    return _lines([e.record for e in of(effects, Note)], kind)
+
+
+def persisted(effects: Sequence[Effect], kind: str) -> list[dict[str, Any]]:
+    """Durable records of that kind."""
+    return _lines([e.record for e in of(effects, Persist)], kind)
+
+
+def _lines(found: Iterable[records.Durable | records.Noted], kind: str) -> list[Any]:
+    lines = map(as_written, found)
+    return [line for line in lines if line["kind"] == kind]
+
+
+def as_written(record: records.Durable | records.Noted) -> dict[str, Any]:
+    """A line of log or tape as it reads back."""
+    line: dict[str, Any] = json.loads(json.dumps(records.line(record)))
+    return line
+
+
+class Driver:
+    """A policy under test. Every method that feeds an event returns its effects."""
+
+    def __init__(self, config: PolicyConfig | None = None, **changes: Any) -> None:
+        self.config = config or make_config(**changes)
+        self.state: State = initial(self.config)
+        self.now = 1000.0
+        self.effects: list[Effect] = []
+        self.log: list[records.Durable] = []
+        """As it reads back."""
+        self._seq: dict[tuple[str, int], int] = {}
+
+    # ---- events -----------------------------------------------------------------
+
+    def feed(self, event: Event) -> list[Effect]:
+        """One event; the books must balance after it."""
+        self.state, effects = decide.step(self.config, self.state, event, self.now)
+        assert ledger.check(self.config, self.state) == []
+        self.effects += effects
+        written = [as_written(e.record) for e in of(effects, Persist)]
+        self.log += map(records.from_log, written)
+        return effects
+
+    def hello(self, name: str, incarnation: int = 1, **fields: Any) -> list[Effect]:
+        defaults: dict[str, Any] = {
+            "session": f"{name}{incarnation}",
+            "run_id": self.config.run_id,
+            "fingerprint": self.config.fingerprint,
+            "tokens_per_step": TOKENS_PER_STEP,
+            "sequences_per_step": 1,
+            "records_through": self._seq.get((name, incarnation), 0),
+        }
+        return self.feed(
+            Hello(island=name, incarnation=incarnation, **{**defaults, **fields})
+        )
+
+    def join(self, *names: str, step_seconds: float = 1.0) -> None:
+        """Says hello and begins to train."""
+        for name in names:
+            self.hello(name)
+        for name in names:
+            self.report(name, 0, step_seconds=step_seconds)
+
+    def report(
+        self,
+        name: str,
+        steps: int | None = None,
+        *records: Record,
+        phase: Phase | None = None,
+        step_seconds: float = 1.0,
+    ) -> list[Effect]:
+        """From the current session; training, and no further, unless told."""
+        island = self.state.islands[name]
+        if phase is None:
+            phase = "stopped" if island.phase == "stopped" else "training"
+        report = Report(
+            phase=phase,
+            steps=island.steps if steps is None else steps,
+            step_seconds=step_seconds,
+            records=records,
+        )
+        return self.feed(Said(island=name, session=island.session, message=report))
+
+    def goodbye(self, name: str, reason: EndReason = "stopped") -> list[Effect]:
+        session = self.state.islands[name].session
+        goodbye = Goodbye(reason=reason, text="bye")
+        return self.feed(Said(island=name, session=session, message=goodbye))
+
+    def disconnect(self, name: str) -> list[Effect]:
+        session = self.state.islands[name].session
+        return self.feed(Disconnected(island=name, session=session))
+
+    def arrive(
+        self, name: str, fragment: int, tick: int | None = None, refusal: Refusal = ""
+    ) -> list[Effect]:
+        """The bytes of the outstanding take (or that of `tick`)."""
+        incarnation = self.state.islands[name].incarnation
+        if tick is None:
+            tick = self.tick_of(name, fragment)
+        return self.feed(
+            DeltaArrived(
+                island=name,
+                incarnation=incarnation,
+                fragment=fragment,
+                tick=tick,
+                refusal=refusal,
+            )
+        )
+
+    def computed(self, fragment: int) -> list[Effect]:
+        """The merge under way is done."""
+        version = self.fragment(fragment).version.next()
+        return self.feed(MergeComputed(fragment=fragment, version=version, digest="d1"))
+
+    def wait(self, seconds: float) -> list[Effect]:
+        """Time passes, and a timer fires at the end of it."""
+        self.now += seconds
+        return self.feed(Timer())
+
+    def crash(self, snapshot: State | None = None, skip: int = 0) -> None:
+        """The coordinator is killed and comes back: from a snapshot, and all durable
+        records but the first `skip`."""
+        state = initial(self.config) if snapshot is None else snapshot
+        self.state = recover(self.config, state, self.log[skip:], self.now)
+        assert ledger.check(self.config, self.state) == []
+
+    # ---- an island's part -------------------------------------------------------
+
+    def record(self, name: str, kind: Any, step: int, **fields: Any) -> Record:
+        """The next record of the island's current incarnation."""
+        key = (name, self.state.islands[name].incarnation)
+        self._seq[key] = self._seq.get(key, 0) + 1
+        return Record(seq=self._seq[key], kind=kind, step=step, **fields)
+
+    def take(
+        self,
+        name: str,
+        fragment: int,
+        step: int,
+        *,
+        base: Version | None = None,
+        start: int | None = None,
+        arrive: bool = True,
+    ) -> list[Effect]:
+        """The island takes what it was asked for, reports it and sends its bytes."""
+        account = self.account(name, fragment)
+        assert account.take is not None
+        tick = account.take.tick
+        record = self.record(
+            name,
+            "took",
+            step,
+            fragment=fragment,
+            tick=tick,
+            start=account.start if start is None else start,
+            version=self.fragment(fragment).version if base is None else base,
+        )
+        steps = max(step, self.state.islands[name].steps)
+        effects = self.report(name, steps, record)
+        if arrive:
+            effects += self.arrive(name, fragment, tick)
+        return effects
+
+    def merge(self, fragment: int, **takes: int) -> list[Effect]:
+        """Islands take at these steps, and what is closed by that is merged."""
+        effects: list[Effect] = []
+        for name, step in takes.items():
+            effects += self.take(name, fragment, step)
+        assert of(effects, Merge)
+        return effects + self.computed(fragment)
+
+    # ---- looking ----------------------------------------------------------------
+
+    def fragment(self, index: int) -> Fragment:
+        return self.state.fragments[index]
+
+    def account(self, name: str, fragment: int) -> Account:
+        return self.fragment(fragment).accounts[name]
+
+    def tick_of(self, name: str, fragment: int) -> int:
+        """Of the outstanding take."""
+        take = self.account(name, fragment).take
+        assert take is not None
+        return take.tick
+
+    def held(self, name: str, fragment: int, start: int, end: int) -> Outstanding:
+        """The outstanding take, as a hello tells it."""
+        return Outstanding(
+            fragment=fragment,
+            tick=self.tick_of(name, fragment),
+            start=start,
+            end=end,
+            base=self.fragment(fragment).version,
+            seq=self._seq.get((name, self.state.islands[name].incarnation), 0),
+        )
+
+    def totals(self, name: str) -> ledger.Totals:
+        return ledger.island_totals(self.config, self.state, name)
+
+
+def asked(effects: Sequence[Effect]) -> dict[int, list[str]]:
+    """Islands asked to take, by fragment."""
+    found: dict[int, list[str]] = {}
+    for ask in of(effects, TakeRequest):
+        found.setdefault(ask.fragment, []).append(ask.island)
+    return found
+
+
+def took(seq: int, fragment: int, tick: int, start: int, step: int) -> Record:
+    """A record of a take against the first version."""
+    return Record(
+        seq=seq,
+        kind="took",
+        step=step,
+        fragment=fragment,
+        tick=tick,
+        start=start,
+        version=FIRST_VERSION,
+    )

@@ -1,0 +1,331 @@
+"""A coordinator without its state: who is waited for, what is fetched from whom, and
+what the new term begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from kit import make_config
+from msgspec.structs import replace
+
+from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell, Timer
+from diloco_jax.protocol.coordinator.leases import largest_grant
+from diloco_jax.protocol.messages import AnchorRequest, Hello, Report, Welcome
+from diloco_jax.protocol.new_term import gathering
+from diloco_jax.protocol.new_term.events import (
+    AnchorArrived,
+    Discard,
+    Effect,
+    Event,
+    GiveUp,
+    Offered,
+    Open,
+    Postpone,
+)
+from diloco_jax.protocol.new_term.gathering import (
+    LARGEST_GRANTS_UNHEARD,
+    LEASES_AWAITED,
+)
+from diloco_jax.protocol.values import Version
+
+CONFIG = make_config(run_id="", outage_budget_s=250.0)
+PATIENCE_S = LEASES_AWAITED * CONFIG.lease_s
+E = TypeVar("E", bound=Effect)
+
+
+class Gatherer:
+    """Two islands, a and b, are in the config; it has two fragments."""
+
+    def __init__(self, names: str = "ab") -> None:
+        self.now = 50.0
+        self.state = gathering.begin(CONFIG, frozenset(names), self.now)
+        self.effects: list[Effect] = []
+
+    def feed(self, event: Event) -> list[Effect]:
+        self.state, effects = gathering.step(CONFIG, self.state, event, self.now)
+        self.effects += effects
+        return effects
+
+    def offer(self, name: str, *numbers: int, **fields: Any) -> list[Effect]:
+        """Of fragments with these version numbers."""
+        defaults: dict[str, Any] = {
+            "incarnation": 1,
+            "run_id": "run-1",
+            "term": 1,
+            "versions": tuple(Version(1, n) for n in numbers),
+            "tokens": 0,
+            "next_position": 0,
+            "step_seconds": 1.0,
+            "sequences_per_step": 2,
+        }
+        fields = {**defaults, **fields}
+        fields.setdefault("session", f"{name}{fields['incarnation']}")
+        differences = fields.pop("differences", ())
+        hello = Hello(island=name, fingerprint="f", tokens_per_step=1, **fields)
+        return self.feed(Offered(hello=hello, differences=differences))
+
+    def arrive(self, name: str, fragment: int, number: int) -> list[Effect]:
+        version = Version(1, number)
+        return self.feed(
+            AnchorArrived(
+                island=name, incarnation=1, fragment=fragment, version=version
+            )
+        )
+
+    def hear(self, name: str) -> list[Effect]:
+        return self.feed(
+            Said(
+                island=name,
+                session=f"{name}1",
+                message=Report(phase="training", steps=1, step_seconds=1.0),
+            )
+        )
+
+    def lose(self, name: str) -> list[Effect]:
+        return self.feed(Disconnected(island=name, session=f"{name}1"))
+
+    def wait(self, seconds: float) -> list[Effect]:
+        self.now += seconds
+        return self.feed(Timer())
+
+
+def of(effects: Sequence[Effect], kind: type[E]) -> list[E]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def asked(effects: Sequence[Effect]) -> list[tuple[str, int]]:
+    return [
+        (tell.session.rstrip("0123456789"), tell.message.fragment)
+        for tell in of(effects, Tell)
+        if isinstance(tell.message, AnchorRequest)
+    ]
+
+
+def test_the_highest_version_of_every_fragment_begins_the_next_term() -> None:
+    g = Gatherer()
+    (admit,) = g.offer("a", 5, 7, tokens=300, next_position=40)
+    welcome = Welcome(run_id="run-1", term=0, resumed=True, versions=())
+    assert admit == Tell(session="a1", message=welcome)
+    effects = g.offer("b", 6, 7, tokens=280, next_position=44, step_seconds=0.5)
+    assert asked(effects) == [("b", 0), ("a", 1)]
+    g.arrive("b", 0, 6)
+    (opened,) = g.arrive("a", 1, 7)
+    unheard = 2 * LARGEST_GRANTS_UNHEARD * largest_grant(CONFIG, 0.5, 2)
+    assert opened == Open(
+        run_id="run-1",
+        term=2,
+        versions=(Version(2, 6), Version(2, 7)),
+        sources=("b", "a"),
+        replaced=(Version(1, 6), Version(1, 7)),
+        tokens=300,
+        next_position=44 + unheard,
+    )
+    assert unheard > 0
+    assert g.wait(10 * PATIENCE_S) == []
+
+
+def test_an_island_sends_one_fragment_at_a_time() -> None:
+    g = Gatherer("a")
+    assert asked(g.offer("a", 1, 1)) == [("a", 0)]
+    assert asked(g.arrive("a", 0, 1)) == [("a", 1)]
+    assert of(g.arrive("a", 1, 1), Open)
+
+
+def test_a_version_that_was_adopted_meanwhile_is_taken_as_what_it_is() -> None:
+    g = Gatherer("a")
+    g.offer("a", 1, 1)
+    g.arrive("a", 0, 2)
+    (opened,) = of(g.arrive("a", 1, 1), Open)
+    assert opened.versions == (Version(2, 2), Version(2, 1))
+
+
+def test_offers_are_awaited_from_the_first_one_on() -> None:
+    g = Gatherer()
+    g.now += 0.9 * PATIENCE_S
+    g.offer("a", 1, 1)
+    assert gathering.next_deadline(g.state, g.now) == g.now + PATIENCE_S
+    assert asked(g.wait(0.9 * PATIENCE_S)) == []
+    g.hear("a")
+    assert asked(g.wait(0.1 * PATIENCE_S)) == [("a", 0)]
+
+
+def test_without_an_offer_there_is_no_term() -> None:
+    g = Gatherer()
+    (postponed,) = g.offer("a")
+    assert isinstance(postponed, Postpone)
+    assert "no state yet, and the island no anchors" in postponed.message
+    assert g.wait(0.99 * PATIENCE_S) == []
+    (given_up,) = g.wait(0.01 * PATIENCE_S)
+    assert isinstance(given_up, GiveUp)
+    assert given_up.message == "no island offered its anchors within 200 s"
+    assert g.wait(PATIENCE_S) == []
+
+
+def test_who_comes_when_the_others_are_asked_is_late() -> None:
+    g = Gatherer()
+    g.offer("a", 1, 1)
+    g.now += PATIENCE_S
+    g.hear("a")
+    (postponed,) = g.offer("b", 9, 9)
+    assert isinstance(postponed, Postpone)
+    assert "a new term is about to begin; come again" in postponed.message
+
+
+def test_a_connection_that_breaks_is_waited_for() -> None:
+    g = Gatherer()
+    g.offer("b", 1, 1)
+    g.offer("a", 2, 1)
+    assert g.lose("a") == []
+    assert g.wait(0.9 * CONFIG.lease_s) == []
+    g.hear("b")
+    effects = g.offer("a", 2, 1)
+    assert isinstance(of(effects, Tell)[0].message, Welcome)
+    assert asked(effects) == [("a", 0)], "the request may be lost"
+    assert g.wait(CONFIG.lease_s * 0.2) == []
+
+
+def test_a_silent_holder_is_given_up_after_a_lease() -> None:
+    g = Gatherer()
+    g.offer("b", 1, 3)
+    g.offer("a", 2, 3)
+    g.arrive("b", 1, 3)
+    g.now += 0.6 * CONFIG.lease_s
+    g.hear("b")
+    assert g.hear("nobody") == []
+    discard, ask = g.wait(0.4 * CONFIG.lease_s)
+    assert discard == Discard(island="a", incarnation=1, fragment=0)
+    assert ask == Tell(session="b1", message=AnchorRequest(fragment=0))
+
+
+def test_whoever_is_silent_is_not_here() -> None:
+    g = Gatherer()
+    g.offer("a", 1, 1)
+    g.now += CONFIG.lease_s
+    assert asked(g.offer("b", 1, 1)) == []
+    assert asked(g.hear("a")) == [("a", 0), ("b", 1)]
+
+
+def test_of_an_earlier_connection_nothing_counts() -> None:
+    g = Gatherer()
+    g.offer("a", 1, 1, session="newer")
+    assert g.lose("a") == []
+    assert g.state.members["a"].connected
+
+
+def test_the_next_best_has_to_do() -> None:
+    g = Gatherer()
+    g.offer("b", 1, 3)
+    effects = g.offer("a", 2, 3)
+    assert asked(effects) == [("a", 0), ("b", 1)]
+    g.arrive("b", 1, 3)
+    g.now += 1.0
+    g.lose("a")
+    g.hear("b")
+    assert gathering.next_deadline(g.state, g.now) == g.now + CONFIG.lease_s
+    g.now += 0.5 * CONFIG.lease_s
+    g.hear("b")
+    discard, ask = g.wait(0.5 * CONFIG.lease_s)
+    assert gathering.next_deadline(g.state, g.now) == g.now + 0.5 * CONFIG.lease_s
+    assert discard == Discard(island="a", incarnation=1, fragment=0)
+    assert ask == Tell(session="b1", message=AnchorRequest(fragment=0))
+    assert g.arrive("a", 0, 2) == [], "too late"
+    (opened,) = of(g.arrive("b", 0, 1), Open)
+    assert opened.versions == (Version(2, 1), Version(2, 3))
+
+
+def test_an_anchor_that_does_not_come_is_given_up() -> None:
+    g = Gatherer("a")
+    g.offer("a", 1, 1)
+    g.now += 0.9 * CONFIG.outage_budget_s
+    assert g.hear("a") == []
+    discard, given_up = g.wait(0.1 * CONFIG.outage_budget_s)
+    assert isinstance(discard, Discard)
+    assert isinstance(given_up, GiveUp)
+    assert "fragment 0 did not come from any island" in given_up.message
+
+
+def test_a_later_process_of_an_island_offers_instead_of_the_earlier() -> None:
+    g = Gatherer()
+    g.offer("a", 1, 1, incarnation=2)
+    (late,) = g.offer("a", 4, 4, incarnation=1)
+    assert isinstance(late, Postpone)
+    assert "incarnation 2 of this island is here" in late.message
+    g.offer("a", 3, 3, incarnation=3)
+    assert g.state.members["a"].offer.incarnation == 3
+
+
+def test_islands_of_two_runs_are_an_error_that_names_both() -> None:
+    g = Gatherer()
+    g.offer("a", 1, 1)
+    (given_up,) = g.offer("b", 1, 1, run_id="run-2")
+    assert isinstance(given_up, GiveUp)
+    assert "'a' is in run run-1 and 'b' in run run-2" in given_up.message
+
+
+def test_another_config_is_the_coordinators_fault() -> None:
+    g = Gatherer()
+    (given_up,) = g.offer("a", 1, 1, differences=("seed: 0 here, 1 there",))
+    assert isinstance(given_up, GiveUp)
+    assert "seed: 0 here, 1 there" in given_up.message
+    assert "Start the coordinator with that run's config.json" in given_up.message
+
+
+def test_a_term_is_above_all_that_anybody_was_in() -> None:
+    g = Gatherer("ab")
+    g.offer("a", versions=(Version(1, 9), Version(1, 9)), term=4)
+    effects = g.offer("b", versions=(Version(3, 2), Version(1, 2)), term=3)
+    assert asked(effects) == [("b", 0), ("a", 1)]
+    highest = {"island": "b", "incarnation": 1, "fragment": 0}
+    g.feed(AnchorArrived(**highest, version=Version(3, 2)))
+    (opened,) = of(g.arrive("a", 1, 9), Open)
+    assert opened.versions == (Version(5, 2), Version(5, 9))
+
+
+def test_what_a_join_heard_counts_though_it_has_no_anchors() -> None:
+    """Another new term may have ended before anybody but the join was in it."""
+    g = Gatherer("a")
+    heard = {"versions": (), "term": 2, "tokens": 350, "next_position": 900}
+    (postponed,) = g.offer("b", **heard)
+    assert isinstance(postponed, Postpone)
+    g.offer("c", versions=(), term=7, differences=("seed: 0 here, 1 there",))
+    assert asked(g.offer("a", 9, 9, tokens=300, next_position=70)) == [("a", 0)]
+    g.offer("b", versions=(), term=3, incarnation=2)
+    g.arrive("a", 0, 9)
+    (opened,) = of(g.arrive("a", 1, 9), Open)
+    assert (opened.versions[0].term, opened.tokens) == (4, 350)
+    unheard = LARGEST_GRANTS_UNHEARD * largest_grant(CONFIG, 1.0, 2)
+    assert opened.next_position == 900 + unheard
+
+
+def test_the_state_of_the_new_term() -> None:
+    opened = Open(
+        run_id="run-1",
+        term=3,
+        versions=(Version(3, 6), Version(3, 7)),
+        sources=("a", "a"),
+        replaced=(Version(1, 6), Version(1, 7)),
+        tokens=500,
+        next_position=77,
+    )
+    config = replace(CONFIG, fragment_sizes=(1, 1, 1))
+    three = replace(opened, versions=(*opened.versions, Version(3, 0)))
+    state = gathering.first_state(config, three)
+    assert [f.version for f in state.fragments] == list(three.versions)
+    assert (state.tick, state.ticks_reserved) == (2_000_000_001,) * 2
+    assert state.tick % 3 == 0, "the first tick is fragment 0's"
+    assert (state.progress_tokens, state.next_position) == (500, 77)
+    assert (state.islands, state.phase) == ({}, "running")
+
+
+def test_who_lost_its_connection_is_not_asked_before_it_is_back() -> None:
+    g = Gatherer("abc")
+    g.offer("a", 2, 1)
+    g.offer("b", 1, 1)
+    g.lose("a")
+    assert asked(g.offer("c", 1, 1)) == [], "not all are here"
+    g.now += 0.9 * CONFIG.lease_s
+    for name in "bc":
+        g.hear(name)
+    g.offer("a", 2, 1)
+    assert ("a", 0) in asked(g.effects)

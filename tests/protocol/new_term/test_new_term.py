@@ -1,0 +1,243 @@
+"""Islands of an earlier term in a new one: they go on, and the books balance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kit import TOKENS_PER_STEP, Driver, asked, notes, of, only, persisted
+
+from diloco_jax.protocol.coordinator import ledger
+from diloco_jax.protocol.coordinator.events import Effect, Merge
+from diloco_jax.protocol.messages import (
+    Granted,
+    Progress,
+    Refused,
+    ResendRequest,
+    Stop,
+    TakeRequest,
+    TakeVerdict,
+    Welcome,
+)
+from diloco_jax.protocol.new_term import gathering
+from diloco_jax.protocol.new_term.events import Open
+from diloco_jax.protocol.values import Outstanding, Version
+
+TOKENS = 1000
+"""Progress with which the term begins."""
+POSITION = 500
+
+
+def second_term(**changes: Any) -> Driver:
+    """A coordinator that gathered anchors of versions (1, 5) and (1, 4)."""
+    d = Driver(**changes)
+    opened = Open(
+        run_id=d.config.run_id,
+        term=2,
+        versions=(Version(2, 5), Version(2, 4)),
+        sources=("a", "a"),
+        replaced=(Version(1, 5), Version(1, 4)),
+        tokens=TOKENS,
+        next_position=POSITION,
+    )
+    d.state = d.first = gathering.first_state(d.config, opened)  # type: ignore[attr-defined]
+    return d
+
+
+def come_back(d: Driver, name: str, steps: int, **fields: Any) -> list[Effect]:
+    """A process that was welcomed in the first term and made so many steps."""
+    defaults: dict[str, Any] = {
+        "steps": steps,
+        "phase": "training",
+        "term": 1,
+        "sequences_granted": steps + 3,
+        "records_through": 0,
+    }
+    return d.hello(name, **{**defaults, **fields})
+
+
+def carry(d: Driver, name: str, steps: int, first: int, second: int) -> list[Effect]:
+    """It says which of its steps are in no take, by fragment."""
+    return d.report(
+        name,
+        steps,
+        d.record(name, "carried", steps, fragment=0, start=first),
+        d.record(name, "carried", steps, fragment=1, start=second),
+    )
+
+
+def test_it_is_welcome_where_it_is() -> None:
+    d = second_term()
+    effects = come_back(d, "a", 7)
+    assert not only(effects, Welcome).resumed
+    assert only(effects, Welcome).versions == (Version(2, 5), Version(2, 4))
+    (joined,) = persisted(effects, "joined")
+    assert joined["carried"] == {"steps": 7, "sequences_granted": 10}
+    grant = only(effects, Granted)
+    assert (grant.offset, grant.span.start) == (10, POSITION)
+    assert d.state.islands["a"].steps == 7
+
+
+def test_steps_of_an_earlier_term_are_carried_and_no_more() -> None:
+    d = second_term()
+    come_back(d, "a", 7)
+    effects = carry(d, "a", 8, 6, 8)
+    assert [r["steps"] for r in persisted(effects, "carried")] == [6, 8]
+    d.report("a", 12)
+    d.merge(0, a=12)
+    d.goodbye("a")
+    totals = d.totals("a")
+    # 12 steps: of the larger fragment 6 are carried, of the smaller 8.
+    assert totals.computed == 12 * TOKENS_PER_STEP
+    assert totals.carried == (30 * 60 + 10 * 80) // 40
+    assert totals.merged == 30 * 60 // 40
+    assert sum(totals.lost.values()) == 10 * 40 // 40, "the last steps of the smaller"
+    assert totals.in_flight == 0
+    assert ledger.run_totals(d.config, d.state) == totals
+    others = d.state.carried_progress
+    assert others > 0, "of islands that are not back"
+    trained = ledger.trained_tokens(d.config, d.state)
+    assert trained == others + totals.carried + totals.merged
+
+
+def test_what_it_tells_of_takes_of_the_earlier_term_changes_nothing() -> None:
+    d = second_term()
+    held = Outstanding(fragment=0, tick=9, start=2, end=5, base=Version(1, 4), seq=1)
+    effects = come_back(d, "a", 7, outstanding=(held,))
+    took = d.record("a", "took", 5, fragment=0, tick=9, start=2, version=Version(1, 4))
+    dropped = d.record("a", "dropped", 7, fragment=0, tick=9)
+    effects += d.report("a", 7, took, dropped)
+    assert len(notes(effects, "island")) == 2, "the tape has it"
+    assert not d.totals("a").lost
+    assert d.account("a", 0).start == 0
+    carry(d, "a", 7, 5, 4)
+    assert not d.totals("a").lost
+    assert [d.account("a", f).start for f in (0, 1)] == [5, 4]
+
+
+def test_a_hello_that_comes_late_opens_no_take_of_the_earlier_term() -> None:
+    d = second_term()
+    held = Outstanding(fragment=0, tick=9, start=2, end=5, base=Version(1, 4), seq=1)
+    come_back(d, "a", 7, outstanding=(held,))
+    carry(d, "a", 7, 5, 4)
+    effects = come_back(d, "a", 7, outstanding=(held,), records_through=2)
+    assert only(effects, Welcome).resumed
+    assert d.account("a", 0).take is None
+    assert not of(effects, ResendRequest)
+    assert not of(effects, TakeVerdict)
+
+
+def test_it_can_be_asked_at_once_and_takes_after_what_is_carried() -> None:
+    d = second_term()
+    come_back(d, "a", 7)
+    effects = d.report("a", 9)
+    assert asked(effects) == {0: ["a"]}
+    assert only(effects, TakeRequest).tick == 1_000_000_001
+    carry(d, "a", 9, 6, 6)
+    (merge,) = of(d.take("a", 0, 10, start=6), Merge)
+    assert merge.version == Version(2, 6)
+    assert [(c.start, c.end) for c in merge.contributions] == [(6, 10)]
+
+
+def test_a_take_against_an_anchor_of_the_earlier_term_is_stale() -> None:
+    d = second_term()
+    come_back(d, "a", 7)
+    carry(d, "a", 7, 7, 7)
+    d.report("a", 9)
+    d.take("a", 0, 9, start=7, base=Version(1, 5))
+    take = d.account("a", 0).take
+    assert take is not None
+    assert take.refused == "stale"
+
+
+def test_progress_goes_on_where_it_was() -> None:
+    d = second_term()
+    come_back(d, "a", 7)
+    progress = only(d.report("a", 7), Progress)
+    assert (progress.tokens, progress.own_tokens) == (TOKENS, 70)
+    assert progress.next_position == d.state.next_position > POSITION
+    come_back(d, "b", 50)
+    assert only(d.report("b", 51), Progress).tokens == TOKENS + TOKENS_PER_STEP
+    assert only(d.report("a", 9), Progress).tokens == TOKENS + 3 * TOKENS_PER_STEP
+
+
+def test_a_run_that_had_its_tokens_ends_with_all_who_were_in_it() -> None:
+    d = second_term(total_tokens=TOKENS)
+    effects = come_back(d, "a", 7)
+    assert only(effects, Stop).island == "a"
+    assert d.state.phase == "stopping"
+    effects = come_back(d, "b", 5)
+    assert only(effects, Welcome).island == only(effects, Stop).island == "b"
+    assert only(d.hello("c"), Refused).code == "finished"
+    for name, steps in (("a", 7), ("b", 5)):
+        carry(d, name, steps, steps - 2, steps)
+        d.report(name, steps, phase="stopped")
+    assert d.state.phase == "flushing"
+    d.take("a", 0, 7, start=5)
+    (merge,) = of(d.take("b", 0, 5, start=3), Merge)
+    assert merge.final
+    assert [(c.start, c.end) for c in merge.contributions] == [(5, 7), (3, 5)]
+
+
+def test_an_incarnation_that_ends_before_it_told_is_carried_whole() -> None:
+    d = second_term()
+    come_back(d, "a", 7)
+    d.hello("a", incarnation=2)
+    totals = d.totals("a")
+    assert (totals.computed, totals.carried, totals.lost) == (70, 70, {})
+    d.report("a", 3)
+    assert d.totals("a").in_flight == 30
+    assert only(d.report("a", 4), Progress).own_tokens == 40
+
+
+def test_the_new_term_survives_a_crash() -> None:
+    d = second_term()
+    come_back(d, "a", 7)
+    carry(d, "a", 7, 6, 5)
+    d.report("a", 12)
+    d.merge(0, a=12)
+    come_back(d, "b", 4)
+    before = d.state
+    d.crash(snapshot=d.first)  # type: ignore[attr-defined]
+    assert d.state.carried_progress == before.carried_progress
+    for name in "ab":
+        assert (
+            d.totals(name).carried
+            == ledger.island_totals(d.config, before, name).carried
+        )
+        for fragment in (0, 1):
+            old = before.fragments[fragment].accounts[name]
+            new = d.account(name, fragment)
+            assert (new.start, new.carrying) == (old.start, old.carrying)
+    assert d.state.tick > 1_000_000_000
+    come_back(d, "b", 5)
+    carry(d, "b", 5, 5, 4)
+    assert d.account("b", 1).start == 4
+
+
+def test_a_fresh_process_carries_nothing() -> None:
+    d = second_term()
+    effects = d.hello("a", steps=5, term=0)
+    assert "carried" not in persisted(effects, "joined")[0]
+    assert d.state.islands["a"].steps == 0
+    assert not d.account("a", 0).carrying
+
+
+def test_who_was_let_in_by_another_coordinator_of_this_term_is_not_known() -> None:
+    """Two coordinators without state may open the same term, if nobody who heard of the
+    first is there for the second: its versions are not those of this one."""
+    d = second_term()
+    before = d.state
+    refuse = only(come_back(d, "a", 4, term=2), Refused)
+    assert refuse.code == "other_term"
+    assert "in its term 2" in refuse.message
+    assert "incarnation 2" in refuse.message
+    assert d.state == before
+    assert of(d.hello("a", 2), Welcome), "the next one begins afresh"
+    assert of(d.hello("a", 2, term=2), Welcome), "and is known from then on"
+
+
+def test_a_copy_of_an_earlier_term_knows_that_it_is_one() -> None:
+    d = second_term()
+    assert not gathering.is_superseded(d.state, 0)
+    assert not gathering.is_superseded(d.state, 2)
+    assert gathering.is_superseded(d.state, 3)

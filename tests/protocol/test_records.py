@@ -1,0 +1,131 @@
+"""What stands in logs and on tapes that were written before is read as it was."""
+
+import msgspec
+import pytest
+from kit import as_written
+
+from diloco_jax.protocol import records
+
+CONTRIBUTION = {
+    "island": "a",
+    "incarnation": 2,
+    "tick": 7,
+    "start": 4,
+    "end": 12,
+    "tokens": 80,
+    "base": [1, 5],
+}
+WHO = {"island": "a", "incarnation": 2}
+JOINED = {
+    "kind": "joined",
+    **WHO,
+    "session": "s",
+    "tokens_per_step": 10,
+    "sequences_per_step": 1,
+}
+DURABLE = [
+    JOINED,
+    {**JOINED, "carried": {"steps": 4, "sequences_granted": 8}},
+    {"kind": "carried", **WHO, "fragment": 1, "steps": 4},
+    {"kind": "granted", **WHO, "start": 8, "stop": 16, "offset": 8},
+    {
+        "kind": "left",
+        **WHO,
+        "steps": 12,
+        "reason": "preempted",
+        "said": "bye",
+        "settled_steps_by_fragment": [12, 8],
+        "merged_steps": 8,
+        "lost_tokens_by_fragment": [0, 40],
+        "left_behind": [{"fragment": 1, **CONTRIBUTION}],
+    },
+    {
+        "kind": "merged",
+        "fragment": 1,
+        "version": [1, 6],
+        "tick": 7,
+        "final": False,
+        "contributions": [CONTRIBUTION],
+        "share": 0.5,
+        "verdicts": {"a": [7, "merged", ""], "b": [7, "refused", "stale"]},
+        "digest": "feed",
+    },
+    {"kind": "ticks", "through": 30},
+    {"kind": "stopping", "tokens": 800},
+    {"kind": "finished"},
+]
+FACT = {
+    "seq": 3,
+    "kind": "took",
+    "step": 12,
+    "fragment": 1,
+    "tick": 7,
+    "version": [1, 5],
+    "start": 4,
+    "stop": 0,
+    "value": 0,
+}
+NOTED = {
+    records.Fact: {"kind": "island", **WHO, "record": FACT},
+    records.Tick: {
+        "kind": "tick",
+        "tick": 7,
+        "fragment": 1,
+        "asked": ["a", "b"],
+        "final": False,
+    },
+    records.Skipped: {"kind": "skipped", "tick": 7, "fragment": 1, "why": "open"},
+    records.Leaving: {
+        "kind": "leaving",
+        **WHO,
+        "asked": [{"fragment": 1, "tick": 7}],
+    },
+    records.Refused: {
+        "kind": "refused",
+        **WHO,
+        "fragment": 1,
+        "tick": 7,
+        "reason": "stale",
+    },
+    records.TurnedAway: {
+        "kind": "turned_away",
+        "island": "a",
+        "code": "fenced",
+        "message": "stop",
+    },
+    records.Resumed: {"kind": "resumed", **WHO, "steps": 12},
+    records.Absent: {"kind": "absent", **WHO, "why": "silent"},
+}
+
+
+def test_every_kind_is_here():
+    assert {type(records.from_log(line)) for line in DURABLE} == set(
+        records.Durable.__args__
+    )
+    assert set(NOTED) == set(records.Noted.__args__)
+
+
+@pytest.mark.parametrize("line", DURABLE, ids=lambda line: line["kind"])
+def test_the_log_reads_back(line):
+    assert as_written(records.from_log(line)) == line
+
+
+@pytest.mark.parametrize(("kind", "line"), NOTED.items(), ids=lambda x: str(x)[:20])
+def test_the_tape_reads_back(kind, line):
+    """Its lines have a time, too."""
+    assert as_written(records.from_tape({**line, "time": 1.5}, kind)) == line
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ({"kind": "other"}, "other"),
+        ({**JOINED, "session": None}, "session"),
+        ({**JOINED, "more": 1}, "fields that Joined has not"),
+        ({**DURABLE[5], "contributions": [{**CONTRIBUTION, "more": 1}]}, "fields"),
+        ({**DURABLE[5], "share": None}, "share"),
+    ],
+)
+def test_what_is_none_of_these_is_refused(line, what):
+    with pytest.raises(msgspec.ValidationError, match=what):
+        records.from_log(line)
