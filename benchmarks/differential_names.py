@@ -48,11 +48,21 @@ NAMES: Mapping[str, str] = {
     "policy.events.Report": M + "Report",
     "policy.events.Goodbye": M + "Goodbye",
     "wire.messages": "protocol.messages",
+    "config.RunConfig": "config.run.RunConfig",
+    "config.ModelConfig": "config.model.ModelConfig",
+    "config.DataConfig": "config.data.DataConfig",
+    "config.InnerConfig": "config.inner.InnerConfig",
+    "config.OuterConfig": "config.outer.OuterConfig",
+    "config.SyncConfig": "config.sync.SyncConfig",
 }
 """Old module or class to new one: {"policy.events.AskTake": "protocol.messages.Ask"}.
 The longest that fits counts."""
 FIELDS: Mapping[str, Mapping[str, str | None]] = {
     "policy.events.Goodbye": {"said": "text"},
+    "policy.state.PolicyConfig": {
+        "awaits_alike": "grace_window",
+        "scale_partial_merges": "partial_merges",
+    },
 }
 """By old class, old field to new one; None: there is no such field any more."""
 
@@ -78,7 +88,16 @@ def _offered(value: Value, call: Call) -> Value:
     return {**offered, "differences": differences}
 
 
+def _chosen(value: Value, call: Call) -> Value:
+    """Two settings that were flags of their own are those of the config."""
+    if isinstance(value["grace_window"], bool):
+        value["grace_window"] = "alike" if value["grace_window"] else "overlap"
+        value["partial_merges"] = "scaled" if value["partial_merges"] else "full"
+    return value
+
+
 REWRITES: Mapping[str, Rewrite] = {
+    "protocol.coordinator.state.PolicyConfig": _chosen,
     M + "Report": _said,
     M + "Goodbye": _said,
     "protocol.new_term.events.Heard": _heard,
@@ -271,10 +290,11 @@ these classes have had."""
 CONSTANTS = (
     "protocol.coordinator.state.PolicyConfig",
     "policy.state.PolicyConfig",
+    "config.run.RunConfig",
     "config.RunConfig",
 )
 """What is the same in many calls, and written once. Likewise."""
 PLAY_SEED = ("simulation.faults.play.play_seed",)
-LOAD_CONFIG = ("loading.load_config",)
+LOAD_CONFIG = ("config.loading.load_config", "loading.load_config")
 OVERRIDES: Mapping[str, str] = {}
 """Options of `diloco emulate`, old to new, for emulations of this checkout."""

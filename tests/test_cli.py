@@ -13,8 +13,9 @@ from diloco_jax import cli
 from diloco_jax.cluster.cluster import ClusterError
 from diloco_jax.cluster.processes import ManagedProcess
 from diloco_jax.config import Config, DataConfig, OuterConfig, RunConfig
+from diloco_jax.config.loading import write_config_json
+from diloco_jax.files import write_json
 from diloco_jax.island.hosts.world import WorldAddress
-from diloco_jax.loading import write_config_json, write_json
 from diloco_jax.wire.errors import ConnectionLost, Refused
 from diloco_jax.workdir import read_summary
 

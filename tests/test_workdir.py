@@ -16,7 +16,7 @@ from diloco_jax.config import (
     RunConfig,
     shared_fields,
 )
-from diloco_jax.loading import write_json
+from diloco_jax.files import write_json
 
 GOLDEN = Path(__file__).with_name("run_fields.json")
 """The fields behind a fingerprint. REGENERATE=1 writes those of a new format."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diloco_jax import run_files
 from diloco_jax.config import ConfigError
-from diloco_jax.loading import write_json
+from diloco_jax.files import write_json
 from diloco_jax.workdir import held
 
 HELD_S = 60.0

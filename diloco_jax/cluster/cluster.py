@@ -18,10 +18,9 @@ from diloco_jax.cluster.processes import (
     wait_all,
 )
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_CONFIG
+from diloco_jax.files import write_json
 from diloco_jax.interrupt import Interrupt
-from diloco_jax.loading import write_json
 from diloco_jax.workdir import has_begun
 
 ALIVE = ("running", "restarting")
@@ -51,7 +50,7 @@ class Cluster:
         """Where islands reach the coordinator; empty before it is up."""
         self.outages = Outages()
         self._noted: dict[str, list[int]] = {}
-        self._deadlines = Deadlines(config.placement.time_budget_s)
+        self._deadlines = config.placement.deadlines
         self.coordinator = self._managed(
             "coordinator", self._coordinator_command, commands.coordinator_environment()
         )

@@ -18,9 +18,10 @@ from typing import Any
 
 import jax
 
-from diloco_jax import checkpoint, compilation, loading, run_files, storage
+from diloco_jax import checkpoint, compilation, files, run_files, storage
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import origin, summary, term
 from diloco_jax.coordinator.gatherer import Gathered
@@ -33,10 +34,8 @@ from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import admitted, policy_config, require_room
 from diloco_jax.coordinator.snapshots import Snapshots
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR, parse_faults
-from diloco_jax.loading import write_config_json
 from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.plan import build_plan
@@ -119,7 +118,7 @@ class Coordinator:
             self._facts = workdirs.find_run(config, workdir)
         else:
             self._facts = RunFacts(run_id="", begun_unix=time.time())
-        self._deadlines = Deadlines(config.placement.time_budget_s)
+        self._deadlines = config.placement.deadlines
         self._refreshed = 0.0
         self._end_by: float | None = None
         self._status: dict[str, Any] = {}
@@ -204,7 +203,7 @@ class Coordinator:
         else:
             self._serve(service)
         address_file = workdir / run_files.ADDRESS
-        loading.write_text(addresses.on_this_machine(self.address), address_file)
+        files.write_text(addresses.on_this_machine(self.address), address_file)
         self._open.callback(address_file.unlink, missing_ok=True)
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
 
@@ -262,7 +261,7 @@ class Coordinator:
         )
         result["parameters_digest"] = digest
         result["ignored_messages"] = dict(self.lead.journal.ignored_messages)
-        loading.write_json(result, self._workdir / run_files.SUMMARY)
+        files.write_json(result, self._workdir / run_files.SUMMARY)
 
     def close(self) -> None:
         """Ends service and closes the files; also after a start that failed."""

@@ -19,7 +19,7 @@ from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
-from diloco_jax.loading import json_number
+from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import takes

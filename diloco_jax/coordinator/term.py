@@ -13,7 +13,6 @@ from diloco_jax.coordinator.gatherer import Gathered, Gatherer
 from diloco_jax.coordinator.settings import admitted, policy_config
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.new_term import gathering
@@ -60,7 +59,7 @@ def begin(
 ) -> tuple[Store, State]:
     """What the new term begins with: Theta = A, without momentum; the tape says so."""
     opened = gathered.opened
-    pin_s = Deadlines(config.placement.time_budget_s).pin_s
+    pin_s = config.placement.deadlines.pin_s
     store = Store(config.run, plan, gathered.params, pin_s)
     store.load(store.arrays(), opened.versions)
     tape.append(

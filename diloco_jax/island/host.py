@@ -17,7 +17,6 @@ from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import Faults
 from diloco_jax.island.books import Books
 from diloco_jax.island.boundary import Boundary
@@ -58,7 +57,7 @@ class Host:
         compilation.use_cache(compilation.of_run(workdir))
         placement, run = config.placement, config.run
         self.config, self.name, self.island = config, name, config.island(name)
-        self.deadlines = Deadlines(placement.time_budget_s)
+        self.deadlines = placement.deadlines
         self.mailbox = Mailbox()
         self.plan = build_plan(run, build(run))
         corpus = load_checked_corpus(run.data)

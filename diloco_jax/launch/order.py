@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from diloco_jax import run_files
-from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
-from diloco_jax.launch.config import LaunchConfig
+from diloco_jax.config import Config, ConfigError, IslandConfig, LaunchConfig, Placement
 from diloco_jax.launch.fleet import Slice, find_slice
 
 Backend = Literal["tpu_vm", "gke"]

@@ -22,8 +22,8 @@ from typing import Any
 
 from diloco_jax import libtpu, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.environment import prepare_environment
-from diloco_jax.loading import write_config_json
 
 DEADLINE_S = 3600.0
 """Of one island: some minutes for a dozen billion parameters on a free core."""

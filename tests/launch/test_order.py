@@ -6,8 +6,8 @@ import json
 import pytest
 
 from diloco_jax.config import ConfigError, DataConfig, IslandConfig
+from diloco_jax.config.loading import read_config_json
 from diloco_jax.launch.order import DATA, make_order
-from diloco_jax.loading import read_config_json
 
 
 def changed(config, **settings):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_jax.loading import load_config, write_config_json
+from diloco_jax.config.loading import load_config, write_config_json
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = [

@@ -29,8 +29,8 @@ def main(
     index: str,
     how: str,
 ) -> int:
+    from diloco_jax.config.loading import read_config_json
     from diloco_jax.island.environment import prepare_island
-    from diloco_jax.loading import read_config_json
 
     config = read_config_json(Path(config_path))
     prepare_island(config.island(name))

@@ -31,9 +31,9 @@ from runtime_support import (
 )
 
 from diloco_jax.config import Config
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.island.main import Island
-from diloco_jax.loading import write_config_json
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import FIRST_VERSION, Record

@@ -20,7 +20,7 @@ from tiny import SEQUENCE_LENGTH
 
 from diloco_jax import cli, run_files
 from diloco_jax.config import Config, IslandConfig, Placement
-from diloco_jax.loading import write_config_json
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.observability.tape import newest_record, read_tape
 from diloco_jax.workdir import read_facts
 

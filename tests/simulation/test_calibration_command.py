@@ -11,8 +11,8 @@ import pytest
 from virtual_recording import config, record
 
 from diloco_jax import cli
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.loading import write_config_json
 from diloco_jax.observability.tape import Tape, read_tape
 from diloco_jax.simulation.calibration.command import calibrate_command
 from diloco_jax.simulation.calibration.fit import calibrate

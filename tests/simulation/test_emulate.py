@@ -350,7 +350,7 @@ def test_a_coordinators_fault_is_refused(text) -> None:
 
 
 def test_the_command_leaves_config_history_and_summary(text, tmp_path, capsys) -> None:
-    from diloco_jax.loading import write_config_json
+    from diloco_jax.config.loading import write_config_json
 
     path, workdir = tmp_path / "config.json", tmp_path / "run"
     write_config_json(make_config(text), path)
@@ -368,7 +368,7 @@ def test_the_command_leaves_config_history_and_summary(text, tmp_path, capsys) -
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_ended_early_leaves_no_folder(text, tmp_path, monkeypatch, number, capsys):
-    from diloco_jax.loading import write_config_json
+    from diloco_jax.config.loading import write_config_json
 
     path, workdir = tmp_path / "config.json", tmp_path / "run"
     write_config_json(make_config(text), path)

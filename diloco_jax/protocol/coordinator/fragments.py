@@ -167,7 +167,8 @@ def _open_window(
     waited = min(now - _first_take(fragment), config.overlap_steps * step_s)
     quorum_s = averaged(fragment.quorum_seconds, waited)
     closes_at = now + grace_seconds(config, fragment, quorum_s, step_s)
-    if config.grace and config.awaits_alike and (take_s := fleet.take_seconds(others)):
+    alike = config.grace and config.grace_window == "alike"
+    if alike and (take_s := fleet.take_seconds(others)):
         # They take up to a step apart, which the slack may be too short for: a late
         # adoption costs less than a merge without them (docs/design/grace.md).
         answered_at = fragment.opened_at + take_s + fragment.transfer_seconds
@@ -286,7 +287,7 @@ def _close(
             contributions.append(takes.contribution(name, account, take))
     merging = tuple(sorted(contributions, key=_order))
     share = 1.0
-    if config.scale_partial_merges and not fragment.final:
+    if config.partial_merges == "scaled" and not fragment.final:
         share = _share(fragment, merging, fleet)
     fragment = replace(
         fragment,

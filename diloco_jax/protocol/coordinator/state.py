@@ -39,8 +39,9 @@ more."""
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers that decisions depend on. Sizes are in parameters, times in
-    seconds; the names are those of `SyncConfig` and `Placement`."""
+    """The settings that decisions depend on. Sizes are in parameters, times in
+    seconds; names are those of `SyncConfig`, `RunConfig`, `Placement` and
+    `Deadlines`."""
 
     run_id: str
     fingerprint: str
@@ -49,9 +50,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     overlap_steps: float
     quorum: int
     grace: float
-    awaits_alike: bool
+    grace_window: Literal["alike", "overlap"]
     max_staleness: int
-    scale_partial_merges: bool
+    partial_merges: Literal["scaled", "full"]
     total_tokens: int
     lease_s: float
     reunion_s: float

@@ -16,7 +16,6 @@ from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
@@ -105,7 +104,7 @@ class _World(World):
                 run, placement, "predicted", build_plan(run, build(run)).sizes
             ),
             NoArrays(bytes_down=down, bytes_full=full),
-            report_s=Deadlines(placement.time_budget_s).report_s,
+            report_s=placement.deadlines.report_s,
             make_body=lambda name: _Counted(self.clock, self.diaries[name][-1]),
             persist=self._persist,
         )

@@ -11,12 +11,7 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.core.choices import AdoptRule
-from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.simulation.faults.fault import Restart
-from diloco_jax.simulation.faults.kinds import AnyFault
-from diloco_jax.validation import (
+from diloco_jax.config.fields import (
     AT_LEAST_1,
     BELOW_1,
     BETWEEN,
@@ -26,6 +21,11 @@ from diloco_jax.validation import (
     Bound,
     within,
 )
+from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.core.choices import AdoptRule
+from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.simulation.faults.fault import Restart
+from diloco_jax.simulation.faults.kinds import AnyFault
 
 SEQUENCE_LENGTH = 8
 LEASE_S = 4.0

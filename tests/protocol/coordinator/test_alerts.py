@@ -102,7 +102,7 @@ def test_islands_merged_in_turns_are_told_of_with_what_would_help():
     assert "sync.overlap_steps from 2 to 8" in text
     [text] = merged_in_turns(grace=0.0)
     assert "for the next run, raise sync.grace from 0" in text
-    [text] = merged_in_turns(awaits_alike=False)
+    [text] = merged_in_turns(grace_window="overlap")
     assert text.endswith('for the next run, leave sync.grace_window at "alike"')
 
 
