@@ -209,7 +209,7 @@ def test_island_counts_its_attempts_unless_told(path, fake, tmp_path, monkeypatc
     assert cli.main(arguments) == 0
     assert cli.main(arguments) == 0
     assert cli.main([*arguments, "--incarnation", "7"]) == 0
-    assert devices == [1, 1, 1]
+    assert [island.devices for island in prepared] == [1, 1, 1]
     assert [call[1:] for call in calls] == [
         ("v6e", "h:1", tmp_path / "w", incarnation, WorldAddress())
         for incarnation in (1, 2, 7)
