@@ -287,10 +287,12 @@ def _sum(past: Measures, current: Measures) -> Measures:
     newest = current if current.steps else past
 
     def seconds(name: str) -> float:
-        return min(getattr(past, name) + getattr(current, name), MAX_SECONDS)
+        both: float = getattr(past, name) + getattr(current, name)
+        return min(both, MAX_SECONDS)
 
     def count(name: str, most: int) -> int:
-        return min(getattr(past, name) + getattr(current, name), most)
+        both: int = getattr(past, name) + getattr(current, name)
+        return min(both, most)
 
     return Measures(
         steps=count("steps", MAX_COUNT),
