@@ -197,11 +197,8 @@ def test_coordinator_gets_config_workdir_and_init(path, fake, tmp_path, monkeypa
 
 
 def test_island_counts_its_attempts_unless_told(path, fake, tmp_path, monkeypatch):
-    devices = []
-    monkeypatch.setattr(
-        "diloco_jax.island.environment.prepare_environment",
-        lambda count, environment: devices.append(count),
-    )
+    prepared = []
+    monkeypatch.setattr("diloco_jax.island.environment.prepare_island", prepared.append)
     calls = fake("diloco_jax.island.main")
     workdir = str(tmp_path / "w")
     arguments = ["island", path, "--name", "v6e", "--coordinator", "h:1"]

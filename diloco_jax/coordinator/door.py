@@ -7,6 +7,8 @@ from diloco_jax.wire.errors import RemoteProtocolError
 
 HIGHEST_TERM = 2**20
 HIGHEST_NUMBER = 2**48
+SHORTEST_MEDIAN_S = 1e-9
+"""Speeds of shorter steps would not be finite numbers."""
 OF_NO_FRAGMENT = ("granted", "progress", "restored")
 
 
@@ -27,6 +29,11 @@ def check_report(
     """Likewise, or if a record is of a fragment that the run does not have. hello: that
     of the session."""
     _check_tokens(hello, max(report.steps, report.measures.steps))
+    if 0 < (median_s := report.measures.median_step_seconds) < SHORTEST_MEDIAN_S:
+        raise RemoteProtocolError(
+            f"island {hello.island!r} says that its steps take {median_s} s, no step "
+            f"takes less than {SHORTEST_MEDIAN_S}; start it again"
+        )
     for record in report.records:
         if record.fragment >= fragments or (
             record.fragment < 0 and record.kind not in OF_NO_FRAGMENT
