@@ -15,17 +15,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from diloco_jax.core.choices import (
-    AdoptRule,
-    CodecName,
-    FragmentBy,
-    MergeRule,
-    OuterName,
-    Schedule,
-    Weighting,
-)
 from diloco_jax.launch.config import LaunchConfig as LaunchConfig
 
+FragmentBy = Literal["size", "layer", "tensor"]
+Schedule = Literal["cosine", "constant"]
 PartialMerges = Literal["scaled", "full"]
 GraceWindow = Literal["alike", "overlap"]
 AnchorMemory = Literal["device", "pinned_host"]
@@ -104,10 +97,12 @@ class InnerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OuterConfig:
-    """The outer optimizer. None = by `core.outer.preset`: after the merges that a
+    """The outer optimizer. None = by `core.outer.presets`: after the merges that a
     fragment will see, the cycle and the merge rule."""
 
-    optimizer: OuterName | None = None
+    optimizer: str | None = dataclasses.field(default=None, metadata=CODE)
+    """"sgd", "nesterov", the name of one in optax or optax.contrib, or one of your own
+    as "path/to/file.py:function" (docs/extending.md)."""
     learning_rate: float | None = None
     momentum: float | None = None
     warmup_merges: int = 0
@@ -139,18 +134,23 @@ class SyncConfig:
     have answered, even if that makes an adoption late."""
     max_staleness: int = 1
     """Versions by which a delta's base may lag the version it is merged into."""
-    weighting: Weighting = "tokens"
+    weighting: str = dataclasses.field(default="tokens", metadata=CODE)
+    """How much a delta counts: "tokens", "tokens_times_rate", "uniform". This field,
+    `merge`, `adopt` and the codecs also name what is not in the package, as
+    "path/to/file.py:name" or "package.module:name" (docs/extending.md)."""
     partial_merges: PartialMerges = "scaled"
     """How far a merge goes that some live islands are not in: "scaled" by the share of
     all tokens per second that is in it, or "full"."""
-    merge: MergeRule = "rda"
-    adopt: AdoptRule = "keep"
+    merge: str = dataclasses.field(default="rda", metadata=CODE)
+    """How deltas become one: "rda" or "mean"."""
+    adopt: str = dataclasses.field(default="keep", metadata=CODE)
     """What an adoption does with the island's own steps. "keep" and "rebase" lose none;
-    they differ where its last delta missed the merge: see `core/adopt.py`."""
+    they differ where its last delta missed the merge: see `core/adopt/`."""
     blend_alpha: float = 0.5
     """Share of the local value kept by `adopt = "blend"`."""
-    codec_up: CodecName = "int8"
-    codec_down: CodecName = "int8"
+    codec_up: str = dataclasses.field(default="int8", metadata=CODE)
+    codec_down: str = dataclasses.field(default="int8", metadata=CODE)
+    """How deltas and publishes are encoded: "f32", "bf16", "int8", "int4"."""
     error_feedback: bool = True
 
 
@@ -309,6 +309,16 @@ class Config:
         return steps / self.run.sync.steps_per_cycle
 
 
+def own_code(section: Any) -> dict[str, str]:
+    """Fields of a section that name something in a file of this machine, by name."""
+    values = {
+        field.name: getattr(section, field.name)
+        for field in dataclasses.fields(section)
+        if field.metadata.get("code")
+    }
+    return {name: value for name, value in values.items() if ".py:" in (value or "")}
+
+
 def suggest(name: str, known: Mapping[str, Any] | list[str]) -> str:
     """`; did you mean 'x'?` or the empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
@@ -328,7 +338,7 @@ def shared_fields(config: Any) -> dict[str, Any]:
         elif isinstance(value, tuple):
             # As it is when it is read from JSON or a message.
             value = [list(v) if isinstance(v, tuple) else v for v in value]
-        elif field.metadata.get("code"):
+        elif field.metadata.get("code") and value is not None:
             value = value.rpartition("/")[2]
         elif isinstance(value, int) and "float" in str(field.type):
             value = float(value)

@@ -40,7 +40,7 @@ from diloco_jax.paths import expand, naming, with_absolute_paths
 from diloco_jax.validation import require_sections
 
 if TYPE_CHECKING:
-    from diloco_jax.core.outer import OuterPreset
+    from diloco_jax.core.outer.presets import OuterPreset
 
 T = TypeVar("T")
 
@@ -211,17 +211,18 @@ def resolve(config: Config, *, text_is_here: bool = False) -> Config:
 
 
 def resolve_outer(config: Config) -> Config:
-    """Fills in the outer optimizer, from the presets of `core.outer`."""
+    """Fills in the outer optimizer, from `core.outer.presets`."""
     outer = config.run.outer
     if None not in (outer.optimizer, outer.learning_rate, outer.momentum):
         return config
-    from diloco_jax.core.outer import preset
+    from diloco_jax.core.merge import RULES
+    from diloco_jax.core.outer.presets import preset
 
     chosen = preset(
         merges_per_fragment=config.merges_per_fragment(),
         steps_per_cycle=config.run.sync.steps_per_cycle,
         islands=len(config.islands),
-        merge=config.run.sync.merge,
+        keeps_length=RULES.find(config.run.sync.merge).keeps_length,
         inner=config.run.inner.optimizer,
     )
     run = dataclasses.replace(config.run, outer=filled(outer, chosen))

@@ -6,8 +6,11 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
-from diloco_jax.config import Config, ConfigError
+from diloco_jax.config import Config, ConfigError, own_code
+
+T = TypeVar("T", bound=Any)
 
 
 class StorageAway(Exception):  # noqa: N818
@@ -57,8 +60,18 @@ def with_absolute_paths(config: Config) -> Config:
     )
     run = config.run
     data = dataclasses.replace(run.data, paths=tuple(map(absolute, run.data.paths)))
-    model = run.model
-    if ".py:" in model.factory:
-        model = dataclasses.replace(model, factory=absolute(model.factory))
-    run = dataclasses.replace(run, data=data, model=model)
+    run = dataclasses.replace(
+        run,
+        data=data,
+        model=_with_absolute_code(run.model),
+        sync=_with_absolute_code(run.sync),
+        outer=_with_absolute_code(run.outer),
+    )
     return dataclasses.replace(config, run=run, placement=placement)
+
+
+def _with_absolute_code(section: T) -> T:
+    """A section of a config with absolute paths to the files that it names."""
+    code = {name: absolute(value) for name, value in own_code(section).items()}
+    replaced: T = dataclasses.replace(section, **code)
+    return replaced

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, suggest
+from diloco_jax.families import check_members
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.wire.addresses import parse_address
 
@@ -169,6 +170,7 @@ def validate(config: Config) -> None:
         _check_values(island, f"islands.{name}.", ISLAND)
     _check_values(config.placement, "placement.", PLACEMENT)
     _check_values(config.launch, "launch.", LAUNCH)
+    check_members(run)
     if sync.quorum > len(islands):
         raise ConfigError(
             f"sync.quorum = {sync.quorum}, but there are {len(islands)} "

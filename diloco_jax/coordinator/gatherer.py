@@ -22,7 +22,7 @@ from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.coordinator.inbox import DeltaKey, Inbox
 from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.rooms import Rooms
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.policy import gathering

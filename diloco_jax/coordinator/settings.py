@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_jax.config import Config, ConfigError, Placement, RunConfig
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines

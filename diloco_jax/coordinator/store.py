@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
-from diloco_jax.core import merge, outer, publish
-from diloco_jax.core.codec import get_codec, square_sum
+from diloco_jax.core import publish
+from diloco_jax.core.codecs.codec import get_codec, square_sum
 from diloco_jax.core.fragments import (
     FragmentPlan,
     Params,
@@ -31,7 +31,11 @@ from diloco_jax.core.fragments import (
     from_pieces,
     to_pieces,
 )
+from diloco_jax.core.merge import RULES, merging
+from diloco_jax.core.merge.merging import Encoded, rule_for
+from diloco_jax.core.outer import optimizer as outer
 from diloco_jax.core.payload import Part, PayloadLayout
+from diloco_jax.core.weighting import WEIGHTINGS, tokens, weight
 from diloco_jax.policy.values import Contribution, Version
 from diloco_jax.wire.errors import VersionGone
 from diloco_jax.wire.server import FetchSource
@@ -53,6 +57,8 @@ class Merged(NamedTuple):
     theta: Arrays
     anchor: Arrays
     outer_state: Any
+    merge_state: tuple[Any, ...]
+    """The merge rule's own, by piece."""
     payload: bytes
     digest: str
     norm: float
@@ -66,6 +72,7 @@ class _Fragment:
     theta: Arrays
     anchor: Arrays
     outer_state: Any
+    merge_state: tuple[Any, ...]
     digest: str
     publishes: deque[tuple[Version, bytes]]
     pins: dict[Version, tuple[Arrays, float]]
@@ -90,6 +97,8 @@ class Store:
         self._down = get_codec(run.sync.codec_down)
         self._settings = outer_settings(run)
         self._tx = outer.make_outer(self._settings)
+        self._rule = RULES.find(run.sync.merge)
+        self._weighting = WEIGHTINGS.find(run.sync.weighting)
         self._up_layouts = [PayloadLayout.of(self._up, p) for p in plan.fragments]
         self._down_layouts = [PayloadLayout.of(self._down, p) for p in plan.fragments]
         self._lock = threading.Lock()
@@ -103,6 +112,10 @@ class Store:
                     theta=theta,
                     anchor=theta,
                     outer_state=self._tx.init(theta),
+                    merge_state=tuple(
+                        merging.start(rule_for(p, self._rule), p.shape)
+                        for p in fragment
+                    ),
                     digest="",
                     publishes=deque(maxlen=RETAINED_PUBLISHES),
                     pins={},
@@ -123,8 +136,7 @@ class Store:
         compiled = set()
         for fragment, layout in enumerate(self._up_layouts):
             alike = tuple(
-                (p.piece.shape, merge.rule_for(p.piece, self._run.sync.merge))
-                for p in layout.placed
+                (p.piece.shape, rule_for(p.piece, self._rule)) for p in layout.placed
             )
             if alike in compiled:
                 continue
@@ -145,7 +157,7 @@ class Store:
             square_sum(self._up, array, placed.piece.shape)
             for array, placed in zip(arrays, layout.placed, strict=True)
         )
-        return squares <= merge.MOST_SQUARES
+        return squares <= merging.MOST_SQUARES
 
     def merge(
         self,
@@ -165,18 +177,22 @@ class Store:
           share: what the merged delta is multiplied by.
           final: the flush: weighted mean, learning rate 1, momentum untouched.
         """
-        state, sync = self._fragments[fragment], self._run.sync
-        weighting = "tokens" if final else sync.weighting
-        weights = [merge.weight(weighting, c.tokens, c.steps) for c in contributions]
+        state = self._fragments[fragment]
+        weighting = tokens if final else self._weighting
+        weights = [weight(weighting, c.tokens, c.steps) for c in contributions]
         layout = self._up_layouts[fragment]
         encoded = [layout.unpack(payload.data) for payload in payloads]
-        merged = []
+        merged, merge_state = [], list(state.merge_state)
         for index, placed in enumerate(layout.placed):
-            deltas = [
-                self._up.decode(arrays[index], placed.piece.shape) for arrays in encoded
-            ]
-            rule = "mean" if final else merge.rule_for(placed.piece, sync.merge)
-            merged.append(merge.merge_deltas(deltas, weights, rule, share))
+            deltas = Encoded(
+                self._up, placed.piece.shape, [arrays[index] for arrays in encoded]
+            )
+            rule = rule_for(placed.piece, self._rule, final=final)
+            piece = merging.merge_piece(
+                rule, deltas, weights, share, merge_state[index]
+            )
+            merged.append(piece.delta)
+            merge_state[index] = piece.state
         norm = math.hypot(*(np.linalg.norm(np.asarray(m).ravel()) for m in merged))
         # The outer step donates its arguments; what is current stays readable.
         theta, outer_state = jax.tree.map(
@@ -198,6 +214,7 @@ class Store:
             theta=theta,
             anchor=tuple(anchor),
             outer_state=outer_state,
+            merge_state=tuple(merge_state),
             payload=bytes(self._down_layouts[fragment].pack(changes)),
             digest=digest_arrays(theta),
             norm=norm,
@@ -210,15 +227,16 @@ class Store:
             state.version = merged.version
             state.theta, state.anchor = merged.theta, merged.anchor
             state.outer_state, state.digest = merged.outer_state, merged.digest
+            state.merge_state = merged.merge_state
             state.publishes.append((merged.version, merged.payload))
             state.expire_pins(time.monotonic())
 
     def replay(
         self, fragment: int, version: Version, payload: bytes, *, final: bool
     ) -> None:
-        """Applies a logged publish after a crash: Theta = A, and the outer state is
-        advanced by the rule of `core.outer.advance_over_publish` (the flush never
-        touches it)."""
+        """Applies a logged publish after a crash: Theta = A, and the states of outer
+        optimizer and merge rule are advanced by `advance_over_publish` and `recovered`
+        (the flush touches neither)."""
         state = self._fragments[fragment]
         arrays = self._down_layouts[fragment].unpack(payload)
         anchor = tuple(
@@ -229,6 +247,11 @@ class Store:
             change = tuple(n - o for n, o in zip(anchor, state.anchor, strict=True))
             state.outer_state = outer.advance_over_publish(
                 self._settings, state.outer_state, change
+            )
+            pieces = self.plan.fragments[fragment]
+            state.merge_state = tuple(
+                merging.recovered(rule_for(p, self._rule), own, moved)
+                for p, own, moved in zip(pieces, state.merge_state, change, strict=True)
             )
         state.version = version
         state.theta = state.anchor = anchor
@@ -289,6 +312,7 @@ class Store:
                 "theta": [list(state.theta) for state in self._fragments],
                 "anchor": [list(state.anchor) for state in self._fragments],
                 "outer": [jax.tree.leaves(s.outer_state) for s in self._fragments],
+                **self._merge_arrays(),
             }
 
     def load(self, arrays: dict[str, Any], versions: Sequence[Version]) -> None:
@@ -302,6 +326,15 @@ class Store:
             treedef = jax.tree.structure(state.outer_state)
             leaves = [jnp.asarray(x) for x in arrays["outer"][index]]
             state.outer_state = jax.tree.unflatten(treedef, leaves)
+            if "merge" in arrays:
+                treedef = jax.tree.structure(state.merge_state)
+                leaves = [jnp.asarray(x) for x in arrays["merge"][index]]
+                state.merge_state = jax.tree.unflatten(treedef, leaves)
+
+    def _merge_arrays(self) -> dict[str, Any]:
+        """Those of a merge rule that keeps some."""
+        leaves = [jax.tree.leaves(state.merge_state) for state in self._fragments]
+        return {"merge": leaves} if any(leaves) else {}
 
     def _pinned(self, state: _Fragment, want: Version) -> Arrays:
         now = time.monotonic()

@@ -17,10 +17,11 @@ from diloco_jax.coordinator.store import (
     Store,
     outer_settings,
 )
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments, to_pieces
-from diloco_jax.core.merge import merge_deltas, rule_for
-from diloco_jax.core.outer import make_outer, outer_step
+from diloco_jax.core.merge.merging import merge_deltas, rule_for
+from diloco_jax.core.merge.rda import RDA
+from diloco_jax.core.outer.optimizer import make_outer, outer_step
 from diloco_jax.core.payload import Box, PayloadLayout
 from diloco_jax.core.publish import apply_publish, publish
 from diloco_jax.policy.values import Contribution, Version
@@ -84,7 +85,7 @@ def test_a_merge_is_the_oracles_bit_for_bit(store, run, params):
         final=False,
     )
     expected = tuple(
-        merge_deltas([a, b], [100.0, 300.0], rule_for(p, "rda"))
+        merge_deltas([a, b], [100.0, 300.0], rule_for(p, RDA))
         for a, b, p in zip(da, db, pieces, strict=True)
     )
     tx = make_outer(outer_settings(run))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.core.codec import (
+from diloco_jax.core.codecs.codec import (
     SMALLEST_NORMAL,
     encode_with_feedback,
     get_codec,
@@ -177,7 +177,9 @@ def test_wrong_shapes_and_names_are_named() -> None:
     codec = get_codec("int8")
     with pytest.raises(ValueError, match=r"\(2, 2, 1008\), got \(2, 2, 7\)"):
         codec.decode(np.zeros((2, 2, 7), np.uint8), SHAPE)
-    with pytest.raises(ValueError, match="'int3'; choose one of f32, bf16"):
+    with pytest.raises(
+        ValueError, match="'int3'; did you mean 'int8'\\?; choose from f32, bf16"
+    ):
         get_codec("int3")
 
 

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.core.outer import (
+from diloco_jax.core.outer.optimizer import (
     OuterSettings,
     advance_over_publish,
     flush_step,
     make_outer,
     outer_step,
-    preset,
 )
+from diloco_jax.core.outer.presets import preset
 
 NESTEROV = OuterSettings(optimizer="nesterov", learning_rate=0.7, momentum=0.9)
 
@@ -142,7 +142,7 @@ LONG: dict[str, Any] = {
     "merges_per_fragment": 200.0,
     "steps_per_cycle": 24,
     "islands": 8,
-    "merge": "mean",
+    "keeps_length": False,
     "inner": "adamw",
 }
 
@@ -174,7 +174,7 @@ def test_the_rate_follows_the_length_of_a_mean(islands: int, rate: float) -> Non
 
 @pytest.mark.parametrize("islands", [1, 8, 99])
 def test_what_is_as_long_as_one_delta_goes_no_further(islands: int) -> None:
-    run = {**LONG, "merges_per_fragment": 1e6, "merge": "rda", "islands": islands}
+    run = {**LONG, "merges_per_fragment": 1e6, "keeps_length": True, "islands": islands}
     assert preset(**run) == ("nesterov", 0.4, 0.6)
 
 
@@ -191,7 +191,7 @@ def test_with_muon_inside_momentum_needs_more_merges(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("optimizer", "adam"), ("learning_rate", 0.0), ("momentum", 1.0)],
+    [("optimizer", "adamm"), ("learning_rate", 0.0), ("momentum", 1.0)],
 )
 def test_unfit_settings_are_named(field: str, value: object) -> None:
     fields = {"optimizer": "nesterov", "learning_rate": 0.7, field: value}

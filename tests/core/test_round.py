@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.core.fragments import Params, plan_fragments, to_pieces
-from diloco_jax.core.outer import OuterSettings
+from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.core.round import RoundIsland, RoundResult, RoundSettings, run
 
 AXES = {

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.config import RunConfig
+from diloco_jax.core.adopt import RULES
 from diloco_jax.policy.events import Effect, Event, Publish
 from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
 from diloco_jax.simulation.faults.disk import DiskError
@@ -67,7 +68,7 @@ class FaultyIsland(VirtualIsland):
     ) -> None:
         self.who = (spec.name, incarnation)
         self.body = DigestBody(
-            run.sync.adopt,
+            RULES.find(run.sync.adopt),
             functools.partial(self._seen, monitor.adopted),
             functools.partial(self._seen, monitor.trained),
         )

@@ -21,8 +21,9 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config import SyncConfig
-from diloco_jax.core.choices import CodecName
-from diloco_jax.core.codec import Codec
+from diloco_jax.core.codecs import CODECS
+from diloco_jax.core.codecs.codec import Codec
+from diloco_jax.families import check_member
 from diloco_jax.simulation.fleets.checks import GBIT_PER_S, STEP_SECONDS, cut_in_reach
 from diloco_jax.validation import AT_LEAST_1, Bound, within
 
@@ -32,7 +33,7 @@ PUBLISHED_DECOUPLED_GBIT_PER_S = 0.84
 PUBLISHED_SPEEDUP = "more than 20"
 """Over conventional synchronization, for 12 B parameters in four regions with links of
 2 to 5 Gbit/s."""
-GRADIENT_CODEC: CodecName = "bf16"
+GRADIENT_CODEC = "bf16"
 OVERLAP = Bound(1e-6)
 UTILISATION = Bound(1e-6, 1)
 """With them every result is finite, as JSON asks for."""
@@ -54,7 +55,7 @@ class BandwidthConfig:
     """P."""
     overlap: float = SyncConfig.overlap_steps
     """tau: steps between a take and its adoption."""
-    codec: CodecName = SyncConfig.codec_up
+    codec: str = SyncConfig.codec_up
     """Of deltas and publishes."""
     link_utilisation: float = 0.99
     """Share of the time in which a link carries payload."""
@@ -76,6 +77,7 @@ class BandwidthConfig:
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
+        check_member("codec", CODECS, self.codec)
         within(self, STEP_SECONDS, "step_seconds")
         within(self, OVERLAP, "overlap")
         within(self, GBIT_PER_S, "link_gbit_per_s")
@@ -176,7 +178,7 @@ def simulate_bandwidth(config: BandwidthConfig) -> Bandwidth:
     )
 
 
-def _bytes_per_parameter(codec: CodecName) -> float:
+def _bytes_per_parameter(codec: str) -> float:
     """Of a large tensor."""
     elements = 1 << 20
     return Codec(codec).tile_bytes(elements) / elements

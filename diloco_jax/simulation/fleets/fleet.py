@@ -18,8 +18,9 @@ from msgspec.structs import replace
 
 from diloco_jax.config import Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.core.choices import CodecName
-from diloco_jax.core.codec import Codec
+from diloco_jax.core.codecs import CODECS
+from diloco_jax.core.codecs.codec import Codec
+from diloco_jax.families import check_member
 from diloco_jax.observability.measures import IslandMeasure, participation
 from diloco_jax.policy import ledger
 from diloco_jax.policy.state import Fragment, State
@@ -51,7 +52,7 @@ class Exchange:
     """P."""
     overlap: int = SyncConfig.overlap_steps
     """tau: steps an island may do between its take and the adoption."""
-    codec: CodecName = SyncConfig.codec_up
+    codec: str = SyncConfig.codec_up
     """Of deltas and publishes."""
     params: float = 12e9
     """Parameters of the model."""
@@ -83,6 +84,7 @@ class Exchange:
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
+        check_member("codec", CODECS, self.codec)
         within(self, AT_LEAST_1, "cycle")
         within(self, NOT_NEGATIVE, "overlap")
         within(self, SECONDS, "latency_seconds", "merge_seconds", "join_seconds")

@@ -1,10 +1,8 @@
-"""The outer optimizer: what a merged delta does to the global parameters.
+"""The outer step: what a merged delta does to the global parameters.
 
 One fragment at a time, a tuple of f32 piece arrays. The merged delta plays the
-gradient. With momentum mu and learning rate lr (Nesterov SGD, as in DiLoCo, arXiv
-2311.08105, and Decoupled DiLoCo, arXiv 2604.21428):
-
-    b' = mu b + d;    Theta' = Theta - lr (d + mu b')
+gradient of an optimizer of the family, behind a guard of its length and before a
+learning rate.
 """
 
 from __future__ import annotations
@@ -18,10 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from diloco_jax.core.choices import MergeRule, OuterName
-
-Arrays = tuple[jax.Array, ...]
-"""One f32 array per piece of a fragment."""
+from diloco_jax.core.outer import OPTIMIZERS
+from diloco_jax.core.outer.rule import Arrays, Invertible
 
 GUARD_AFTER_MERGES = 3
 
@@ -30,20 +26,21 @@ GUARD_AFTER_MERGES = 3
 class OuterSettings:
     """An outer optimizer, all values resolved. Raises ValueError if they are unfit."""
 
-    optimizer: OuterName
+    optimizer: str
+    """Name of a member of the family."""
     learning_rate: float
     momentum: float = 0.0
-    """Of "nesterov"; "sgd" ignores it."""
+    """Of those that have one."""
     warmup_merges: int = 0
     """Merges before the first one at the full learning rate; it rises in a line."""
     norm_guard: float = 0.0
     """Longest merged delta, in running means of their norms; 0 = any."""
 
     def __post_init__(self) -> None:
-        if self.optimizer not in ("sgd", "nesterov"):
-            raise ValueError(
-                f"outer.optimizer = {self.optimizer!r}; choose 'sgd' or 'nesterov'"
-            )
+        try:
+            OPTIMIZERS.find(self.optimizer)
+        except ValueError as error:
+            raise ValueError(f"outer.optimizer = {self.optimizer!r}: {error}") from None
         if not 0 <= self.momentum < 1:
             raise ValueError(
                 f"outer.momentum = {self.momentum}; choose 0 <= momentum < 1"
@@ -60,72 +57,18 @@ class OuterSettings:
             )
 
 
-class OuterPreset(NamedTuple):
-    """What an `OuterConfig` that leaves them open gets."""
-
-    optimizer: OuterName
-    learning_rate: float
-    momentum: float
-
-
-SHORT = OuterPreset("sgd", 1.0, 0.0)
-"""Runs of few merges, in which momentum was no better, or worse."""
-
-GENTLE = OuterPreset("nesterov", 0.4, 0.6)
-GENTLE_FROM_MERGES = 80.0
-"""Momentum that goes as far as the islands went, 0.4 / (1 - 0.6), and no further. Over
-none, 8 islands, RDA, AdamW inside (docs/results/quality.md), by merges per fragment:
-81: -0.7, -2.8 and -1.7 % of the loss; 143: -2.3, -3.4, -1.4 and -3.1 %; 163: -3.2, -1.0
-and -2.6 %; 326: -2.6, -1.4 and -0.8 %; with a quarter of the tokens 10 to 122: +1.6 to
--0.5 %. 0.4 / 0.9, published for one island, was behind it in three pairs of three at
-326 merges (1.5, 1.6 and 0.1 %)."""
-GENTLE_FROM_MERGES_OF = {"muon": 160.0}
-"""With Muon inside momentum was worse in nine pairs of nine with 41 to 151 merges (+0.3
-to +2.8 %), and better in three of three with 163 and more tokens (0.9, 2.1, 1.4 %)."""
-
-PUBLISHED_MOMENTUM = 0.9
-PUBLISHED_RATES = ((1, 0.4), (4, 0.6), (math.inf, 0.8))
-"""Up to so many islands, of the plain mean (arXiv 2503.09799, H = 30). A mean of M
-deltas, which are nearly orthogonal, is shorter than one of them; RDA is as long, and at
-H = 24 and 326 merges 0.8 / 0.9 is 5.7 % worse than no momentum with it."""
-PUBLISHED_FROM_MERGES = 200.0
-PUBLISHED_FROM_STEPS = 24
-"""Of a cycle. The shorter it is, the more alike successive deltas should be, which
-momentum adds up to several times the way that the islands went: 0.7 / 0.9 is 9 % worse
-than none at H = 12 and 163 merges, 72 % at H = 4 and 490."""
-
-
-def preset(
-    *,
-    merges_per_fragment: float,
-    steps_per_cycle: int,
-    islands: int,
-    merge: MergeRule,
-    inner: str,
-) -> OuterPreset:
-    """The outer optimizer for a run like that. inner: the optimizer's name."""
-    if merges_per_fragment < GENTLE_FROM_MERGES_OF.get(inner, GENTLE_FROM_MERGES):
-        return SHORT
-    if (
-        merge == "rda"
-        or merges_per_fragment < PUBLISHED_FROM_MERGES
-        or steps_per_cycle < PUBLISHED_FROM_STEPS
-    ):
-        return GENTLE
-    rate = next(rate for up_to, rate in PUBLISHED_RATES if islands <= up_to)
-    return OuterPreset("nesterov", rate, PUBLISHED_MOMENTUM)
-
-
 @functools.cache
 def make_outer(settings: OuterSettings) -> optax.GradientTransformation:
     """The optax transformation; equal settings give the same object, so that jitted
     functions that take it as a static argument compile once.
 
-    Its state is a dict: "guard" and "momentum" where there is one, and "rate".
+    Its state is a dict: "guard" where there is one, "optimizer" and "rate".
     """
-    links = [("rate", optax.scale_by_learning_rate(_learning_rate(settings)))]
-    if settings.optimizer == "nesterov":
-        links.insert(0, ("momentum", optax.trace(settings.momentum, nesterov=True)))
+    optimizer = OPTIMIZERS.find(settings.optimizer)
+    links = [
+        ("optimizer", optimizer(settings.momentum)),
+        ("rate", optax.scale_by_schedule(_learning_rate(settings))),
+    ]
     if settings.norm_guard:
         links.insert(0, ("guard", norm_guard(settings.norm_guard)))
     chain: optax.GradientTransformation = optax.named_chain(*links)
@@ -159,9 +102,10 @@ def advance_over_publish(settings: OuterSettings, state: Any, change: Arrays) ->
 
     After a crash Theta = A for the merges since the snapshot, and their deltas are
     gone. The rule: take the published change, A_v - A_{v-1}, for the optimizer's step,
-    solve that step for its delta, d = (-change / lr - mu^2 b) / (1 + mu), and advance
-    momentum, merge count and norm guard by d. Exact but for what the codec and the
-    downward error feedback moved between publishes.
+    solve that step for its delta, and advance the optimizer, the merge count and the
+    norm guard by it. Exact but for what the codec and the downward error feedback moved
+    between publishes. Where the optimizer does not say how its step is solved
+    (`is_invertible`), it and the guard stay as they were, and the merge is counted.
 
     Args:
       settings: those the state belongs to.
@@ -169,6 +113,11 @@ def advance_over_publish(settings: OuterSettings, state: Any, change: Arrays) ->
       change: A_v - A_{v-1}, one f32 array per piece.
     """
     return _advance(settings, state, change)
+
+
+def is_invertible(settings: OuterSettings) -> bool:
+    """Whether the optimizer's state follows a published change."""
+    return hasattr(OPTIMIZERS.find(settings.optimizer), "delta_of")
 
 
 class GuardState(NamedTuple):
@@ -206,11 +155,14 @@ def norm_guard(factor: float) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _advance(settings: OuterSettings, state: Any, change: Arrays) -> Any:
-    rate = _learning_rate(settings)(state["rate"].count)
-    delta = jax.tree.map(lambda c: -c / rate, change)
-    if settings.optimizer == "nesterov":
-        mu, trace = settings.momentum, state["momentum"].trace
-        delta = jax.tree.map(lambda d, b: (d - mu**2 * b) / (1 + mu), delta, trace)
+    optimizer: Any = OPTIMIZERS.find(settings.optimizer)
+    rate = state["rate"]
+    if not is_invertible(settings):
+        return {**state, "rate": rate._replace(count=rate.count + 1)}
+    invertible: Invertible = optimizer
+    lr = _learning_rate(settings)(rate.count)
+    updates = jax.tree.map(lambda c: c / lr, change)
+    delta = invertible.delta_of(updates, state["optimizer"], settings.momentum)
     return make_outer(settings).update(delta, state)[1]
 
 

@@ -1,0 +1,19 @@
+"""Merge rules: how the deltas of several islands become one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco_jax.core.members import Family
+
+if TYPE_CHECKING:
+    from diloco_jax.core.merge.rule import MergeRule
+
+RULES: Family[MergeRule] = Family(
+    kind="merge rule",
+    table={
+        "rda": "diloco_jax.core.merge.rda:RDA",
+        "mean": "diloco_jax.core.merge.mean:MEAN",
+    },
+    checker="diloco_jax.core.merge.checking:check",
+)
