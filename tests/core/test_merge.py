@@ -1,4 +1,5 @@
-"""Merge rules against float64 references and their invariants."""
+"""Merge rules against float64 references. What holds for all of them is in
+`test_merge_contract.py`."""
 
 from collections.abc import Sequence
 
@@ -54,17 +55,6 @@ def test_merge_is_the_formula(seed: int, weights: list[float], rule: MergeRule) 
     assert distance(merged, reference(deltas, weights, rule)) < 1e-5
 
 
-@given(st.integers(0, 1000), weights_of, st.floats(1e-6, 1e6), rules)
-@few
-def test_only_ratios_of_weights_matter(
-    seed: int, weights: list[float], factor: float, rule: MergeRule
-) -> None:
-    deltas = deltas_of(seed, len(weights))
-    scaled = [w * factor for w in weights]
-    one, other = merge_deltas(deltas, weights, rule), merge_deltas(deltas, scaled, rule)
-    assert distance(np.asarray(one), np.asarray(other)) < 1e-6
-
-
 @given(st.integers(0, 1000), weights_of)
 @few
 def test_rda_keeps_the_weighted_mean_length(seed: int, weights: list[float]) -> None:
@@ -73,37 +63,6 @@ def test_rda_keeps_the_weighted_mean_length(seed: int, weights: list[float]) -> 
     expected = np.dot(weights, norms) / np.sum(weights)
     merged = np.asarray(merge_deltas(deltas, weights, RDA), np.float64)
     assert abs(np.linalg.norm(merged) / expected - 1) < 1e-5
-
-
-@given(st.randoms(use_true_random=False), rules)
-@few
-def test_same_order_gives_same_bits_and_another_order_the_same_value(
-    random: object, rule: MergeRule
-) -> None:
-    pairs = list(zip(deltas_of(7, 5), [1.0, 2.0, 3.0, 4.0, 5.0], strict=True))
-    first = np.asarray(merge_deltas(*zip(*pairs, strict=True), rule))
-    again = np.asarray(merge_deltas(*zip(*pairs, strict=True), rule))
-    assert first.tobytes() == again.tobytes()
-    random.shuffle(pairs)
-    shuffled = np.asarray(merge_deltas(*zip(*pairs, strict=True), rule))
-    assert distance(shuffled, first) < 1e-5
-
-
-@pytest.mark.parametrize("rule", [RDA, MEAN])
-def test_equal_deltas_merge_to_themselves(rule: MergeRule) -> None:
-    (delta,) = deltas_of(0, 1)
-    assert distance(merge_deltas([delta] * 3, [1, 5, 2], rule), delta) < 1e-6
-
-
-@given(st.integers(0, 1000), weights_of, st.floats(0.01, 1.0), rules)
-@few
-def test_a_share_of_the_work_goes_as_far_as_its_share(
-    seed: int, weights: list[float], share: float, rule: MergeRule
-) -> None:
-    deltas = deltas_of(seed, len(weights))
-    whole = np.asarray(merge_deltas(deltas, weights, rule))
-    assert distance(merge_deltas(deltas, weights, rule, share), share * whole) < 1e-6
-    np.testing.assert_array_equal(merge_deltas(deltas, weights, rule, 1.0), whole)
 
 
 def test_so_it_does_where_directions_cancel() -> None:

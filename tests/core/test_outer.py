@@ -133,11 +133,6 @@ def test_state_after_a_crash_is_the_one_that_was_lost(settings: OuterSettings) -
     )
 
 
-def test_equal_settings_compile_once() -> None:
-    same = OuterSettings(optimizer="nesterov", learning_rate=0.7, momentum=0.9)
-    assert make_outer(same) is make_outer(NESTEROV)
-
-
 LONG: dict[str, Any] = {
     "merges_per_fragment": 200.0,
     "steps_per_cycle": 24,

@@ -199,7 +199,9 @@ def _fold(
     for island, weight in enumerate(weights):
         sums, square = _add(rule, sums, deltas[island], weight, state)
         squares.append(square)
-    merged, after, cancelled, direction = _finish(rule, sums, share, state)
+    merged, after, cancelled, direction = _finish(
+        rule, deltas.shape, sums, share, state
+    )
     if cancelled is not None and bool(cancelled):
         merged = _fold(MEAN, deltas, weights, share, ()).delta
         after = state
@@ -245,11 +247,12 @@ def _add(
     return rule.add(sums, delta, weight, state), jnp.sum(jnp.square(delta))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _finish(
-    rule: Fold, sums: Any, share: jax.Array, state: State
+    rule: Fold, shape: Shape, sums: Any, share: jax.Array, state: State
 ) -> tuple[jax.Array, State, jax.Array | None, jax.Array | None]:
     merged, after = rule.finish(sums, share, state)
+    merged = _required(merged, shape)
     return merged, after, rule.cancelled(sums), rule.direction_square(sums)
 
 
@@ -257,7 +260,8 @@ def _finish(
 def _merge_block(
     rule: Elementwise, deltas: jax.Array, weights: jax.Array, share: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    return rule.merge(deltas, weights, share), _squares(deltas)
+    merged = rule.merge(deltas, weights, share)
+    return _required(merged, deltas.shape[1:]), _squares(deltas)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -265,7 +269,17 @@ def _merge_whole(
     rule: Whole, deltas: jax.Array, weights: jax.Array, share: jax.Array, state: State
 ) -> tuple[jax.Array, State, jax.Array]:
     merged, after = rule.merge(deltas, weights, share, state)
-    return merged, after, _squares(deltas)
+    return _required(merged, deltas.shape[1:]), after, _squares(deltas)
+
+
+def _required(merged: jax.Array, shape: Shape) -> jax.Array:
+    """What a rule made, which must be a delta."""
+    if (merged.shape, merged.dtype) != (shape, jnp.float32):
+        raise ValueError(
+            f"a merge rule made {merged.dtype}{list(merged.shape)} of deltas of float32"
+            f"{list(shape)}; a merged delta has their shape and dtype"
+        )
+    return merged
 
 
 def _squares(deltas: jax.Array) -> jax.Array:

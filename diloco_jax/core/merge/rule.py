@@ -27,6 +27,8 @@ class Described(Protocol):
     keeps_length: bool = False
     """A merged delta is as long as the deltas are, however little they agree: the
     presets of the outer optimizer go by it."""
+    keeps_equal: bool = True
+    """Deltas that are equal are merged to that very delta."""
     embeddings_by_mean: bool = True
     """Pieces with a vocabulary axis are merged by the weighted mean."""
     flush_by_mean: bool = True
