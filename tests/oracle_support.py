@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from diloco_jax.config import Config
-from diloco_jax.coordinator.store import outer_settings
+from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.core import round as oracle
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.windows import Windows

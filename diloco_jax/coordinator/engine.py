@@ -265,6 +265,7 @@ class Engine:
                         "tokens": sum(c.tokens for c in effect.contributions),
                         "share": effect.share,
                         "norm": merged.norm,
+                        **merged.measures._asdict(),
                         "seconds": time.monotonic() - started,
                     }
                 )
@@ -288,6 +289,14 @@ class Engine:
         return False
 
     def _publish(self, effect: Publish) -> None:
-        self._store.commit(effect.fragment, self._computed.pop(effect.fragment))
+        merged = self._computed.pop(effect.fragment)
+        self._store.commit(effect.fragment, merged)
+        self.note(
+            notes.Measured(
+                fragment=effect.fragment,
+                version=merged.version,
+                **merged.measures._asdict(),
+            )
+        )
         for island in self._sessions.connected():
             self._sessions.send(island, outbox.published(effect, island))

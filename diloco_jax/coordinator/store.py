@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import threading
 import time
 from collections import deque
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
+from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.core import publish
 from diloco_jax.core.codecs.codec import get_codec, square_sum
 from diloco_jax.core.fragments import (
@@ -32,6 +32,7 @@ from diloco_jax.core.fragments import (
     to_pieces,
 )
 from diloco_jax.core.merge import RULES, merging
+from diloco_jax.core.merge.measures import Measuring, MergeMeasures, Sample, sampled
 from diloco_jax.core.merge.merging import Encoded, rule_for
 from diloco_jax.core.outer import optimizer as outer
 from diloco_jax.core.payload import Part, PayloadLayout
@@ -62,6 +63,10 @@ class Merged(NamedTuple):
     payload: bytes
     digest: str
     norm: float
+    """Length of the merged delta."""
+    measures: MergeMeasures
+    sample: tuple[Sample, ...]
+    """Of the merged delta, by piece."""
 
 
 @dataclasses.dataclass
@@ -73,6 +78,8 @@ class _Fragment:
     anchor: Arrays
     outer_state: Any
     merge_state: tuple[Any, ...]
+    last: tuple[Sample, ...]
+    """`Merged.sample` of the last merge; empty if this process has not computed it."""
     digest: str
     publishes: deque[tuple[Version, bytes]]
     pins: dict[Version, tuple[Arrays, float]]
@@ -116,6 +123,7 @@ class Store:
                         merging.start(rule_for(p, self._rule), p.shape)
                         for p in fragment
                     ),
+                    last=(),
                     digest="",
                     publishes=deque(maxlen=RETAINED_PUBLISHES),
                     pins={},
@@ -128,7 +136,8 @@ class Store:
         return self._up_layouts
 
     def warm_up(self, ended: Callable[[], bool] = lambda: False) -> None:
-        """Compiles all that merges need, so that no merge has to wait for it. ended:
+        """Compiles all that merges need, so that no merge has to wait for it; under a
+        rule that sees all deltas at once, all but what depends on their number. ended:
         looked at between two fragments; once true, the rest is not compiled."""
         nothing = Contribution(
             island="", incarnation=0, tick=0, start=0, end=1, tokens=1, base=Version()
@@ -144,6 +153,10 @@ class Store:
                 return
             compiled.add(alike)
             zeros = np.zeros(layout.total_bytes, np.uint8)
+            for placed, array in zip(
+                layout.placed, layout.unpack(zeros.data), strict=True
+            ):
+                sampled(Encoded(self._up, placed.piece.shape, [array]), 0)
             self.is_finite(fragment, zeros)
             for final in (False, True):
                 # Deltas of zero have no direction: this compiles the fallback too.
@@ -183,6 +196,7 @@ class Store:
         layout = self._up_layouts[fragment]
         encoded = [layout.unpack(payload.data) for payload in payloads]
         merged, merge_state = [], list(state.merge_state)
+        measuring = Measuring(weights)
         for index, placed in enumerate(layout.placed):
             deltas = Encoded(
                 self._up, placed.piece.shape, [arrays[index] for arrays in encoded]
@@ -191,9 +205,9 @@ class Store:
             piece = merging.merge_piece(
                 rule, deltas, weights, share, merge_state[index]
             )
+            measuring.add(deltas, piece)
             merged.append(piece.delta)
             merge_state[index] = piece.state
-        norm = math.hypot(*(np.linalg.norm(np.asarray(m).ravel()) for m in merged))
         # The outer step donates its arguments; what is current stays readable.
         theta, outer_state = jax.tree.map(
             lambda x: jnp.asarray(np.array(x)), (state.theta, state.outer_state)
@@ -217,7 +231,9 @@ class Store:
             merge_state=tuple(merge_state),
             payload=bytes(self._down_layouts[fragment].pack(changes)),
             digest=digest_arrays(theta),
-            norm=norm,
+            norm=measuring.norm,
+            measures=measuring.finish(state.last, state.theta, theta),
+            sample=tuple(measuring.sample),
         )
 
     def commit(self, fragment: int, merged: Merged) -> None:
@@ -227,7 +243,7 @@ class Store:
             state.version = merged.version
             state.theta, state.anchor = merged.theta, merged.anchor
             state.outer_state, state.digest = merged.outer_state, merged.digest
-            state.merge_state = merged.merge_state
+            state.merge_state, state.last = merged.merge_state, merged.sample
             state.publishes.append((merged.version, merged.payload))
             state.expire_pins(time.monotonic())
 
@@ -255,6 +271,7 @@ class Store:
             )
         state.version = version
         state.theta = state.anchor = anchor
+        state.last = ()
         state.digest = ""
         state.publishes.append((version, payload))
 
@@ -320,7 +337,7 @@ class Store:
         for index, (state, version) in enumerate(
             zip(self._fragments, versions, strict=True)
         ):
-            state.version, state.digest = version, ""
+            state.version, state.digest, state.last = version, "", ()
             state.theta = tuple(jnp.asarray(x) for x in arrays["theta"][index])
             state.anchor = tuple(jnp.asarray(x) for x in arrays["anchor"][index])
             treedef = jax.tree.structure(state.outer_state)
@@ -353,23 +370,6 @@ class Store:
         while len(state.pins) > PINNED_VERSIONS:
             del state.pins[min(state.pins)]
         return anchor
-
-
-def outer_settings(run: RunConfig) -> outer.OuterSettings:
-    """The outer optimizer of a resolved config."""
-    chosen = run.outer
-    if chosen.optimizer is None or chosen.learning_rate is None:
-        raise ValueError(
-            "outer.optimizer and outer.learning_rate are not resolved; use the "
-            "config.json of the run"
-        )
-    return outer.OuterSettings(
-        optimizer=chosen.optimizer,
-        learning_rate=chosen.learning_rate,
-        momentum=chosen.momentum or 0.0,
-        warmup_merges=chosen.warmup_merges,
-        norm_guard=chosen.norm_guard,
-    )
 
 
 def _is_chain(have: Version, want: Version, count: int) -> bool:

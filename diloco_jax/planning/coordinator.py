@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from diloco_jax.config import Placement, RunConfig
+from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.store import (
     PINNED_VERSIONS,
     RETAINED_PUBLISHES,
-    outer_settings,
 )
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.core.merge import RULES, merging
+from diloco_jax.core.merge import RULES, measures, merging
 from diloco_jax.core.outer.optimizer import make_outer
 from diloco_jax.core.payload import PayloadLayout
 
@@ -40,7 +40,8 @@ class CoordinatorPlan:
     anchors: int
     outer_state: int
     merge_state: int
-    """What the merge rule keeps from merge to merge."""
+    """What the merge rule keeps from merge to merge, and the last merged deltas as far
+    as they are measured."""
     publishes: int
     """Encoded ones, kept for islands that missed some."""
     merge_buffer: int
@@ -80,7 +81,10 @@ def plan_coordinator(
         "outer_state": outer_state,
         "publishes": RETAINED_PUBLISHES * sum(down),
         "merge_buffer": min(islands * sum(up), placement.merge_buffer_bytes),
-        "merge_state": sum(merging.state_bytes(r, p.shape) for p, r in rules.items()),
+        "merge_state": sum(
+            merging.state_bytes(r, p.shape) + measures.sample_bytes(p.shape)
+            for p, r in rules.items()
+        ),
         # The merged delta, the new Theta, outer state and anchor; and what the rule
         # needs for one piece.
         "merging": 4 * fragment

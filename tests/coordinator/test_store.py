@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from coordinator_support import AXES, PIN_S, SHAPES
 
+from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.store import (
     PINNED_VERSIONS,
     RETAINED_PUBLISHES,
     Store,
-    outer_settings,
 )
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments, to_pieces
