@@ -142,7 +142,7 @@ class SyncConfig:
     """How far a merge goes that some live islands are not in: "scaled" by the share of
     all tokens per second that is in it, or "full"."""
     merge: str = dataclasses.field(default="rda", metadata=CODE)
-    """How deltas become one: "rda" or "mean"."""
+    """How deltas become one: "rda", "mean", "trimmed_mean"."""
     adopt: str = dataclasses.field(default="keep", metadata=CODE)
     """What an adoption does with the island's own steps. "keep" and "rebase" lose none;
     they differ where its last delta missed the merge: see `core/adopt/`."""

@@ -1,6 +1,5 @@
 """What every merge rule must hold to."""
 
-import gc
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -171,7 +170,6 @@ class Counted(Sequence):
         raise AssertionError("all are asked for at once")
 
     def __getitem__(self, island: int) -> np.ndarray:
-        gc.collect()
         made = self._arrays[island].copy()
         self.alive += 1
         self.most = max(self.most, self.alive)
