@@ -9,7 +9,8 @@ import numpy as np
 from diloco_jax.core.merge.merging import Plain, merge_piece, start
 from diloco_jax.core.merge.rule import MergeRule
 
-SHAPES = ((4, 6), (5,))
+SHAPES = ((64, 64), (5,))
+"""Four tiles, and one."""
 ISLANDS = 3
 KINDS = ("fold", "elementwise", "whole")
 

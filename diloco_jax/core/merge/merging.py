@@ -184,7 +184,7 @@ def state_bytes(rule: MergeRule, shape: Shape) -> int:
 def merging_bytes(rule: MergeRule, islands: int, elements: int) -> int:
     """Memory that the merge of a piece takes, beside its result."""
     arrays = {
-        "fold": 2,  # The sums, and one delta.
+        "fold": 3,  # The sums, a delta, and the next one.
         "elementwise": 1 + math.ceil(2 * BLOCK_ELEMENTS / elements),
         "whole": 2 * islands,  # Each by itself, and all of them stacked.
     }
@@ -197,6 +197,9 @@ def _fold(
     sums = _init(rule, deltas.shape)
     squares = []
     for island, weight in enumerate(weights):
+        if island > 1:
+            # Else deltas would be decoded far ahead of the sums, all of them in memory.
+            jax.block_until_ready(squares[island - 2])  # type: ignore[no-untyped-call]
         sums, square = _add(rule, sums, deltas[island], weight, state)
         squares.append(square)
     merged, after, cancelled, direction = _finish(
