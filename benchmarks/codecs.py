@@ -34,10 +34,9 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.core.choices import CodecName
 from diloco_jax.models.presets import PRESETS, preset
 
-BYTES_MAX: dict[CodecName, float] = {"f32": 4.1, "bf16": 2.1, "int8": 1.1, "int4": 0.65}
+BYTES_MAX: dict[str, float] = {"f32": 4.1, "bf16": 2.1, "int8": 1.1, "int4": 0.65}
 """Bytes per parameter and contribution, each way."""
 LOSS_MAX = 0.8 * math.log(256)
 """Nats per byte below which a run counts as trained; guessing gives log(256)."""
@@ -84,9 +83,7 @@ def main() -> int:
     )
 
 
-def codec_config(
-    codec: CodecName, model: str, cycles: int, step_seconds: float
-) -> Config:
+def codec_config(codec: str, model: str, cycles: int, step_seconds: float) -> Config:
     """Two islands of equal speed, long enough for `cycles` merges per fragment."""
     tokens = cycles * CYCLE_STEPS * len(ISLANDS) * BATCH * SEQUENCE
     run = RunConfig(
@@ -153,7 +150,7 @@ def received(run: support.Run, sizes: Sequence[int]) -> tuple[int, int]:
     return sum(line["bytes_down"] for line in last.values()), parameters
 
 
-def table(results: dict[CodecName, dict[str, Any]]) -> list[dict[str, Any]]:
+def table(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per codec."""
     plain = results["f32"]["eval_loss"]
     return [

@@ -81,6 +81,7 @@ def rows(size: Size) -> Iterator[Row]:
     ]
     found = [*headlines, *variants.presets(by_name([*headlines, *others]))]
     found += variants.defaults(by_name(found))
+    found += variants.members(by_name(found))
     found += others
     found += variants.windows(by_name(found))
     yield from found

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from quality_configs import Row, network
@@ -124,6 +125,38 @@ def partial(found: Rows) -> Iterator[Row]:
         full = _changed(rebased, name + FULL, partial_merges="full")
         full = dataclasses.replace(full, group="partial merges")
         yield full.compared_with(name + REBASE)
+
+
+def members(found: Rows) -> Iterator[Row]:
+    """Members of the open families that are not the default, each beside it: with
+    equal islands, and with islands of two speeds."""
+    for name in (EQUAL, UNLIKE):
+        for what, sync in (
+            ("trimmed mean", {"merge": "trimmed_mean"}),
+            ("HeLoCo", {"merge": _member("merge/heloco")}),
+            ("IsoLoCo", {"merge": _member("merge/isoloco")}),
+            ("top-k up", {"codec_up": _member("codecs/topk")}),
+        ):
+            row = _changed(found[name], f"{name}, {what}", **sync)
+            row = dataclasses.replace(row, group="members", headline=False)
+            yield row.compared_with(name)
+        row = found[name + PRESET]
+        outer = dataclasses.replace(GENTLE, optimizer=_member("outer/restarts"))
+        run = dataclasses.replace(row.config.run, outer=outer)
+        yield dataclasses.replace(
+            row,
+            name=f"{name}{PRESET}, restarts",
+            group="members",
+            config=dataclasses.replace(row.config, run=run),
+            against=name + PRESET,
+            headline=False,
+        )
+
+
+def _member(path: str) -> str:
+    """How a config names one that lies with the benchmarks."""
+    file = Path(__file__).parent / "members" / f"{path}.py"
+    return f"{file}:{file.stem}"
 
 
 def _changed(row: Row, name: str, **sync: Any) -> Row:

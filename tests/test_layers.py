@@ -3,6 +3,7 @@
 import ast
 import configparser
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,6 +184,19 @@ def test_only_models_see_flax() -> None:
 def test_policies_have_no_arrays() -> None:
     assert not is_allowed("numpy", "protocol")
     assert is_allowed("numpy", "core")
+
+
+def test_a_config_is_read_without_jax() -> None:
+    code = (
+        "import sys; from diloco_jax.config.loading import load_config; "
+        "load_config(sys.argv[1], ['--sync.merge', 'mean']); "
+        "print('jax' in sys.modules)"
+    )
+    config = PACKAGE.parent / "configs" / "quickstart.py"
+    done = subprocess.run(
+        [sys.executable, "-c", code, config], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize(

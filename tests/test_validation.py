@@ -177,7 +177,10 @@ def test_bounds_tell_which_ends_are_in():
     [
         ("islands.v6e.", "attention", "splsh", "did you mean 'splash'?; choose from"),
         ("", "sync.codec_up", "int2", "choose from f32, bf16, int8, int4"),
-        ("", "outer.optimizer", "adam", "choose from sgd, nesterov, None"),
+        ("", "sync.codec_up", "int9", "did you mean 'int8'?; choose from"),
+        ("", "sync.adopt", "keeps", "did you mean 'keep'?; choose from keep, rebase"),
+        ("", "sync.weighting", "token", "did you mean 'tokens'?; choose from tokens"),
+        ("", "outer.optimizer", "adamm", "did you mean 'adam'?; choose sgd, nesterov"),
         ("islands.v6e.", "batch_size", "8", "Expected `int`, got `str`"),
         ("islands.v6e.", "hosts", 1.5, "Expected `int`, got `float`"),
         ("", "sync.quorum", None, "Expected `int`, got `null`"),

@@ -11,6 +11,7 @@ between fields, `presets` what is chosen where a config leaves it open.
 
 from diloco_jax.config.config import Config
 from diloco_jax.config.data import DataConfig
+from diloco_jax.config.fields import own_code
 from diloco_jax.config.fingerprint import differences, shared_fields
 from diloco_jax.config.inner import InnerConfig
 from diloco_jax.config.island import AnchorMemory, IslandConfig
@@ -38,6 +39,7 @@ __all__ = [
     "RunConfig",
     "SyncConfig",
     "differences",
+    "own_code",
     "shared_fields",
     "suggest",
 ]

@@ -109,6 +109,16 @@ def bound_of(field: dataclasses.Field[Any]) -> Bound | None:
     return cast("Bound | None", field.metadata.get("bound"))
 
 
+def own_code(section: Any) -> dict[str, str]:
+    """List the fields of a section that name something in a file of this machine."""
+    values = {
+        field.name: getattr(section, field.name)
+        for field in dataclasses.fields(section)
+        if field.metadata.get("code")
+    }
+    return {name: value for name, value in values.items() if ".py:" in (value or "")}
+
+
 def check_fields(config: Any, prefix: str = "") -> None:
     """Hold every field of a dataclass to its type, choices and bounds.
 

@@ -31,7 +31,7 @@ def shared_fields(config: Any) -> dict[str, Any]:
         elif isinstance(value, tuple):
             # As it is when it is read from JSON or a message.
             value = [list(v) if isinstance(v, tuple) else v for v in value]
-        elif field.metadata.get("code"):
+        elif field.metadata.get("code") and value is not None:
             value = value.rpartition("/")[2]
         elif isinstance(value, int) and "float" in str(field.type):
             value = float(value)

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Literal
 
 from diloco_jax.config.fields import BELOW_1, NOT_NEGATIVE, SHARE, setting
-from diloco_jax.core.choices import Schedule
+
+Schedule = Literal["cosine", "constant"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config.fields import BELOW_1, NOT_NEGATIVE, POSITIVE, setting
-from diloco_jax.core.choices import OuterName
 
 OPEN = ("optimizer", "learning_rate", "momentum")
 """Fields that may be left open, and are filled in when the run is created."""
@@ -15,8 +14,12 @@ OPEN = ("optimizer", "learning_rate", "momentum")
 class OuterConfig:
     """The outer optimizer (docs/design/outer_presets.md)."""
 
-    optimizer: OuterName | None = setting(
-        None, help="Outer optimizer; None = chosen when the run is created."
+    optimizer: str | None = setting(
+        None,
+        code=True,
+        help='Outer optimizer: "sgd", "nesterov", the name of one in optax or '
+        'optax.contrib, or your own as "path/to/file.py:function" '
+        "(docs/extending.md); None = chosen when the run is created.",
     )
     learning_rate: float | None = setting(
         None,

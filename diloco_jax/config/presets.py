@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 
 from diloco_jax.config.outer import OuterConfig
-from diloco_jax.core.choices import MergeRule
 
 SHORT = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
 """For runs of few merges, in which momentum was no better, or worse."""
@@ -34,14 +33,19 @@ def preset(
     merges_per_fragment: float,
     steps_per_cycle: int,
     islands: int,
-    merge: MergeRule,
+    keeps_length: bool,
     inner: str,
 ) -> OuterConfig:
-    """Choose the outer optimizer for a run like that. inner: its optimizer's name."""
+    """Choose the outer optimizer for a run like that.
+
+    Args:
+      keeps_length: what its merge rule says of itself.
+      inner: the name of the inner optimizer.
+    """
     if merges_per_fragment < GENTLE_FROM_MERGES_OF.get(inner, GENTLE_FROM_MERGES):
         return SHORT
     if (
-        merge == "rda"
+        keeps_length
         or merges_per_fragment < PUBLISHED_FROM_MERGES
         or steps_per_cycle < PUBLISHED_FROM_STEPS
     ):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, TypeVar
 
 from diloco_jax.config.config import Config
+from diloco_jax.config.fields import own_code
 from diloco_jax.config.presets import preset
 from diloco_jax.paths import absolute
+
+T = TypeVar("T", bound=Any)
 
 
 def resolve(config: Config, *, text_is_here: bool = False) -> Config:
@@ -35,11 +39,13 @@ def resolve_outer(config: Config) -> Config:
     outer = config.run.outer
     if not outer.is_open:
         return config
+    from diloco_jax.core.merge import RULES
+
     chosen = preset(
         merges_per_fragment=config.merges_per_fragment(),
         steps_per_cycle=config.run.sync.steps_per_cycle,
         islands=len(config.islands),
-        merge=config.run.sync.merge,
+        keeps_length=RULES.find(config.run.sync.merge).keeps_length,
         inner=config.run.inner.optimizer,
     )
     run = dataclasses.replace(config.run, outer=outer.filled(chosen))
@@ -56,8 +62,18 @@ def with_absolute_paths(config: Config) -> Config:
     )
     run = config.run
     data = dataclasses.replace(run.data, paths=tuple(map(absolute, run.data.paths)))
-    model = run.model
-    if ".py:" in model.factory:
-        model = dataclasses.replace(model, factory=absolute(model.factory))
-    run = dataclasses.replace(run, data=data, model=model)
+    run = dataclasses.replace(
+        run,
+        data=data,
+        model=_with_absolute_code(run.model),
+        sync=_with_absolute_code(run.sync),
+        outer=_with_absolute_code(run.outer),
+    )
     return dataclasses.replace(config, run=run, placement=placement)
+
+
+def _with_absolute_code(section: T) -> T:
+    """Return a section of a config with absolute paths to the files that it names."""
+    code = {name: absolute(value) for name, value in own_code(section).items()}
+    replaced: T = dataclasses.replace(section, **code)
+    return replaced

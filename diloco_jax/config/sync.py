@@ -12,14 +12,8 @@ from diloco_jax.config.fields import (
     SHARE,
     setting,
 )
-from diloco_jax.core.choices import (
-    AdoptRule,
-    CodecName,
-    FragmentBy,
-    MergeRule,
-    Weighting,
-)
 
+FragmentBy = Literal["size", "layer", "tensor"]
 PartialMerges = Literal["scaled", "full"]
 GraceWindow = Literal["alike", "overlap"]
 
@@ -69,23 +63,29 @@ class SyncConfig:
         NOT_NEGATIVE,
         help="Versions by which a delta's base may lag the version it is merged into.",
     )
-    weighting: Weighting = setting(
+    weighting: str = setting(
         "tokens",
-        help="Weight of a delta in its merge: the tokens behind it, the same times the "
-        'island\'s tokens per second (as published), or "uniform".',
+        code=True,
+        help='Weight of a delta in its merge: "tokens", those behind it; '
+        '"tokens_times_rate", the same times the island\'s tokens per second (as '
+        'published); "uniform". This option, merge, adopt and the codecs also take '
+        'a member of your own as "path/to/file.py:name" (docs/extending.md).',
     )
     partial_merges: PartialMerges = setting(
         "scaled",
         help="How far a merge goes that some live islands are not in: scaled by the "
         "share of all tokens per second that is in it, or in full.",
     )
-    merge: MergeRule = setting(
+    merge: str = setting(
         "rda",
+        code=True,
         help='Rule by which deltas become one: "mean", their weighted mean; "rda", '
-        "which averages their lengths and directions apart.",
+        "which averages their lengths and directions apart; "
+        '"trimmed_mean", which leaves out the extremes.',
     )
-    adopt: AdoptRule = setting(
+    adopt: str = setting(
         "keep",
+        code=True,
         help='What an adoption does with the island\'s own steps. "keep" and '
         '"rebase" lose none; they differ where the island\'s last delta missed the '
         'merge (docs/design/pending_deltas.md). "overwrite" loses the steps since the '
@@ -94,8 +94,14 @@ class SyncConfig:
     blend_alpha: float = setting(
         0.5, SHARE, help='Share of the local value that adopt = "blend" keeps.'
     )
-    codec_up: CodecName = setting("int8", help="Encoding of deltas.")
-    codec_down: CodecName = setting("int8", help="Encoding of merged fragments.")
+    codec_up: str = setting(
+        "int8",
+        code=True,
+        help='Encoding of deltas: "f32", "bf16", "int8" or "int4".',
+    )
+    codec_down: str = setting(
+        "int8", code=True, help="Encoding of merged fragments: likewise."
+    )
     error_feedback: bool = setting(
         True, help="Add what the encoding of a delta lost to the island's next one."
     )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from diloco_jax.config.fields import check_fields
 from diloco_jax.config.island import IslandConfig
 from diloco_jax.errors import ConfigError
+from diloco_jax.families import check_members
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.protocol.values import ISLAND_NAME
 from diloco_jax.wire.addresses import parse_address
@@ -42,6 +43,7 @@ def validate(config: Config) -> None:
     for prefix, part in given.items():
         for inside, section in _sections(part, prefix):
             check_fields(section, inside)
+    check_members(run)
     if sync.quorum > len(islands):
         raise ConfigError(
             f"sync.quorum = {sync.quorum}, but there are {len(islands)} "

@@ -23,7 +23,7 @@ from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.thread import EngineThread
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.protocol import messages

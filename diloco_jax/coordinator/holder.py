@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.observability.metrics import Metrics
@@ -28,7 +29,7 @@ class StoreHolder:
     """The `Holder` of the service's engine.
 
     post: queues an event for the engine's thread, and what to do there just ahead of
-    it. failed: called with what went wrong in a merge.
+    it. failed: called with what went wrong in a merge. note: writes to the tape.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class StoreHolder:
         metrics: Metrics,
         post: Callable[[MergeComputed | None, Callable[[], None]], None],
         failed: Callable[[BaseException], None],
+        note: Callable[[notes.Note], None],
     ) -> None:
         self._store, self._inbox, self._metrics = store, inbox, metrics
-        self._post, self._failed = post, failed
+        self._post, self._failed, self._note = post, failed, note
         self._merger = ThreadPoolExecutor(1, "diloco-merge")
         self._computed: dict[int, Merged] = {}
         self._closing = False
@@ -100,7 +102,15 @@ class StoreHolder:
 
     def commit(self, commit: Commit) -> None:
         """See Holder."""
-        self._store.commit(commit.fragment, self._computed.pop(commit.fragment))
+        merged = self._computed.pop(commit.fragment)
+        self._store.commit(commit.fragment, merged)
+        self._note(
+            notes.Measured(
+                fragment=commit.fragment,
+                version=merged.version,
+                **merged.measures._asdict(),
+            )
+        )
 
     def drop(self, drop: Drop) -> None:
         """See Holder."""
@@ -129,6 +139,7 @@ class StoreHolder:
                 "tokens": sum(c.tokens for c in merge.contributions),
                 "share": merge.share,
                 "norm": merged.norm,
+                **merged.measures._asdict(),
                 "seconds": seconds,
             }
         )

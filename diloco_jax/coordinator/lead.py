@@ -47,7 +47,14 @@ class Lead(EngineThread[State, Event]):
     ) -> None:
         """housekeeping: called on the engine's thread at least twice a second."""
         self.config = config
-        self._holder = StoreHolder(store, inbox, metrics, self.post, self.fail)
+        self._holder = StoreHolder(
+            store,
+            inbox,
+            metrics,
+            self.post,
+            self.fail,
+            lambda note: self.journal.note(note),
+        )
         self.journal = Journal(
             log,
             tape,

@@ -40,6 +40,9 @@ class Recovered(records.Written, frozen=True, kw_only=True):
     """By fragment, with the log's."""
     parameters_digest: str
     environment: Environment
+    momentum_untouched: bool = False
+    """The outer optimizer is as it was in the snapshot, for all merges in `records`: it
+    does not say which delta a published change came from."""
 
 
 class Term(records.Written, frozen=True, kw_only=True):
@@ -78,13 +81,24 @@ class Compiled(records.Written, frozen=True):
     """What merges need is compiled: those that are ordered earlier wait."""
 
 
+class Measured(records.Written, frozen=True, kw_only=True):
+    """Numbers about a merge (`core/merge/measures.py`); nothing is decided by them."""
+
+    fragment: int
+    version: Version
+    pairwise_cosine: float | None = None
+    cosine_to_last: float | None = None
+    length_ratio: float | None = None
+    step_ratio: float | None = None
+
+
 class Alert(records.Written, frozen=True, kw_only=True):
     """Something that people should know of."""
 
     text: str
 
 
-Note = Begun | Recovered | Term | Hello | Compiled | Alert
+Note = Begun | Recovered | Term | Hello | Compiled | Measured | Alert
 
 
 def dated(record: Note | records.Durable | records.Noted) -> dict[str, Any]:

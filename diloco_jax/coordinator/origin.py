@@ -20,9 +20,11 @@ from diloco_jax import environment
 from diloco_jax.config import Config
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import notes
+from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.outer import optimizer as outer
 from diloco_jax.models.model import Model
 from diloco_jax.observability.tape import Tape, not_on_tape
 from diloco_jax.protocol import records
@@ -86,6 +88,17 @@ def recover(
             store.replay(record.fragment, record.version, payload, final=record.final)
     state = recovery.recover(policy, snapshot, log_records, time.monotonic())
     digest = store.digest()
+    untouched = not outer.is_invertible(outer_settings(config.run)) and any(
+        isinstance(record, records.Merged) and not record.final
+        for record in log_records
+    )
+    if untouched:
+        logger.warning(
+            "the momentum of outer.optimizer = %r is that of snapshot %d: nobody says "
+            "how it follows from the changes that were published since",
+            config.run.outer.optimizer,
+            found,
+        )
     logger.info(
         "recovered from snapshot %d and %d records after it: global parameters %s",
         found,
@@ -103,6 +116,7 @@ def recover(
                 versions=tuple(f.version for f in state.fragments),
                 parameters_digest=digest,
                 environment=environment.describe(),
+                momentum_untouched=untouched,
             )
         )
     )

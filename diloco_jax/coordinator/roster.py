@@ -69,7 +69,7 @@ class Member(msgspec.Struct, kw_only=True):
 
 
 class Incarnation(Protocol):
-    """Who says hello: as in `wire.messages.Hello`."""
+    """Who says hello: as in `protocol.messages.Hello`."""
 
     @property
     def island(self) -> str:

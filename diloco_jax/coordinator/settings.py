@@ -1,12 +1,13 @@
-"""The settings of the policy, from a config."""
+"""The settings of decisions and of the outer optimizer, from a config."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from diloco_jax.config import Config, ConfigError, Placement, RunConfig
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 
@@ -56,3 +57,20 @@ def require_room(config: Config, plan: FragmentPlan) -> None:
             f"(sync.codec_up = {codec.name!r}), and there are {len(config.islands)} "
             f"islands; give at least {needed}, or more sync.fragments"
         )
+
+
+def outer_settings(run: RunConfig) -> OuterSettings:
+    """The outer optimizer of a resolved config."""
+    chosen = run.outer
+    if chosen.optimizer is None or chosen.learning_rate is None:
+        raise ValueError(
+            "outer.optimizer and outer.learning_rate are not resolved; use the "
+            "config.json of the run"
+        )
+    return OuterSettings(
+        optimizer=chosen.optimizer,
+        learning_rate=chosen.learning_rate,
+        momentum=chosen.momentum or 0.0,
+        warmup_merges=chosen.warmup_merges,
+        norm_guard=chosen.norm_guard,
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import threading
 import time
 from collections import deque
@@ -22,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
-from diloco_jax.core import merge, outer, publish
-from diloco_jax.core.codec import get_codec, square_sum
+from diloco_jax.coordinator.settings import outer_settings
+from diloco_jax.core import publish
+from diloco_jax.core.codecs.codec import get_codec, square_sum
 from diloco_jax.core.fragments import (
     FragmentPlan,
     Params,
@@ -31,7 +31,12 @@ from diloco_jax.core.fragments import (
     from_pieces,
     to_pieces,
 )
+from diloco_jax.core.merge import RULES, merging
+from diloco_jax.core.merge.measures import Measuring, MergeMeasures, Sample, sampled
+from diloco_jax.core.merge.merging import Encoded, rule_for
+from diloco_jax.core.outer import optimizer as outer
 from diloco_jax.core.payload import Part, PayloadLayout
+from diloco_jax.core.weighting import WEIGHTINGS, tokens, weight
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire.errors import VersionGone
 from diloco_jax.wire.server import FetchSource
@@ -53,9 +58,15 @@ class Merged(NamedTuple):
     theta: Arrays
     anchor: Arrays
     outer_state: Any
+    merge_state: tuple[Any, ...]
+    """The merge rule's own, by piece."""
     payload: bytes
     digest: str
     norm: float
+    """Length of the merged delta."""
+    measures: MergeMeasures
+    sample: tuple[Sample, ...]
+    """Of the merged delta, by piece."""
 
 
 @dataclasses.dataclass
@@ -66,6 +77,9 @@ class _Fragment:
     theta: Arrays
     anchor: Arrays
     outer_state: Any
+    merge_state: tuple[Any, ...]
+    last: tuple[Sample, ...]
+    """`Merged.sample` of the last merge; empty if this process has not computed it."""
     digest: str
     publishes: deque[tuple[Version, bytes]]
     pins: dict[Version, tuple[Arrays, float]]
@@ -90,6 +104,8 @@ class Store:
         self._down = get_codec(run.sync.codec_down)
         self._settings = outer_settings(run)
         self._tx = outer.make_outer(self._settings)
+        self._rule = RULES.find(run.sync.merge)
+        self._weighting = WEIGHTINGS.find(run.sync.weighting)
         self._up_layouts = [PayloadLayout.of(self._up, p) for p in plan.fragments]
         self._down_layouts = [PayloadLayout.of(self._down, p) for p in plan.fragments]
         self._lock = threading.Lock()
@@ -103,6 +119,11 @@ class Store:
                     theta=theta,
                     anchor=theta,
                     outer_state=self._tx.init(theta),
+                    merge_state=tuple(
+                        merging.start(rule_for(p, self._rule), p.shape)
+                        for p in fragment
+                    ),
+                    last=(),
                     digest="",
                     publishes=deque(maxlen=RETAINED_PUBLISHES),
                     pins={},
@@ -115,7 +136,8 @@ class Store:
         return self._up_layouts
 
     def warm_up(self, ended: Callable[[], bool] = lambda: False) -> None:
-        """Compiles all that merges need, so that no merge has to wait for it. ended:
+        """Compiles all that merges need, so that no merge has to wait for it; under a
+        rule that sees all deltas at once, all but what depends on their number. ended:
         looked at between two fragments; once true, the rest is not compiled."""
         nothing = Contribution(
             island="", incarnation=0, tick=0, start=0, end=1, tokens=1, base=Version()
@@ -123,8 +145,7 @@ class Store:
         compiled = set()
         for fragment, layout in enumerate(self._up_layouts):
             alike = tuple(
-                (p.piece.shape, merge.rule_for(p.piece, self._run.sync.merge))
-                for p in layout.placed
+                (p.piece.shape, rule_for(p.piece, self._rule)) for p in layout.placed
             )
             if alike in compiled:
                 continue
@@ -132,6 +153,10 @@ class Store:
                 return
             compiled.add(alike)
             zeros = np.zeros(layout.total_bytes, np.uint8)
+            for placed, array in zip(
+                layout.placed, layout.unpack(zeros.data), strict=True
+            ):
+                sampled(Encoded(self._up, placed.piece.shape, [array]), 0)
             self.is_finite(fragment, zeros)
             for final in (False, True):
                 # Deltas of zero have no direction: this compiles the fallback too.
@@ -145,7 +170,7 @@ class Store:
             square_sum(self._up, array, placed.piece.shape)
             for array, placed in zip(arrays, layout.placed, strict=True)
         )
-        return squares <= merge.MOST_SQUARES
+        return squares <= merging.MOST_SQUARES
 
     def merge(
         self,
@@ -165,19 +190,24 @@ class Store:
           share: what the merged delta is multiplied by.
           final: the flush: weighted mean, learning rate 1, momentum untouched.
         """
-        state, sync = self._fragments[fragment], self._run.sync
-        weighting = "tokens" if final else sync.weighting
-        weights = [merge.weight(weighting, c.tokens, c.steps) for c in contributions]
+        state = self._fragments[fragment]
+        weighting = tokens if final else self._weighting
+        weights = [weight(weighting, c.tokens, c.steps) for c in contributions]
         layout = self._up_layouts[fragment]
         encoded = [layout.unpack(payload.data) for payload in payloads]
-        merged = []
+        merged, merge_state = [], list(state.merge_state)
+        measuring = Measuring(weights)
         for index, placed in enumerate(layout.placed):
-            deltas = [
-                self._up.decode(arrays[index], placed.piece.shape) for arrays in encoded
-            ]
-            rule = "mean" if final else merge.rule_for(placed.piece, sync.merge)
-            merged.append(merge.merge_deltas(deltas, weights, rule, share))
-        norm = math.hypot(*(np.linalg.norm(np.asarray(m).ravel()) for m in merged))
+            deltas = Encoded(
+                self._up, placed.piece.shape, [arrays[index] for arrays in encoded]
+            )
+            rule = rule_for(placed.piece, self._rule, final=final)
+            piece = merging.merge_piece(
+                rule, deltas, weights, share, merge_state[index]
+            )
+            measuring.add(deltas, piece)
+            merged.append(piece.delta)
+            merge_state[index] = piece.state
         # The outer step donates its arguments; what is current stays readable.
         theta, outer_state = jax.tree.map(
             lambda x: jnp.asarray(np.array(x)), (state.theta, state.outer_state)
@@ -198,9 +228,12 @@ class Store:
             theta=theta,
             anchor=tuple(anchor),
             outer_state=outer_state,
+            merge_state=tuple(merge_state),
             payload=bytes(self._down_layouts[fragment].pack(changes)),
             digest=digest_arrays(theta),
-            norm=norm,
+            norm=measuring.norm,
+            measures=measuring.finish(state.last, state.theta, theta),
+            sample=tuple(measuring.sample),
         )
 
     def commit(self, fragment: int, merged: Merged) -> None:
@@ -210,15 +243,16 @@ class Store:
             state.version = merged.version
             state.theta, state.anchor = merged.theta, merged.anchor
             state.outer_state, state.digest = merged.outer_state, merged.digest
+            state.merge_state, state.last = merged.merge_state, merged.sample
             state.publishes.append((merged.version, merged.payload))
             state.expire_pins(time.monotonic())
 
     def replay(
         self, fragment: int, version: Version, payload: bytes, *, final: bool
     ) -> None:
-        """Applies a logged publish after a crash: Theta = A, and the outer state is
-        advanced by the rule of `core.outer.advance_over_publish` (the flush never
-        touches it)."""
+        """Applies a logged publish after a crash: Theta = A, and the states of outer
+        optimizer and merge rule are advanced by `advance_over_publish` and `recovered`
+        (the flush touches neither)."""
         state = self._fragments[fragment]
         arrays = self._down_layouts[fragment].unpack(payload)
         anchor = tuple(
@@ -230,8 +264,14 @@ class Store:
             state.outer_state = outer.advance_over_publish(
                 self._settings, state.outer_state, change
             )
+            pieces = self.plan.fragments[fragment]
+            state.merge_state = tuple(
+                merging.recovered(rule_for(p, self._rule), own, moved)
+                for p, own, moved in zip(pieces, state.merge_state, change, strict=True)
+            )
         state.version = version
         state.theta = state.anchor = anchor
+        state.last = ()
         state.digest = ""
         state.publishes.append((version, payload))
 
@@ -289,6 +329,7 @@ class Store:
                 "theta": [list(state.theta) for state in self._fragments],
                 "anchor": [list(state.anchor) for state in self._fragments],
                 "outer": [jax.tree.leaves(s.outer_state) for s in self._fragments],
+                **self._merge_arrays(),
             }
 
     def load(self, arrays: dict[str, Any], versions: Sequence[Version]) -> None:
@@ -296,12 +337,21 @@ class Store:
         for index, (state, version) in enumerate(
             zip(self._fragments, versions, strict=True)
         ):
-            state.version, state.digest = version, ""
+            state.version, state.digest, state.last = version, "", ()
             state.theta = tuple(jnp.asarray(x) for x in arrays["theta"][index])
             state.anchor = tuple(jnp.asarray(x) for x in arrays["anchor"][index])
             treedef = jax.tree.structure(state.outer_state)
             leaves = [jnp.asarray(x) for x in arrays["outer"][index]]
             state.outer_state = jax.tree.unflatten(treedef, leaves)
+            if "merge" in arrays:
+                treedef = jax.tree.structure(state.merge_state)
+                leaves = [jnp.asarray(x) for x in arrays["merge"][index]]
+                state.merge_state = jax.tree.unflatten(treedef, leaves)
+
+    def _merge_arrays(self) -> dict[str, Any]:
+        """Those of a merge rule that keeps some."""
+        leaves = [jax.tree.leaves(state.merge_state) for state in self._fragments]
+        return {"merge": leaves} if any(leaves) else {}
 
     def _pinned(self, state: _Fragment, want: Version) -> Arrays:
         now = time.monotonic()
@@ -320,23 +370,6 @@ class Store:
         while len(state.pins) > PINNED_VERSIONS:
             del state.pins[min(state.pins)]
         return anchor
-
-
-def outer_settings(run: RunConfig) -> outer.OuterSettings:
-    """The outer optimizer of a resolved config."""
-    chosen = run.outer
-    if chosen.optimizer is None or chosen.learning_rate is None:
-        raise ValueError(
-            "outer.optimizer and outer.learning_rate are not resolved; use the "
-            "config.json of the run"
-        )
-    return outer.OuterSettings(
-        optimizer=chosen.optimizer,
-        learning_rate=chosen.learning_rate,
-        momentum=chosen.momentum or 0.0,
-        warmup_merges=chosen.warmup_merges,
-        norm_guard=chosen.norm_guard,
-    )
 
 
 def _is_chain(have: Version, want: Version, count: int) -> bool:

@@ -16,18 +16,16 @@ import hashlib
 import json
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.core.choices import FragmentBy
-
 Params = dict[str, Any]
 """Nested dicts with string keys and arrays at the leaves."""
 
-WAYS: tuple[FragmentBy, ...] = get_args(FragmentBy)
+WAYS = ("size", "layer", "tensor")
 
 LAYERS = "layers"
 VOCAB = "vocab"
@@ -44,7 +42,7 @@ class Piece:
     shape: tuple[int, ...]
     """Of the piece, the layer axis apart."""
     embedding: bool
-    """Has a vocabulary axis: merged by weighted mean under every rule."""
+    """Has a vocabulary axis: merged by weighted mean under most rules."""
 
     @property
     def name(self) -> str:
@@ -94,7 +92,7 @@ def plan_fragments(
     shapes: Mapping[str, Any],
     axes: Mapping[str, Any],
     num_fragments: int,
-    by: FragmentBy = "size",
+    by: str = "size",
 ) -> FragmentPlan:
     """Deals all pieces out to `num_fragments` fragments of about equal size.
 
@@ -206,7 +204,7 @@ def digest_arrays(arrays: Iterable[Any]) -> str:
     return sha.hexdigest()
 
 
-def _kept_with(piece: Piece, by: FragmentBy) -> Hashable:
+def _kept_with(piece: Piece, by: str) -> Hashable:
     """Equal for pieces that share a fragment whatever their size."""
     match by:
         case "size":

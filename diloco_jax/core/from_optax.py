@@ -7,11 +7,10 @@ state and parameters are all that an update needs. `check` tries both on small a
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ import numpy as np
 import optax
 
 from diloco_jax.core.fragments import LAYERS
+from diloco_jax.core.members import suggest
 
 Argument = bool | int | float | str
 Make = Callable[[Mapping[str, Any], float], optax.GradientTransformation]
@@ -45,9 +45,9 @@ RELATIVE, ABSOLUTE = 1e-2, 1e-4
 """Between two ways that differ in rounding alone."""
 
 
-def find(name: str) -> Callable[..., optax.GradientTransformation]:
-    """The function that makes it; ValueError with the nearest name if optax has none
-    that takes a learning rate."""
+def find(name: str, remedy: str) -> Callable[..., optax.GradientTransformation]:
+    """The function that makes it; ValueError with the nearest name, and the remedy, if
+    optax has none that takes a learning rate."""
     for module in (optax, optax.contrib):
         exported: Any = getattr(module, name, None)
         if _is_optimizer(name, exported):
@@ -60,9 +60,8 @@ def find(name: str) -> Callable[..., optax.GradientTransformation]:
         if _is_optimizer(other, value)
     ]
     raise ValueError(
-        f"inner.optimizer = {name!r} is no optimizer of optax or optax.contrib"
-        f"{_suggest(name, known)}; choose 'adamw', 'lion', 'sgd', 'muon' or "
-        f"a function there that takes a {RATE}"
+        f"{name!r} is no optimizer of optax or optax.contrib{suggest(name, known)}; "
+        f"{remedy}, or a function there that takes a {RATE}"
     )
 
 
@@ -89,7 +88,10 @@ def from_optax(
       ValueError: unknown name or argument, one that is missing, or a dtype that the
         optimizer gives no choice of.
     """
-    function = find(name)
+    try:
+        function = find(name, "choose 'adamw', 'lion', 'sgd', 'muon'")
+    except ValueError as error:
+        raise ValueError(f"inner.optimizer = {error}") from None
     takes = inspect.signature(function).parameters
     if moment_dtype != "float32" and "mu_dtype" not in takes:
         others = [p for p in takes if "dtype" in p]
@@ -131,7 +133,7 @@ def call(
         if argument not in takes:
             raise ValueError(
                 f"inner.arguments has {argument} = {value!r}, which {_called(name)} "
-                f"does not take{_suggest(argument, takes)}; it takes "
+                f"does not take{suggest(argument, takes)}; it takes "
                 f"{', '.join(p for p in takes if p not in OURS)}"
             )
     missing = [
@@ -212,8 +214,3 @@ def _refused(
         f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''});"
         f" correct inner.arguments, or choose another optimizer"
     )
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import optax
 
-from diloco_jax.core.choices import Schedule
 from diloco_jax.core.fragments import LAYERS, VOCAB
 from diloco_jax.core.from_optax import RATE, Argument, call, check, from_optax
 
@@ -96,7 +95,7 @@ def make_inner(
 def learning_rate(
     *,
     peak: float,
-    schedule: Schedule,
+    schedule: str,
     warmup_fraction: float,
     final_fraction: float,
     progress: float,

@@ -11,7 +11,7 @@ import functools
 
 import jax
 
-from diloco_jax.core.codec import Codec, flush_subnormals
+from diloco_jax.core.codecs.codec import Codec, flush_subnormals
 from diloco_jax.core.tiles import ArrayLike
 
 

@@ -9,7 +9,7 @@ say.
 A fragment is *unsettled* from its take until the adoption of a version that may have
 it: its local value is anchor - delta + later steps, so a second take would count the
 first one's steps again. A version that certainly has not the delta, since the
-coordinator called it pending there, is adopted beside it under the rule `keep`
+coordinator called it pending there, is adopted beside it under a rule that keeps it
 (docs/design/pending_deltas.md).
 """
 
@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from diloco_jax.core.choices import AdoptRule
 from diloco_jax.protocol.reasons import NON_FINITE, OVERLAP, STALE
 from diloco_jax.protocol.values import (
     FIRST_VERSION,
@@ -44,6 +43,22 @@ Adoption = Literal["none", "adopted", "kept"]
 """none: the version is not newer. kept: adopted, beside the delta of the last take."""
 
 
+class Facts(Protocol):
+    """What an adopt rule says of itself (`core/adopt/rule.py`)."""
+
+    @property
+    def adopts_first(self) -> bool:
+        """At a boundary that has both, a fragment is adopted before it is taken."""
+
+    @property
+    def keeps_pending(self) -> bool:
+        """A version that has not the last delta is adopted beside it."""
+
+    @property
+    def loses_steps(self) -> bool:
+        """An adoption undoes the steps since the take."""
+
+
 @dataclasses.dataclass
 class _Account:
     version: Version
@@ -64,7 +79,7 @@ class Books:
     versions: those of the anchors that the incarnation begins with, by fragment.
     """
 
-    def __init__(self, versions: Sequence[Version], rule: AdoptRule) -> None:
+    def __init__(self, versions: Sequence[Version], rule: Facts) -> None:
         self._accounts = [_Account(version, start=0) for version in versions]
         self._rule = rule
         self._next_seq = 1
@@ -129,13 +144,13 @@ class Books:
             return "none"
         account.version = version
         late = account.late == account.tick and version <= account.pending_at
-        account.kept = self._rule == "keep" and account.unsettled and late
+        account.kept = self._rule.keeps_pending and account.unsettled and late
         if account.kept:
             tick = account.tick
             self._record("adopted", step, fragment=fragment, version=version, tick=tick)
             return "kept"
         account.unsettled = False
-        if self._rule == "overwrite":
+        if self._rule.loses_steps:
             account.start = step
         self._record("adopted", step, fragment=fragment, version=version)
         return "adopted"

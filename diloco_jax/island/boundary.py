@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
-from diloco_jax.core.choices import AdoptRule
-from diloco_jax.island.books import Books, Outcome
+from diloco_jax.island.books import Books, Facts, Outcome
 from diloco_jax.island.mailbox import Arrival, Inbox
 from diloco_jax.protocol.messages import TakeVerdict
 from diloco_jax.protocol.values import Span
@@ -61,13 +60,13 @@ class Boundary:
         arrays: Arrays,
         data: Data,
         outgoing: Outgoing,
-        rule: AdoptRule,
+        rule: Facts,
     ) -> None:
         self.books = books
         self.others_tokens = 0
         """Of the other islands, as of the last boundary."""
         self._arrays, self._data, self._outgoing = arrays, data, outgoing
-        self._adopts_first = rule in ("keep", "rebase")
+        self._adopts_first = rule.adopts_first
         self._late_takes: dict[int, int] = {}
 
     def act(self, inbox: Inbox, step: int) -> None:

@@ -13,6 +13,7 @@ import jax
 
 from diloco_jax import checkpoint, compilation
 from diloco_jax.config import Config
+from diloco_jax.core.adopt import RULES
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.validation import ValidationBatches
@@ -127,7 +128,7 @@ class Host:
     ) -> Loop:
         """The train loop, beginning at these anchors: one arrival in full for every
         fragment, in order."""
-        rule = self.config.run.sync.adopt
+        rule = RULES.find(self.config.run.sync.adopt)
         anchors = {a.fragment: a.anchor or () for a in arrivals}
         versions = [a.version for a in arrivals]
         restored = self.checkpoints.restore(

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from diloco_jax import run_files
-from diloco_jax.config import Config, ConfigError, IslandConfig, LaunchConfig, Placement
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    IslandConfig,
+    LaunchConfig,
+    Placement,
+    own_code,
+)
 from diloco_jax.launch.fleet import Slice, find_slice
 
 Backend = Literal["tpu_vm", "gke"]
@@ -119,13 +126,15 @@ def make_order(config: Config, path: str, on: Backend) -> Order:
             f"copy it to a bucket (`gcloud storage rsync -r`) and name that as "
             f"launch.data = 'gs://BUCKET/FOLDER'"
         )
-    factory = config.run.model.factory
-    if (file := factory.rpartition(".py:")[0]) and Path(f"{file}.py").exists():
-        raise ConfigError(
-            f"model.factory = {factory!r} is a file of this machine, and islands run "
-            f"what is in launch.image; install it there as a package and name it as "
-            f"'package.module:function' (docs/tpu.md, The image)"
-        )
+    for section in ("model", "sync", "outer"):
+        for name, value in own_code(getattr(config.run, section)).items():
+            if Path(value.rpartition(":")[0]).exists():
+                raise ConfigError(
+                    f"{section}.{name} = {value!r} is a file of this machine, and "
+                    f"islands run what is in launch.image; install it there as a "
+                    f"package and name it as 'package.module:name' (docs/tpu.md, The "
+                    f"image)"
+                )
     for field in ("zones", "purchase"):
         for name in getattr(settings, field):
             if name not in config.islands:

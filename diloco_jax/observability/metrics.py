@@ -15,7 +15,10 @@ CURVES = {
         *("loss", "eval_loss", "learning_rate"),
         *("median_step_seconds", "stalled_seconds", "bytes_up", "bytes_down"),
     ),
-    "merge": ("norm", "tokens", "seconds"),
+    "merge": (
+        *("norm", "tokens", "seconds"),
+        *("pairwise_cosine", "cosine_to_last", "length_ratio", "step_ratio"),
+    ),
 }
 """Fields drawn, by kind of line."""
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diloco_jax.config import Config, IslandConfig, SyncConfig
+from diloco_jax.core.codecs import CODECS
+from diloco_jax.core.codecs.codec import Codec
 from diloco_jax.planning.goodput import LATENCY_S
 from diloco_jax.planning.results import PlannedIsland, RunPlan
 
+TILE = 1 << 14
+"""Elements of a tile of a large tensor."""
 UNBALANCED = 1.15
 """Longest over shortest step from which it is said."""
 GB = 1e9
@@ -164,13 +168,19 @@ def _to_carry(
 
 
 def _smaller_codec(sync: SyncConfig) -> str:
-    smaller = {"f32": "bf16", "bf16": "int8", "int8": "int4"}
     options = [
-        f"sync.{field} = '{smaller[value]}'"
+        f"sync.{field} = '{smaller}'"
         for field in ("codec_up", "codec_down")
-        if (value := getattr(sync, field)) in smaller
+        if (smaller := _next_smaller(getattr(sync, field)))
     ]
     return f", or set {' and '.join(options)}" if options else ""
+
+
+def _next_smaller(codec: str) -> str:
+    """The largest codec of the table that makes fewer bytes, or ""."""
+    sizes = {name: Codec(name).tile_bytes(TILE) for name in (*CODECS.table, codec)}
+    smaller = [name for name in sizes if sizes[name] < sizes[codec]]
+    return max(smaller, key=lambda name: sizes[name], default="")
 
 
 def _smallest_factor(number: int) -> int:

@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from diloco_jax.config import Placement, RunConfig
+from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.store import (
     PINNED_VERSIONS,
     RETAINED_PUBLISHES,
-    outer_settings,
 )
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.core.outer import make_outer
+from diloco_jax.core.merge import RULES, measures, merging
+from diloco_jax.core.outer.optimizer import make_outer
 from diloco_jax.core.payload import PayloadLayout
 
 WIRE_CORE_SECONDS_PER_GB = 1.45
@@ -38,6 +39,9 @@ class CoordinatorPlan:
     theta: int
     anchors: int
     outer_state: int
+    merge_state: int
+    """What the merge rule keeps from merge to merge, and the last merged deltas as far
+    as they are measured."""
     publishes: int
     """Encoded ones, kept for islands that missed some."""
     merge_buffer: int
@@ -70,26 +74,32 @@ def plan_coordinator(
     params = 4 * plan.total
     fragment = 4 * max(plan.sizes)
     outer_state = _outer_state_bytes(run, plan)
+    rules = {p: merging.rule_for(p, RULES.find(run.sync.merge)) for p in plan.pieces}
     parts = {
         "theta": params,
         "anchors": params,
         "outer_state": outer_state,
         "publishes": RETAINED_PUBLISHES * sum(down),
         "merge_buffer": min(islands * sum(up), placement.merge_buffer_bytes),
-        # The merged delta, the new Theta, outer state and anchor; and every island's
-        # delta of one piece.
-        "merging": 4 * fragment + islands * 4 * max(p.size for p in plan.pieces),
+        "merge_state": sum(
+            merging.state_bytes(r, p.shape) + measures.sample_bytes(p.shape)
+            for p, r in rules.items()
+        ),
+        # The merged delta, the new Theta, outer state and anchor; and what the rule
+        # needs for one piece.
+        "merging": 4 * fragment
+        + max(merging.merging_bytes(r, islands, p.size) for p, r in rules.items()),
         "joins": PINNED_VERSIONS * params,
     }
     wire_gb = islands * (sum(up) + sum(down)) / 1e9
     wire = wire_gb * WIRE_CORE_SECONDS_PER_GB / cycle_seconds
-    merging = islands * params / 1e9 * MERGE_CORE_SECONDS_PER_GB / cycle_seconds
+    merge_cores = islands * params / 1e9 * MERGE_CORE_SECONDS_PER_GB / cycle_seconds
     return CoordinatorPlan(
         **parts,
         memory=sum(parts.values()),
         wire_cores=wire,
-        merge_cores=merging,
-        cores=math.ceil(wire + merging) + 1,
+        merge_cores=merge_cores,
+        cores=math.ceil(wire + merge_cores) + 1,
     )
 
 

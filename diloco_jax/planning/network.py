@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config import SyncConfig
-from diloco_jax.core.choices import CodecName
 from diloco_jax.simulation.fleets.bandwidth import BandwidthConfig, simulate_bandwidth
 
 LINK_UTILISATION = BandwidthConfig.link_utilisation
@@ -42,7 +41,7 @@ def island_network(
 
 
 def _rates(
-    sync: SyncConfig, codec: CodecName, params: int, pacing: float, own: float
+    sync: SyncConfig, codec: str, params: int, pacing: float, own: float
 ) -> Rates:
     paced, alone = (
         simulate_bandwidth(

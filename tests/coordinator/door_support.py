@@ -25,7 +25,7 @@ from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.store import Merged
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults

@@ -33,6 +33,14 @@ LINES = {
         "parameters_digest": "feed",
         **HERE,
     },
+    notes.Measured: {
+        "kind": "measured",
+        "fragment": 1,
+        "version": [1, 3],
+        "pairwise_cosine": 0.25,
+        "length_ratio": 0.9,
+        "step_ratio": 0.5,
+    },
     notes.Hello: {
         "kind": "hello",
         "island": "a",

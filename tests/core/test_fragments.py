@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_jax.core.choices import FragmentBy
+from diloco_jax.config import FragmentBy
 from diloco_jax.core.fragments import (
     FragmentPlan,
     digest_arrays,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.core.outer import (
+from diloco_jax.core.outer.optimizer import (
     OuterSettings,
     advance_over_publish,
     flush_step,
@@ -137,7 +137,7 @@ def test_equal_settings_compile_once() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("optimizer", "adam"), ("learning_rate", 0.0), ("momentum", 1.0)],
+    [("optimizer", "adamm"), ("learning_rate", 0.0), ("momentum", 1.0)],
 )
 def test_unfit_settings_are_named(field: str, value: object) -> None:
     fields = {"optimizer": "nesterov", "learning_rate": 0.7, field: value}

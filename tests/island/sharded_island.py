@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from diloco_jax.config import InnerConfig, IslandConfig, RunConfig, SyncConfig
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.island.device import mesh
 from diloco_jax.island.device.build import (

@@ -13,7 +13,8 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.adopt.rebase import REBASE
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece, plan_fragments, to_pieces
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.validation import ValidationBatches
@@ -109,7 +110,7 @@ def loop(built):
         name="a",
         replica=replica,
         boundary=Boundary(
-            Books([Version()] * 2, "rebase"), replica, data, network, "rebase"
+            Books([Version()] * 2, REBASE), replica, data, network, REBASE
         ),
         data=data,
         mailbox=mailbox,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import IslandConfig, SyncConfig
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.island.books import Books
 from diloco_jax.island.boundary import Boundary

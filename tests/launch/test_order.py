@@ -159,4 +159,4 @@ def test_a_model_in_a_file_that_is_here_only_is_refused(config, tmp_path):
     file.touch()
     found = refusal(with_factory(f"{file}:model"))
     assert f"model.factory = '{file}:model'" in found
-    assert "'package.module:function'" in found
+    assert "'package.module:name'" in found

@@ -138,8 +138,8 @@ def test_what_is_no_model_is_refused(tmp_path: Path, made: str, what: str) -> No
     [
         ("nowhere_xyz:make", "No module named 'nowhere_xyz'; install it"),
         ("nowhere.py:make", "there is no file .*nowhere.py; correct the path"),
-        ("json:dump_s", "json has no function 'dump_s'; did you mean 'dumps'"),
-        ("json", "names no function; write 'package.module:function' or"),
+        ("json:dump_s", "json has no 'dump_s'; did you mean 'dumps'"),
+        ("json", "it names nothing; write 'package.module:name' or"),
     ],
 )
 def test_a_factory_that_is_not_there_is_named(factory: str, what: str) -> None:

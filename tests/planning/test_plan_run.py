@@ -8,7 +8,7 @@ import pytest
 from plan_support import CONFIG, GB, HBM
 
 from diloco_jax.config import OuterConfig, Placement
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.planning.advice import advise
 from diloco_jax.planning.collectives import CollectiveSum

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from diloco_jax.config import IslandConfig, ModelConfig, RunConfig, SyncConfig
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows

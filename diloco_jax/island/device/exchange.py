@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from diloco_jax.config import AnchorMemory, SyncConfig
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout, tiles_of
 from diloco_jax.island.device.kinds import index_of, kind_of

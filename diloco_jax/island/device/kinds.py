@@ -19,9 +19,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco_jax.config import AnchorMemory, SyncConfig
-from diloco_jax.core.adopt import adopt, moved
-from diloco_jax.core.choices import AdoptRule, CodecName
-from diloco_jax.core.codec import encode_with_feedback, get_codec
+from diloco_jax.core.adopt import RULES
+from diloco_jax.core.adopt.adopting import adopt
+from diloco_jax.core.adopt.rule import moved
+from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
 from diloco_jax.core.delta import delta
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.publish import apply_publish
@@ -145,7 +146,7 @@ _kept = functools.lru_cache(maxsize=256)
 
 
 @_kept
-def _take(lies: _Lies, codec: CodecName) -> Any:
+def _take(lies: _Lies, codec: str) -> Any:
     up, at_rest, on_tiles = get_codec(codec), lies.at_rest, lies.on_tiles
 
     def take(stacked: Any, index: Any, anchor: Any, residual: Any) -> Any:
@@ -166,7 +167,7 @@ def _take(lies: _Lies, codec: CodecName) -> Any:
 
 
 @_kept
-def _advance(lies: _Lies, codec: CodecName) -> Any:
+def _advance(lies: _Lies, codec: str) -> Any:
     down, on_tiles = get_codec(codec), lies.on_tiles
 
     def advance(anchor: Any, encoded: Any) -> jax.Array:
@@ -177,7 +178,9 @@ def _advance(lies: _Lies, codec: CodecName) -> Any:
 
 
 @_kept
-def _adopt(lies: _Lies, rule: AdoptRule) -> Any:
+def _adopt(lies: _Lies, name: str) -> Any:
+    rule = RULES.find(name)
+
     def take_over(
         stacked: Any, index: Any, base: Any, anchor: Any, alpha: Any
     ) -> jax.Array:

@@ -14,7 +14,7 @@ import numpy as np
 from diloco_jax.config import Config, ConfigError, RunConfig
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.models.build import build

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -273,6 +274,7 @@ class _Emulator:
                 merge.share,
                 merged.norm,
                 merged.digest,
+                *(math.nan if m is None else m for m in merged.measures),
             )
         )
         every = self._options.evaluate_every_tokens

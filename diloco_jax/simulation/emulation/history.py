@@ -150,6 +150,7 @@ class Diary:
 MERGE_COLUMNS = (
     *("time", "tokens", "fragment", "version", "final"),
     *("contributions", "share", "norm", "digest"),
+    *("pairwise_cosine", "cosine_to_last", "length_ratio", "step_ratio"),
 )
 
 

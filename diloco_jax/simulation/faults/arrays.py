@@ -16,8 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
-from diloco_jax.core.choices import AdoptRule
-from diloco_jax.island.books import Outcome
+from diloco_jax.island.books import Facts, Outcome
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.reasons import NON_FINITE, Refusal
@@ -138,7 +137,7 @@ class DigestBody:
 
     def __init__(
         self,
-        rule: AdoptRule,
+        rule: Facts,
         adopted: Adopted,
         trained: Callable[[int, np.ndarray], None],
     ) -> None:
@@ -190,7 +189,7 @@ class DigestBody:
             local.anchor = arrival.anchor[0]
         for (publish,) in arrival.publishes:
             local.anchor = local.anchor.next(publish)
-        if self._rule == "overwrite":
+        if self._rule.loses_steps:
             local.start = self._steps
         if not keep:
             # The last take is no more in the local value, and cannot be reopened.

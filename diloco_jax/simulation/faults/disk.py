@@ -1,6 +1,6 @@
 """The coordinator's disk: log segments and snapshots in memory, which may fail.
 
-The bytes are those of `coordinator.durable`; what it does with files (segments that
+The bytes are those of `coordinator.log`; what it does with files (segments that
 rotate with every snapshot, and go once it is complete) is done here with buffers.
 """
 

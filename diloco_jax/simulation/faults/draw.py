@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from diloco_jax.config import GraceWindow
-from diloco_jax.core.choices import AdoptRule
+from diloco_jax.core.adopt import RULES
 from diloco_jax.island.hosts.following import LEAD
 from diloco_jax.simulation.faults import kinds, liveness
 from diloco_jax.simulation.faults.fault import Restart
@@ -26,8 +26,8 @@ JOIN_S = 2.0
 """Longest join, about the time until the first step."""
 CRASHES = (kinds.CoordinatorCrash, kinds.DiskFailure, kinds.TornWrite)
 """Of the coordinator, whose disk is there; half of them come with a power cut."""
-OVERWRITE_KEEPS = 0.7
-"""About the share of tokens that this rule does not lose."""
+KEPT_BY_LOSING = 0.7
+"""About the share of tokens that a rule that loses steps does not lose."""
 
 
 def draw(seed: int) -> Schedule:
@@ -37,8 +37,10 @@ def draw(seed: int) -> Schedule:
     names = "abcd"[: rng.choice([3, 3, 3, 4])]
     # Apart, so that a seed's other choices are what they were before there were any.
     hosts = random.Random(f"hosts {seed}")
-    keeps = random.Random(f"lossless {seed}").choice([True, False])
-    lossless: AdoptRule = "keep" if keeps else "rebase"
+    rules = {name: RULES.find(name).adopts_first for name in RULES.table}
+    first = [name for name, adopts_first in rules.items() if adopts_first]
+    others = [name for name, adopts_first in rules.items() if not adopts_first]
+    lossless = random.Random(f"lossless {seed}").choice(first)
     windows: list[GraceWindow] = ["alike", "overlap"]
     window = random.Random(f"window {seed}").choice(windows)
     fragments = rng.choice([1, 2, 2, 3])
@@ -60,7 +62,7 @@ def draw(seed: int) -> Schedule:
         grace=rng.choice([0.0, 0.8]),
         grace_window=window,
         max_staleness=rng.choice([0, 1, 1, 2]),
-        adopt=rng.choice([lossless, "overwrite", "blend"]),
+        adopt=rng.choice([lossless, *others]),
         outage_s=rng.choice([20.0, 110.0, 125.0]),
         transfer_s=rng.choice([0.1, 0.4, 1.2]),
         merge_s=rng.choice([0.0, 0.1, 0.8]),
@@ -81,7 +83,7 @@ def draw(seed: int) -> Schedule:
             faults.append(_draw_fault(rng, names, 1.2 * (storm_s + calm_s)))
     power = random.Random(f"power {seed}")
     faults = [_as_power_cut(power, fault) for fault in faults]
-    kept = OVERWRITE_KEEPS if schedule.adopt == "overwrite" else 1.0
+    kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
     return msgspec.structs.replace(
         schedule,
         total_tokens=int((storm_s + calm_s) * schedule.tokens_per_s * kept),

@@ -57,12 +57,12 @@ def over_within_s(schedule: Schedule) -> float:
     its last take. An island whose take is still open is not asked, but its next delta
     is the longer for it, and a take is settled by the second merge: so the steps of K
     islands, the slowest at worst, count in at least every other cycle. If islands
-    `overwrite` what they did between take and adoption, one step of a cycle may be all
+    lose what they did between take and adoption, one step of a cycle may be all
     that is left.
     """
     rates = sorted(plan.batch_size / plan.step_s for plan in schedule.islands.values())
     tokens_per_s = SEQUENCE_LENGTH * sum(rates[: schedule.quorum]) / 2
-    if schedule.adopt == "overwrite":
+    if schedule.rule.loses_steps:
         tokens_per_s /= schedule.steps_per_cycle
     anew_s = schedule.total_tokens / tokens_per_s
     return merges_within_s(schedule) + anew_s + LEASE_S + Deadlines(LEASE_S).flush_s

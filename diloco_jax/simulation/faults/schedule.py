@@ -22,7 +22,9 @@ from diloco_jax.config.fields import (
     within,
 )
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.core.choices import AdoptRule
+from diloco_jax.core.adopt import RULES
+from diloco_jax.families import check_member
+from diloco_jax.island.books import Facts
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
@@ -93,7 +95,7 @@ class Schedule(
     grace: float = 0.0
     grace_window: GraceWindow = "alike"
     max_staleness: int = 1
-    adopt: AdoptRule = "rebase"
+    adopt: str = "rebase"
     outage_s: float = 20.0
     """Seconds of data that an island holds."""
     latency_s: float = 0.05
@@ -127,6 +129,11 @@ class Schedule(
         }
         sizes = self.fragment_sizes
         return run, policy_config(run, placement, "run", sizes, batches)
+
+    @property
+    def rule(self) -> Facts:
+        """The adopt rule."""
+        return RULES.find(self.adopt)
 
     @property
     def pacing_s(self) -> float:
@@ -188,6 +195,7 @@ def _check_values(schedule: Schedule) -> None:
             f"--schedule has fragment_sizes {schedule.fragment_sizes}; each must be at "
             f"least 1"
         )
+    check_member("adopt", RULES, schedule.adopt)
     within(schedule, AT_LEAST_1, "total_tokens", "steps_per_cycle")
     within(schedule, NOT_NEGATIVE, "overlap_steps", "max_staleness")
     within(schedule, BELOW_1, "grace")

@@ -22,8 +22,9 @@ import dataclasses
 
 from diloco_jax.config import SyncConfig
 from diloco_jax.config.fields import AT_LEAST_1, Bound, check_bounds, setting
-from diloco_jax.core.choices import CodecName
-from diloco_jax.core.codec import Codec
+from diloco_jax.core.codecs import CODECS
+from diloco_jax.core.codecs.codec import Codec
+from diloco_jax.families import check_member
 from diloco_jax.simulation.fleets.checks import (
     FRAGMENTS,
     GBIT_PER_S,
@@ -38,7 +39,7 @@ PUBLISHED_DECOUPLED_GBIT_PER_S = 0.84
 PUBLISHED_SPEEDUP = "more than 20"
 """Over conventional synchronization, for 12 B parameters in four regions with links of
 2 to 5 Gbit/s."""
-GRADIENT_CODEC: CodecName = "bf16"
+GRADIENT_CODEC = "bf16"
 OVERLAP = Bound(1e-6)
 UTILISATION = Bound(1e-6, 1)
 """With them every result is finite, as JSON asks for."""
@@ -67,9 +68,7 @@ class BandwidthConfig:
         OVERLAP,
         help="tau: steps between a take and its adoption.",
     )
-    codec: CodecName = setting(
-        SyncConfig.codec_up, help="Encoding of deltas and publishes."
-    )
+    codec: str = setting(SyncConfig.codec_up, help="Encoding of deltas and publishes.")
     link_utilisation: float = setting(
         0.99, UTILISATION, help="Share of the time in which a link carries payload."
     )
@@ -96,6 +95,7 @@ class BandwidthConfig:
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
         check_bounds(self)
+        check_member("codec", CODECS, self.codec)
         cut_in_reach(self)
 
 
@@ -191,7 +191,7 @@ def simulate_bandwidth(config: BandwidthConfig) -> Bandwidth:
     )
 
 
-def _bytes_per_parameter(codec: CodecName) -> float:
+def _bytes_per_parameter(codec: str) -> float:
     """Of a large tensor."""
     elements = 1 << 20
     return Codec(codec).tile_bytes(elements) / elements

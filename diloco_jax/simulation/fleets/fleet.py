@@ -25,8 +25,9 @@ from diloco_jax.config.fields import (
     setting,
 )
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.core.choices import CodecName
-from diloco_jax.core.codec import Codec
+from diloco_jax.core.codecs import CODECS
+from diloco_jax.core.codecs.codec import Codec
+from diloco_jax.families import check_member
 from diloco_jax.observability.measures import IslandMeasure, participation
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.state import Fragment, State
@@ -71,9 +72,7 @@ class Exchange:
         NOT_NEGATIVE,
         help="tau: steps an island may do between its take and the adoption.",
     )
-    codec: CodecName = setting(
-        SyncConfig.codec_up, help="Encoding of deltas and publishes."
-    )
+    codec: str = setting(SyncConfig.codec_up, help="Encoding of deltas and publishes.")
     params: float = setting(12e9, PARAMS, help="Parameters of the model.")
     link_gbit_per_s: float = setting(
         5.0, GBIT_PER_S, help="Gbit/s of an island's link, each way."
@@ -111,6 +110,7 @@ class Exchange:
     def validate(self) -> None:
         """Raise ConfigError naming field, value and remedy."""
         check_bounds(self)
+        check_member("codec", CODECS, self.codec)
         cut_in_reach(self)
 
 

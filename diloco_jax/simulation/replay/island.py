@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
+from diloco_jax.core.adopt import RULES
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.books import Books
@@ -49,7 +50,7 @@ class ReplayedIsland:
         versions = life.begins()
         self._life, self._windows, self._published = life, windows, published
         self._moments: dict[int, list[bytes]] = {}
-        rule = run.sync.adopt
+        rule = RULES.find(run.sync.adopt)
         self._books = Books(versions, rule)
         self._books.begin()
         begin = Begin(

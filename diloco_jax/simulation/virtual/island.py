@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.config import RunConfig
+from diloco_jax.core.adopt import RULES
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.island.books import Books
 from diloco_jax.island.boundary import Boundary
@@ -293,7 +294,7 @@ class VirtualIsland:
         versions = [self._joined[f].version for f in range(fragments)]
         self._have = {f: fetched.version for f, fetched in self._joined.items()}
         self._joined = {}
-        rule = self._run.sync.adopt
+        rule = RULES.find(self._run.sync.adopt)
         books = Books(versions, rule)
         books.begin()
         self.boundary = Boundary(books, self._body, self.positions, self, rule)

@@ -1,10 +1,8 @@
-"""The outer optimizer: what a merged delta does to the global parameters.
+"""The outer step: what a merged delta does to the global parameters.
 
 One fragment at a time, a tuple of f32 piece arrays. The merged delta plays the
-gradient. With momentum mu and learning rate lr (Nesterov SGD, as in DiLoCo, arXiv
-2311.08105, and Decoupled DiLoCo, arXiv 2604.21428):
-
-    b' = mu b + d;    Theta' = Theta - lr (d + mu b')
+gradient of an optimizer of the family, behind a guard of its length and before a
+learning rate.
 """
 
 from __future__ import annotations
@@ -18,10 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from diloco_jax.core.choices import OuterName
-
-Arrays = tuple[jax.Array, ...]
-"""One f32 array per piece of a fragment."""
+from diloco_jax.core.outer import OPTIMIZERS
+from diloco_jax.core.outer.rule import Arrays, Invertible
 
 GUARD_AFTER_MERGES = 3
 
@@ -30,20 +26,21 @@ GUARD_AFTER_MERGES = 3
 class OuterSettings:
     """An outer optimizer, all values resolved. Raises ValueError if they are unfit."""
 
-    optimizer: OuterName
+    optimizer: str
+    """Name of a member of the family."""
     learning_rate: float
     momentum: float = 0.0
-    """Of "nesterov"; "sgd" ignores it."""
+    """Of those that have one."""
     warmup_merges: int = 0
     """Merges before the first one at the full learning rate; it rises in a line."""
     norm_guard: float = 0.0
     """Longest merged delta, in running means of their norms; 0 = any."""
 
     def __post_init__(self) -> None:
-        if self.optimizer not in ("sgd", "nesterov"):
-            raise ValueError(
-                f"outer.optimizer = {self.optimizer!r}; choose 'sgd' or 'nesterov'"
-            )
+        try:
+            OPTIMIZERS.find(self.optimizer)
+        except ValueError as error:
+            raise ValueError(f"outer.optimizer = {self.optimizer!r}: {error}") from None
         if not 0 <= self.momentum < 1:
             raise ValueError(
                 f"outer.momentum = {self.momentum}; choose 0 <= momentum < 1"
@@ -65,11 +62,13 @@ def make_outer(settings: OuterSettings) -> optax.GradientTransformation:
     """The optax transformation; equal settings give the same object, so that jitted
     functions that take it as a static argument compile once.
 
-    Its state is a dict: "guard" and "momentum" where there is one, and "rate".
+    Its state is a dict: "guard" where there is one, "optimizer" and "rate".
     """
-    links = [("rate", optax.scale_by_learning_rate(_learning_rate(settings)))]
-    if settings.optimizer == "nesterov":
-        links.insert(0, ("momentum", optax.trace(settings.momentum, nesterov=True)))
+    optimizer = OPTIMIZERS.find(settings.optimizer)
+    links = [
+        ("optimizer", optimizer(settings.momentum)),
+        ("rate", optax.scale_by_schedule(_learning_rate(settings))),
+    ]
     if settings.norm_guard:
         links.insert(0, ("guard", norm_guard(settings.norm_guard)))
     chain: optax.GradientTransformation = optax.named_chain(*links)
@@ -103,9 +102,10 @@ def advance_over_publish(settings: OuterSettings, state: Any, change: Arrays) ->
 
     After a crash Theta = A for the merges since the snapshot, and their deltas are
     gone. The rule: take the published change, A_v - A_{v-1}, for the optimizer's step,
-    solve that step for its delta, d = (-change / lr - mu^2 b) / (1 + mu), and advance
-    momentum, merge count and norm guard by d. Exact but for what the codec and the
-    downward error feedback moved between publishes.
+    solve that step for its delta, and advance the optimizer, the merge count and the
+    norm guard by it. Exact but for what the codec and the downward error feedback moved
+    between publishes. Where the optimizer does not say how its step is solved
+    (`is_invertible`), it and the guard stay as they were, and the merge is counted.
 
     Args:
       settings: those the state belongs to.
@@ -113,6 +113,11 @@ def advance_over_publish(settings: OuterSettings, state: Any, change: Arrays) ->
       change: A_v - A_{v-1}, one f32 array per piece.
     """
     return _advance(settings, state, change)
+
+
+def is_invertible(settings: OuterSettings) -> bool:
+    """Whether the optimizer's state follows a published change."""
+    return hasattr(OPTIMIZERS.find(settings.optimizer), "delta_of")
 
 
 class GuardState(NamedTuple):
@@ -150,11 +155,14 @@ def norm_guard(factor: float) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _advance(settings: OuterSettings, state: Any, change: Arrays) -> Any:
-    rate = _learning_rate(settings)(state["rate"].count)
-    delta = jax.tree.map(lambda c: -c / rate, change)
-    if settings.optimizer == "nesterov":
-        mu, trace = settings.momentum, state["momentum"].trace
-        delta = jax.tree.map(lambda d, b: (d - mu**2 * b) / (1 + mu), delta, trace)
+    optimizer: Any = OPTIMIZERS.find(settings.optimizer)
+    rate = state["rate"]
+    if not is_invertible(settings):
+        return {**state, "rate": rate._replace(count=rate.count + 1)}
+    invertible: Invertible = optimizer
+    lr = _learning_rate(settings)(rate.count)
+    updates = jax.tree.map(lambda c: c / lr, change)
+    delta = invertible.delta_of(updates, state["optimizer"], settings.momentum)
     return make_outer(settings).update(delta, state)[1]
 
 

@@ -1,0 +1,165 @@
+"""Members of the open families: codecs, merge rules, outer optimizers and the like.
+
+A family is a table of names. What is not in it is named by where it is, as
+"package.module:name" or "path/to/file.py:name". A member is imported when it is asked
+for, so a config is read, and refused, where JAX is not loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar, cast
+
+M = TypeVar("M")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Family(Generic[M]):
+    """The members of one family, of type `M`."""
+
+    kind: str
+    """What a member is called in messages: "codec"."""
+    table: Mapping[str, str]
+    """Where the bundled members are, by name: "package.module:name"."""
+    checker: str
+    """Where the function is that tries a member on a tiny piece, and raises what is
+    wrong with it. It is for members from outside: the table's have tests."""
+    otherwise: str = ""
+    """Where the function is that makes a member of a name outside the table."""
+
+    def find(self, name: str) -> M:
+        """The member of that name.
+
+        Raises:
+          ValueError: there is none; or its file cannot be executed.
+        """
+        return cast(M, _find(self, name))
+
+    def check(self, name: str) -> None:
+        """Tries the member that is named, unless it is in the table.
+
+        Raises:
+          ValueError: there is none, or it is unfit; names the line at fault.
+        """
+        if name in self.table:
+            return
+        member = self.find(name)
+        try:
+            load(self.checker)(member)
+        except Exception as error:
+            where = (_line(error, name) or _defined(member)) if ":" in name else ""
+            raise ValueError(f"{where}{said(error)}") from error
+
+
+@functools.cache
+def _find(family: Family[Any], name: str) -> Any:
+    if name in family.table:
+        return load(family.table[name])
+    if ":" in name:
+        return load(name)
+    if family.otherwise:
+        return load(family.otherwise)(name)
+    raise ValueError(
+        f"no {family.kind} {name!r}{suggest(name, family.table)}; choose from "
+        f"{', '.join(family.table)}, or name your own as 'path/to/file.py:name'"
+    )
+
+
+def load(reference: str) -> Any:
+    """What "package.module:name" or "path/to/file.py:name" names.
+
+    Raises:
+      ValueError: module, file or name is not there, or the file cannot be executed.
+    """
+    place, _, name = reference.rpartition(":")
+    if not place or not name:
+        raise ValueError(
+            "it names nothing; write 'package.module:name' or 'path/to/file.py:name'"
+        )
+    module = _execute(_file(place)) if place.endswith(".py") else _import(place, name)
+    if not hasattr(module, name):
+        known = [other for other in vars(module) if not other.startswith("_")]
+        raise ValueError(f"{place} has no {name!r}{suggest(name, known)}")
+    return getattr(module, name)
+
+
+def said(error: Exception) -> str:
+    """An exception in one line."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}{f': {lines[0]}' if lines else ''}"
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` or the empty string."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _file(place: str) -> Path:
+    path = Path(place).expanduser().absolute()
+    if not path.is_file():
+        raise ValueError(
+            f"there is no file {path}; correct the path, which counts from where the "
+            f"command is given"
+        )
+    return path
+
+
+def _import(place: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{error}; install it, put its folder on PYTHONPATH, or give "
+            f"'path/to/file.py:{name}'"
+        ) from error
+
+
+@functools.cache
+def _execute(path: Path) -> ModuleType:
+    """A file as a module, once."""
+    name = f"diloco_file_{path}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "what ends in .py is a module"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look up the module that they are in.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        line = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
+        where = line or _line(error, f"{path}:")
+        raise ValueError(f"{path} cannot be executed: {where}{said(error)}") from error
+    return module
+
+
+def _line(error: Exception, reference: str) -> str:
+    """Where in the file that is named the error came from, or ""."""
+    place = reference.rpartition(":")[0]
+    path = str(Path(place).expanduser().absolute())
+    if not place.endswith(".py") and place in sys.modules:
+        path = str(getattr(sys.modules[place], "__file__", ""))
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
+    return f"line {lines[-1]}: " if lines else ""
+
+
+def _defined(member: Any) -> str:
+    """In which line of its file a member begins, or ""."""
+    try:
+        found = member if inspect.isfunction(member) else type(member)
+        return f"line {inspect.getsourcelines(found)[1]}: "
+    except (OSError, TypeError):
+        return ""

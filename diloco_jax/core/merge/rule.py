@@ -1,0 +1,108 @@
+"""The three kinds of merge rules; a member of the family is one of them.
+
+- `Fold` sees one delta at a time: memory does not grow with the islands.
+- `Elementwise` sees the same elements of all deltas, a block of them at a time.
+- `Whole` sees all deltas of a piece, uncut.
+
+All methods are pure functions of arrays that `jax.jit` can trace. Weights are shares:
+they are not negative, and their sum is 1. A rule need not inherit from these classes,
+which only have what most rules say alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import jax
+
+Shape = tuple[int, ...]
+State = Any
+"""What a rule keeps of a piece from merge to merge: a pytree of arrays."""
+
+
+class Described(Protocol):
+    """What every rule says of itself."""
+
+    needs: Literal["fold", "elementwise", "whole"]
+    keeps_length: bool = False
+    """A merged delta is as long as the deltas are, however little they agree: the
+    presets of the outer optimizer go by it."""
+    keeps_equal: bool = True
+    """Deltas that are equal are merged to that very delta."""
+    embeddings_by_mean: bool = True
+    """Pieces with a vocabulary axis are merged by the weighted mean."""
+    flush_by_mean: bool = True
+    """So is everything in the last merge of a run."""
+    extra_copies: int = 0
+    """f32 arrays as large as a piece that a merge needs beside the deltas: for
+    `diloco plan`."""
+
+
+class Fold(Described, Protocol):
+    """Sums over the deltas: `finish(add(add(init, d1, w1), d2, w2), share)`."""
+
+    needs: Literal["fold"] = "fold"
+
+    def start(self, shape: Shape) -> State:
+        """The state before the first merge, also of a new term."""
+        return ()
+
+    def recovered(self, state: State, change: jax.Array) -> State:
+        """The state after a merge that is known by its published change alone: those
+        between the last snapshot and a crash."""
+        return state
+
+    def init(self, shape: Shape) -> Any:
+        """The sums of no deltas, a pytree."""
+
+    def add(self, sums: Any, delta: jax.Array, weight: jax.Array, state: State) -> Any:
+        """The sums with one delta, f32[shape], more."""
+
+    def finish(
+        self, sums: Any, share: jax.Array, state: State
+    ) -> tuple[jax.Array, State]:
+        """(`share` times the merged delta, the state for the next merge)."""
+
+    def cancelled(self, sums: Any) -> jax.Array | None:
+        """Whether what `finish` returns is of no use, and the mean is to be taken; None
+        if it never is."""
+        return None
+
+    def direction_square(self, sums: Any) -> jax.Array | None:
+        """|sum of w unit(d)|^2, if it can be told from the sums."""
+        return None
+
+
+class Elementwise(Described, Protocol):
+    """Merges blocks of `M` deltas; keeps no state."""
+
+    needs: Literal["elementwise"] = "elementwise"
+
+    def merge(
+        self, deltas: jax.Array, weights: jax.Array, share: jax.Array
+    ) -> jax.Array:
+        """f32[M, ...], f32[M] -> f32[...]: `share` times the merged elements."""
+
+
+class Whole(Described, Protocol):
+    """Merges whole pieces of `M` deltas."""
+
+    needs: Literal["whole"] = "whole"
+
+    def start(self, shape: Shape) -> State:
+        """The state before the first merge, also of a new term."""
+        return ()
+
+    def recovered(self, state: State, change: jax.Array) -> State:
+        """The state after a merge that is known by its published change alone: those
+        between the last snapshot and a crash."""
+        return state
+
+    def merge(
+        self, deltas: jax.Array, weights: jax.Array, share: jax.Array, state: State
+    ) -> tuple[jax.Array, State]:
+        """f32[M, *shape], f32[M] -> (`share` times the merged delta f32[shape], the
+        state for the next merge)."""
+
+
+MergeRule = Fold | Elementwise | Whole

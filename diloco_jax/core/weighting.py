@@ -1,0 +1,59 @@
+"""Weightings: how much a delta counts in a merge, by its tokens and inner steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from diloco_jax.core.members import Family
+
+
+class Weighting(Protocol):
+    """A member of the family: a function."""
+
+    def __call__(self, tokens: int, steps: int) -> float:
+        """The weight, finite and above 0, of a delta with so many of both, each at
+        least 1; only ratios of weights matter."""
+
+
+WEIGHTINGS: Family[Weighting] = Family(
+    kind="weighting",
+    table={
+        "tokens": "diloco_jax.core.weighting:tokens",
+        "tokens_times_rate": "diloco_jax.core.weighting:tokens_times_rate",
+        "uniform": "diloco_jax.core.weighting:uniform",
+    },
+    checker="diloco_jax.core.weighting:check",
+)
+
+
+def weight(weighting: Weighting, tokens: int, steps: int) -> float:
+    """Weight of a delta that holds so many tokens and inner steps; 0 if it is empty."""
+    return weighting(tokens, steps) if steps > 0 and tokens > 0 else 0.0
+
+
+def tokens(tokens: int, steps: int) -> float:
+    """Its tokens."""
+    return float(tokens)
+
+
+def tokens_times_rate(tokens: int, steps: int) -> float:
+    """tokens * (tokens / steps), quantity times quality: as in Decoupled DiLoCo (arXiv
+    2604.21428)."""
+    return tokens * (tokens / steps)
+
+
+def uniform(tokens: int, steps: int) -> float:
+    """The same for every island."""
+    return 1.0
+
+
+def check(weighting: Weighting) -> None:
+    """Tries a weighting from outside the package; raises what is wrong with it."""
+    for tokens, steps in ((1, 1), (600, 3), (10**12, 10**6)):
+        found = weighting(tokens, steps)
+        if not isinstance(found, int | float) or not 0 < found < math.inf:
+            raise ValueError(
+                f"it gives {found!r} to a delta of {tokens} tokens in {steps} steps; a "
+                f"weight is a finite number above 0"
+            )
