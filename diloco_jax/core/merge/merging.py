@@ -195,7 +195,7 @@ def _fold(
     rule: Fold, deltas: Deltas, weights: list[float], share: float, state: State
 ) -> MergedPiece:
     sums = _init(rule, deltas.shape)
-    squares = []
+    squares: list[jax.Array] = []
     for island, weight in enumerate(weights):
         if island > 1:
             # Else deltas would be decoded far ahead of the sums, all of them in memory.
