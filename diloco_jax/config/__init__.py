@@ -20,7 +20,7 @@ from diloco_jax.config.model import ModelConfig
 from diloco_jax.config.outer import OuterConfig
 from diloco_jax.config.placement import Placement
 from diloco_jax.config.run import RunConfig
-from diloco_jax.config.sync import GraceWindow, PartialMerges, SyncConfig
+from diloco_jax.config.sync import FragmentBy, GraceWindow, PartialMerges, SyncConfig
 from diloco_jax.errors import ConfigError, suggest
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "FragmentBy",
     "GraceWindow",
     "InnerConfig",
     "IslandConfig",

@@ -27,6 +27,7 @@ from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.store import Merged
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.core.merge.measures import MergeMeasures
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
@@ -83,9 +84,12 @@ class Store:
             theta={},
             anchor={},
             outer_state=None,
+            merge_state=(),
             payload=b"",
             digest="d",
             norm=1.0,
+            measures=MergeMeasures(),
+            sample=(),
         )
 
     def commit(self, fragment: int, merged: Merged) -> None:
