@@ -65,8 +65,8 @@ def check_member(field: str, family: Family[Any], name: str) -> None:
 
 @functools.cache
 def _try(named: Named, folder: str) -> str:
-    """What is wrong with the first of these members that fails, or "". folder: the one
-    that their paths count from."""
+    """Try these members; return the message about the first that fails, or "". folder:
+    the one that their paths count from."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "diloco_jax.families", json.dumps(named)],

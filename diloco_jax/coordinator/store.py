@@ -66,7 +66,7 @@ class Merged(NamedTuple):
     """Length of the merged delta."""
     measures: MergeMeasures
     sample: tuple[Sample, ...]
-    """Of the merged delta, by piece."""
+    """Sampled tiles of the merged delta, by piece."""
 
 
 @dataclasses.dataclass

@@ -28,7 +28,7 @@ class Family(Generic[M]):
     """The members of one family, of type `M`."""
 
     kind: str
-    """What a member is called in messages: "codec"."""
+    """The word for a member in messages: "codec"."""
     table: Mapping[str, str]
     """Where the bundled members are, by name: "package.module:name"."""
     checker: str
@@ -76,7 +76,7 @@ def _find(family: Family[Any], name: str) -> Any:
 
 
 def load(reference: str) -> Any:
-    """What "package.module:name" or "path/to/file.py:name" names.
+    """Import what "package.module:name" or "path/to/file.py:name" names.
 
     Raises:
       ValueError: module, file or name is not there, or the file cannot be executed.

@@ -44,7 +44,7 @@ Adoption = Literal["none", "adopted", "kept"]
 
 
 class Facts(Protocol):
-    """What an adopt rule says of itself (`core/adopt/rule.py`)."""
+    """The facts that an adopt rule states about itself (`core/adopt/rule.py`)."""
 
     @property
     def adopts_first(self) -> bool:

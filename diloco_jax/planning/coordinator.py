@@ -40,8 +40,7 @@ class CoordinatorPlan:
     anchors: int
     outer_state: int
     merge_state: int
-    """What the merge rule keeps from merge to merge, and the last merged deltas as far
-    as they are measured."""
+    """State of the merge rule, and the measured tiles of the last merged deltas."""
     publishes: int
     """Encoded ones, kept for islands that missed some."""
     merge_buffer: int

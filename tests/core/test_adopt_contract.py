@@ -1,4 +1,4 @@
-"""What every adopt rule must hold to, by what it says of itself."""
+"""The contract of every adopt rule, by the facts that it states."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""What every codec must hold to."""
+"""The contract of every codec."""
 
 import json
 import os

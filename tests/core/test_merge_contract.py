@@ -1,4 +1,4 @@
-"""What every merge rule must hold to."""
+"""The contract of every merge rule."""
 
 import weakref
 from collections.abc import Iterator, Sequence
@@ -103,7 +103,7 @@ def test_deltas_of_zero_move_nothing(rule) -> None:
 
 
 def test_rules_that_say_so_keep_the_length_and_others_do_not(rule) -> None:
-    """Of deltas that are orthogonal."""
+    """The deltas are orthogonal."""
     deltas = list(np.eye(16, dtype=np.float32).reshape(16, 4, 4)[:8])
     length = float(jnp.linalg.norm(merge_deltas(deltas, [1] * 8, rule)))
     assert (length == pytest.approx(1, rel=1e-4)) == rule.keeps_length

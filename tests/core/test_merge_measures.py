@@ -37,7 +37,7 @@ def drawn(seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[list]:
 def measured(
     pieces: list[list], rule: str, last: list | None = None, rate: float = 0.5
 ) -> tuple[MergeMeasures, Measuring]:
-    """Of merges by that rule, and an outer step of that rate."""
+    """Merge by that rule, take an outer step of that rate, and measure both."""
     measuring, before, after = Measuring(WEIGHTS), [], []
     for deltas in pieces:
         merged = merge_piece(RULES.find(rule), Plain(deltas), WEIGHTS)

@@ -1,4 +1,4 @@
-"""What every outer optimizer must hold to."""
+"""The contract of every outer optimizer."""
 
 from typing import Any
 

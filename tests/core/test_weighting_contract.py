@@ -1,4 +1,4 @@
-"""What every weighting must hold to."""
+"""The contract of every weighting."""
 
 import math
 

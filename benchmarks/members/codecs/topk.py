@@ -27,7 +27,7 @@ class TopK:
         return _kept(elements) * (2 + _index(elements).itemsize)
 
     def encode(self, tiles: jax.Array) -> jax.Array:
-        """What is not finite counts as largest of all, so that it is seen."""
+        """Keeps the largest, and values that are not finite before them."""
         elements = tiles.shape[-1]
         size = jnp.where(jnp.isfinite(tiles), jnp.abs(tiles), jnp.inf)
         one = jnp.arange(elements).reshape((1,) * (tiles.ndim - 1) + (elements,))

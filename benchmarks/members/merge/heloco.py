@@ -31,7 +31,7 @@ DOUBT = 3.0
 
 
 class Memory(NamedTuple):
-    """Of one piece."""
+    """The state of one piece."""
 
     momentum: jax.Array
     """f32[shape]."""

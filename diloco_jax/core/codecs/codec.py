@@ -50,11 +50,11 @@ class Codec:
     """One way to write f32 arrays as bytes. Hashable: a static argument of a jit."""
 
     name: str
-    """Of the member, as a config has it."""
+    """The member's name, as a config has it."""
 
     @property
     def member(self) -> TileCodec:
-        """What encodes tiles."""
+        """The member of the family, which encodes tiles."""
         return CODECS.find(self.name)
 
     def tile_bytes(self, elements: int) -> int:

@@ -46,7 +46,7 @@ class Measuring:
         """weights: those of the deltas."""
         total = math.fsum(weights)
         self.sample: list[Sample] = []
-        """Of the merged delta, by piece."""
+        """Sampled tiles of the merged delta, by piece."""
         self._weights = np.array(weights) / total
         self._squares = np.zeros(len(weights))
         self._norms: list[float] = []
@@ -123,7 +123,7 @@ def sampled(deltas: Deltas, island: int) -> npt.NDArray[np.float32]:
 
 
 def sample_bytes(shape: tuple[int, ...]) -> int:
-    """Of the sampled tiles of an array of f32."""
+    """Bytes of the sampled tiles of an array of f32."""
     grid = TileGrid.of(shape)
     return 4 * grid.elements * math.ceil(math.prod(grid.grid) / SAMPLED)
 

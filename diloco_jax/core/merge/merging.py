@@ -39,7 +39,7 @@ class Deltas(Protocol):
 
     @property
     def shape(self) -> Shape:
-        """Of each delta."""
+        """The shape of each delta."""
 
     def __len__(self) -> int: ...
 
@@ -79,7 +79,7 @@ class Plain:
 
     @property
     def shape(self) -> Shape:
-        """Of each."""
+        """The shape of each."""
         return tuple(self.arrays[0].shape)
 
     def __len__(self) -> int:
@@ -96,12 +96,12 @@ class Plain:
 
 
 class MergedPiece(NamedTuple):
-    """What became of one piece."""
+    """A merged piece."""
 
     delta: jax.Array
     """f32[shape]."""
     state: State
-    """Of the rule, for the next merge."""
+    """The rule's state, for the next merge."""
     squares: list[jax.Array]
     """f32 by island: sum of the squares of its delta."""
     direction_square: jax.Array | None
@@ -166,17 +166,17 @@ def rule_for(piece: Piece, rule: MergeRule, *, final: bool = False) -> MergeRule
 
 
 def start(rule: MergeRule, shape: Shape) -> State:
-    """What a rule knows of a piece before the first merge."""
+    """The state of a rule before the first merge of a piece."""
     return () if rule.needs == "elementwise" else rule.start(shape)
 
 
 def recovered(rule: MergeRule, state: State, change: jax.Array) -> State:
-    """What it knows after a merge of which only the published change is left."""
+    """The state after a merge of which only the published change is left."""
     return state if rule.needs == "elementwise" else rule.recovered(state, change)
 
 
 def state_bytes(rule: MergeRule, shape: Shape) -> int:
-    """Of the rule's state of a piece."""
+    """Bytes of a rule's state of a piece."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda: start(rule, shape)))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -276,7 +276,7 @@ def _merge_whole(
 
 
 def _required(merged: jax.Array, shape: Shape) -> jax.Array:
-    """What a rule made, which must be a delta."""
+    """Return what a rule made; ValueError if it is no delta of that shape."""
     if (merged.shape, merged.dtype) != (shape, jnp.float32):
         raise ValueError(
             f"a merge rule made {merged.dtype}{list(merged.shape)} of deltas of float32"

@@ -72,7 +72,7 @@ class Rda(Fold):
         return sums.total * factor, state
 
     def cancelled(self, sums: Sums) -> jax.Array:
-        """Whether the deltas cancel or are zero."""
+        """True where the deltas cancel or are zero."""
         length = jnp.sqrt(self.direction_square(sums))
         return length <= CANCELLED * sums.directed_weight
 

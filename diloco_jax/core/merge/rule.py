@@ -17,11 +17,11 @@ import jax
 
 Shape = tuple[int, ...]
 State = Any
-"""What a rule keeps of a piece from merge to merge: a pytree of arrays."""
+"""A pytree of arrays that a rule keeps of a piece from merge to merge."""
 
 
 class Described(Protocol):
-    """What every rule says of itself."""
+    """The facts that every rule states about itself."""
 
     needs: Literal["fold", "elementwise", "whole"]
     keeps_length: bool = False
@@ -64,8 +64,8 @@ class Fold(Described, Protocol):
         """(`share` times the merged delta, the state for the next merge)."""
 
     def cancelled(self, sums: Any) -> jax.Array | None:
-        """Whether what `finish` returns is of no use, and the mean is to be taken; None
-        if it never is."""
+        """True where `finish` has no usable result and the mean must be taken; None if
+        it always has one."""
         return None
 
     def direction_square(self, sums: Any) -> jax.Array | None:

@@ -15,7 +15,7 @@ MOMENTA = ("momentum", "b1")
 
 
 def find(name: str) -> OuterOptimizer:
-    """What makes the optimizer: `outer.momentum` is its `momentum` or its `b1`, all
+    """Find an optimizer of optax. `outer.momentum` is its `momentum` or its `b1`; all
     else is as optax has it.
 
     Raises:

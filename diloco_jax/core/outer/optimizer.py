@@ -30,7 +30,7 @@ class OuterSettings:
     """Name of a member of the family."""
     learning_rate: float
     momentum: float = 0.0
-    """Of those that have one."""
+    """Ignored by optimizers that have none."""
     warmup_merges: int = 0
     """Merges before the first one at the full learning rate; it rises in a line."""
     norm_guard: float = 0.0
@@ -116,7 +116,7 @@ def advance_over_publish(settings: OuterSettings, state: Any, change: Arrays) ->
 
 
 def is_invertible(settings: OuterSettings) -> bool:
-    """Whether the optimizer's state follows a published change."""
+    """True if the optimizer's state follows a published change."""
     return hasattr(OPTIMIZERS.find(settings.optimizer), "delta_of")
 
 
