@@ -26,7 +26,7 @@ from differential_names import (
     STATES,
     Hooked,
 )
-from differential_values import PACKAGE, encode, find, found, text
+from differential_values import PACKAGE, encode, found, text
 
 SCHEDULE, CONSTANT = "schedule", "constant"
 
@@ -66,9 +66,9 @@ class Recorder:
         self._count = 0
         self._known: dict[int, tuple[Any, int]] = {}
         """Objects and the calls that made them, by id; kept, so that ids are."""
-        kinds = [kind for name in STATES if (kind := find(name)) is not None]
-        kinds += [kind for h in CLASSES.values() if (kind := found(h.places))]
-        constants = [kind for name in CONSTANTS if (kind := find(name)) is not None]
+        kinds = [kind for name in STATES if (kind := found(name)) is not None]
+        kinds += [kind for h in CLASSES.values() if (kind := found(h.place))]
+        constants = [kind for name in CONSTANTS if (kind := found(name)) is not None]
         self._results = dict.fromkeys(kinds, self._made)
         self._values: dict[type, Callable[[Any], Any]] = {
             **dict.fromkeys(kinds, self._reference),
@@ -92,8 +92,8 @@ class Recorder:
             replaced.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
 
-        for name, places in FUNCTIONS.items():
-            if (function := found(places)) is not None:
+        for name, place in FUNCTIONS.items():
+            if (function := found(place)) is not None:
                 hook = self._hook(name, function)
                 for module in [
                     m for n, m in sys.modules.items() if n.startswith(PACKAGE)
@@ -102,7 +102,7 @@ class Recorder:
                         if value is function:
                             replace(module, attribute, hook)
         for name, hooked in CLASSES.items():
-            if (kind := found(hooked.places)) is not None:
+            if (kind := found(hooked.place)) is not None:
                 for method, function in methods_of(kind).items():
                     hook = self._hook(f"{name}.{method}", function, hooked)
                     is_property = isinstance(vars(kind)[method], property)

@@ -13,7 +13,7 @@ from typing import Any
 
 from differential_names import CLASSES, EVENTS, FUNCTIONS, REPLACED, STATES, Call
 from differential_record import CONSTANT, SCHEDULE
-from differential_values import decode, encode, find, found, met, renamed, text
+from differential_values import decode, encode, found, met, renamed, text
 
 Line = list[Any]
 DIFFERENCES_SHOWN = 3
@@ -43,6 +43,12 @@ class Compared:
         if self.differences.total() < DIFFERENCES_SHOWN:
             self.shown.append(what)
         self.differences[name] += 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether everything that must be compared is, and is equal."""
+        missing = self.not_compared.keys() & set(EVENTS)
+        return bool(self.events and not missing and not self.differences)
 
     def __str__(self) -> str:
         lines = [
@@ -115,8 +121,8 @@ class _Schedule:
         self._seed, self._compared = seed, compared
         self._made: list[Any] = []
         """By number of the call; None: by none that was done."""
-        kinds = [kind for name in STATES if (kind := find(name)) is not None]
-        kinds += [kind for h in CLASSES.values() if (kind := found(h.places))]
+        kinds = [kind for name in STATES if (kind := found(name)) is not None]
+        kinds += [kind for h in CLASSES.values() if (kind := found(h.place))]
         self._results = dict.fromkeys(kinds, self._result)
         self._now: Any = None
         """What the call that is done has made."""
@@ -214,7 +220,7 @@ def _function(name: str, args: Sequence[Any]) -> Callable[..., Any] | None:
     if name in FUNCTIONS:
         return found(FUNCTIONS[name])
     kind_name, _, method = name.partition(".")
-    kind = found(CLASSES[kind_name].places)
+    kind = found(CLASSES[kind_name].place)
     if method == "__init__":
         return kind
     member = getattr(kind, method, None)

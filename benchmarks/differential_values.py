@@ -148,9 +148,10 @@ def find(name: str) -> Any:
         return None
 
 
-def found(places: tuple[str, ...]) -> Any:
-    """What stands at the first of these places where anything does, or None."""
-    return next((thing for place in places if (thing := find(place))), None)
+def found(place: str) -> Any:
+    """What stands at a place of the other commit, here or there, or None."""
+    here = find(new_name(place))
+    return find(place) if here is None else here
 
 
 @functools.cache
