@@ -9,10 +9,9 @@ value into the words of this checkout, in this order:
 3. `NEW_RESULTS` is the same for the values that this checkout returns, where both
    sides can only meet in the middle (one message to each island for one effect).
 
-`FUNCTIONS` and `CLASSES` say what is recorded and replayed: by a name that stays, the
-place where the other commit has it; `NAMES` holds for places, too. Something that is
-not here any more is listed as not compared, unless `REPLACED` has a function that does
-as it did. All names are without `diloco_jax.`.
+`FUNCTIONS` and `CLASSES` say what is recorded and replayed: by a name that stays, all
+places where it has been, the newest first. Something that has no place any more is
+listed as not compared, unless `REPLACED` has a function that does as it did.
 """
 
 from __future__ import annotations
@@ -30,12 +29,13 @@ class Call(NamedTuple):
 
 
 Value = dict[str, Any]
-"""An object as JSON: its fields, and module and name of its class at the key ""."""
+"""An object as JSON: its fields, and its class (module.Class, without `diloco_jax.`)
+at the key ""."""
 Rewrite = Callable[[Value, Call], Value | list[Value]]
 
 NAMES: Mapping[str, str] = {}
-"""Old package, module, class or function to new one, as in {"policy": "protocol",
-"policy.events.AskTake": "protocol.messages.TakeRequest"}; the longest that fits."""
+"""Old module or class to new one: {"policy.events.AskTake": "protocol.messages.Ask"}.
+The longest that fits counts."""
 FIELDS: Mapping[str, Mapping[str, str | None]] = {}
 """By old class, old field to new one; None: there is no such field any more."""
 REWRITES: Mapping[str, Rewrite] = {}
@@ -49,38 +49,39 @@ class Hooked(NamedTuple):
     are called from outside. ports: parameters of its constructor that it calls; these
     calls are recorded, too."""
 
-    place: str
+    places: tuple[str, ...]
     ports: tuple[str, ...] = ()
 
 
-FUNCTIONS: Mapping[str, str] = {
-    "step": "policy.policy.step",
-    "next_deadline": "policy.policy.next_deadline",
-    "initial": "policy.state.initial",
-    "recover": "policy.recovery.recover",
-    "new_term.begin": "policy.gathering.begin",
-    "new_term.step": "policy.gathering.step",
-    "new_term.next_deadline": "policy.gathering.next_deadline",
-    "new_term.first_state": "policy.gathering.first_state",
+FUNCTIONS: Mapping[str, tuple[str, ...]] = {
+    "step": ("policy.policy.step",),
+    "next_deadline": ("policy.policy.next_deadline",),
+    "initial": ("policy.state.initial",),
+    "recover": ("policy.recovery.recover",),
+    "new_term.begin": ("policy.gathering.begin",),
+    "new_term.step": ("policy.gathering.step",),
+    "new_term.next_deadline": ("policy.gathering.next_deadline",),
+    "new_term.first_state": ("policy.gathering.first_state",),
 }
 CLASSES: Mapping[str, Hooked] = {
-    "Mailbox": Hooked("island.mailbox.Mailbox"),
-    "Inbound": Hooked("island.network.inbound.Inbound", ports=("targets",)),
-    "LiveDecisions": Hooked("island.decisions.LiveDecisions", ports=("save_due",)),
-    "Ahead": Hooked("island.decisions.Ahead"),
-    "Pace": Hooked("island.pace.Pace"),
-    "Books": Hooked("island.books.Books"),
+    "Mailbox": Hooked(("island.mailbox.Mailbox",)),
+    "Inbound": Hooked(("island.network.inbound.Inbound",), ports=("targets",)),
+    "LiveDecisions": Hooked(("island.decisions.LiveDecisions",), ports=("save_due",)),
+    "Ahead": Hooked(("island.decisions.Ahead",)),
+    "Pace": Hooked(("island.pace.Pace",)),
+    "Books": Hooked(("island.books.Books",)),
     "Boundary": Hooked(
-        "island.boundary.Boundary", ports=("arrays", "data", "outgoing")
+        ("island.boundary.Boundary",), ports=("arrays", "data", "outgoing")
     ),
 }
 EVENTS = ("step", "new_term.step")
 """Functions whose calls are events, and whose results are effects."""
 STATES = ("policy.state.State", "policy.gathering.Gathering")
-"""Classes of what is remembered between calls: not compared, only handed on."""
+"""What is remembered between calls: never compared, only handed on. All names that
+these classes have had."""
 CONSTANTS = ("policy.state.PolicyConfig", "config.RunConfig")
-"""Classes of what is the same in many calls, and written once."""
-PLAY_SEED = "simulation.faults.play.play_seed"
-LOAD_CONFIG = "loading.load_config"
+"""What is the same in many calls, and written once. Likewise."""
+PLAY_SEED = ("simulation.faults.play.play_seed",)
+LOAD_CONFIG = ("loading.load_config",)
 OVERRIDES: Mapping[str, str] = {}
 """Options of `diloco emulate`, old to new, for emulations of this checkout."""

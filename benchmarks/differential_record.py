@@ -1,6 +1,7 @@
 """Every call into the decisions, written down while random fault schedules are played.
 
-One line of JSON for each: [name, arguments, calls of ports, result], in their order.
+One line of JSON for each: [name, arguments, calls of ports, result], in their order,
+after one that says of what code they are.
 What is remembered between calls (a state, an object) is known by the number of the call
 that made it, so that no state need ever be translated.
 """
@@ -26,9 +27,9 @@ from differential_names import (
     STATES,
     Hooked,
 )
-from differential_values import PACKAGE, encode, found, text
+from differential_values import PACKAGE, code_digest, encode, find, found, text
 
-SCHEDULE, CONSTANT = "schedule", "constant"
+CODE, SCHEDULE, CONSTANT = "code", "schedule", "constant"
 
 
 def record(seeds: range, path: Path) -> None:
@@ -36,6 +37,7 @@ def record(seeds: range, path: Path) -> None:
     play_seed = found(PLAY_SEED)
     part = path.with_suffix(".part")
     with gzip.open(part, "wt", compresslevel=1) as file:
+        file.write(text([CODE, code_digest()]) + "\n")
         recorder = Recorder(file)
         with recorder.hooked():
             for seed in seeds:
@@ -66,9 +68,9 @@ class Recorder:
         self._count = 0
         self._known: dict[int, tuple[Any, int]] = {}
         """Objects and the calls that made them, by id; kept, so that ids are."""
-        kinds = [kind for name in STATES if (kind := found(name)) is not None]
-        kinds += [kind for h in CLASSES.values() if (kind := found(h.place))]
-        constants = [kind for name in CONSTANTS if (kind := found(name)) is not None]
+        kinds = [kind for name in STATES if (kind := find(name)) is not None]
+        kinds += [kind for h in CLASSES.values() if (kind := found(h.places))]
+        constants = [kind for name in CONSTANTS if (kind := find(name)) is not None]
         self._results = dict.fromkeys(kinds, self._made)
         self._values: dict[type, Callable[[Any], Any]] = {
             **dict.fromkeys(kinds, self._reference),
@@ -92,8 +94,8 @@ class Recorder:
             replaced.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
 
-        for name, place in FUNCTIONS.items():
-            if (function := found(place)) is not None:
+        for name, places in FUNCTIONS.items():
+            if (function := found(places)) is not None:
                 hook = self._hook(name, function)
                 for module in [
                     m for n, m in sys.modules.items() if n.startswith(PACKAGE)
@@ -102,7 +104,7 @@ class Recorder:
                         if value is function:
                             replace(module, attribute, hook)
         for name, hooked in CLASSES.items():
-            if (kind := found(hooked.place)) is not None:
+            if (kind := found(hooked.places)) is not None:
                 for method, function in methods_of(kind).items():
                     hook = self._hook(f"{name}.{method}", function, hooked)
                     is_property = isinstance(vars(kind)[method], property)

@@ -12,8 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from differential_names import CLASSES, EVENTS, FUNCTIONS, REPLACED, STATES, Call
-from differential_record import CONSTANT, SCHEDULE
-from differential_values import decode, encode, found, met, renamed, text
+from differential_record import CODE, CONSTANT, SCHEDULE
+from differential_values import (
+    code_digest,
+    decode,
+    encode,
+    find,
+    found,
+    met,
+    renamed,
+    text,
+)
 
 Line = list[Any]
 DIFFERENCES_SHOWN = 3
@@ -74,11 +83,15 @@ def lines(path: Path) -> Iterator[Line]:
 def replay(path: Path) -> Compared:
     """Does all recorded calls and compares what they return and call."""
     compared = Compared()
-    replayed = _Schedule(0, compared)
+    # What this very code has recorded is in its words.
+    is_own = next(lines(path)) == [CODE, code_digest()]
+    replayed = _Schedule(0, compared, is_own=is_own)
     for line in lines(path):
         if line[0] == SCHEDULE:
             compared.schedules += 1
-            replayed = _Schedule(line[1], compared)
+            replayed = _Schedule(line[1], compared, is_own=is_own)
+        elif line[0] == CODE:
+            continue
         else:
             replayed.play(line)
     return compared
@@ -117,12 +130,14 @@ def _events(path: Path) -> Iterator[tuple[int, list[Any]]]:
 
 
 class _Schedule:
-    def __init__(self, seed: int, compared: Compared) -> None:
+    def __init__(self, seed: int, compared: Compared, *, is_own: bool) -> None:
+        self._renamed = _as_it_is if is_own else renamed
+        self._met = _as_it_is if is_own else met
         self._seed, self._compared = seed, compared
         self._made: list[Any] = []
         """By number of the call; None: by none that was done."""
-        kinds = [kind for name in STATES if (kind := found(name)) is not None]
-        kinds += [kind for h in CLASSES.values() if (kind := found(h.place))]
+        kinds = [kind for name in STATES if (kind := find(name)) is not None]
+        kinds += [kind for h in CLASSES.values() if (kind := found(h.places))]
         self._results = dict.fromkeys(kinds, self._result)
         self._now: Any = None
         """What the call that is done has made."""
@@ -132,14 +147,14 @@ class _Schedule:
         """Does one call again."""
         if line[0] == CONSTANT:
             before = Call(CONSTANT, (), None)
-            self._made.append(decode(renamed(line[1], before), {}))
+            self._made.append(decode(self._renamed(line[1], before), {}))
             return
         name, recorded, asked, result = line
         compared, number = self._compared, len(self._made)
         self._made.append(None)
         call = Call(name, (), None)
         try:
-            args, kwargs = self._decoded(renamed(recorded, call))
+            args, kwargs = self._decoded(self._renamed(recorded, call))
             function = _function(name, args)
         except _MissingError:
             function = None
@@ -153,15 +168,15 @@ class _Schedule:
         except Exception as error:
             returned = error
         call = Call(name, args, returned)
-        found_result = met(encode(returned, self._results), call)
-        wanted = renamed([result, asked], call)
+        found_result = self._met(encode(returned, self._results), call)
+        wanted = self._renamed([result, asked], call)
         wanted[1] = [ask[:3] for ask in wanted[1]]
         self._made[number] = self._now
         compared.calls[name] += 1
         if name in EVENTS:
             compared.events += 1
             compared.effects += len(wanted[0][1])
-        if text(wanted) != text([found_result, met(ports[0], call)]):
+        if text(wanted) != text([found_result, self._met(ports[0], call)]):
             given = _given(recorded)
             compared.differ(
                 name,
@@ -189,11 +204,15 @@ class _Schedule:
         said.append([port, method, arguments])
         if not asked:
             return None
-        return self._decoded(renamed(asked.popleft()[3], Call(port, args, None)))
+        return self._decoded(self._renamed(asked.popleft()[3], Call(port, args, None)))
 
     def _result(self, thing: Any) -> Any:
         self._now = thing
         return {"": "made"}
+
+
+def _as_it_is(value: Any, call: Call) -> Any:
+    return value
 
 
 class _MissingError(Exception):
@@ -220,7 +239,7 @@ def _function(name: str, args: Sequence[Any]) -> Callable[..., Any] | None:
     if name in FUNCTIONS:
         return found(FUNCTIONS[name])
     kind_name, _, method = name.partition(".")
-    kind = found(CLASSES[kind_name].place)
+    kind = found(CLASSES[kind_name].places)
     if method == "__init__":
         return kind
     member = getattr(kind, method, None)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +28,15 @@ class Foreign:
 def text(value: Any) -> str:
     """JSON, byte for byte the same for the same value."""
     return json.dumps(value, separators=(",", ":"))
+
+
+def code_digest() -> str:
+    """Of the package that is imported."""
+    package = Path(importlib.import_module(PACKAGE[:-1]).__file__ or "").parent
+    code = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        code.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return code.hexdigest()
 
 
 def encode(value: Any, special: Mapping[type, Encode]) -> Any:
@@ -148,10 +159,9 @@ def find(name: str) -> Any:
         return None
 
 
-def found(place: str) -> Any:
-    """What stands at a place of the other commit, here or there, or None."""
-    here = find(new_name(place))
-    return find(place) if here is None else here
+def found(places: tuple[str, ...]) -> Any:
+    """What stands at the first of these places where anything does, or None."""
+    return next((thing for place in places if (thing := find(place))), None)
 
 
 @functools.cache
