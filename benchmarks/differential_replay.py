@@ -169,8 +169,7 @@ class _Schedule:
             returned = error
         call = Call(name, args, returned)
         found_result = self._met(encode(returned, self._results), call)
-        wanted = self._renamed([result, asked], call)
-        wanted[1] = [ask[:3] for ask in wanted[1]]
+        wanted = self._renamed([result, [_asked(*ask[:3]) for ask in asked]], call)
         self._made[number] = self._now
         compared.calls[name] += 1
         if name in EVENTS:
@@ -200,8 +199,7 @@ class _Schedule:
     def _ask(self, port: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Answers as was recorded."""
         said, asked = self._ports
-        arguments = encode([args, kwargs], self._results)
-        said.append([port, method, arguments])
+        said.append(_asked(port, method, encode([args, kwargs], self._results)))
         if not asked:
             return None
         return self._decoded(self._renamed(asked.popleft()[3], Call(port, args, None)))
@@ -244,6 +242,11 @@ def _function(name: str, args: Sequence[Any]) -> Callable[..., Any] | None:
         return kind
     member = getattr(kind, method, None)
     return member.fget if isinstance(member, property) else member
+
+
+def _asked(port: str, method: str, arguments: Line) -> dict[str, Any]:
+    """A call of a port as a value, which can be renamed."""
+    return {"": f"ports.{port}.{method}", "arguments": arguments}
 
 
 def _given(arguments: Line) -> Line:
