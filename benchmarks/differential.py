@@ -100,11 +100,11 @@ def _part(options: argparse.Namespace) -> int:
         case "replay":
             compared = replay(options.file)
             print(compared)
-            return int(bool(compared.differences))
+            return int(not compared.holds)
         case "match":
             compared = matched(options.file, options.other)
             print(compared)
-            return int(bool(compared.differences))
+            return int(not compared.holds)
     return 0
 
 

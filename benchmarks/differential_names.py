@@ -9,6 +9,9 @@ value into the words of this checkout, in this order:
 3. `NEW_RESULTS` is the same for the values that this checkout returns, where both
    sides can only meet in the middle (one message to each island for one effect).
 
+A call of a port (see `Hooked`) is a value, too, of the class `ports.PORT.METHOD` and
+with `arguments` = [positional ones, those by name].
+
 `FUNCTIONS` and `CLASSES` say what is recorded and replayed: by a name that stays, all
 places where it has been, the newest first. Something that has no place any more is
 listed as not compared, unless `REPLACED` has a function that does as it did.

@@ -1,6 +1,7 @@
 """Every call into the decisions, written down while random fault schedules are played.
 
-One line of JSON for each: [name, arguments, calls of ports, result], in their order.
+One line of JSON for each: [name, arguments, calls of ports, result], in their order,
+after one that says of what code they are.
 What is remembered between calls (a state, an object) is known by the number of the call
 that made it, so that no state need ever be translated.
 """
@@ -26,9 +27,9 @@ from differential_names import (
     STATES,
     Hooked,
 )
-from differential_values import PACKAGE, encode, find, found, text
+from differential_values import PACKAGE, code_digest, encode, find, found, text
 
-SCHEDULE, CONSTANT = "schedule", "constant"
+CODE, SCHEDULE, CONSTANT = "code", "schedule", "constant"
 
 
 def record(seeds: range, path: Path) -> None:
@@ -36,6 +37,7 @@ def record(seeds: range, path: Path) -> None:
     play_seed = found(PLAY_SEED)
     part = path.with_suffix(".part")
     with gzip.open(part, "wt", compresslevel=1) as file:
+        file.write(text([CODE, code_digest()]) + "\n")
         recorder = Recorder(file)
         with recorder.hooked():
             for seed in seeds:

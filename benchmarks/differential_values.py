@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib
 import json
 from collections.abc import Callable, Mapping
@@ -27,6 +28,15 @@ class Foreign:
 def text(value: Any) -> str:
     """JSON, byte for byte the same for the same value."""
     return json.dumps(value, separators=(",", ":"))
+
+
+def code_digest() -> str:
+    """Of the package that is imported."""
+    package = Path(importlib.import_module(PACKAGE[:-1]).__file__ or "").parent
+    code = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        code.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return code.hexdigest()
 
 
 def encode(value: Any, special: Mapping[type, Encode]) -> Any:
