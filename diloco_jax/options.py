@@ -160,7 +160,7 @@ def _parse(
         parsed = read(
             kind,
             prog=prog,
-            description=description,
+            description=_paragraph(description),
             args=list(arguments),
             config=flat if plain else (),
             registry=_registry(),
