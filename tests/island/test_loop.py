@@ -267,7 +267,13 @@ def test_a_new_term_drops_the_outstanding_take_and_goes_on(loop):
     loop, network = loop
     mailbox, exchange = network.mailbox, network.exchange
     dropped = []
-    loop.replica.drop = dropped.append
+    judge = loop.replica.judge
+
+    def judged(fragment, outcome):
+        dropped.append((fragment, outcome))
+        judge(fragment, outcome)
+
+    loop.replica.judge = judged
 
     def begin():
         mailbox.judge(verdict(1, "refused", "stale"))
@@ -289,7 +295,7 @@ def test_a_new_term_drops_the_outstanding_take_and_goes_on(loop):
     loop.run()
     assert network.anchors == [(0, Version(), 4)]
     assert network.forgotten == [(0, 1)]
-    assert dropped == [0]
+    assert dropped == [(0, "dropped")]
     told = [(r.kind, r.step, r.start) for r in records(mailbox) if r.fragment == 0]
     assert told == [
         ("took", 2, 0),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import IslandConfig, SyncConfig
+from diloco_jax.core.adopt import RULES
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.island.books import Books
@@ -38,8 +39,9 @@ class Island:
         self.params = jax.device_put(zeros, shardings, may_alias=False)
         self.exchange = Exchange(PLAN, sync, self.params)
         self.exchange.start({0: self.whole(0)})
-        self.books = Books([Version(1, 0)], rule)
-        self.boundary = Boundary(self.books, self, None, self, rule)
+        facts = RULES.find(rule)
+        self.books = Books([Version(1, 0)], facts)
+        self.boundary = Boundary(self.books, self, None, self, facts)
         self.steps, self.sent = 0, {}
         self.seen = Counter()
 
