@@ -7,6 +7,7 @@ import pytest
 
 from diloco_jax.config import Config, IslandConfig
 from diloco_jax.coordinator.store import Merged
+from diloco_jax.core.merge.measures import MergeMeasures
 from diloco_jax.protocol.values import Record, Version
 from diloco_jax.simulation.replay.published import Published
 from diloco_jax.simulation.replay.recording import (
@@ -68,7 +69,19 @@ def published():
     )
     published = Published(recording, [anchor(0)])
     for n in (1, 2, 3):
-        published.keep(0, Merged(V[n], (), anchor(n), None, b"%d" % n, "", 0.0))
+        merged = Merged(
+            version=V[n],
+            theta=(),
+            anchor=anchor(n),
+            outer_state=None,
+            merge_state=(),
+            payload=b"%d" % n,
+            digest="",
+            norm=0.0,
+            measures=MergeMeasures(),
+            sample=(),
+        )
+        published.keep(0, merged)
     return published
 
 

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from diloco_jax.config import IslandConfig, ModelConfig, RunConfig, SyncConfig
+from diloco_jax.core.adopt import RULES
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.data.positions import LeasedPositions
@@ -79,12 +80,11 @@ class Lived:
         self.replica = join(
             published.plan, published.trainer, published.exchange, anchors
         )
-        self.books = Books([V[0]] * 2, run.sync.adopt)
+        rule = RULES.find(run.sync.adopt)
+        self.books = Books([V[0]] * 2, rule)
         self.books.begin()
         self.positions, self.sent, self.steps = LeasedPositions(), {}, 0
-        self.boundary = Boundary(
-            self.books, self.replica, self.positions, self, run.sync.adopt
-        )
+        self.boundary = Boundary(self.books, self.replica, self.positions, self, rule)
         self.pace = Pace(run, ISLAND.batch_size * run.sequence_length)
         self.others = 0
 
