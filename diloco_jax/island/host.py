@@ -17,8 +17,6 @@ from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import Faults
-from diloco_jax.island.books import Books
-from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.decisions import Decisions
 from diloco_jax.island.device.build import (
@@ -38,6 +36,8 @@ from diloco_jax.island.network.sender import Sender
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
+from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles

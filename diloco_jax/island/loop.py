@@ -18,7 +18,6 @@ from diloco_jax.data.stream import LeasedStream
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import Faults
-from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.decisions import Decisions
 from diloco_jax.island.device.replica import Replica
@@ -27,6 +26,7 @@ from diloco_jax.island.mailbox import Ending, Inbox, Mailbox, Status
 from diloco_jax.island.pace import Pace
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.model import Metrics
+from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.values import Phase, Version
 
 logger = logging.getLogger(__name__)

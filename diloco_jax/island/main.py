@@ -47,10 +47,10 @@ from diloco_jax.island.hosts.world import (
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Arrival, Ending, Status
 from diloco_jax.island.network.identity import Identity
-from diloco_jax.island.network.inbound import Targets
 from diloco_jax.island.network.link import Link, ending_of
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.preemption import Preemption
+from diloco_jax.protocol.island.conversation import Targets
 from diloco_jax.protocol.messages import Hello, Welcome
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
 

@@ -21,11 +21,11 @@ from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.mailbox import Ending, Status
 from diloco_jax.island.network.fetcher import Fetcher
-from diloco_jax.island.network.inbound import Targets
 from diloco_jax.island.network.link import Link
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.network.sender import TOLD_FROM
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.island.conversation import Targets
 from diloco_jax.protocol.values import Outstanding, Record, Span, Version
 from diloco_jax.wire.errors import (
     Busy,

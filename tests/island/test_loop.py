@@ -18,8 +18,6 @@ from diloco_jax.core.fragments import get_piece, plan_fragments, to_pieces
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.books import Books
-from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.decisions import LiveDecisions
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.exchange import Exchange
@@ -29,6 +27,8 @@ from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.island.timing import Timing
+from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.messages import TakeVerdict
 from diloco_jax.protocol.values import Span, Version
 

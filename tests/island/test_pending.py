@@ -11,11 +11,11 @@ import pytest
 from diloco_jax.config import IslandConfig, SyncConfig
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.island.books import Books
-from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import make_mesh, param_shardings
 from diloco_jax.island.mailbox import Arrival, Inbox
+from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.messages import TakeVerdict
 from diloco_jax.protocol.values import Version
 

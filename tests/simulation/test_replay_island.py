@@ -13,13 +13,13 @@ from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.books import Books
-from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.mailbox import Arrival, Inbox
 from diloco_jax.island.pace import Pace
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
+from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.messages import TakeVerdict
 from diloco_jax.protocol.values import Span, Version
 from diloco_jax.simulation.replay.island import ReplayedIsland

@@ -18,7 +18,7 @@ from typing import Protocol
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.mailbox import MAX_RECORDS_PER_REPORT, Ending, Mailbox, Status
-from diloco_jax.island.network.inbound import Inbound, Targets
+from diloco_jax.protocol.island.conversation import Inbound, Targets
 from diloco_jax.protocol.messages import Goodbye, Hello, Report, Welcome
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import (

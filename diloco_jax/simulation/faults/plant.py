@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from diloco_jax.config import ConfigError, suggest
 from diloco_jax.data.positions import LeasedPositions
-from diloco_jax.island.books import Books
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator import (
     admission,
@@ -30,6 +29,7 @@ from diloco_jax.protocol.coordinator import (
 )
 from diloco_jax.protocol.coordinator.events import Note, Persist, Progress
 from diloco_jax.protocol.coordinator.state import with_fragment
+from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.records import Merged
 from diloco_jax.protocol.values import Version

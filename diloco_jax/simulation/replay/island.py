@@ -15,11 +15,11 @@ import numpy.typing as npt
 from diloco_jax.config import RunConfig
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.books import Books
-from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.mailbox import Arrival, Inbox
 from diloco_jax.island.pace import Pace
 from diloco_jax.observability.tape import TapeError
+from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.messages import TakeVerdict
 from diloco_jax.protocol.reasons import NON_FINITE
 from diloco_jax.protocol.values import Record, Span, Verdict, Version

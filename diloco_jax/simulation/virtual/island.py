@@ -14,13 +14,13 @@ from typing import Any
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.data.positions import LeasedPositions
-from diloco_jax.island.books import Books
-from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.decisions import Ahead, LiveDecisions
 from diloco_jax.island.mailbox import Arrival, Mailbox, Status
-from diloco_jax.island.network.inbound import Inbound, Targets
 from diloco_jax.island.pace import Pace
 from diloco_jax.protocol.coordinator.events import Goodbye, Hello, Report
+from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.conversation import Inbound, Targets
 from diloco_jax.protocol.messages import FromCoordinator, Progress, Welcome
 from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import Phase, Version

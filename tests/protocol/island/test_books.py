@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.island.books import Books
+from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.values import Span, Version
 
 V = [Version(1, n) for n in range(100)]

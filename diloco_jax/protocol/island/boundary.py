@@ -11,8 +11,8 @@ import logging
 from typing import Any, Protocol
 
 from diloco_jax.core.choices import AdoptRule
-from diloco_jax.island.books import Books
 from diloco_jax.island.mailbox import Arrival, Inbox
+from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.messages import TakeVerdict
 from diloco_jax.protocol.values import Span
 
