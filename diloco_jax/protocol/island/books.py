@@ -3,13 +3,12 @@
 Per fragment: the anchor's version, the first step that is in no take yet, and the
 outstanding take. Steps count from 0; a take at step s covers the half-open interval
 [start, s). Every change is a `Record`, which the coordinator puts on the tape and from
-which it keeps its ledger. No arrays here: `exchange.py` does to them what the outcomes
-say.
+which it keeps its ledger. No arrays here: the shell does to them what the outcomes say.
 
 A fragment is *unsettled* from its take until the adoption of a version that may have
 it: its local value is anchor - delta + later steps, so a second take would count the
 first one's steps again. A version that certainly has not the delta, since the
-coordinator called it pending there, is adopted beside it under the rule `keep`
+coordinator called it pending there, is adopted beside it under a rule that keeps it
 (docs/design/pending_deltas.md).
 """
 
@@ -19,7 +18,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from diloco_jax.core.choices import AdoptRule
+from diloco_jax.protocol.island.adopt_traits import AdoptTraits
 from diloco_jax.protocol.reasons import NON_FINITE, OVERLAP, STALE
 from diloco_jax.protocol.values import (
     FIRST_VERSION,
@@ -40,7 +39,7 @@ kept delta leaves the local value with the next version.
 reset: as dropped, and the local value, which is unusable or has steps in it that the
 anchor has too, goes back to the anchor."""
 
-Adoption = Literal["none", "adopted", "kept"]
+AdoptOutcome = Literal["none", "adopted", "kept"]
 """none: the version is not newer. kept: adopted, beside the delta of the last take."""
 
 
@@ -64,9 +63,9 @@ class Books:
     versions: those of the anchors that the incarnation begins with, by fragment.
     """
 
-    def __init__(self, versions: Sequence[Version], rule: AdoptRule) -> None:
+    def __init__(self, versions: Sequence[Version], traits: AdoptTraits) -> None:
         self._accounts = [_Account(version, start=0) for version in versions]
-        self._rule = rule
+        self.traits = traits
         self._next_seq = 1
         self._new: list[Record] = []
 
@@ -122,20 +121,20 @@ class Books:
         )
         return take
 
-    def adopt(self, fragment: int, version: Version, step: int) -> Adoption:
+    def adopt(self, fragment: int, version: Version, step: int) -> AdoptOutcome:
         """Notes an adoption, and says which."""
         account = self._accounts[fragment]
         if version <= account.version:
             return "none"
         account.version = version
         late = account.late == account.tick and version <= account.pending_at
-        account.kept = self._rule == "keep" and account.unsettled and late
+        account.kept = self.traits.keeps_pending and account.unsettled and late
         if account.kept:
             tick = account.tick
             self._record("adopted", step, fragment=fragment, version=version, tick=tick)
             return "kept"
         account.unsettled = False
-        if self._rule == "overwrite":
+        if self.traits.loses_steps:
             account.start = step
         self._record("adopted", step, fragment=fragment, version=version)
         return "adopted"

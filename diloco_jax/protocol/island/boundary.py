@@ -1,22 +1,21 @@
-"""What an island does between two steps, in one order everywhere.
+"""The order of things between two steps: one for all shells.
 
-Verdicts first, then adoptions and takes in the order of the adopt rule. The train
-loop, the virtual islands of the simulator and replay all act through `Boundary`; what
-differs is what stands behind `Arrays` and `Outgoing`.
+Grants, progress and a new term first, then verdicts, then adoptions and takes in the
+order of the adopt rule. The train loop, the virtual islands of the simulator and replay
+act through `Boundary`; what stands behind `Arrays`, `Incoming`, `Outgoing` and `Data`
+differs.
 """
 
 from __future__ import annotations
 
-import logging
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from diloco_jax.core.choices import AdoptRule
-from diloco_jax.island.mailbox import Arrival, Inbox
-from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.messages import TakeVerdict
-from diloco_jax.protocol.values import Span
-
-logger = logging.getLogger(__name__)
+from diloco_jax.protocol.island.books import Books, Outcome
+from diloco_jax.protocol.island.decision import Adoption, Decision
+from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.stopping import Goal
+from diloco_jax.protocol.messages import Measures, TakeRequest, TakeVerdict
+from diloco_jax.protocol.values import Span, Version
 
 
 class Arrays(Protocol):
@@ -25,7 +24,7 @@ class Arrays(Protocol):
     def take(self, fragment: int) -> Any:
         """The fragment's encoded delta."""
 
-    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
+    def adopt(self, arrival: Any, *, keep: bool) -> None:
         """Takes over a published fragment. keep: the last take is not in it, and stays
         in the local values."""
 
@@ -40,6 +39,13 @@ class Arrays(Protocol):
 
     def reset(self, fragment: int) -> None:
         """The take is lost, and the local values go back to the anchor."""
+
+
+class Incoming(Protocol):
+    """Where published fragments wait until a decision has them adopted."""
+
+    def pick(self, fragment: int, version: Version) -> Any:
+        """All that leads to this version, for `Arrays.adopt`; waits no longer."""
 
 
 class Outgoing(Protocol):
@@ -59,88 +65,128 @@ class Data(Protocol):
         """Adds positions after those granted before."""
 
 
+class RefusedTake(NamedTuple):
+    """A take that is not merged, and what became of its steps; for people."""
+
+    fragment: int
+    tick: int
+    reason: str
+    outcome: Outcome
+
+
+class _Due(NamedTuple):
+    tick: int
+    step: int
+
+
 class Boundary:
-    """Acts on what came in, for one incarnation."""
+    """Acts on decisions, for one incarnation."""
 
     def __init__(
         self,
         books: Books,
+        goal: Goal,
+        *,
         arrays: Arrays,
-        data: Data,
+        incoming: Incoming,
         outgoing: Outgoing,
-        rule: AdoptRule,
+        data: Data,
     ) -> None:
         self.books = books
         self.others_tokens = 0
-        """Of the other islands, as of the last boundary."""
-        self._arrays, self._data, self._outgoing = arrays, data, outgoing
-        self._adopts_first = rule in ("keep", "rebase")
-        self._late_takes: dict[int, int] = {}
+        """Tokens of the other islands, as of the last boundary."""
+        self._goal, self._stop = goal, False
+        self._arrays, self._data = arrays, data
+        self._incoming, self._outgoing = incoming, outgoing
+        self._takes: dict[int, _Due] = {}
+        """Takes that are put off, or wait for an adoption, by fragment."""
 
-    def act(self, inbox: Inbox, step: int) -> None:
-        """Everything in `inbox`, at the boundary before `step`."""
-        for span in inbox.grants:
+    def act(self, decision: Decision, step: int) -> list[RefusedTake]:
+        """Acts on a decision, at the boundary before `step`; returns what a person may
+        want to know."""
+        self._stop = decision.stop
+        for span in decision.grants:
             self.books.granted(span, step)
             self._data.grant(span)
-        if inbox.others_tokens != self.others_tokens:
-            self.others_tokens = inbox.others_tokens
+        if decision.others_tokens != self.others_tokens:
+            self.others_tokens = decision.others_tokens
             self.books.progress(self.others_tokens, step)
-        if inbox.term:
+        if decision.term:
             self._begin_term(step)
         # A refusal known before an adoption resets the base that it goes by.
-        for verdict in inbox.verdicts:
-            self._settle(verdict, step)
-        takes = {**self._late_takes, **inbox.takes}
-        self._late_takes = {}
-        if self._adopts_first:
-            self._adopt(inbox.arrivals, step)
-            self._take(takes, step)
+        judged = [self._settle(verdict, step) for verdict in decision.verdicts]
+        for request in decision.takes:
+            self._request(request, step)
+        if self.books.traits.adopts_first:
+            self._adopt(decision.adoptions, step)
+            self._take(step)
         else:
-            self._take(takes, step)
-            self._adopt(inbox.arrivals, step)
+            self._take(step)
+            self._adopt(decision.adoptions, step)
+        return [refused for refused in judged if refused is not None]
+
+    def may_step(self, step: int) -> bool:
+        """True if `step` is to be made after this boundary."""
+        return self._goal.may_step(step, self.others_tokens, stop=self._stop)
+
+    def status(self, step: int, measures: Measures) -> Status:
+        """The status after this boundary."""
+        return Status(
+            phase="training" if self.may_step(step) else "stopped",
+            steps=step,
+            outstanding=self.books.outstanding(),
+            versions=tuple(self.books.versions()),
+            measures=measures,
+        )
 
     def _begin_term(self, step: int) -> None:
-        self._late_takes = {}
+        self._takes = {}
         for take in self.books.new_term(step):
             self._outgoing.forget(take.fragment, take.tick)
             self._arrays.drop(take.fragment)
 
-    def _take(self, takes: dict[int, int], step: int) -> None:
-        for fragment, tick in takes.items():
-            if self.books.must_wait(fragment):
-                self._late_takes[fragment] = tick
-            elif self.books.take(fragment, tick, step) is not None:
-                self._outgoing.put(fragment, tick, self._arrays.take(fragment))
+    def _request(self, request: TakeRequest, step: int) -> None:
+        before = self._takes.get(request.fragment)
+        # Asked again for what is put off already: it is not put off once more.
+        if before is None or before.tick != request.tick:
+            due = _Due(request.tick, step + request.after)
+            self._takes[request.fragment] = due
 
-    def _adopt(self, arrivals: tuple[Arrival, ...], step: int) -> None:
-        for arrival in arrivals:
-            adoption = self.books.adopt(arrival.fragment, arrival.version, step)
-            if adoption != "none":
-                self._arrays.adopt(arrival, keep=adoption == "kept")
+    def _take(self, step: int) -> None:
+        """Makes the takes that are due: after as many steps as they were put off, or
+        at once when no steps follow, and not before the adoption that they wait for."""
+        last = not self.may_step(step)
+        for fragment, due in list(self._takes.items()):
+            if (due.step > step and not last) or self.books.must_wait(fragment):
+                continue
+            del self._takes[fragment]
+            if self.books.take(fragment, due.tick, step) is not None:
+                encoded = self._arrays.take(fragment)
+                self._outgoing.put(fragment, due.tick, encoded)
 
-    def _settle(self, verdict: TakeVerdict, step: int) -> None:
+    def _adopt(self, adoptions: tuple[Adoption, ...], step: int) -> None:
+        for fragment, version in adoptions:
+            arrival = self._incoming.pick(fragment, version)
+            adopted = self.books.adopt(fragment, version, step)
+            if adopted != "none":
+                self._arrays.adopt(arrival, keep=adopted == "kept")
+
+    def _settle(self, verdict: TakeVerdict, step: int) -> RefusedTake | None:
         fragment, tick = verdict.fragment, verdict.tick
         outcome = self.books.settle(
             fragment, tick, verdict.verdict, verdict.reason, step, verdict.version
         )
         if outcome == "none":
-            return
+            return None
         self._outgoing.forget(fragment, tick)
-        if outcome == "settled":
-            self._arrays.settle(fragment)
-            return
-        # A take without steps is no news: its island was asked twice within a step.
-        logger.log(
-            logging.DEBUG if verdict.reason == "empty" else logging.WARNING,
-            "take of fragment %d at tick %d was refused (%s): its steps are %s",
-            fragment,
-            tick,
-            verdict.reason,
-            "open again" if outcome == "reopened" else "lost",
-        )
-        if outcome == "reopened":
-            self._arrays.reopen(fragment)
-        elif outcome == "dropped":
-            self._arrays.drop(fragment)
-        else:
-            self._arrays.reset(fragment)
+        match outcome:
+            case "settled":
+                self._arrays.settle(fragment)
+                return None
+            case "reopened":
+                self._arrays.reopen(fragment)
+            case "dropped":
+                self._arrays.drop(fragment)
+            case "reset":
+                self._arrays.reset(fragment)
+        return RefusedTake(fragment, tick, verdict.reason, outcome)

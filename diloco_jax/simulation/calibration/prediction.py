@@ -21,7 +21,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import COORDINATOR, parse_faults
-from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.simulation.calibration.fit import Calibration, Fitted, Steps

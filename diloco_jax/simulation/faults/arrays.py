@@ -18,7 +18,7 @@ import numpy as np
 from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
 from diloco_jax.core.choices import AdoptRule
-from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.reasons import NON_FINITE, Refusal
 from diloco_jax.protocol.records import Durable, Merged

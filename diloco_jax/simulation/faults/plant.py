@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from diloco_jax.config import ConfigError, suggest
 from diloco_jax.data.positions import LeasedPositions
-from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.protocol.coordinator import (
     admission,
     decide,

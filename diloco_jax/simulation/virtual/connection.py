@@ -6,9 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
 
 from diloco_jax.coordinator.inbox import DeltaKey
-from diloco_jax.island.mailbox import Status
 from diloco_jax.protocol.coordinator.events import Event, Hello, Refuse
 from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.island.status import Status
 from diloco_jax.protocol.messages import FromCoordinator
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.virtual.line import Line

@@ -1,29 +1,42 @@
-"""One incarnation of an island in virtual time.
+"""One incarnation of an island in virtual time: a shell around the island's half.
 
-Everything an island decides is done by the runtime's own parts: `Mailbox`, `Inbound`,
-`Boundary` with its `Books`, `Pace`. What is different: steps take the seconds they are
-said to take, and connections are `Line`s.
+Everything an island decides is decided by the protocol, as in the product: what
+messages mean, what to fetch next, what a boundary does, when to report and to stop.
+What is different: steps take the seconds they are said to take, and connections are
+`Line`s.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.data.positions import LeasedPositions
-from diloco_jax.island.decisions import Ahead, LiveDecisions
-from diloco_jax.island.mailbox import Arrival, Mailbox, Status
-from diloco_jax.island.pace import Pace
-from diloco_jax.protocol.coordinator.events import Goodbye, Hello, Report
+from diloco_jax.island.arrivals import Arrival, Arrivals
+from diloco_jax.island.pace import Pace, goal_of
+from diloco_jax.island.refused_takes import log_refused
+from diloco_jax.island.traits import adopt_traits
+from diloco_jax.protocol.coordinator import events
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary
-from diloco_jax.protocol.island.conversation import Inbound, Targets
-from diloco_jax.protocol.messages import FromCoordinator, Progress, Welcome
+from diloco_jax.protocol.island.conversation import Conversation, Wanted
+from diloco_jax.protocol.island.decision import Ahead
+from diloco_jax.protocol.island.fetching import Fetching
+from diloco_jax.protocol.island.hello import Introduction, hello
+from diloco_jax.protocol.island.reporting import Reporting
+from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.messages import (
+    FromCoordinator,
+    Measures,
+    Progress,
+    ResendRequest,
+    Welcome,
+)
 from diloco_jax.protocol.reasons import EndReason
-from diloco_jax.protocol.values import Phase, Version
 from diloco_jax.simulation.virtual.body import Body
 from diloco_jax.simulation.virtual.clock import Clock, Due
 from diloco_jax.simulation.virtual.connection import Connection, Service
@@ -70,66 +83,55 @@ class VirtualIsland:
         self.line: Line | None = None
         self.peer: Connection | None = None
         """Its last connection, as the coordinator sees it."""
-        self.mailbox = Mailbox()
         self.positions = LeasedPositions()
         self.boundary: Boundary | None = None
         """Once it is in."""
-        self._phase: Phase = "joining"
-        self._term = 0
         self._run, self._clock, self._body = run, clock, body
         self._report_s = report_s
-        self._tokens_per_step = spec.batch_size * run.sequence_length
-        self._pace = Pace(run, self._tokens_per_step)
-        self._inbound = Inbound(
-            self.mailbox,
-            Targets(want=self._want, resend=self._resend),
-        )
-        self._decisions = LiveDecisions(self.mailbox, lambda: False)
+        self._goal = goal_of(run, spec.batch_size)
+        self._pace = Pace(run, self._goal)
+        self._conversation = Conversation()
         self._ahead = Ahead(spec.lead)
         self._coordinator: Service | None = None
-        self._wanted: dict[int, Version] = {}
-        self._have: dict[int, Version] = {}
-        self._fetching: set[int] = set()
+        self._reporting: Reporting | None = None
+        """On this connection, once it is welcomed."""
+        self._reports: Due | None = None
+        """When to look whether a report is due."""
+        self._fetching: Fetching | None = None
+        """From the first welcome on."""
+        self._compiled = False
         self._joined: dict[int, Fetched] = {}
-        self._arrivals: list[Arrival] = []
-        """Fetched, and waiting for room in the mailbox."""
+        self._arrivals = Arrivals()
+        self._waiting: Arrival | None = None
+        """Fetched, and without room so far."""
         self._outgoing: dict[tuple[int, int], Any] = {}
-        self._sent_through = 0
-        self._said: tuple[Phase, int] | None = None
-        self._said_at = clock.now
-        self._last_step_seconds = 0.0
+        self._measures = Measures()
         self._stepping = False
         self._next: Due | None = None
         """The beginning or the end of a step."""
-        clock.after(report_s, self._beat)
 
     # ---- its life ---------------------------------------------------------------
 
     def connect(self, coordinator: Service, line: Line) -> None:
         """Says hello on a new connection, for the first time or again."""
-        self._coordinator, self.line = coordinator, line
-        self._sent_through = 0
-        self._fetching = set()
-        run, status = self._run, self.mailbox.status()
-        hello = Hello(
+        self._coordinator, self.line, self._reporting = coordinator, line, None
+        if self._fetching is not None:
+            self._fetching.disconnected()
+        who = Introduction(
             island=self.name,
             incarnation=self.incarnation,
             session=self.session,
-            run_id=coordinator.config.run_id,
             fingerprint=coordinator.config.fingerprint,
-            tokens_per_step=self.spec.batch_size * run.sequence_length,
+            tokens_per_step=self._goal.tokens_per_step,
             sequences_per_step=self.spec.batch_size,
-            steps=self.steps,
-            step_seconds=self._last_step_seconds,
-            phase=self._phase,
-            outstanding=status.outstanding,
-            sequences_granted=self._inbound.granted,
-            records_through=status.records_through,
-            term=self._term,
             lead=self.spec.lead,
         )
+        status = self._conversation.status()
+        said = hello(who, status)
+        known = events.Hello.__struct_fields__
+        event = events.Hello(**{name: getattr(said, name) for name in known})
         self.peer = peer = Connection(self, line, status)
-        line.send_up(lambda: coordinator.hello(hello, peer))
+        line.send_up(lambda: coordinator.hello(event, peer))
 
     def disconnect(self) -> None:
         """Its connection is gone; it trains on."""
@@ -151,20 +153,19 @@ class VirtualIsland:
             if self.ended is None:
                 self.leave("preempted")
 
-        self.mailbox.leave()
+        self._conversation.leave()
         self._clock.after(seconds, leave)
         if not self._stepping:
             self._at_boundary()
 
     def leave(self, reason: EndReason) -> None:
         """It reports, says goodbye, and ends."""
-        line, coordinator = self.line, self._coordinator
-        self._report()
-        if line is not None and coordinator is not None:
-            goodbye = Goodbye(
+        self._send_reports()
+        self._say(
+            events.Goodbye(
                 island=self.name, session=self.session, reason=reason, said=reason
             )
-            line.send_up(lambda: coordinator.step(goodbye))
+        )
         self.ended = reason
         if self._next is not None:
             self._next.cancel()
@@ -180,75 +181,77 @@ class VirtualIsland:
         if self.ended is not None:
             return
         if isinstance(message, Welcome):
-            if 0 < self._term < message.term:
-                self.mailbox.new_term(message.term)
-            self._term = max(self._term, message.term)
-            if self._phase == "joining":
-                self._phase = "compiling"
-                self._clock.after(self.spec.join_seconds, self._compiled)
-                self._post()
-            for fragment, version in enumerate(message.versions):
-                self._want(fragment, version)
-            self._report(alive=True)
-            return
-        self._inbound.dispatch(message)
-        if self.mailbox.leaving and self.mailbox.wait_to_leave(0.0):
+            self._welcomed(message)
+        for errand in self._conversation.receive(message):
+            match errand:
+                case Wanted(fragment, version):
+                    assert self._fetching is not None
+                    self._fetching.want(fragment, version)
+                case ResendRequest(fragment=fragment, tick=tick):
+                    self._send(fragment, tick)
+        self._fetch()
+        if self._conversation.may_leave:
             self.leave("preempted")
-            return
-        if self._next is not None and isinstance(message, Progress):
-            return  # As in a real loop, it is looked at with the next boundary.
-        if not self._stepping:
+        elif self._next is not None and isinstance(message, Progress):
+            pass  # As in a real loop, it is looked at with the next boundary.
+        elif not self._stepping:
             self._at_boundary()
+        self._report()
 
-    def _want(self, fragment: int, version: Version) -> None:
-        wanted = self._wanted.get(fragment, version)
-        self._wanted[fragment] = max(wanted, version)
-        self._fetch(fragment)
+    def _welcomed(self, welcome: Welcome) -> None:
+        if self._reporting is None:
+            # Virtual time may stand still between a question and its answer.
+            self._reporting = Reporting(self._report_s, self._clock.now, 0.0)
+        if self._fetching is None and welcome.versions:
+            self._fetching = Fetching(welcome.versions)
+            self._conversation.post(Status(phase="compiling"))
+            self._clock.after(self.spec.join_seconds, self._has_compiled)
 
-    def _fetch(self, fragment: int) -> None:
-        # A join takes every fragment in full.
-        have = self._have.get(fragment) if self.boundary is not None else None
-        line, coordinator = self.line, self._coordinator
-        behind = have is None or have < self._wanted[fragment]
-        if not behind or fragment in self._fetching or line is None:
+    def _fetch(self) -> None:
+        """Begins the fetches that may be under way."""
+        line, coordinator, fetching = self.line, self._coordinator, self._fetching
+        if line is None or coordinator is None or not coordinator.serves:
             return
-        assert coordinator is not None
-        if not coordinator.serves:
+        if fetching is None or self._waiting is not None:
             return
-        self._fetching.add(fragment)
-        fetched = coordinator.fetch(fragment, have)
-        line.download(fetched.nbytes, lambda: self._fetched(fragment, fetched))
+        if fetching.joined and self.boundary is None:
+            return
+        while (fetch := fetching.next()) is not None:
+            fetched = coordinator.fetch(fetch.fragment, fetch.have)
+            here = functools.partial(self._fetched, fetch.fragment, fetched)
+            line.download(fetched.nbytes, here)
 
     def _fetched(self, fragment: int, fetched: Fetched) -> None:
         if self.ended is not None:
             return
+        assert self._fetching is not None
+        self._fetching.got(fragment, fetched.version)
         if self.boundary is None:
-            self._fetching.discard(fragment)
             self._joined[fragment] = fetched
+            self._fetch()
             self._begin_if_ready()
             return
-        self._have[fragment] = fetched.version
-        self._arrivals.append(self._body.arrival(fragment, fetched))
+        self._waiting = self._body.arrival(fragment, fetched)
         self._deliver()
         if not self._stepping:
             self._at_boundary()
 
     def _deliver(self) -> None:
-        """Hands over what there is room for, and fetches what came after it."""
-        if not self._arrivals:
+        """Hands over what waits for room, and fetches what comes after it."""
+        arrival = self._waiting
+        if arrival is None:
             return
-        waiting, self._arrivals = self._arrivals, []
-        for arrival in waiting:
-            if self.mailbox.deliver(arrival, 0.0):
-                self._fetching.discard(arrival.fragment)
-                self._fetch(arrival.fragment)
-            else:
-                self._arrivals.append(arrival)
+        fragment, chain = arrival.fragment, arrival.chain
+        if self._conversation.has_room(fragment, chain):
+            self._waiting = None
+            self._arrivals.put(arrival)
+            self._conversation.arrived(fragment, arrival.version, chain)
+            self._fetch()
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
         """See boundary.Outgoing."""
         self._outgoing[fragment, tick] = encoded
-        self._resend(fragment, tick)
+        self._send(fragment, tick)
 
     def forget(self, fragment: int, tick: int) -> None:
         """See boundary.Outgoing."""
@@ -258,7 +261,7 @@ class VirtualIsland:
         """To a coordinator that lost its state; here none does."""
         raise AssertionError(f"{self.name} is asked for the anchor of {fragment}")
 
-    def _resend(self, fragment: int, tick: int) -> None:
+    def _send(self, fragment: int, tick: int) -> None:
         if (fragment, tick) not in self._outgoing or self.line is None:
             return
         coordinator = self._coordinator
@@ -270,46 +273,47 @@ class VirtualIsland:
 
     # ---- its loop ---------------------------------------------------------------
 
-    def _compiled(self) -> None:
-        if self.ended is None:
-            self._phase = "training"
-            self._begin_if_ready()
+    def _has_compiled(self) -> None:
+        self._compiled = True
+        self._begin_if_ready()
 
     def _begin_if_ready(self) -> None:
         """The join is done once it has compiled and has every fragment."""
-        fragments = len(self._wanted)
-        if self._phase != "training" or not fragments or self.boundary is not None:
+        fetching = self._fetching
+        if fetching is None or not fetching.joined or not self._compiled:
             return
-        if len(self._joined) < fragments or self._fetching:
+        if self.boundary is not None or self.ended is not None:
             return
         self._body.begin(self._joined)
-        versions = [self._joined[f].version for f in range(fragments)]
-        self._have = {f: fetched.version for f, fetched in self._joined.items()}
+        versions = [self._joined[f].version for f in range(len(self._joined))]
         self._joined = {}
-        rule = self._run.sync.adopt
-        books = Books(versions, rule)
+        books = Books(versions, adopt_traits(self._run.sync.adopt))
         books.begin()
-        self.boundary = Boundary(books, self._body, self.positions, self, rule)
+        self.boundary = Boundary(
+            books,
+            self._goal,
+            arrays=self._body,
+            incoming=self._arrivals,
+            outgoing=self,
+            data=self.positions,
+        )
         self._at_boundary()
-        for fragment in range(fragments):
-            self._fetch(fragment)
+        self._fetch()
 
     def _at_boundary(self) -> None:
-        if self.boundary is None or self.ended is not None:
+        boundary = self.boundary
+        if boundary is None or self.ended is not None:
             return
-        decided = self._decisions.at(self.steps, stepping=self._phase == "training")
-        inbox = self._ahead.next(decided)
-        self.boundary.act(inbox, self.steps)
-        # As in a real loop, by what it knows now.
-        done = self._pace.share_done(self.steps, self.boundary.others_tokens)
-        stepping = not inbox.stop and done < 1
-        self._phase = "training" if stepping else "stopped"
-        for fragment in inbox.anchors:
+        decision = self._ahead.next(self._conversation.decide())
+        log_refused(boundary.act(decision, self.steps))
+        for fragment in decision.anchors:
             self.send_anchor(fragment)
         self._deliver()
-        self._post()
+        status = boundary.status(self.steps, self._measures)
+        self._conversation.post(status, boundary.books.drain())
         self._report()
-        if inbox.finished:
+        stepping = boundary.may_step(self.steps)
+        if decision.finished:
             self.ended = "finished"
         elif not stepping and self._ahead.pending:
             self._clock.last(self._at_boundary)
@@ -318,19 +322,19 @@ class VirtualIsland:
             self._next = self._clock.last(self._step)
 
     def _step(self) -> None:
-        self._next = None
-        if self._phase == "stopped":
+        self._next, boundary = None, self.boundary
+        assert boundary is not None
+        if not boundary.may_step(self.steps):
             return
         positions = self.positions.draw(self.spec.batch_size)
         if positions is None:
             if self._ahead.pending:
                 self._clock.last(self._at_boundary)
             return
-        assert self.boundary is not None
-        others = self.boundary.others_tokens
-        self._body.train(positions, self._pace.learning_rate(self.steps, others))
+        rate = self._pace.learning_rate(self.steps, boundary.others_tokens)
+        self._body.train(positions, rate)
         seconds = self.spec.step_seconds(self.steps)
-        self._last_step_seconds = seconds
+        self._measures = Measures(median_step_seconds=seconds)
         self._stepping = True
         self._next = self._clock.after(seconds, self._stepped)
 
@@ -341,46 +345,44 @@ class VirtualIsland:
 
     # ---- reports ----------------------------------------------------------------
 
-    def _post(self) -> None:
-        if self.boundary is None:
-            self.mailbox.post(Status(phase=self._phase))
+    def _report(self) -> None:
+        """Reports if that is due, and looks again when it will be."""
+        said, told = self._reporting, self._conversation
+        if said is None or self.line is None or self.ended is not None:
             return
-        books = self.boundary.books
-        status = Status(
-            phase=self._phase,
-            steps=self.steps,
-            outstanding=books.outstanding(),
-            versions=tuple(books.versions()),
-        )
-        self.mailbox.post(status, books.drain())
+        news = said.has_news(told.posted, told.newest_record)
+        if (said.news_due_at if news else said.alive_due_at) <= self._clock.now:
+            self._send_reports()
+            news = False
+        due = said.news_due_at if news else said.alive_due_at
+        if self._reports is not None and self._reports.at > due:
+            self._reports.cancel()
+            self._reports = None
+        if self._reports is None:
+            self._reports = self._clock.at(due, self._look_again)
 
-    def _report(self, *, alive: bool = False) -> None:
-        """Says what is new; `alive`: even if nothing is."""
-        line, coordinator = self.line, self._coordinator
-        if self.ended is not None or line is None or coordinator is None:
-            return
-        status, records = self.mailbox.report(self._sent_through)
-        if not records and (status.phase, status.steps) == self._said and not alive:
-            return
-        if records:
-            self._sent_through = records[-1].seq
-        self._said, self._said_at = (status.phase, status.steps), self._clock.now
-        report = Report(
-            island=self.name,
-            session=self.session,
-            phase=status.phase,
-            steps=status.steps,
-            step_seconds=self._last_step_seconds,
-            records=records,
-        )
-        line.send_up(lambda: coordinator.step(report))
+    def _look_again(self) -> None:
+        self._reports = None
+        self._report()
 
-    def _beat(self) -> None:
-        """Rings less often than it could: it is set anew only when it has rung."""
-        if self.ended is not None:
+    def _send_reports(self) -> None:
+        said, told = self._reporting, self._conversation
+        if said is None:
             return
-        due = self._said_at + self._report_s
-        if self._clock.now >= due:
-            self._report(alive=True)
-            due = self._clock.now + self._report_s
-        self._clock.at(due, self._beat)
+        for report in said.reports(told.current(), told.unsent(said.sent_through)):
+            said.sent(report, self._clock.now)
+            self._say(
+                events.Report(
+                    island=self.name,
+                    session=self.session,
+                    phase=report.phase,
+                    steps=report.steps,
+                    step_seconds=report.step_seconds,
+                    records=report.records,
+                )
+            )
+
+    def _say(self, event: events.Event) -> None:
+        coordinator = self._coordinator
+        if self.line is not None and coordinator is not None:
+            self.line.send_up(lambda: coordinator.step(event))
