@@ -9,14 +9,12 @@ What is different: steps take the seconds they are said to take, and connections
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.data.positions import LeasedPositions
-from diloco_jax.island.arrivals import Arrival, Arrivals
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.refused_takes import log_refused
 from diloco_jax.island.traits import adopt_traits
@@ -25,14 +23,14 @@ from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.island.conversation import Conversation, Wanted
 from diloco_jax.protocol.island.decision import Ahead
-from diloco_jax.protocol.island.fetching import Fetching
 from diloco_jax.protocol.island.hello import Introduction, hello
-from diloco_jax.protocol.island.reporting import Reporting
 from diloco_jax.protocol.island.status import Status
 from diloco_jax.protocol.messages import (
     FromCoordinator,
+    Goodbye,
     Measures,
     Progress,
+    Report,
     ResendRequest,
     Welcome,
 )
@@ -40,8 +38,9 @@ from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.simulation.virtual.body import Body
 from diloco_jax.simulation.virtual.clock import Clock, Due
 from diloco_jax.simulation.virtual.connection import Connection, Service
+from diloco_jax.simulation.virtual.fetches import Fetches
 from diloco_jax.simulation.virtual.line import Line
-from diloco_jax.simulation.virtual.merging import Fetched
+from diloco_jax.simulation.virtual.reports import Reports
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,23 +86,14 @@ class VirtualIsland:
         self.boundary: Boundary | None = None
         """Once it is in."""
         self._run, self._clock, self._body = run, clock, body
-        self._report_s = report_s
         self._goal = goal_of(run, spec.batch_size)
         self._pace = Pace(run, self._goal)
-        self._conversation = Conversation()
+        self._conversation = told = Conversation()
+        self._fetches = Fetches(told, body, self._came)
+        self._reports = Reports(told, clock, report_s, self._say)
         self._ahead = Ahead(spec.lead)
         self._coordinator: Service | None = None
-        self._reporting: Reporting | None = None
-        """On this connection, once it is welcomed."""
-        self._reports: Due | None = None
-        """When to look whether a report is due."""
-        self._fetching: Fetching | None = None
-        """From the first welcome on."""
         self._compiled = False
-        self._joined: dict[int, Fetched] = {}
-        self._arrivals = Arrivals()
-        self._waiting: Arrival | None = None
-        """Fetched, and without room so far."""
         self._outgoing: dict[tuple[int, int], Any] = {}
         self._measures = Measures()
         self._stepping = False
@@ -114,9 +104,8 @@ class VirtualIsland:
 
     def connect(self, coordinator: Service, line: Line) -> None:
         """Says hello on a new connection, for the first time or again."""
-        self._coordinator, self.line, self._reporting = coordinator, line, None
-        if self._fetching is not None:
-            self._fetching.disconnected()
+        self._coordinator, self.line = coordinator, line
+        self._fetches.connect(coordinator, line)
         who = Introduction(
             island=self.name,
             incarnation=self.incarnation,
@@ -138,13 +127,12 @@ class VirtualIsland:
         if self.line is not None:
             self.line.cut()
         self.line = None
+        self._reports.disconnected()
 
     def die(self, reason: str = "died") -> None:
         """It ends, and says nothing."""
-        self.ended = self.ended or reason
         self.disconnect()
-        if self._next is not None:
-            self._next.cancel()
+        self._end(reason)
 
     def notice(self, seconds: float) -> None:
         """It is about to be taken away: it leaves once it is let go, or then."""
@@ -160,13 +148,14 @@ class VirtualIsland:
 
     def leave(self, reason: EndReason) -> None:
         """It reports, says goodbye, and ends."""
-        self._send_reports()
-        self._say(
-            events.Goodbye(
-                island=self.name, session=self.session, reason=reason, said=reason
-            )
-        )
-        self.ended = reason
+        self._reports.send()
+        self._say(Goodbye(reason=reason, text=reason))
+        self._end(reason)
+
+    def _end(self, why: str) -> None:
+        self.ended = self.ended or why
+        self._reports.disconnected()
+        self._fetches.close()
         if self._next is not None:
             self._next.cancel()
 
@@ -185,68 +174,30 @@ class VirtualIsland:
         for errand in self._conversation.receive(message):
             match errand:
                 case Wanted(fragment, version):
-                    assert self._fetching is not None
-                    self._fetching.want(fragment, version)
+                    self._fetches.want(fragment, version)
                 case ResendRequest(fragment=fragment, tick=tick):
                     self._send(fragment, tick)
-        self._fetch()
+        self._fetches.fetch()
         if self._conversation.may_leave:
             self.leave("preempted")
         elif self._next is not None and isinstance(message, Progress):
             pass  # As in a real loop, it is looked at with the next boundary.
         elif not self._stepping:
             self._at_boundary()
-        self._report()
+        self._reports.look()
 
     def _welcomed(self, welcome: Welcome) -> None:
-        if self._reporting is None:
-            # Virtual time may stand still between a question and its answer.
-            self._reporting = Reporting(self._report_s, self._clock.now, 0.0)
-        if self._fetching is None and welcome.versions:
-            self._fetching = Fetching(welcome.versions)
+        self._reports.welcomed()
+        if welcome.versions and not self._fetches.begun:
+            self._fetches.begin(welcome.versions)
             self._conversation.post(Status(phase="compiling"))
             self._clock.after(self.spec.join_seconds, self._has_compiled)
 
-    def _fetch(self) -> None:
-        """Begins the fetches that may be under way."""
-        line, coordinator, fetching = self.line, self._coordinator, self._fetching
-        if line is None or coordinator is None or not coordinator.serves:
-            return
-        if fetching is None or self._waiting is not None:
-            return
-        if fetching.joined and self.boundary is None:
-            return
-        while (fetch := fetching.next()) is not None:
-            fetched = coordinator.fetch(fetch.fragment, fetch.have)
-            here = functools.partial(self._fetched, fetch.fragment, fetched)
-            line.download(fetched.nbytes, here)
-
-    def _fetched(self, fragment: int, fetched: Fetched) -> None:
-        if self.ended is not None:
-            return
-        assert self._fetching is not None
-        self._fetching.got(fragment, fetched.version)
+    def _came(self) -> None:
         if self.boundary is None:
-            self._joined[fragment] = fetched
-            self._fetch()
             self._begin_if_ready()
-            return
-        self._waiting = self._body.arrival(fragment, fetched)
-        self._deliver()
-        if not self._stepping:
+        elif not self._stepping:
             self._at_boundary()
-
-    def _deliver(self) -> None:
-        """Hands over what waits for room, and fetches what comes after it."""
-        arrival = self._waiting
-        if arrival is None:
-            return
-        fragment, chain = arrival.fragment, arrival.chain
-        if self._conversation.has_room(fragment, chain):
-            self._waiting = None
-            self._arrivals.put(arrival)
-            self._conversation.arrived(fragment, arrival.version, chain)
-            self._fetch()
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
         """See boundary.Outgoing."""
@@ -279,26 +230,23 @@ class VirtualIsland:
 
     def _begin_if_ready(self) -> None:
         """The join is done once it has compiled and has every fragment."""
-        fetching = self._fetching
-        if fetching is None or not fetching.joined or not self._compiled:
+        joined = self._fetches.joined
+        if joined is None or not self._compiled or self.ended is not None:
             return
-        if self.boundary is not None or self.ended is not None:
-            return
-        self._body.begin(self._joined)
-        versions = [self._joined[f].version for f in range(len(self._joined))]
-        self._joined = {}
+        self._body.begin(joined)
+        versions = [joined[fragment].version for fragment in range(len(joined))]
         books = Books(versions, adopt_traits(self._run.sync.adopt))
         books.begin()
         self.boundary = Boundary(
             books,
             self._goal,
             arrays=self._body,
-            incoming=self._arrivals,
+            incoming=self._fetches.arrivals,
             outgoing=self,
             data=self.positions,
         )
         self._at_boundary()
-        self._fetch()
+        self._fetches.start()
 
     def _at_boundary(self) -> None:
         boundary = self.boundary
@@ -308,13 +256,13 @@ class VirtualIsland:
         log_refused(boundary.act(decision, self.steps))
         for fragment in decision.anchors:
             self.send_anchor(fragment)
-        self._deliver()
+        self._fetches.deliver()
         status = boundary.status(self.steps, self._measures)
         self._conversation.post(status, boundary.books.drain())
-        self._report()
+        self._reports.look()
         stepping = boundary.may_step(self.steps)
         if decision.finished:
-            self.ended = "finished"
+            self._end("finished")
         elif not stepping and self._ahead.pending:
             self._clock.last(self._at_boundary)
         elif stepping and self._next is None:
@@ -343,46 +291,22 @@ class VirtualIsland:
         self.steps += 1
         self._at_boundary()
 
-    # ---- reports ----------------------------------------------------------------
-
-    def _report(self) -> None:
-        """Reports if that is due, and looks again when it will be."""
-        said, told = self._reporting, self._conversation
-        if said is None or self.line is None or self.ended is not None:
+    def _say(self, message: Report | Goodbye) -> None:
+        """The coordinator's half is told together with the session."""
+        line, coordinator = self.line, self._coordinator
+        if line is None or coordinator is None:
             return
-        news = said.has_news(told.posted, told.newest_record)
-        if (said.news_due_at if news else said.alive_due_at) <= self._clock.now:
-            self._send_reports()
-            news = False
-        due = said.news_due_at if news else said.alive_due_at
-        if self._reports is not None and self._reports.at > due:
-            self._reports.cancel()
-            self._reports = None
-        if self._reports is None:
-            self._reports = self._clock.at(due, self._look_again)
-
-    def _look_again(self) -> None:
-        self._reports = None
-        self._report()
-
-    def _send_reports(self) -> None:
-        said, told = self._reporting, self._conversation
-        if said is None:
-            return
-        for report in said.reports(told.current(), told.unsent(said.sent_through)):
-            said.sent(report, self._clock.now)
-            self._say(
-                events.Report(
-                    island=self.name,
-                    session=self.session,
-                    phase=report.phase,
-                    steps=report.steps,
-                    step_seconds=report.step_seconds,
-                    records=report.records,
+        who = {"island": self.name, "session": self.session}
+        event: events.Event
+        match message:
+            case Report(phase=phase, steps=steps, records=records):
+                event = events.Report(
+                    **who,
+                    phase=phase,
+                    steps=steps,
+                    step_seconds=message.step_seconds,
+                    records=records,
                 )
-            )
-
-    def _say(self, event: events.Event) -> None:
-        coordinator = self._coordinator
-        if self.line is not None and coordinator is not None:
-            self.line.send_up(lambda: coordinator.step(event))
+            case Goodbye(reason=reason, text=text):
+                event = events.Goodbye(**who, reason=reason, said=text)
+        line.send_up(lambda: coordinator.step(event))
