@@ -26,7 +26,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.arrivals = Arrivals()
-        """What decisions have adopted."""
+        """The arrays that decisions name."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._conversation = Conversation()
@@ -129,12 +129,13 @@ class Mailbox:
                 self._traffic[name] += value
 
     def traffic(self) -> dict[str, int]:
-        """What this host counted so far."""
+        """Bytes that this host counted so far."""
         with self._lock:
             return dict(self._traffic)
 
     def count_of(self, host: int, traffic: dict[str, int]) -> None:
-        """What another host of the island counted so far; may come out of order."""
+        """Notes the bytes that another host of the island counted so far; they may come
+        out of order."""
         with self._lock:
             before = self._traffic_of.get(host, {})
             self._traffic_of[host] = {

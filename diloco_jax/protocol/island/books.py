@@ -31,7 +31,7 @@ from diloco_jax.protocol.values import (
 )
 
 Outcome = Literal["none", "settled", "reopened", "dropped", "reset"]
-"""What a verdict means for the arrays of the fragment.
+"""The consequence of a verdict for the arrays of the fragment.
 
 none: nothing. settled: the delta is merged, the residual after it stands. reopened: as
 if the take had not been. dropped: the steps are lost, the residual before it returns; a
@@ -79,7 +79,7 @@ class Books:
         return self._accounts[fragment].version
 
     def versions(self) -> list[Version]:
-        """Of all anchors, by fragment."""
+        """Versions of all anchors, by fragment."""
         return [account.version for account in self._accounts]
 
     def outstanding(self) -> tuple[Outstanding, ...]:
@@ -87,7 +87,7 @@ class Books:
         return tuple(a.take for a in self._accounts if a.take is not None)
 
     def must_wait(self, fragment: int) -> bool:
-        """Whether a take must wait for an adoption: the last one is merged, or was too
+        """True if a take must wait for an adoption: the last one is merged, or was too
         old."""
         account = self._accounts[fragment]
         return account.take is None and account.unsettled

@@ -18,7 +18,7 @@ MAX_RECORDS_PER_REPORT = 1000
 
 
 class Reporting:
-    """What was said on one connection, and since when nothing was."""
+    """Keeps what was said on one connection, and when it was said last."""
 
     def __init__(
         self,

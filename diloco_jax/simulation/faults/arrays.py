@@ -2,7 +2,7 @@
 
 An anchor's value is a digest over all publishes that made it. Of an island's local
 value it is known which of its own steps have an effect in (local - base), which is
-what its next delta holds (see `core.adopt`): `island.books` must say the same.
+what its next delta holds (see `core.adopt`): `protocol.island.books` must say the same.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class ReplayedIsland:
         self._pace = Pace(run, goal, warm=restored is not None)
         self._others_tokens = 0
         self._line = 0
-        """Of the tape, where the record is that is being repeated."""
+        """Line of the tape with the record that is being repeated."""
         self._deltas: dict[tuple[int, int], bytes] = {}
 
     def delta(self, fragment: int, tick: int) -> npt.NDArray[np.uint8]:
@@ -107,7 +107,7 @@ class ReplayedIsland:
         return self._moments[steps]
 
     def residual(self, fragment: int) -> bytes:
-        """What its merged takes of the fragment left unsaid."""
+        """The part of its merged takes of the fragment that was left unsaid."""
         return self._replica.residual(fragment)
 
     def merged(self, fragment: int, tick: int) -> None:

@@ -25,7 +25,7 @@ class Fetches:
         self, conversation: Conversation, body: Body, came: Callable[[], None]
     ) -> None:
         self.arrivals = Arrivals()
-        """What decisions have adopted."""
+        """The arrays that decisions name."""
         self._running = False
         """The join is over, and what is published is fetched."""
         self._conversation, self._body, self._came = conversation, body, came

@@ -1,13 +1,14 @@
 """One order of things at a boundary, whatever stands behind it."""
 
 import coordinator_says as says
+import msgspec
 import pytest
 
 from diloco_jax.island.traits import adopt_traits
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.island.conversation import Conversation
-from diloco_jax.protocol.island.decision import Adoption, Ahead, Decision
+from diloco_jax.protocol.island.decision import Adoption, Ahead, Decision, Ending
 from diloco_jax.protocol.island.stopping import Goal
 from diloco_jax.protocol.messages import Measures, TakeRequest
 from diloco_jax.protocol.values import Span, Version
@@ -219,6 +220,18 @@ def test_decisions_take_effect_so_many_boundaries_later():
     assert ahead.next(Decision()) == Decision()
     assert ahead.next(Decision()) == asked
     assert not ahead.pending
+
+
+def test_all_hosts_are_told_the_same_decision():
+    told = Conversation()
+    says.take(told, 0, 1, after=2)
+    says.judge(told, 0, 1, "refused", "stale")
+    says.grant(told, Span(0, 8))
+    told.arrived(0, V1, 1)
+    told.end(Ending(3, "another run", "refused"))
+    decision = told.decide()
+    sent = msgspec.msgpack.encode(decision)
+    assert msgspec.msgpack.decode(sent, type=Decision) == decision
 
 
 def test_what_is_so_already_is_not_waited_for():

@@ -1,4 +1,4 @@
-"""What the coordinator says becomes decisions, each fact in one of them."""
+"""Messages of the coordinator become decisions, each fact in one of them."""
 
 import coordinator_says as says
 import pytest
