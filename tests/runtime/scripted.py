@@ -85,7 +85,8 @@ class ScriptedDecisions:
 
     def _keep(self, decision: Decision) -> None:
         for take in decision.takes:
-            self._requested[take.tick] = take
+            # The script says when, not the coordinator.
+            self._requested[take.tick] = replace(take, after=0)
         for adoption in decision.adoptions:
             fragment, version = adoption
             if fragment in self._arrived:

@@ -43,6 +43,13 @@ def test_script_takes_and_adopts_at_its_own_steps():
     assert plan_of(decisions.at(4, stepping=True)) == ({1: 2}, [])
 
 
+def test_the_script_puts_nothing_off():
+    mailbox = Mailbox()
+    decisions = scripted(mailbox)
+    says.take(mailbox, 0, 1, after=2)
+    assert [take.after for take in decisions.at(2, stepping=True).takes] == [0]
+
+
 def test_script_waits_for_request_and_arrival():
     mailbox = Mailbox()
     decisions = scripted(mailbox)
