@@ -1,8 +1,8 @@
 """The simulator, calibrated on one run, predicts another one.
 
 Question: run A trains three islands with emulated step times; an island and the
-coordinator are killed once. `diloco simulate calibrate` fits step times, messages,
-transfers, joins and restarts to what A left. Does the simulator, with nothing else
+coordinator are killed once. `diloco simulate calibrate` fits step times, transfers,
+joins and outages to what A left. Does the simulator, with nothing else
 known, predict run B of the same islands with other step times, in which two islands are
 killed four times each, and the coordinator, so that B's goodput is another than A's?
 
@@ -39,9 +39,8 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.models.presets import preset
-from diloco_jax.simulation.calibration.command import Row, fitted, predict
+from diloco_jax.simulation.calibration.command import Row, predict
 from diloco_jax.simulation.calibration.fit import Calibration, calibrate
-from diloco_jax.simulation.calibration.observed import read_timeline
 
 ERROR_MAX = 0.05
 """Of goodput and step times, relative."""
@@ -82,8 +81,7 @@ def main() -> int:
             place.mkdir()
             config = run_config(kind, options.seconds)
             runs[kind] = support.run_in(config, place, TIMEOUT_S)
-        known = read_timeline(Path(folder) / "A" / "run")
-    calibration = calibrate(known)
+        calibration = calibrate(Path(folder) / "A" / "run")
     rows = {
         kind: predict(calibration, run.config, SEEDS, run.summary)
         for kind, run in runs.items()
@@ -100,9 +98,11 @@ def main() -> int:
         },
         bounds(runs, rows["B"]),
         {
-            "fitted": {what: one._asdict() for what, one in fitted(calibration)},
+            "fitted": {
+                what: dataclasses.asdict(one) for what, one in calibration.fitted()
+            },
             "predicted": {
-                kind: [{**row._asdict(), "error": row.error} for row in found]
+                kind: [{**dataclasses.asdict(row), "error": row.error} for row in found]
                 for kind, found in rows.items()
             },
         },
@@ -194,7 +194,7 @@ def format_fitted(calibration: Calibration) -> list[dict[str, Any]]:
             "to": f"{one.high:.4f}",
             "observed": one.observed,
         }
-        for what, one in fitted(calibration)
+        for what, one in calibration.fitted()
     ]
 
 

@@ -26,7 +26,7 @@ import tape_checks
 from faults import GAP_MEDIANS_MAX
 
 from diloco_jax.config import Config
-from diloco_jax.loading import load_config
+from diloco_jax.config.loading import load_config
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "mixed_meshes.py"
 KILLED = "two-hosts"

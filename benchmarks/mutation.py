@@ -38,7 +38,7 @@ from typing import Any
 import pytest
 from support import at_least, at_most, parser, write_results
 
-from diloco_jax.loading import write_json
+from diloco_jax.files import write_json
 from diloco_jax.simulation.faults.play import check
 
 ROOT = Path(__file__).resolve().parents[1]

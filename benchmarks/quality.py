@@ -66,7 +66,7 @@ from quality_rows import rates, rows, same_runs
 from diloco_jax.cluster.commands import ALLOCATOR
 from diloco_jax.config import DataConfig
 from diloco_jax.data.corpus import load_corpus
-from diloco_jax.loading import write_json
+from diloco_jax.files import write_json
 
 RUN_TIMEOUT_S = 3 * 3600.0
 RUNS_PER_PROCESS = 16
@@ -136,7 +136,7 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
     began = time.monotonic()
     if row.plain:
         from diloco_jax import baseline
-        from diloco_jax.loading import resolve
+        from diloco_jax.config.resolving import resolve
 
         found = baseline.run(resolve(config))
         result = {"loss": _loss(found), "tokens": found["tokens"]}

@@ -24,7 +24,7 @@ from machine import CpuSamples, machine_facts, sample_cpu
 
 from diloco_jax import run_files
 from diloco_jax.config import Config
-from diloco_jax.loading import write_json
+from diloco_jax.files import write_json
 from diloco_jax.observability.tape import read_tape
 
 DILOCO = (sys.executable, "-m", "diloco_jax.cli")

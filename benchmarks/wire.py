@@ -267,9 +267,6 @@ class _Places:
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
         return start.offset + start.length == start.total
 
-    def upload_abort(self, start: bulk.UploadStart) -> None:
-        raise RuntimeError(f"an upload broke off at {start.offset}")
-
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         return FetchSource(
             version=VERSION,

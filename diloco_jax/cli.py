@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from diloco_jax import run_files
-from diloco_jax.config import Config, ConfigError, suggest
+from diloco_jax.config import Config
+from diloco_jax.config.fields import setting
+from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.interrupt import Interruptible
 from diloco_jax.paths import absolute
@@ -91,14 +93,20 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Of `diloco run`."""
+    """The options of `diloco run`."""
 
-    baseline: bool = False
-    """Afterwards train the same model plainly on as many tokens, and compare."""
-    resume: str = ""
-    """Workdir of a run that was stopped and is to go on; CONFIG may be left out."""
-    json: bool = False
-    """Print the summary to standard output as one JSON object."""
+    baseline: bool = setting(
+        False,
+        help="Afterwards train the same model plainly on as many tokens, and compare.",
+    )
+    resume: str = setting(
+        "",
+        help="Workdir of a run that was stopped and should go on; CONFIG may be left "
+        "out.",
+    )
+    json: bool = setting(
+        False, help="Print the summary to standard output as one JSON object."
+    )
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -130,13 +138,16 @@ def run_command(arguments: Sequence[str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class CoordinatorOptions:
-    """Of `diloco coordinator`."""
+    """The options of `diloco coordinator`."""
 
-    init: bool = False
-    """Begin a new run in WORKDIR; without it the run there goes on or, where there is
-    none, the one whose anchors islands offer."""
-    resume: bool = False
-    """The run was stopped as a whole: all its islands have ended."""
+    init: bool = setting(
+        False,
+        help="Begin a new run in WORKDIR; without it the run there goes on or, where "
+        "there is none, the one whose anchors islands offer.",
+    )
+    resume: bool = setting(
+        False, help="The run was stopped as a whole: all its islands have ended."
+    )
 
 
 def coordinator_command(arguments: Sequence[str]) -> int:
@@ -145,8 +156,8 @@ def coordinator_command(arguments: Sequence[str]) -> int:
         "coordinator", arguments, CoordinatorOptions()
     )
     workdir = _workdir(config)
+    from diloco_jax.config.resolving import resolve
     from diloco_jax.coordinator.main import run
-    from diloco_jax.loading import resolve
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
@@ -161,21 +172,20 @@ def island_command(arguments: Sequence[str]) -> int:
     _, config, options = _config_and_options("island", arguments, IslandOptions())
     workdir = _workdir(config)
     options.check(config)
-    from diloco_jax.island.environment import prepare_environment
+    from diloco_jax.island.environment import prepare_island
 
     # Before anything imports jax.
-    island = config.island(options.name)
-    prepare_environment(island.devices // island.hosts)
+    prepare_island(config.island(options.name))
     incarnation = options.incarnation
     if not incarnation:
-        from diloco_jax.cluster.attempts import Attempts
+        from diloco_jax.cluster.attempts import next_attempt
         from diloco_jax.workdir import make_workdir
 
         make_workdir(workdir)
-        incarnation = Attempts(workdir / run_files.ATTEMPTS).next(options.name)
+        incarnation = next_attempt(workdir / run_files.ATTEMPTS, options.name)
+    from diloco_jax.config.resolving import resolve
     from diloco_jax.island.hosts.world import WorldAddress
     from diloco_jax.island.main import run
-    from diloco_jax.loading import resolve
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
@@ -195,11 +205,17 @@ def emulate_command(arguments: Sequence[str]) -> int:
     from diloco_jax.simulation.emulation.options import CommandOptions
 
     path, config, options = _config_and_options("emulate", arguments, CommandOptions())
-    from diloco_jax.island.environment import prepare_environment, skip_absent_tpu
+    from diloco_jax.island.environment import (
+        generation_here,
+        prepare_environment,
+        skip_absent_tpu,
+    )
+    from diloco_jax.libtpu import set_flags
 
     # Before anything imports jax.
     skip_absent_tpu()
     prepare_environment(max(island.devices for island in config.islands.values()))
+    set_flags(generation_here(), os.environ)
     from rich.console import Console
 
     from diloco_jax.simulation.emulation.emulate import run
@@ -230,19 +246,21 @@ def plan_command(arguments: Sequence[str]) -> int:
 def _config_and_options(
     command: str, arguments: Sequence[str], options: T
 ) -> tuple[str, Config, T]:
-    """CONFIG comes first, its path is returned; help needs none."""
-    from diloco_jax.loading import parse_options, read_config
+    """Read CONFIG, which comes first, and the options; help needs no CONFIG."""
+    from diloco_jax.config.loading import read_config
+    from diloco_jax.options import ANY_ISLAND, parse_with_config
 
     prog, launches = f"diloco {command} CONFIG", command == "launch"
     if arguments and arguments[0] in ("-h", "--help"):
-        parse_options(Config(), ["--help"], options, prog, launches=launches)
+        shown = Config(islands=ANY_ISLAND)
+        parse_with_config(shown, ["--help"], options, prog, launches=launches)
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError(
             f"CONFIG comes first: {prog} [options], with the path to a configs/*.py"
             f"{f'; found {arguments[0]!r}' if arguments else ''}"
         )
     path = arguments[0]
-    config, parsed = parse_options(
+    config, parsed = parse_with_config(
         read_config(path),
         arguments[1:],
         options,

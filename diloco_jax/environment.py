@@ -11,12 +11,14 @@ from pathlib import Path
 
 import jax
 
+from diloco_jax import libtpu
+
 VECTOR_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
 """Instruction sets for which XLA compiles different code, as Linux names them."""
 
 
 def describe() -> dict[str, str | int]:
-    """Versions, device kind, and how many devices, processes and threads there are."""
+    """Versions, flags, device kind, and how many devices, processes and threads."""
     device = jax.devices()[0]
     return {
         "diloco_jax": metadata.version("diloco-jax"),
@@ -31,6 +33,8 @@ def describe() -> dict[str, str | int]:
         "cpu": _cpu(),
         "threads": _threads(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "libtpu": libtpu.installed_version(),
+        "libtpu_flags": os.environ.get(libtpu.VARIABLE, ""),
     }
 
 

@@ -11,10 +11,10 @@ from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.core.fragments import Params, from_pieces
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.validation import ValidationBatches
+from diloco_jax.files import json_number
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.evaluate import Evaluation, evaluate_all
-from diloco_jax.loading import json_number
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-from diloco_jax.config import ConfigError, suggest
+from diloco_jax.errors import ConfigError, suggest
 
 COORDINATOR = "coordinator"
 

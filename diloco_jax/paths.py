@@ -1,13 +1,12 @@
-"""Paths: what those of a config mean in any folder, and errors that name theirs."""
+"""Paths that mean the same in any folder, and errors that name theirs."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from diloco_jax.config import Config, ConfigError
+from diloco_jax.errors import ConfigError
 
 
 class StorageAway(Exception):  # noqa: N818
@@ -45,20 +44,3 @@ def naming(path: str | Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
-
-
-def with_absolute_paths(config: Config) -> Config:
-    """The config as it is read from any folder."""
-    placement = dataclasses.replace(
-        config.placement,
-        workdir=absolute(config.placement.workdir),
-        certificates=absolute(config.placement.certificates),
-        checkpoints=absolute(config.placement.checkpoints),
-    )
-    run = config.run
-    data = dataclasses.replace(run.data, paths=tuple(map(absolute, run.data.paths)))
-    model = run.model
-    if ".py:" in model.factory:
-        model = dataclasses.replace(model, factory=absolute(model.factory))
-    run = dataclasses.replace(run, data=data, model=model)
-    return dataclasses.replace(config, run=run, placement=placement)

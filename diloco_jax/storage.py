@@ -11,7 +11,7 @@ from pathlib import Path
 
 from etils.epath import Path as Folder
 
-from diloco_jax.config import ConfigError
+from diloco_jax.errors import ConfigError
 from diloco_jax.paths import StorageAway, is_bucket
 
 PASSING_CODES = (408, 429)

@@ -18,12 +18,8 @@ import msgspec
 
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
-from diloco_jax.loading import (
-    read_config_json,
-    require_writable,
-    write_config_json,
-    write_json,
-)
+from diloco_jax.config.loading import read_config_json, write_config_json
+from diloco_jax.files import require_writable, write_json
 
 FORMAT = 5
 """Of config, log, snapshots and tape: one higher when a workdir of before cannot be

@@ -1,4 +1,4 @@
-"""What `core/round.py` makes of a config: the bits that everything else must give."""
+"""What `oracle.py` makes of a config: the bits that everything else must give."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import jax
 import numpy as np
+import oracle
 
 from diloco_jax.config import Config
 from diloco_jax.coordinator.store import outer_settings
-from diloco_jax.core import round as oracle
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.device.step import TrainState

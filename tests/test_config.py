@@ -19,13 +19,9 @@ from diloco_jax.config import (
     differences,
     shared_fields,
 )
+from diloco_jax.config.loading import load_config, read_config_json, write_config_json
+from diloco_jax.config.resolving import resolve
 from diloco_jax.data.corpus import Corpus
-from diloco_jax.loading import (
-    load_config,
-    read_config_json,
-    resolve,
-    write_config_json,
-)
 
 FILE = """
 from diloco_jax.config import *

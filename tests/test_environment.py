@@ -14,8 +14,11 @@ def test_threads_are_those_of_xlas_pool(monkeypatch):
 
 def test_facts_are_those_of_this_process(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_one=1")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_two=2")
+    monkeypatch.setattr(environment.libtpu, "installed_version", lambda: "0.0.50.1")
     facts = environment.describe()
     assert facts["jax"] == jax.__version__
     assert facts["devices"] == jax.device_count()
     assert facts["xla_flags"] == "--xla_one=1"
+    assert (facts["libtpu"], facts["libtpu_flags"]) == ("0.0.50.1", "--xla_tpu_two=2")
     assert facts["cpu"]

@@ -35,6 +35,66 @@ def imported_modules(source: str) -> Iterator[str]:
             yield "." * node.level + (node.module or "")
 
 
+def circles(sources: dict[str, str]) -> list[list[str]]:
+    """Groups of modules that import each other, at any depth of their code except
+    under `if TYPE_CHECKING`, given their source by dotted name."""
+    graph = {name: imports_among(name, sources) for name in sources}
+    reached = {name: closure(name, graph) for name in graph}
+    groups = {
+        tuple(sorted(b for b in reached[a] if a in reached[b]))
+        for a in graph
+        if a in reached[a]
+    }
+    return sorted(map(list, groups))
+
+
+def imports_among(name: str, sources: dict[str, str]) -> set[str]:
+    """Which of these modules a module imports; a module of another package comes with
+    its package."""
+    found = set()
+    for module in imported_at_runtime(ast.parse(sources[name])):
+        while module:
+            if module in sources and not f"{name}.".startswith(f"{module}."):
+                found.add(module)
+            module = module.rpartition(".")[0]
+    return found
+
+
+def imported_at_runtime(node: ast.AST) -> Iterator[str]:
+    """Dotted names of what is imported; of a `from` import also each name in it, which
+    may be a module."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    for child in ast.iter_child_nodes(node):
+        yield from imported_at_runtime(child)
+
+
+def closure(name: str, graph: dict[str, set[str]]) -> set[str]:
+    """Everything that a module imports, directly or not."""
+    found: set[str] = set()
+    ahead = list(graph[name])
+    while ahead:
+        if (module := ahead.pop()) not in found:
+            found.add(module)
+            ahead += graph[module]
+    return found
+
+
+def package_sources() -> dict[str, str]:
+    """The package's sources by dotted name."""
+    return {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path.read_text(encoding="utf-8")
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
 def is_allowed(module: str, layer: str) -> bool:
     """Whether a module of that layer may import this one."""
     if module.split(".")[0] in sys.stdlib_module_names:
@@ -53,6 +113,19 @@ def test_layer_imports_only_what_it_may(layer: str) -> None:
         if not is_allowed(module, layer)
     ]
     assert not wrong
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(package_sources()) == []
+
+
+def test_the_check_sees_circles() -> None:
+    sources = {"p": "", "p.a": "from p import b", "p.b": "def f():\n    import p.a"}
+    assert circles(sources) == [["p.a", "p.b"]]
+    sources["p.b"] = "if TYPE_CHECKING:\n    import p.a"
+    assert circles(sources) == []
+    through_a_package = {"p.q": "import p.c", "p.q.d": "", "p.c": "import p.q.d"}
+    assert circles(through_a_package) == [["p.c", "p.q"]]
 
 
 def declared(extra: str | None = None) -> set[str]:

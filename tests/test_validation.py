@@ -1,4 +1,5 @@
-"""What a config may not say: every row of the table of bounds, and what must fit."""
+"""What a config may not say: values outside the bounds of their fields, and what must
+fit together."""
 
 import dataclasses
 import math
@@ -15,34 +16,37 @@ from diloco_jax.config import (
     Placement,
     RunConfig,
 )
-from diloco_jax.validation import (
-    BELOW_1,
-    ISLAND,
-    LARGEST,
-    LAUNCH,
-    LONGEST_S,
-    PLACEMENT,
-    RUN,
-    SHARE,
-    Bound,
-)
+from diloco_jax.config.fields import BELOW_1, LARGEST, LONGEST_S, SHARE, Bound
 
 SECTIONS = {
-    "": (RunConfig, RUN),
-    "islands.v6e.": (IslandConfig, ISLAND),
-    "placement.": (Placement, PLACEMENT),
-    "launch.": (LaunchConfig, LAUNCH),
+    "": RunConfig,
+    "islands.v6e.": IslandConfig,
+    "placement.": Placement,
+    "launch.": LaunchConfig,
 }
-ROWS = [
-    (section, field, bound)
-    for section, (_, bounds) in SECTIONS.items()
-    for field, bound in bounds.items()
+
+
+def declared(owner, prefix=""):
+    """Paths of all fields, with how they were declared."""
+    hints = typing.get_type_hints(owner)
+    for field in dataclasses.fields(owner):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from declared(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", field.metadata
+
+
+BOUNDS = [
+    (section, field, metadata["bound"])
+    for section, owner in SECTIONS.items()
+    for field, metadata in declared(owner)
+    if metadata["bound"]
 ]
 
 
 def hint_of(section, field):
     """The type of a field, given by its path."""
-    owner = SECTIONS[section][0]
+    owner = SECTIONS[section]
     for name in field.split("."):
         owner = typing.get_type_hints(owner)[name]
     return owner
@@ -81,17 +85,17 @@ def numeric_fields(owner, prefix=""):
             yield f"{prefix}{name}"
 
 
-# ---- the table -------------------------------------------------------------------
+# ---- bounds ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("section", list(SECTIONS))
-def test_every_number_of_a_config_has_a_row(section):
-    owner, bounds = SECTIONS[section]
-    assert set(bounds) == set(numeric_fields(owner))
+def test_every_number_of_a_config_has_bounds(section):
+    bounded = {field for where, field, _ in BOUNDS if where == section}
+    assert bounded == set(numeric_fields(SECTIONS[section]))
 
 
-@pytest.mark.parametrize(("section", "field", "bound"), ROWS)
-def test_a_number_outside_its_row_is_refused(section, field, bound):
+@pytest.mark.parametrize(("section", "field", "bound"), BOUNDS)
+def test_a_number_outside_its_bounds_is_refused(section, field, bound):
     whole = int in {hint_of(section, field), *typing.get_args(hint_of(section, field))}
     low = bound.low if bound.above else bound.low - 1
     high = bound.high if bound.below else bound.high * 2
@@ -218,12 +222,22 @@ def test_an_island_that_cannot_train_is_refused(island, shown):
 
 @pytest.mark.parametrize(
     ("name", "shown"),
-    [("a b", "letters, digits"), ("..", "begins with"), ("coordinator", "rename it")],
+    [
+        ("a b", "letters, digits"),
+        ("a\n", "letters, digits"),
+        ("..", "begins with"),
+        ("a" * 65, "longer than 64"),
+        ("coordinator", "rename it"),
+    ],
 )
 def test_an_islands_name_must_do_for_files_and_faults(name, shown):
-    message = refusal(Config(islands={name: IslandConfig()}))
-    assert repr(name) in message
-    assert shown in message
+    for config in (
+        Config(islands={name: IslandConfig()}),
+        Config(placement=Placement(admit=(name,))),
+    ):
+        message = refusal(config)
+        assert repr(name) in message
+        assert shown in message
 
 
 @pytest.mark.parametrize(

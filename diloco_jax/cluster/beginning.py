@@ -13,8 +13,9 @@ from types import TracebackType
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
-from diloco_jax.loading import read_config_json, write_config_json
-from diloco_jax.paths import is_bucket, with_absolute_paths
+from diloco_jax.config.loading import read_config_json, write_config_json
+from diloco_jax.config.resolving import with_absolute_paths
+from diloco_jax.paths import is_bucket
 
 # Any of these means that a workdir belongs to a run.
 SIGNS_OF_A_RUN = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.cluster import commands
-from diloco_jax.cluster.attempts import Attempts
+from diloco_jax.cluster.attempts import next_attempt
 from diloco_jax.cluster.processes import (
     POLL_S,
     ManagedProcess,
@@ -18,10 +18,9 @@ from diloco_jax.cluster.processes import (
     wait_all,
 )
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_CONFIG
+from diloco_jax.files import write_json
 from diloco_jax.interrupt import Interrupt
-from diloco_jax.loading import write_json
 from diloco_jax.workdir import has_begun
 
 ALIVE = ("running", "restarting")
@@ -51,7 +50,7 @@ class Cluster:
         """Where islands reach the coordinator; empty before it is up."""
         self.outages = Outages()
         self._noted: dict[str, list[int]] = {}
-        self._deadlines = Deadlines(config.placement.time_budget_s)
+        self._deadlines = config.placement.deadlines
         self.coordinator = self._managed(
             "coordinator", self._coordinator_command, commands.coordinator_environment()
         )
@@ -89,14 +88,18 @@ class Cluster:
                 )
             interrupt.wait(POLL_S)
         self.address = address
-        attempts = Attempts(self.workdir / run_files.ATTEMPTS)
+        attempts = self.workdir / run_files.ATTEMPTS
         for name, island in self.config.islands.items():
 
             def command(
                 start: int, name: str = name, hosts: int = island.hosts
             ) -> list[list[str]]:
                 return commands.island_commands(
-                    self.workdir, name, hosts, self.address, attempts.next(name)
+                    self.workdir,
+                    name,
+                    hosts,
+                    self.address,
+                    next_attempt(attempts, name),
                 )
 
             self.islands[name] = self._managed(

@@ -28,8 +28,7 @@ from diloco_jax.cluster.commands import DILOCO
 from diloco_jax.cluster.processes import log_tail, start_child
 from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.deadlines import Deadlines
-from diloco_jax.loading import write_json
+from diloco_jax.files import write_json
 from diloco_jax.paths import absolute
 from diloco_jax.wire.errors import WireError
 
@@ -165,7 +164,7 @@ class LocalCluster:
             self._launcher.terminate()
             try:
                 # Islands say goodbye, then the coordinator sums up (`Cluster.stop`).
-                stop_s = Deadlines(self.config.placement.time_budget_s).stop_s
+                stop_s = self.config.placement.deadlines.stop_s
                 steps = (i.step_seconds for i in self.config.islands.values())
                 self._launcher.wait(4 * stop_s + 2 * max(steps))
             except subprocess.TimeoutExpired:

@@ -17,14 +17,10 @@ from rich.console import Console
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
+from diloco_jax.config.loading import read_config_json, write_config_json
+from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator.notes import Recovered
-from diloco_jax.loading import (
-    filled,
-    read_config_json,
-    resolve,
-    write_config_json,
-    write_json,
-)
+from diloco_jax.files import write_json
 from diloco_jax.observability.tape import newest_record
 from diloco_jax.paths import absolute, expand
 from diloco_jax.protocol.records import from_tape
@@ -142,8 +138,8 @@ def tell_resumed(workdir: Path, console: Console) -> None:
 
 
 def _filled(run: RunConfig, written: RunConfig) -> RunConfig:
-    """With what `loading.resolve` decided when the run began."""
+    """With what `resolving.resolve` decided when the run began."""
     data = run.data
     if not data.digest:
         data = dataclasses.replace(data, digest=written.data.digest)
-    return dataclasses.replace(run, data=data, outer=filled(run.outer, written.outer))
+    return dataclasses.replace(run, data=data, outer=run.outer.filled(written.outer))

@@ -31,10 +31,9 @@ from diloco_jax.config import (
     ConfigError,
     Placement,
 )
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.resolving import resolve
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.interrupt import Interrupt
-from diloco_jax.loading import resolve
 from diloco_jax.observability.report import closing_report, comparison
 from diloco_jax.observability.tape import tells_of_the_end
 from diloco_jax.observability.terminal import LINE_EVERY_S, Dashboard
@@ -192,7 +191,7 @@ def _watch(
     cluster: Cluster, client: Client, console: Console, interrupt: Interrupt
 ) -> None:
     """Until the coordinator has ended, no island is left, or somebody interrupts."""
-    deadlines = Deadlines(cluster.config.placement.time_budget_s)
+    deadlines = cluster.config.placement.deadlines
     next_status_s = 0.0
     give_up_s = float("inf")
     with Dashboard(console) as dashboard:

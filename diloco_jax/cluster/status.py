@@ -8,8 +8,7 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.deadlines import Deadlines
-from diloco_jax.loading import read_config_json
+from diloco_jax.config.loading import read_config_json
 from diloco_jax.observability.terminal import duration_text
 from diloco_jax.paths import expand
 from diloco_jax.wire.client import Client
@@ -24,7 +23,7 @@ def status_client(address: str, placement: Placement) -> Client:
     return Client(
         address,
         tls=TlsFiles.load_any(folder) if folder else None,
-        deadlines=Deadlines(placement.time_budget_s),
+        deadlines=placement.deadlines,
         bulk_channels=0,
         insecure=placement.insecure,
     )
@@ -82,6 +81,6 @@ def _cut_off(workdir: Path) -> str:
 def _ask(address: str, placement: Placement) -> dict[str, Any]:
     client = status_client(address, placement)
     try:
-        return client.status(Deadlines(placement.time_budget_s).connect_s)
+        return client.status(placement.deadlines.connect_s)
     finally:
         client.close()

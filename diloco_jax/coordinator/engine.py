@@ -1,293 +1,184 @@
-"""The coordinator's one thread of decisions: events in, policy, effects out.
+"""Carries out what the coordinator decides: one engine for every clock.
 
-Everything that changes the run goes through the queue of this thread, so the policy
-needs no lock. Merges are computed on a thread of their own and come back as events;
-snapshots are written on another. A `Persist` is on disk before the effect after it is
-carried out.
+Three shells construct it: the service (`thread.py`), a coordinator in virtual time, and
+one that gathers the anchors of a lost state. They differ in the half of the protocol
+that decides, and in the log, the sender and the holder that they give to it.
 """
 
 from __future__ import annotations
 
-import logging
-import queue
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from diloco_jax.coordinator import notes, outbox
-from diloco_jax.coordinator.durable import RecordLog
-from diloco_jax.coordinator.inbox import DeltaKey, Inbox, left_behind
-from diloco_jax.coordinator.sessions import Sessions
-from diloco_jax.coordinator.store import Merged, Store
-from diloco_jax.faults import Faults
-from diloco_jax.observability.metrics import Metrics
-from diloco_jax.observability.tape import Tape
-from diloco_jax.protocol import messages, records
-from diloco_jax.protocol.coordinator import decide
 from diloco_jax.protocol.coordinator.events import (
     Alert,
-    AskResend,
-    AskTake,
-    DropDelta,
+    Commit,
+    Drop,
     Effect,
-    Event,
-    Finish,
-    Grant,
-    LetGo,
+    Forget,
+    Ignored,
     Merge,
-    MergeComputed,
     Note,
     Persist,
-    Progress,
-    Publish,
-    Refuse,
-    StopStepping,
-    TellVerdict,
-    Timer,
-    Welcome,
+    Tell,
 )
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.wire.errors import Refused
+from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.messages import FromCoordinator, Refused
+from diloco_jax.protocol.new_term.events import Discard, GiveUp, Open, Postpone
+from diloco_jax.protocol.records import Durable, Noted, TurnedAway
 
-logger = logging.getLogger(__name__)
+S = TypeVar("S")
+"""What the deciding half remembers."""
+E = TypeVar("E")
+"""Its events."""
 
-EVENTS_WAITING = 10_000
-"""Events that may wait; beyond it, those who post wait too."""
-LONGEST_WAIT_S = 0.5
-"""The thread looks at its housekeeping at least this often."""
-ALERTS_KEPT = 20
+AnyEffect = Effect | Postpone | Discard | Open | GiveUp
 
-Before = Callable[[], None]
+Decide = Callable[[PolicyConfig, S, E, float], tuple[S, Any]]
+"""`step(config, state, event, now) -> (state, effects)`."""
 
 
-class Engine:
-    """Runs the policy. Make it, `run` it on one thread, `post` from any."""
+class Log(Protocol):
+    """What is written down. A half that gathers writes nothing."""
+
+    def persist(self, record: Durable) -> None:
+        """Writes a record; durable when this returns."""
+
+    def note(self, record: Noted) -> None:
+        """Writes a record to the tape."""
+
+    def ignored(self, ignored: Ignored) -> None:
+        """Counts a message that made no move."""
+
+    def alert(self, text: str) -> None:
+        """Says what a person should look at."""
+
+
+class Sender(Protocol):
+    """Who is connected."""
+
+    def tell(self, session: str, message: FromCoordinator) -> None:
+        """Sends a message; nothing happens if the session is not connected."""
+
+    def postpone(self, session: str, message: str) -> None:
+        """Ends a session with this reason; the island comes again."""
+
+
+class Holder(Protocol):
+    """What holds fragments and deltas."""
+
+    def merge(self, merge: Merge) -> None:
+        """Begins a merge; its result comes as a `MergeComputed`."""
+
+    def commit(self, commit: Commit) -> None:
+        """Makes a computed merge the fragment's version."""
+
+    def drop(self, drop: Drop) -> None:
+        """Frees a delta; unknown ones are ignored."""
+
+    def forget(self, forget: Forget) -> None:
+        """Frees what earlier incarnations of an island sent."""
+
+
+class Gatherer(Protocol):
+    """What holds the anchors of a lost state, as they come in."""
+
+    def discard(self, discard: Discard) -> None:
+        """Frees what came of an anchor."""
+
+    def open(self, opened: Open) -> None:
+        """All anchors are here: a new term begins with them."""
+
+    def give_up(self, reason: GiveUp) -> None:
+        """There will be no term."""
+
+
+class Engine(Generic[S, E]):
+    """The half of the protocol that decides, and what it needs to be heard."""
 
     def __init__(
         self,
+        decide: Decide[S, E],
         config: PolicyConfig,
-        state: State,
+        state: S,
         *,
-        store: Store,
-        inbox: Inbox,
-        log: RecordLog,
-        tape: Tape,
-        metrics: Metrics,
-        sessions: Sessions,
-        faults: Faults,
-        housekeeping: Callable[[Engine], None],
+        sender: Sender,
+        log: Log | None = None,
+        holder: Holder | None = None,
+        gatherer: Gatherer | None = None,
     ) -> None:
-        """`housekeeping` is called on the engine's thread at least twice a second."""
-        self.config = config
-        self.state = state
-        self.alerts: list[str] = []
-        self.finished = state.phase == "done"
-        self._store, self._inbox = store, inbox
-        self._log, self._tape, self._metrics = log, tape, metrics
-        self._sessions, self._faults = sessions, faults
-        self._housekeeping = housekeeping
-        self._queue: queue.Queue[tuple[Event | None, Before | None, float]] = (
-            queue.Queue(EVENTS_WAITING)
-        )
-        self._now = time.monotonic()
-        """Of the last step of the policy."""
-        self._merger = ThreadPoolExecutor(1, "diloco-merge")
-        self._computed: dict[int, Merged] = {}
-        self._merges = sum(fragment.merges for fragment in state.fragments)
-        self._stopping = False
-        self._failure: BaseException | None = None
+        """log, holder: of the usual half; gatherer: of the half that gathers."""
+        self.config, self.state = config, state
+        self.dead = False
+        """Set by what an effect led to: no later one is carried out."""
+        self._decide = decide
+        self._sender = sender
+        self._log, self._holder, self._gatherer = log, holder, gatherer
 
-    def post(self, event: Event | None, before: Before | None = None) -> None:
-        """Queues an event of now; `before` is called on the engine's thread just
-        ahead."""
-        self._queue.put((event, before, time.monotonic()))
-
-    def stop(self) -> None:
-        """Ends `run` after what is queued. Safe in a signal handler."""
-        self._stopping = True
-
-    def run(self) -> None:
-        """Until the run is over and every island has left, or `stop`.
-
-        Raises what went wrong in a merge or while carrying out an effect: the process
-        must end then, and start again from what is durable.
-        """
-        compiling = self._merger.submit(self._store.warm_up, lambda: self._stopping)
-        compiling.add_done_callback(self._compiled)
-        try:
-            while not self._stopping:
-                self._turn()
-                if self._failure is not None:
-                    raise self._failure
-        finally:
-            self._merger.shutdown(wait=True, cancel_futures=True)
-
-    def note(self, record: notes.Note | records.Durable | records.Noted) -> None:
-        """Writes to the tape; on the engine's thread only."""
-        self._tape.append(notes.dated(record))
-
-    def _turn(self) -> None:
-        due = decide.next_deadline(self.state, self._now)
-        wait = LONGEST_WAIT_S
-        if due is not None:
-            wait = min(wait, due - time.monotonic())
-        event: Event | None = None
-        before: Before | None = None
-        try:
-            event, before, at = self._queue.get(timeout=max(wait, 0.0))
-        except queue.Empty:
-            event, at = Timer(), time.monotonic()
-        if before is not None:
-            before()
-        if event is not None:
-            self._step(event, at)
-        self._housekeeping(self)
-
-    def _step(self, event: Event, at: float) -> None:
-        """The policy sees an event at the time at which it came: what waited here while
-        this thread was held up (by a disk, or with the whole machine) is not late."""
-        self._now = max(self._now, at)
-        self.state, effects = decide.step(self.config, self.state, event, self._now)
-        for effect in effects:
-            self._carry_out(effect)
-
-    def _carry_out(self, effect: Effect) -> None:
-        send = self._sessions.send
-        match effect:
-            case Persist(record=record):
-                self._persist(record)
-            case Note(record=record):
-                self.note(record)
-            case Merge():
-                self._start_merge(effect)
-            case Publish():
-                self._publish(effect)
-            case Welcome():
-                self._sessions.welcomed(effect.island, effect.session)
-                welcome = messages.Welcome(
-                    run_id=self.config.run_id,
-                    term=self.state.fragments[0].version.term,
-                    resumed=effect.resumed,
-                    versions=effect.versions,
-                )
-                send(effect.island, welcome)
-            case Refuse():
-                logger.info(
-                    "island %s refused (%s): %s",
-                    effect.island,
-                    effect.code,
-                    effect.message,
-                )
-                self.note(
-                    notes.TurnedAway(
-                        island=effect.island, code=effect.code, message=effect.message
-                    )
-                )
-                refused = Refused(effect.code, effect.message)
-                self._sessions.refuse(effect.island, effect.session, refused)
-            case (
-                AskTake()
-                | AskResend()
-                | TellVerdict()
-                | Grant()
-                | Progress()
-                | StopStepping()
-                | LetGo()
-            ):
-                send(effect.island, outbox.message(effect))
-            case DropDelta():
-                key = DeltaKey(
-                    effect.island, effect.incarnation, effect.fragment, effect.tick
-                )
-                self._inbox.drop(key)
-            case Alert(text=text):
-                logger.warning("%s", text)
-                self.alerts = [*self.alerts, text][-ALERTS_KEPT:]
-                self.note(notes.Alert(text=text))
-            case Finish():
-                for island in self._sessions.connected():
-                    send(island, messages.Finished())
-                self.finished = True
-
-    def _persist(self, record: records.Durable) -> None:
-        payload = b""
-        if isinstance(record, records.Merged):
-            payload = self._computed[record.fragment].payload
-        self._log.append(records.line(record), payload)
-        self.note(record)
-        if isinstance(record, records.Joined):
-            self._inbox.drop_island(
-                record.island, record.incarnation, left_behind(self.state)
-            )
-        if isinstance(record, records.Merged):
-            self._merges += 1
-            self._faults.fire(self._merges)
-
-    def _start_merge(self, effect: Merge) -> None:
-        payloads = [
-            self._inbox.payload(
-                DeltaKey(c.island, c.incarnation, effect.fragment, c.tick)
-            )
-            for c in effect.contributions
-        ]
-        future = self._merger.submit(
-            self._store.merge,
-            effect.fragment,
-            effect.version,
-            effect.contributions,
-            payloads,
-            share=effect.share,
-            final=effect.final,
-        )
-        started = time.monotonic()
-
-        def done(future: Future[Merged]) -> None:
-            if not self._check(future):
+    def step(self, event: E, now: float) -> None:
+        """Applies one event at time `now`: decides, then acts, in order."""
+        for effect in self.decide(event, now):
+            self.carry_out(effect)
+            if self.dead:
                 return
-            merged = future.result()
-            event = MergeComputed(
-                fragment=effect.fragment, version=effect.version, digest=merged.digest
-            )
 
-            def keep() -> None:
-                self._computed[effect.fragment] = merged
-                for c in effect.contributions:
-                    key = DeltaKey(c.island, c.incarnation, effect.fragment, c.tick)
-                    self._inbox.drop(key)
-                self._metrics.append(
-                    {
-                        "kind": "merge",
-                        "time": time.time(),
-                        "fragment": effect.fragment,
-                        "version": effect.version.number,
-                        "islands": [c.island for c in effect.contributions],
-                        "tokens": sum(c.tokens for c in effect.contributions),
-                        "share": effect.share,
-                        "norm": merged.norm,
-                        "seconds": time.monotonic() - started,
-                    }
-                )
+    def decide(self, event: E, now: float) -> list[AnyEffect]:
+        """Decides upon an event; nothing of it is visible yet."""
+        effects: list[AnyEffect]
+        self.state, effects = self._decide(self.config, self.state, event, now)
+        return effects
 
-            self.post(event, keep)
+    def turn_away(self, island: str, session: str, refused: Refused) -> None:
+        """Ends a session for a reason of the shell's own."""
+        if self._log is not None:
+            note = TurnedAway(island=island, code=refused.code, message=refused.message)
+            self._log.note(note)
+        self._sender.tell(session, refused)
 
-        future.add_done_callback(done)
+    def carry_out(self, effect: AnyEffect) -> None:
+        """Carries out one effect."""
+        match effect:
+            case Tell(session=session, message=message):
+                self._sender.tell(session, message)
+            case Postpone(session=session, message=reason):
+                self._sender.postpone(session, reason)
+            case Persist() | Note() | Ignored() | Alert():
+                self._write(effect)
+            case Merge() | Commit() | Drop() | Forget():
+                self._hold(effect)
+            case Discard() | Open() | GiveUp():
+                self._gather(effect)
 
-    def _compiled(self, future: Future[None]) -> None:
-        if self._check(future):
-            self.post(None, lambda: self.note(notes.Compiled()))
+    def _write(self, effect: Persist | Note | Ignored | Alert) -> None:
+        assert self._log is not None
+        match effect:
+            case Persist(record=durable):
+                self._log.persist(durable)
+            case Note(record=noted):
+                self._log.note(noted)
+            case Ignored():
+                self._log.ignored(effect)
+            case Alert(text=text):
+                self._log.alert(text)
 
-    def _check(self, future: Future[Any]) -> bool:
-        """Whether work on the merge thread succeeded; a failure ends `run`."""
-        if future.cancelled():
-            return False
-        if (failure := future.exception()) is None:
-            return True
-        self._failure = failure
-        self.post(None)
-        return False
+    def _hold(self, effect: Merge | Commit | Drop | Forget) -> None:
+        assert self._holder is not None
+        match effect:
+            case Merge():
+                self._holder.merge(effect)
+            case Commit():
+                self._holder.commit(effect)
+            case Drop():
+                self._holder.drop(effect)
+            case Forget():
+                self._holder.forget(effect)
 
-    def _publish(self, effect: Publish) -> None:
-        self._store.commit(effect.fragment, self._computed.pop(effect.fragment))
-        for island in self._sessions.connected():
-            self._sessions.send(island, outbox.published(effect, island))
+    def _gather(self, effect: Discard | Open | GiveUp) -> None:
+        assert self._gatherer is not None
+        match effect:
+            case Discard():
+                self._gatherer.discard(effect)
+            case Open():
+                self._gatherer.open(effect)
+            case GiveUp():
+                self._gatherer.give_up(effect)

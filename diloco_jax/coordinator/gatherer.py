@@ -7,42 +7,39 @@ all else that they send is answered "later".
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import msgspec
 
 from diloco_jax.config import ConfigError, RunConfig
-from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.coordinator import door
+from diloco_jax.coordinator.engine import Engine
+from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.rooms import Rooms
+from diloco_jax.coordinator.sessions import Sessions
+from diloco_jax.coordinator.thread import EngineThread
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.coordinator import admission
+from diloco_jax.protocol.coordinator.events import Disconnected, Said, Timer
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.new_term import gathering
-from diloco_jax.protocol.new_term.offers import (
-    Admit,
-    Arrived,
-    Ask,
+from diloco_jax.protocol.new_term.events import (
+    AnchorArrived,
     Discard,
-    Effect,
     Event,
     GiveUp,
-    Heard,
-    Lost,
-    Offer,
+    Offered,
     Open,
-    Postpone,
-    Tick,
 )
+from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused
 from diloco_jax.wire.server import FetchSource
@@ -50,10 +47,7 @@ from diloco_jax.wire.session import Session
 
 logger = logging.getLogger(__name__)
 
-LONGEST_WAIT_S = 0.5
 NO_STATE = "this coordinator has lost its state and gathers anchors of islands"
-
-Before = Callable[[], None]
 
 
 class Gathered(NamedTuple):
@@ -83,16 +77,22 @@ class Gatherer:
         # One of each fragment, and one that was given up and is still arriving; and as
         # much for parts on their way.
         self._inbox = Inbox(self._layouts, Rooms(4 * total))
+        self._sessions = Sessions()
         self._lock = threading.Lock()
-        self._sessions: dict[str, Session] = {}
-        """The newest stream by the session name of its Hello."""
         self._arriving: set[DeltaKey] = set()
         self._arrays: dict[str, jax.Array] = {}
         """Anchors by piece."""
-        self._queue: queue.Queue[tuple[Event, Before | None]] = queue.Queue()
-        self._state = gathering.begin(config, names, time.monotonic())
         self._opened: Open | None = None
-        self._given_up = ""
+        engine: Engine[gathering.Gathering, Event] = Engine(
+            gathering.step,
+            config,
+            gathering.begin(config, names, time.monotonic()),
+            sender=self._sessions,
+            gatherer=self,
+        )
+        self._thread = EngineThread(
+            engine, gathering.next_deadline, Timer(), self._peer, lambda: None
+        )
 
     def gather(self) -> Gathered:
         """Waits for islands, until a deadline, and for their anchors.
@@ -100,41 +100,20 @@ class Gatherer:
         Raises ConfigError that says why there will be no term.
         """
         logger.warning("%s %s", NO_STATE, sorted(self._names))
-        while self._opened is None:
-            now = time.monotonic()
-            due = gathering.next_deadline(self._state, now)
-            wait_s = min(LONGEST_WAIT_S, due - now)
-            event: Event = Tick()
-            before: Before | None = None
-            with contextlib.suppress(queue.Empty):
-                event, before = self._queue.get(timeout=max(wait_s, 0.0))
-            if before is not None:
-                before()
-            self._step(event)
-            if self._given_up:
-                raise ConfigError(self._given_up)
+        self._thread.run()
+        assert self._opened is not None
         return Gathered(self._opened, from_pieces(self._plan, self._arrays))
 
     # ---- calls of islands, on many threads ----------------------------------------
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """An island offers what it has."""
-        with self._lock:
-            self._sessions[hello.session] = session
-        offer = Offer(
-            island=hello.island,
-            incarnation=hello.incarnation,
-            session=hello.session,
-            run_id=hello.run_id,
-            differences=tuple(self._likeness.differences(hello)),
-            term=hello.term,
-            versions=hello.versions,
-            tokens=hello.tokens,
-            next_position=hello.next_position,
-            step_seconds=hello.step_seconds,
-            sequences_per_step=hello.sequences_per_step,
-        )
-        self._queue.put((offer, None))
+        door.check_hello(hello)
+        if unknown := admission.unknown(self._config, hello.island):
+            raise Refused("unknown_island", unknown)
+        self._sessions.arrived(session)
+        differences = tuple(self._likeness.differences(hello))
+        self._thread.post(Offered(hello=hello, differences=differences))
 
     def receive(
         self, session: Session, message: messages.Report | messages.Goodbye
@@ -142,28 +121,27 @@ class Gatherer:
         """What reports say comes again, in the new term; a goodbye ends the session."""
         hello = session.hello
         if isinstance(message, messages.Report):
-            heard = Heard(island=hello.island, session=hello.session)
-            self._queue.put((heard, None))
+            said = Said(island=hello.island, session=hello.session, message=message)
+            self._thread.post(said)
 
     def disconnect(self, session: Session) -> None:
         """A control stream ended."""
         hello = session.hello
-        with self._lock:
-            if self._sessions.get(hello.session) is not session:
-                return
-            del self._sessions[hello.session]
-        self._queue.put((Lost(island=hello.island, session=hello.session), None))
+        if self._sessions.gone(session):
+            lost = Disconnected(island=hello.island, session=hello.session)
+            self._thread.post(lost)
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
         """The place of an anchor's stripe, if it was asked for."""
-        asked = self._state.asked.get(start.fragment)
-        member = self._state.members.get(start.island)
+        asked = self._thread.state.asked.get(start.fragment)
+        member = self._thread.state.members.get(start.island)
         if (
             start.version is None
             or asked is None
             or member is None
             or asked.island != start.island
             or member.offer.incarnation != start.incarnation
+            or member.offer.session != start.session
         ):
             raise Refused("gathering", f"{NO_STATE}; this one was not asked for")
         place = self._inbox.begin(_keyed(start))
@@ -176,17 +154,14 @@ class Gatherer:
         if not self._inbox.end(_keyed(start), place):
             return False
         assert start.version is not None
-        arrived = Arrived(
+        arrived = AnchorArrived(
             island=start.island,
             incarnation=start.incarnation,
             fragment=start.fragment,
             version=start.version,
         )
-        self._queue.put((arrived, lambda: self._decode(_key(start))))
+        self._thread.post(arrived, lambda: self._decode(_key(start)))
         return True
-
-    def upload_abort(self, start: bulk.UploadStart) -> None:
-        """A stripe broke off: it comes again, to the same place."""
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """There is nothing to fetch yet."""
@@ -194,7 +169,7 @@ class Gatherer:
 
     def status(self) -> dict[str, Any]:
         """What `diloco status` shows."""
-        state = self._state
+        state = self._thread.state
         return {
             "run_id": "",
             "phase": "gathering",
@@ -217,51 +192,47 @@ class Gatherer:
             },
         }
 
-    # ---- decisions, on one thread ---------------------------------------------------
+    def _peer(self, event: Event | None) -> Disconnected | None:
+        match event:
+            case Offered(hello=hello):
+                return Disconnected(island=hello.island, session=hello.session)
+            case Said() | Disconnected():
+                return Disconnected(island=event.island, session=event.session)
+            case AnchorArrived():
+                member = self._thread.state.members.get(event.island)
+                session = member.offer.session if member is not None else ""
+                return Disconnected(island=event.island, session=session)
+        return None
 
-    def _step(self, event: Event) -> None:
-        self._state, effects = gathering.step(
-            self._config, self._state, event, time.monotonic()
+    # ---- what was decided, on one thread -------------------------------------------
+
+    def discard(self, discard: Discard) -> None:
+        """See engine.Gatherer."""
+        logger.warning(
+            "fragment %d did not come from island %s", discard.fragment, discard.island
         )
-        for effect in effects:
-            self._carry_out(effect)
+        whose = (discard.island, discard.incarnation, discard.fragment)
+        with self._lock:
+            gone = {key for key in self._arriving if key[:3] == whose}
+            self._arriving -= gone
+        for key in gone:
+            self._inbox.drop(key)
 
-    def _carry_out(self, effect: Effect) -> None:
-        match effect:
-            case Admit():
-                offer = self._state.members[effect.island].offer
-                logger.info(
-                    "island %s offers its anchors: versions %s",
-                    effect.island,
-                    [tuple(version) for version in offer.versions],
-                )
-                welcome = messages.Welcome(
-                    run_id=offer.run_id, term=0, resumed=True, versions=()
-                )
-                self._send(effect.session, welcome)
-            case Postpone():
-                session = self._session(effect.session)
-                if session is not None:
-                    session.fail(Busy(effect.message))
-            case Ask():
-                asked = messages.AnchorRequest(fragment=effect.fragment)
-                self._send(effect.session, asked)
-            case Discard():
-                logger.warning(
-                    "fragment %d did not come from island %s",
-                    effect.fragment,
-                    effect.island,
-                )
-                self._drop(effect)
-            case Open():
-                self._opened = effect
-            case GiveUp():
-                self._given_up = effect.message
+    def open(self, opened: Open) -> None:
+        """See engine.Gatherer."""
+        self._opened = opened
+        self._thread.stop()
+
+    def give_up(self, reason: GiveUp) -> None:
+        """See engine.Gatherer."""
+        self._thread.fail(ConfigError(reason.message))
 
     def _decode(self, key: DeltaKey) -> None:
         layout = self._layouts[key.fragment]
         with self._lock:
-            waited_for = key in self._arriving and key.fragment not in self._state.got
+            waited_for = (
+                key in self._arriving and key.fragment not in self._thread.state.got
+            )
         if not waited_for:
             self._inbox.drop(key)
             return
@@ -272,23 +243,6 @@ class Gatherer:
             piece = placed.piece
             self._arrays[piece.name] = self._codec.decode(encoded, piece.shape)
         self._inbox.drop(key)
-
-    def _drop(self, effect: Discard) -> None:
-        whose = (effect.island, effect.incarnation, effect.fragment)
-        with self._lock:
-            gone = {key for key in self._arriving if key[:3] == whose}
-            self._arriving -= gone
-        for key in gone:
-            self._inbox.drop(key)
-
-    def _send(self, name: str, message: messages.FromCoordinator) -> None:
-        session = self._session(name)
-        if session is not None:
-            session.send(message)
-
-    def _session(self, name: str) -> Session | None:
-        with self._lock:
-            return self._sessions.get(name)
 
 
 def _keyed(start: bulk.UploadStart) -> bulk.UploadStart:

@@ -11,35 +11,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.coordinator.rooms import Room, Rooms
 from diloco_jax.core.payload import Coverage, Part, PayloadLayout
-from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire.bulk import UploadStart
-from diloco_jax.wire.errors import RemoteProtocolError
+from diloco_jax.wire.errors import Busy, RemoteProtocolError
 
-
-class DeltaKey(NamedTuple):
-    """Which delta."""
-
-    island: str
-    incarnation: int
-    fragment: int
-    tick: int
-
-
-def left_behind(state: State) -> set[DeltaKey]:
-    """Deltas that stay although their incarnations ended: what was left behind, and
-    what is in a merge."""
-    return {
-        DeltaKey(delta.island, delta.incarnation, fragment.index, delta.tick)
-        for fragment in state.fragments
-        for delta in (*fragment.left_behind, *fragment.merging)
-    }
+DELTAS_AT_ONCE = 2
+"""Of an island and fragment: one that is outstanding, one that was left behind."""
 
 
 class _Arriving:
@@ -53,7 +36,20 @@ class _Arriving:
 
     @property
     def complete(self) -> bool:
-        return sum(length for _, length in self.stripes) >= self.nbytes
+        """Whether the stripes, which are disjoint, are all of it."""
+        return sum(length for _, length in self.stripes) == self.nbytes
+
+    def require_disjoint(self, start: UploadStart) -> None:
+        """RemoteProtocolError if the stripe overlaps others that are here; itself it
+        may repeat."""
+        for offset, length in self.stripes - {(start.offset, start.length)}:
+            if start.offset < offset + length and offset < start.offset + start.length:
+                raise RemoteProtocolError(
+                    f"bytes {start.offset} to {start.offset + start.length} of a delta "
+                    f"of fragment {start.fragment} from {start.island!r} overlap "
+                    f"{offset} to {offset + length}, which are here; the stripes of a "
+                    f"delta are disjoint"
+                )
 
 
 class _Assembly:
@@ -98,7 +94,7 @@ class Inbox:
         """The writable place of a stripe.
 
         Raises:
-          RemoteProtocolError: sizes or tiles do not fit the fragment.
+          RemoteProtocolError: sizes or tiles do not fit the fragment, or other stripes.
           Busy: there is no room for the delta.
         """
         layout = self._layouts[start.fragment]
@@ -114,7 +110,7 @@ class Inbox:
                 f"announced with {start.total} bytes, expected {expected}; start the "
                 f"island with the run's config.json, so that model and codec agree"
             )
-        if not 0 <= start.offset <= start.offset + start.length <= start.total:
+        if not 0 <= start.offset < start.offset + start.length <= start.total:
             raise RemoteProtocolError(
                 f"a stripe of {start.length} bytes at {start.offset} does not fit a "
                 f"delta of {start.total} bytes"
@@ -145,6 +141,7 @@ class Inbox:
                 return False
             if place.obj is not arriving.room.place.data.obj:
                 return False  # Of a delta that was dropped, and has come again since.
+            arriving.require_disjoint(start)
             arriving.stripes.add((start.offset, start.length))
             if not arriving.complete:
                 return False
@@ -177,6 +174,12 @@ class Inbox:
             for old in [k for k in self._deltas if k[:3] == key[:3] and k < key]:
                 if not self._deltas[old].complete:
                     del self._deltas[old]
+            held = [k for k in self._deltas if _whose(k) == _whose(key)]
+            if len(held) >= DELTAS_AT_ONCE:
+                raise Busy(
+                    f"{len(held)} deltas of fragment {key.fragment} of {key.island!r} "
+                    f"are here; come again when they are merged"
+                )
             return layout.total_bytes
         if assembly.complete or start.part in assembly.parts:
             return 0
@@ -199,6 +202,7 @@ class Inbox:
         if assembly.complete or arriving is None or arriving.room is None:
             # A repetition of what is here already: its bytes go nowhere.
             return memoryview(bytearray(start.length))
+        arriving.require_disjoint(start)
         place = arriving.room.place.data
         return place[start.offset : start.offset + start.length]
 
@@ -232,6 +236,10 @@ class Inbox:
             for key in [k for k in self._deltas if k.island == island]:
                 if key.incarnation < before and key not in kept:
                     del self._deltas[key]
+
+
+def _whose(key: DeltaKey) -> tuple[str, int]:
+    return key.island, key.fragment
 
 
 def _key(start: UploadStart) -> DeltaKey:

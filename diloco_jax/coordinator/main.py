@@ -18,24 +18,24 @@ from typing import Any
 
 import jax
 
-from diloco_jax import checkpoint, compilation, loading, run_files, storage
+from diloco_jax import checkpoint, compilation, files, run_files, storage
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.coordinator import durable, origin, summary, term
-from diloco_jax.coordinator.engine import Engine
+from diloco_jax.config.loading import write_config_json
+from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator import origin, summary, term
 from diloco_jax.coordinator.gatherer import Gathered
 from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
-from diloco_jax.coordinator.settings import policy_config, require_room
+from diloco_jax.coordinator.settings import admitted, policy_config, require_room
 from diloco_jax.coordinator.snapshots import Snapshots
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR, parse_faults
-from diloco_jax.loading import write_config_json
 from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.plan import build_plan
@@ -54,7 +54,7 @@ SPARED_BYTES = 32
 """Of the workdir's disk, per parameter, that deltas do not wait on: two snapshots of
 parameters, anchors and momentum, and what is published meanwhile."""
 SPARE_ISLANDS = 8
-"""Places for islands that the config does not name."""
+"""Places for streams of those who are told that they may not come in."""
 REFRESH_S = 0.5
 """Age of what `diloco status` shows."""
 
@@ -118,7 +118,7 @@ class Coordinator:
             self._facts = workdirs.find_run(config, workdir)
         else:
             self._facts = RunFacts(run_id="", begun_unix=time.time())
-        self._deadlines = Deadlines(config.placement.time_budget_s)
+        self._deadlines = config.placement.deadlines
         self._refreshed = 0.0
         self._end_by: float | None = None
         self._status: dict[str, Any] = {}
@@ -139,7 +139,7 @@ class Coordinator:
             )
         compilation.use_cache(compilation.of_run(workdir))
         self.policy_config = policy_config(
-            run, placement, self._facts.run_id, self._plan.sizes
+            run, placement, self._facts.run_id, self._plan.sizes, admitted(config)
         )
         whose = checkpoint.whose(run, self._facts.run_id, self._plan)
         self._snapshots = Snapshots(self._folder, placement, self.policy_config, whose)
@@ -171,7 +171,7 @@ class Coordinator:
         rooms = Rooms(placement.merge_buffer_bytes, workdir, spared)
         inbox = Inbox(self.store.layouts_up, rooms)
         sessions = Sessions()
-        self.engine = Engine(
+        self.lead = Lead(
             self.policy_config,
             state,
             store=self.store,
@@ -186,10 +186,10 @@ class Coordinator:
         self._sessions = sessions
         if self._resume:
             self._begin_again()
-        self._refresh(self.engine)
+        self._refresh(self.lead)
         service = Service(
             Likeness(run, self._plan),
-            engine=self.engine,
+            lead=self.lead,
             store=self.store,
             inbox=inbox,
             sessions=sessions,
@@ -203,7 +203,7 @@ class Coordinator:
         else:
             self._serve(service)
         address_file = workdir / run_files.ADDRESS
-        loading.write_text(addresses.on_this_machine(self.address), address_file)
+        files.write_text(addresses.on_this_machine(self.address), address_file)
         self._open.callback(address_file.unlink, missing_ok=True)
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
 
@@ -212,8 +212,8 @@ class Coordinator:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._asked_to_end)
-        self.engine.run()
-        over = self.engine.finished or self._interrupted
+        self.lead.run()
+        over = self.lead.finished or self._interrupted
         return EXIT_DONE if over else EXIT_FAILED
 
     def conclude(self) -> int:
@@ -221,12 +221,12 @@ class Coordinator:
         failure: then only what was durable counts."""
         self._server.stop(self._deadlines.stop_s / 5)
         self._roster.save()
-        finished = self.engine.finished
+        finished = self.lead.finished
         if not finished:
             # Whoever asked for the end may not wait for a snapshot.
             self._sum_up()
         if self._snapshots.wait(self._patience_s):
-            self._save(self._log.rotate(), self.engine.state, self.store.arrays())
+            self._save(self._log.rotate(), self.lead.state, self.store.arrays())
         else:
             logger.error(
                 "a snapshot has not ended within %g s: none is written at the end, and "
@@ -250,14 +250,18 @@ class Coordinator:
         now = self._over or time.time()
         result = summary.summary(
             self.policy_config,
-            self.engine.state,
+            self.lead.state,
             self._roster,
             wall_seconds=now - self._facts.begun_unix,
-            alerts=[*self.engine.alerts, *summary.missing(self._config, self._roster)],
+            alerts=[
+                *self.lead.journal.alerts,
+                *summary.missing(self._config, self._roster),
+            ],
             now=now,
         )
         result["parameters_digest"] = digest
-        loading.write_json(result, self._workdir / run_files.SUMMARY)
+        result["ignored_messages"] = dict(self.lead.journal.ignored_messages)
+        files.write_json(result, self._workdir / run_files.SUMMARY)
 
     def close(self) -> None:
         """Ends service and closes the files; also after a start that failed."""
@@ -270,7 +274,7 @@ class Coordinator:
             handlers,
             tls=self._tls,
             deadlines=self._deadlines,
-            max_islands=len(self._config.islands) + SPARE_ISLANDS,
+            max_islands=len(admitted(self._config)) + SPARE_ISLANDS,
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,
         )
@@ -347,37 +351,37 @@ class Coordinator:
         self._facts.write(self._workdir)
         self._roster.save()
         # Before any hello.
-        self.engine.post(Resumed(steps=steps))
+        self.lead.post(Resumed(steps=steps))
 
-    def _keep_house(self, engine: Engine) -> None:
+    def _keep_house(self, lead: Lead) -> None:
         now = time.monotonic()
         if now - self._refreshed >= REFRESH_S:
             self._refreshed = now
-            self._refresh(engine)
+            self._refresh(lead)
             self._roster.save()
-        ending = engine.finished or self._interrupted
+        ending = lead.finished or self._interrupted
         if self._snapshots.due(now) and not ending:
             # Number, state and arrays of one moment.
-            now_saved = (self._log.rotate(), engine.state, self.store.arrays())
+            now_saved = (self._log.rotate(), lead.state, self.store.arrays())
             self._snapshots.write(now, functools.partial(self._save, *now_saved))
         if ending:
             if self._end_by is None:
                 logger.info("ending, %s", "asked to" if self._interrupted else "done")
                 # Asked to end alone, it is not waited for: islands train on without it.
                 deadlines = self._deadlines
-                patience = deadlines.stop_s if engine.finished else deadlines.report_s
+                patience = deadlines.stop_s if lead.finished else deadlines.report_s
                 self._end_by = now + patience
             if not self._sessions.connected() or now >= self._end_by:
-                engine.stop()
+                lead.stop()
 
-    def _refresh(self, engine: Engine) -> None:
+    def _refresh(self, lead: Lead) -> None:
         now = time.time()
         self._status = summary.status(
-            engine.config,
-            engine.state,
+            lead.config,
+            lead.state,
             self._roster,
             seconds=now - self._facts.begun_unix,
-            alerts=[*engine.alerts, *self._snapshots.alerts(time.monotonic())],
+            alerts=[*lead.journal.alerts, *self._snapshots.alerts(time.monotonic())],
             now=now,
         )
 
@@ -389,7 +393,7 @@ class Coordinator:
 
     def _patience_s(self) -> float:
         """For the snapshot that is being written at the end."""
-        if self._interrupted or not self.engine.finished:
+        if self._interrupted or not self.lead.finished:
             return self._deadlines.stop_s
         return self._config.placement.outage_budget_s
 

@@ -74,14 +74,6 @@ class Hello(records.Written, frozen=True, kw_only=True):
     """Its address."""
 
 
-class TurnedAway(records.Written, frozen=True, kw_only=True, tag="turned_away"):
-    """An incarnation was not let in."""
-
-    island: str
-    code: str
-    message: str
-
-
 class Compiled(records.Written, frozen=True):
     """What merges need is compiled: those that are ordered earlier wait."""
 
@@ -92,7 +84,7 @@ class Alert(records.Written, frozen=True, kw_only=True):
     text: str
 
 
-Note = Begun | Recovered | Term | Hello | TurnedAway | Compiled | Alert
+Note = Begun | Recovered | Term | Hello | Compiled | Alert
 
 
 def dated(record: Note | records.Durable | records.Noted) -> dict[str, Any]:

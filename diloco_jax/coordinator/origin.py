@@ -18,11 +18,11 @@ import msgspec
 
 from diloco_jax import environment
 from diloco_jax.config import Config
-from diloco_jax.coordinator import durable, notes
+from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.models.model import Model
 from diloco_jax.observability.tape import Tape, not_on_tape
 from diloco_jax.protocol import records
@@ -43,7 +43,7 @@ def initialise(
     snapshot goes on after a crash."""
     run = config.run
     params = jax.jit(model.init)(jax.random.key(run.seed))
-    pin_s = Deadlines(config.placement.time_budget_s).pin_s
+    pin_s = config.placement.deadlines.pin_s
     store = Store(run, plan, params, pin_s)
     tape.append(
         notes.dated(
@@ -71,7 +71,7 @@ def recover(
     it. The tape gets those of them that it lacks, and says where the cut was. Returns
     the snapshot's number, too."""
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), model.shapes())
-    pin_s = Deadlines(config.placement.time_budget_s).pin_s
+    pin_s = config.placement.deadlines.pin_s
     store = Store(config.run, plan, zeros, pin_s)
     found, arrays, snapshot = snapshots.load_newest(
         store.arrays(), functools.partial(durable.goes_on_from, log)

@@ -17,8 +17,8 @@ import msgspec
 from diloco_jax.config import ConfigError
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.paths import naming
-from diloco_jax.protocol.messages import Measures
-from diloco_jax.protocol.values import Record
+from diloco_jax.protocol.messages import MAX_BYTES, MAX_SECONDS, Measures
+from diloco_jax.protocol.values import MAX_COUNT, Record
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,8 @@ INTERVALS_KEPT = 64
 """Activity intervals per island; when there are more, the oldest two become one."""
 STOPPING_S = 60.0
 """Who left so shortly before the last one left because the run was stopped."""
+MAX_PAST_TOKENS = 2**62
+"""The file holds whole numbers of 64 bits."""
 RATE_OVER_S = 5.0
 """Fragments travel in bursts: over less, a rate says nothing."""
 
@@ -257,7 +259,7 @@ def _made(member: Member) -> tuple[int, float]:
     """Tokens of all its steps, and what these take undisturbed."""
     now = member.current
     return (
-        member.past_tokens + now.steps * member.tokens_per_step,
+        min(member.past_tokens + now.steps * member.tokens_per_step, MAX_PAST_TOKENS),
         member.past_seconds + now.steps * now.median_step_seconds,
     )
 
@@ -279,26 +281,36 @@ def _activity(measures: Measures) -> list[tuple[float, float]]:
 
 
 def _sum(past: Measures, current: Measures) -> Measures:
-    """Seconds, bytes and steps added; the median of the longer one; newest losses."""
+    """Seconds, bytes and steps added, up to what measures may be; the median of the
+    longer one; newest losses."""
     longer = current if current.steps >= past.steps else past
     newest = current if current.steps else past
+
+    def seconds(name: str) -> float:
+        both: float = getattr(past, name) + getattr(current, name)
+        return min(both, MAX_SECONDS)
+
+    def count(name: str, most: int) -> int:
+        both: int = getattr(past, name) + getattr(current, name)
+        return min(both, most)
+
     return Measures(
-        steps=past.steps + current.steps,
-        skipped_steps=past.skipped_steps + current.skipped_steps,
+        steps=count("steps", MAX_COUNT),
+        skipped_steps=count("skipped_steps", MAX_COUNT),
         median_step_seconds=longer.median_step_seconds,
         max_step_gap_seconds=max(
             past.max_step_gap_seconds, current.max_step_gap_seconds
         ),
-        step_seconds_total=past.step_seconds_total + current.step_seconds_total,
-        stalled_seconds=past.stalled_seconds + current.stalled_seconds,
-        eval_seconds=past.eval_seconds + current.eval_seconds,
-        compile_seconds=past.compile_seconds + current.compile_seconds,
+        step_seconds_total=seconds("step_seconds_total"),
+        stalled_seconds=seconds("stalled_seconds"),
+        eval_seconds=seconds("eval_seconds"),
+        compile_seconds=seconds("compile_seconds"),
         loss=newest.loss,
         eval_loss=newest.eval_loss,
         learning_rate=newest.learning_rate,
         first_step_unix=past.first_step_unix or current.first_step_unix,
         last_step_unix=max(past.last_step_unix, current.last_step_unix),
-        bytes_up=past.bytes_up + current.bytes_up,
-        bytes_down=past.bytes_down + current.bytes_down,
-        bytes_join=past.bytes_join + current.bytes_join,
+        bytes_up=count("bytes_up", MAX_BYTES),
+        bytes_down=count("bytes_down", MAX_BYTES),
+        bytes_join=count("bytes_join", MAX_BYTES),
     )

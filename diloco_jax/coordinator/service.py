@@ -12,24 +12,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from diloco_jax.coordinator import notes
-from diloco_jax.coordinator.engine import Engine
-from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.coordinator import door, notes
+from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
-from diloco_jax.loading import json_number
+from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator.events import (
-    DeltaArrived,
-    Disconnected,
-    Goodbye,
-    Hello,
-    Report,
-)
+from diloco_jax.protocol.coordinator import takes
+from diloco_jax.protocol.coordinator.events import DeltaArrived, Disconnected, Said
 from diloco_jax.protocol.new_term import gathering
+from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
 from diloco_jax.wire.server import FetchSource
@@ -38,7 +34,6 @@ from diloco_jax.wire.session import Session
 logger = logging.getLogger(__name__)
 
 METRICS_EVERY_S = 1.0
-OF_NO_FRAGMENT = ("granted", "progress", "restored")
 
 
 class Service:
@@ -48,7 +43,7 @@ class Service:
         self,
         likeness: Likeness,
         *,
-        engine: Engine,
+        lead: Lead,
         store: Store,
         inbox: Inbox,
         sessions: Sessions,
@@ -57,13 +52,14 @@ class Service:
         status: Callable[[], dict[str, Any]],
     ) -> None:
         self._likeness = likeness
-        self._engine, self._store, self._inbox = engine, store, inbox
+        self._lead, self._store, self._inbox = lead, store, inbox
         self._sessions, self._roster, self._metrics = sessions, roster, metrics
         self._status = status
         self._written: dict[str, float] = {}
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """A control stream said hello."""
+        door.check_hello(hello)
         if lines := self._likeness.differences(hello):
             raise Refused(
                 "config",
@@ -72,7 +68,7 @@ class Service:
                 f"config.json, on the run's text (--data.paths), and with the run's "
                 f"model",
             )
-        if gathering.is_superseded(self._engine.state, hello.term):
+        if gathering.is_superseded(self._lead.state, hello.term):
             # Not refused, since the fault is here: the island goes on, and comes again.
             raise Busy(
                 f"island {hello.island!r} is in term {hello.term}, this coordinator's "
@@ -80,26 +76,9 @@ class Service:
                 f"that has the newest state"
             )
         self._sessions.arrived(session)
-        event = Hello(
-            island=hello.island,
-            incarnation=hello.incarnation,
-            session=hello.session,
-            run_id=hello.run_id,
-            fingerprint=hello.fingerprint,
-            tokens_per_step=hello.tokens_per_step,
-            sequences_per_step=hello.sequences_per_step,
-            steps=hello.steps,
-            step_seconds=hello.step_seconds,
-            phase=hello.phase,
-            outstanding=hello.outstanding,
-            sequences_granted=hello.sequences_granted,
-            records_through=hello.records_through,
-            term=hello.term,
-            lead=hello.lead,
-        )
 
         def introduce() -> None:
-            self._engine.note(
+            self._lead.journal.note(
                 notes.Hello(
                     island=hello.island,
                     incarnation=hello.incarnation,
@@ -109,9 +88,10 @@ class Service:
                 )
             )
 
-        self._engine.post(event, introduce)
+        self._lead.post(hello, introduce)
         # The roster follows the policy's answer, which stands when this comes up.
-        self._engine.post(None, lambda: self._let_in(hello, session))
+        peer = Disconnected(island=hello.island, session=hello.session)
+        self._lead.post(None, lambda: self._let_in(hello, session), peer)
 
     def receive(
         self, session: Session, message: messages.Report | messages.Goodbye
@@ -120,33 +100,18 @@ class Service:
         hello = session.hello
         if not self._sessions.serves(session):
             return
+        said = Said(island=hello.island, session=hello.session, message=message)
         if isinstance(message, messages.Goodbye):
-            goodbye = Goodbye(
-                island=hello.island,
-                session=hello.session,
-                reason=message.reason,
-                said=message.text,
-            )
-            self._engine.post(
-                goodbye, lambda: self._roster.left(hello.island, time.time())
-            )
+            self._lead.post(said, lambda: self._roster.left(hello.island, time.time()))
             return
-        self._check_records(session, message)
-        report = Report(
-            island=hello.island,
-            session=hello.session,
-            phase=message.phase,
-            steps=message.steps,
-            step_seconds=message.step_seconds,
-            records=message.records,
-        )
-        self._engine.post(report, lambda: self._measured(hello.island, message))
+        door.check_report(hello, message, self._lead.config.fragments)
+        self._lead.post(said, lambda: self._measured(hello.island, message))
 
     def disconnect(self, session: Session) -> None:
         """A control stream ended."""
         if self._sessions.gone(session):
             hello = session.hello
-            self._engine.post(Disconnected(island=hello.island, session=hello.session))
+            self._lead.post(Disconnected(island=hello.island, session=hello.session))
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
         """The place of a delta's stripe, once the sender proved to be current."""
@@ -156,6 +121,14 @@ class Service:
                 "anchor",
                 f"this coordinator has its state, and did not ask for the anchor of "
                 f"fragment {start.fragment}",
+            )
+        fragment = self._lead.state.fragments[start.fragment]
+        if not takes.is_awaited(fragment, start.island, start.incarnation, start.tick):
+            raise Refused(
+                "not_awaited",
+                f"the delta of fragment {start.fragment}, tick {start.tick}, of island "
+                f"{start.island!r} is not waited for; if it is to be sent again, that "
+                f"is asked for",
             )
         return self._inbox.begin(start)
 
@@ -187,11 +160,8 @@ class Service:
             tick=start.tick,
             refusal="" if finite else "non_finite",
         )
-        self._engine.post(arrived)
+        self._lead.post(arrived)
         return True
-
-    def upload_abort(self, start: bulk.UploadStart) -> None:
-        """A stripe broke off: it comes again, to the same place."""
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """Published fragments for an island."""
@@ -210,7 +180,7 @@ class Service:
         return self._status()
 
     def _check(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
-        config, state = self._engine.config, self._engine.state
+        config, state = self._lead.config, self._lead.state
         if call.run_id != config.run_id:
             raise Refused(
                 "run_id",
@@ -238,18 +208,12 @@ class Service:
                 f"incarnation {call.incarnation} of island {call.island!r} is not "
                 f"current (that is {current}); stop this process",
             )
-
-    def _check_records(self, session: Session, message: messages.Report) -> None:
-        fragments = self._engine.config.fragments
-        for record in message.records:
-            if record.fragment >= fragments or (
-                record.fragment < 0 and record.kind not in OF_NO_FRAGMENT
-            ):
-                raise RemoteProtocolError(
-                    f"record {record.seq} ({record.kind}) of island "
-                    f"{session.hello.island!r} is of fragment {record.fragment}, the "
-                    f"run has {fragments}; start the island with the run's config.json"
-                )
+        if island.session != call.session:
+            raise Refused(
+                "fenced",
+                f"incarnation {call.incarnation} of island {call.island!r} is another "
+                f"process than the one that calls; stop this process",
+            )
 
     def _let_in(self, hello: messages.Hello, session: Session) -> None:
         if self._sessions.serves(session):

@@ -1,18 +1,19 @@
-"""Which control stream serves which island."""
+"""Which control streams are connected, by the session that said hello on them."""
 
 from __future__ import annotations
 
 import threading
 
-from diloco_jax.protocol.messages import FromCoordinator
-from diloco_jax.wire.errors import Refused
+from diloco_jax.protocol.messages import FromCoordinator, Refused, Welcome
+from diloco_jax.wire import errors
 from diloco_jax.wire.session import Session
 
 
 class Sessions:
-    """Streams by the session name of their Hello, and the one that serves an island.
+    """Streams by session name; the `Sender` of an engine.
 
-    A stream says hello first and serves its island once the policy has welcomed it.
+    A stream says hello first and serves its session once that is told Welcome. A newer
+    stream of a session replaces an older one.
     """
 
     def __init__(self) -> None:
@@ -21,55 +22,71 @@ class Sessions:
         self._serving: dict[str, Session] = {}
 
     def arrived(self, session: Session) -> None:
-        """A stream said hello. A newer stream of one session replaces the older."""
+        """A stream said hello."""
         with self._lock:
             self._waiting[session.hello.session] = session
 
-    def welcomed(self, island: str, name: str) -> None:
-        """The policy let a session in: its newest stream serves the island."""
+    def tell(self, session: str, message: FromCoordinator) -> None:
+        """See engine.Sender. A Welcome has the newest stream serve, a Refused ends all
+        streams of the session."""
+        if isinstance(message, Refused):
+            self._refuse(session, errors.Refused(message.code, message.message))
+            return
+        if isinstance(message, Welcome):
+            self._welcome(session)
         with self._lock:
-            session = self._waiting.pop(name, None)
-            before = self._serving.get(island)
-            if session is not None:
-                self._serving[island] = session
-        if before is not None and session is not None and before is not session:
-            before.close()
+            stream = self._serving.get(session)
+        if stream is not None:
+            stream.send(message)
 
-    def refuse(self, island: str, name: str, refused: Refused) -> None:
-        """Ends the streams of a session with a reason."""
-        with self._lock:
-            ended = [self._waiting.pop(name, None)]
-            serving = self._serving.get(island)
-            if serving is not None and serving.hello.session == name:
-                ended.append(self._serving.pop(island))
-        for session in ended:
-            if session is not None:
-                session.close(refused)
+    def postpone(self, session: str, message: str) -> None:
+        """See engine.Sender."""
+        for stream in self._removed(session):
+            stream.fail(errors.Busy(message))
 
-    def gone(self, session: Session) -> bool:
-        """A stream ended; returns whether it was the one that served its island."""
-        hello = session.hello
+    def gone(self, stream: Session) -> bool:
+        """A stream ended; returns whether its session is without one now."""
+        name = stream.hello.session
         with self._lock:
-            if self._waiting.get(hello.session) is session:
-                del self._waiting[hello.session]
-            if self._serving.get(hello.island) is not session:
+            if self._waiting.get(name) is stream:
+                del self._waiting[name]
+            if self._serving.get(name) is not stream:
                 return False
-            del self._serving[hello.island]
-            return True
+            del self._serving[name]
+            return name not in self._waiting
 
-    def serves(self, session: Session) -> bool:
-        """Whether this stream is the one that serves its island."""
+    def serves(self, stream: Session) -> bool:
+        """Whether this stream is the one that serves its session."""
         with self._lock:
-            return self._serving.get(session.hello.island) is session
-
-    def send(self, island: str, message: FromCoordinator) -> None:
-        """Queues a message for an island; nothing happens if it is not connected."""
-        with self._lock:
-            session = self._serving.get(island)
-        if session is not None:
-            session.send(message)
+            return self._serving.get(stream.hello.session) is stream
 
     def connected(self) -> list[str]:
         """Names of the islands that are served."""
         with self._lock:
-            return sorted(self._serving)
+            return sorted({s.hello.island for s in self._serving.values()})
+
+    def _welcome(self, name: str) -> None:
+        with self._lock:
+            stream = self._waiting.pop(name, None)
+            if stream is None:
+                return
+            island = stream.hello.island
+            replaced = [
+                other
+                for other, served in self._serving.items()
+                if served.hello.island == island
+            ]
+            before = [self._serving.pop(other) for other in replaced]
+            self._serving[name] = stream
+        for old in before:
+            if old is not stream:
+                old.close()
+
+    def _refuse(self, name: str, refused: errors.Refused) -> None:
+        for stream in self._removed(name):
+            stream.close(refused)
+
+    def _removed(self, name: str) -> list[Session]:
+        with self._lock:
+            found = (self._waiting.pop(name, None), self._serving.pop(name, None))
+        return [stream for stream in found if stream is not None]

@@ -1,12 +1,13 @@
-"""The policy's numbers, from a config."""
+"""The settings of the policy, from a config."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from diloco_jax.config import Config, ConfigError, Placement, RunConfig
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 
 
@@ -15,27 +16,31 @@ def policy_config(
     placement: Placement,
     run_id: str,
     fragment_sizes: tuple[int, ...],
+    admitted: dict[str, int | None] | None = None,
 ) -> PolicyConfig:
-    """fragment_sizes: parameters by fragment."""
-    deadlines = Deadlines(placement.time_budget_s)
-    return PolicyConfig(
-        run_id=run_id,
-        fingerprint=run.fingerprint(),
-        fragment_sizes=fragment_sizes,
-        steps_per_cycle=run.sync.steps_per_cycle,
-        overlap_steps=run.sync.overlap_steps,
-        quorum=run.sync.quorum,
-        grace=run.sync.grace,
-        awaits_alike=run.sync.grace_window == "alike",
-        max_staleness=run.sync.max_staleness,
-        scale_partial_merges=run.sync.partial_merges == "scaled",
-        total_tokens=run.total_tokens,
-        lease_s=deadlines.lease_s,
-        reunion_s=deadlines.reunion_s,
-        compile_budget_s=placement.compile_budget_s,
-        outage_budget_s=placement.outage_budget_s,
-        flush_s=deadlines.flush_s,
-    )
+    """Collect what decisions depend on, by name, from a config and its deadlines.
+
+    fragment_sizes: parameters by fragment. admitted: as `PolicyConfig` has it.
+    """
+    given: dict[str, Any] = {
+        "run_id": run_id,
+        "fingerprint": run.fingerprint(),
+        "fragment_sizes": fragment_sizes,
+        "admitted": admitted,
+    }
+    named = {
+        name: getattr(owner, name)
+        for owner in (run.sync, run, placement, placement.deadlines)
+        for name in PolicyConfig.__struct_fields__
+        if name not in given and hasattr(owner, name)
+    }
+    return PolicyConfig(**given, **named)
+
+
+def admitted(config: Config) -> dict[str, int | None]:
+    """Sequences per step of the islands that may join, by name; None: any number."""
+    others = dict.fromkeys(config.placement.admit)
+    return {**others, **{name: i.batch_size for name, i in config.islands.items()}}
 
 
 def require_room(config: Config, plan: FragmentPlan) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from diloco_jax.config import Config
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.loading import json_number
+from diloco_jax.files import json_number
 from diloco_jax.observability import measures
 from diloco_jax.protocol.coordinator import ending, ledger
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State

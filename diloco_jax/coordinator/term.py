@@ -10,10 +10,9 @@ from diloco_jax import environment
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.gatherer import Gathered, Gatherer
-from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.coordinator.settings import admitted, policy_config
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.new_term import gathering
@@ -36,7 +35,9 @@ def gather(
     Raises:
       ConfigError: nobody has them; why, and what can be done.
     """
-    numbers = policy_config(config.run, config.placement, "", plan.sizes)
+    numbers = policy_config(
+        config.run, config.placement, "", plan.sizes, admitted(config)
+    )
     gatherer = Gatherer(config.run, numbers, plan, frozenset(config.islands))
     serve(gatherer)
     try:
@@ -58,7 +59,7 @@ def begin(
 ) -> tuple[Store, State]:
     """What the new term begins with: Theta = A, without momentum; the tape says so."""
     opened = gathered.opened
-    pin_s = Deadlines(config.placement.time_budget_s).pin_s
+    pin_s = config.placement.deadlines.pin_s
     store = Store(config.run, plan, gathered.params, pin_s)
     store.load(store.arrays(), opened.versions)
     tape.append(

@@ -29,7 +29,6 @@ from etils.epath import Path as Folder
 from diloco_jax import checkpoint, storage
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
@@ -53,7 +52,7 @@ class Checkpoints:
         self._keep = placement.checkpoints_kept
         self._explicit = bool(placement.checkpoints)
         self._config, self._name, self._folder = config, name, folder
-        self._deadlines = Deadlines(placement.time_budget_s)
+        self._deadlines = placement.deadlines
         self._hosts = config.island(name).hosts
         self._due = time.monotonic() + self._every_s
         self._saved: tuple[int, set[int]] = (0, set())

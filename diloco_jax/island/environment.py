@@ -7,19 +7,31 @@ from collections.abc import MutableMapping
 from importlib import metadata, util
 from pathlib import Path
 
+from diloco_jax import libtpu
+from diloco_jax.config import IslandConfig
+
 HOST_DEVICES = "--xla_force_host_platform_device_count"
 MIN_NPROC = 16
 MULTI_SLICE = "MEGASCALE_"
 GOOGLE = "0x1ae0"
 """Vendor of TPUs, and of some network cards, on the PCI bus."""
-LIBTPU_FLAGS = (
-    "--xla_tpu_enable_async_collective_fusion=true",
-    "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
-    "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
-    "--xla_tpu_overlap_compute_collective_tc=true",
-    "--xla_enable_async_all_gather=true",
-)
-"""Without them no all-gather of a step overlaps with its matrix products."""
+GENERATIONS = {"0x0062": "v5p", "0x006f": "v6e"}
+"""TPUs by their device number on the PCI bus, as jax has them."""
+
+
+def prepare_island(
+    island: IslandConfig,
+    environment: MutableMapping[str, str] = os.environ,
+    root: Path = Path("/"),
+) -> None:
+    """Makes the process one host of the island; call before importing jax.
+
+    libtpu's flags are those of the island's topology, or else of the TPUs that are
+    here.
+    """
+    prepare_environment(island.devices // island.hosts, environment)
+    generation = libtpu.generation_of(island.topology) or generation_here(root)
+    libtpu.set_flags(generation, environment)
 
 
 def prepare_environment(
@@ -31,8 +43,7 @@ def prepare_environment(
     one slice, and with them jax would wait for the others. Real accelerators are not
     touched. NPROC sizes XLA's thread pool: with as many threads as two cores suggest,
     several devices and steps dispatched ahead, jax 0.10.2 waits for itself forever.
-    One device needs no more threads than cores. libtpu is told to overlap what can
-    be; flags that are set already stay.
+    One device needs no more threads than cores.
     """
     for name in [name for name in environment if name.startswith(MULTI_SLICE)]:
         del environment[name]
@@ -41,10 +52,6 @@ def prepare_environment(
     environment["XLA_FLAGS"] = " ".join([*flags, f"{HOST_DEVICES}={devices}"])
     if devices > 1 and int(environment.get("NPROC") or 0) < MIN_NPROC:
         environment["NPROC"] = str(MIN_NPROC)
-    told = environment.get("LIBTPU_INIT_ARGS", "").split()
-    names = {flag.split("=")[0] for flag in told}
-    missing = [flag for flag in LIBTPU_FLAGS if flag.split("=")[0] not in names]
-    environment["LIBTPU_INIT_ARGS"] = " ".join([*told, *missing])
 
 
 def skip_absent_tpu(
@@ -63,6 +70,18 @@ def skip_absent_tpu(
         environment["JAX_PLATFORMS"] = "cpu"
 
 
+def generation_here(root: Path = Path("/")) -> str:
+    """The generation of the TPUs of this machine; empty if there is none known."""
+    cards = root.glob("sys/bus/pci/devices/*")
+    ids = [(_read(card / "vendor"), _read(card / "device")) for card in cards]
+    known = [GENERATIONS.get(device) for vendor, device in ids if vendor == GOOGLE]
+    return next(filter(None, known), "")
+
+
+def _read(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""
+
+
 def _plugins() -> bool:
     """Whether jax has any, which is how it finds GPUs."""
     entry_points = metadata.entry_points(group="jax_plugins")
@@ -74,4 +93,4 @@ def _google_devices(root: Path) -> bool:
     if any(any(root.glob(pattern)) for pattern in ("dev/accel*", "dev/vfio/[0-9]*")):
         return True
     vendors = root.glob("sys/bus/pci/devices/*/vendor")
-    return any(vendor.read_text().strip() == GOOGLE for vendor in vendors)
+    return any(_read(vendor) == GOOGLE for vendor in vendors)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import jax
+
 from diloco_jax import checkpoint, compilation
 from diloco_jax.config import Config
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import Faults
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.decisions import Decisions
@@ -58,7 +59,7 @@ class Host:
         compilation.use_cache(compilation.of_run(workdir))
         placement, run = config.placement, config.run
         self.config, self.name, self.island = config, name, config.island(name)
-        self.deadlines = Deadlines(placement.time_budget_s)
+        self.deadlines = placement.deadlines
         self.mailbox = Mailbox()
         self.plan = build_plan(run, build(run))
         corpus = load_checked_corpus(run.data)
@@ -103,9 +104,13 @@ class Host:
     def compile(self) -> None:
         """Runs everything once, so that nothing compiles later. On islands of several
         hosts all of them must come here, and none runs anything before all have
-        compiled it: one may find in its cache what another takes minutes for."""
+        compiled it: one may find in its cache what another takes minutes for. On TPUs
+        all is compiled before anything runs, too: that tells a refusal of the compiler
+        from a failure of the machine, which another attempt may cure.
+
+        Raises ConfigError for what does not compile."""
         began, trainer = time.monotonic(), self._trainer
-        if self._hosts is not None:
+        if self._hosts is not None or jax.default_backend() == "tpu":
             compile_ahead(
                 trainer, self._exchange, self._zeros, self.config.run.sequence_length
             )

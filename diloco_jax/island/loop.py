@@ -15,7 +15,6 @@ from typing import Any
 
 from diloco_jax.config import Config
 from diloco_jax.data.stream import LeasedStream
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import Faults
 from diloco_jax.island.checkpoints import Checkpoints
@@ -59,7 +58,7 @@ class Loop:
     sleep: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
-        self._deadlines = Deadlines(self.config.placement.time_budget_s)
+        self._deadlines = self.config.placement.deadlines
         self._step_seconds = self.config.island(self.name).step_seconds
         self._patience_s = 3 * self.config.placement.outage_budget_s
         self._step = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import threading
 import time
@@ -19,13 +20,13 @@ from pathlib import Path
 
 import msgspec
 
-from diloco_jax import environment
+from diloco_jax import environment, libtpu
 from diloco_jax.config import Config, ConfigError, shared_fields
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import parse_faults
 from diloco_jax.island.arrivals import NotHereError
 from diloco_jax.island.decisions import Decisions, LiveDecisions
-from diloco_jax.island.environment import prepare_environment
+from diloco_jax.island.environment import prepare_island
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts.follower import Follower
 from diloco_jax.island.hosts.following import (
@@ -170,11 +171,10 @@ class Island:
             self._tell_refused(refused, "begin")
             raise
         logger.info(
-            "island %s, incarnation %d: in run %s, %s",
+            "island %s, incarnation %d: in run %s",
             self._name,
             self._incarnation,
             welcome.run_id,
-            self._distance(),
         )
         lead = lead_of(self._host.island.hosts) if script is None else 0
         self._tell_begin(welcome.run_id, lead)
@@ -223,15 +223,6 @@ class Island:
         """Frees sockets and threads."""
         self._host.close()
 
-    def _distance(self) -> str:
-        """To the coordinator, for people."""
-        try:
-            path = self._host.client.probe()
-        except WireError as error:
-            # As where many islands start at once: it serves few tests at a time.
-            return f"the path to the coordinator was not tested ({error})"
-        return f"{path.rtt_s * 1e3:.1f} ms and {path.bytes_per_s / 1e6:.1f} MB/s away"
-
     def _end(self, who: str) -> None:
         logger.info("asked to end by %s: at the next step boundary", who)
         self.mailbox.end(EXIT_DONE, f"asked to end by {who}", "stopped")
@@ -258,11 +249,13 @@ class Island:
         host.compile()
         began = time.monotonic()
         versions = receiver.fetch_all()
+        seconds = time.monotonic() - began
         logger.info(
-            "compiled in %.1f s, fetched %d fragments in %.1f s",
+            "compiled in %.1f s, fetched %d fragments in %.1f s (%.1f MB/s)",
             host.compile_seconds,
             len(versions),
-            time.monotonic() - began,
+            seconds,
+            mailbox.traffic()["bytes_join"] / max(seconds, 1e-3) / 1e6,
         )
         return versions
 
@@ -277,7 +270,7 @@ class Island:
                 run=shared_fields(run),
                 plan=self._host.plan.digest(),
                 island_config=dataclasses.asdict(island),
-                environment=environment.describe(),
+                environment={**environment.describe()},
                 tokens_per_step=island.batch_size * run.sequence_length,
                 sequences_per_step=island.batch_size,
                 lead=lead_of(island.hosts),
@@ -347,7 +340,10 @@ class Island:
 
 def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
     island = config.island(name)
-    prepare_environment(island.devices // island.hosts)
+    prepare_island(island)
+    if libtpu.VARIABLE in os.environ:
+        # libtpu ends a process whose flags it does not know: then this says which.
+        logger.info("island %s compiles with %s", name, libtpu.in_force(os.environ))
     if island.hosts == 1:
         return None
     return join_world(where, island.hosts, config.placement.time_budget_s)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from diloco_jax.config import Config, ConfigError, suggest
+from diloco_jax.config.fields import setting
 from diloco_jax.launch import gke, tpu_vm
 from diloco_jax.launch.calls import CommandError
 from diloco_jax.launch.certificates import prepare_certificates
@@ -23,22 +24,27 @@ BACKENDS = {"tpu_vm": tpu_vm, "gke": gke}
 
 @dataclasses.dataclass(frozen=True)
 class LaunchOptions:
-    """Of `diloco launch`."""
+    """The options of `diloco launch`."""
 
-    on: Literal["tpu_vm", "gke"] | None = None
-    """Where: Cloud TPU queued resources, or a GKE cluster."""
-    action: Literal["create", "run", "logs", "stop", "delete"] = "create"
-    """create: everything is there and runs; what was preempted or failed is made anew.
-    stop, run: processes end and start again on machines that stay. logs: their last
-    lines. delete: nothing stays but the coordinator's disk."""
-    only: tuple[str, ...] = ()
-    """Islands, or "coordinator", to whom the action is limited."""
-    dry_run: bool = False
-    """Write the files and print the command lines; run nothing."""
-    yes: bool = False
-    """Do not ask."""
-    disk: bool = False
-    """With delete: the coordinator's disk too, and with it the run."""
+    on: Literal["tpu_vm", "gke"] | None = setting(
+        None, help="Where to run: Cloud TPU queued resources, or a GKE cluster."
+    )
+    action: Literal["create", "run", "logs", "stop", "delete"] = setting(
+        "create",
+        help="create: make and start everything; what was preempted or failed is made "
+        "anew. stop, run: end and start the processes on machines that stay. logs: "
+        "show their last lines. delete: leave nothing but the coordinator's disk.",
+    )
+    only: tuple[str, ...] = setting(
+        (), help='Islands, or "coordinator", that the action is limited to.'
+    )
+    dry_run: bool = setting(
+        False, help="Write the files and print the command lines; run nothing."
+    )
+    yes: bool = setting(False, help="Do not ask.")
+    disk: bool = setting(
+        False, help="With delete: the coordinator's disk too, and with it the run."
+    )
 
 
 def run(config: Config, path: str, options: LaunchOptions) -> int:

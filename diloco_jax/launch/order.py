@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from diloco_jax import run_files
-from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
-from diloco_jax.launch.config import LaunchConfig
+from diloco_jax.config import Config, ConfigError, IslandConfig, LaunchConfig, Placement
 from diloco_jax.launch.fleet import Slice, find_slice
 
 Backend = Literal["tpu_vm", "gke"]
@@ -36,6 +35,8 @@ INIT_WITHIN_S = 3600
 """A coordinator begins a new run on an empty disk for this long after its machine is
 made, and never later: a disk that got lost is not a new run."""
 
+ZONE = re.compile(r"(?<=\d)-[a-z]$")
+"""What a zone's name adds to its region's."""
 MAX_NAME = 40
 """Letters that GKE allows a node pool, the least of all that is named."""
 
@@ -138,6 +139,8 @@ def make_order(config: Config, path: str, on: Backend) -> Order:
             "launch.name is empty and a config.json gives none; set launch.name"
         )
     islands = tuple(_place(name, config, island, on) for island in config.islands)
+    if on == "gke":
+        _check_zones(settings, islands)
     resources = [island.resource for island in islands]
     for resource in (*resources, _resource(name, COORDINATOR)):
         if [*resources, _resource(name, COORDINATOR)].count(resource) > 1:
@@ -189,6 +192,31 @@ def _place(name: str, config: Config, island: str, on: Backend) -> PlacedIsland:
         purchase=purchase,
         reservation=reservation,
     )
+
+
+def _check_zones(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> None:
+    """Raises ConfigError for a zone in which the cluster cannot have nodes. A zonal
+    cluster may have them in all zones of its region, as a regional one."""
+    region = ZONE.sub("", settings.location)
+    fields = {"launch.coordinator_zone": (settings.coordinator_zone, "")}
+    for island in islands:
+        generation = island.slice.generation
+        known = [zone for zone in generation.zones if ZONE.sub("", zone) == region]
+        offers = f" ({generation.name} is known in {', '.join(known)})" if known else ""
+        fields[f"launch.zones.{island.name}"] = (island.zone, offers)
+    for field, (zone, offers) in fields.items():
+        if ZONE.sub("", zone) != region:
+            raise ConfigError(
+                f"{field} = {zone!r} is outside launch.location = "
+                f"{settings.location!r}, and all nodes of a GKE cluster are in its "
+                f"region; choose a zone of {region}{offers}, or set launch.cluster and "
+                f"launch.location to a cluster there"
+            )
+        if zone == region:
+            raise ConfigError(
+                f"{field} = {zone!r} is a region, and node pools are in one zone of it;"
+                f" write a zone such as '{zone}-a'{offers}"
+            )
 
 
 def slice_of(name: str, island: IslandConfig) -> Slice:

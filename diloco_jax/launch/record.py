@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.config import ConfigError
+from diloco_jax.files import write_json
 from diloco_jax.launch.resources import Resource
-from diloco_jax.loading import write_json
 
 
 class Record:

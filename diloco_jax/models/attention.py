@@ -10,8 +10,8 @@ from collections.abc import Callable
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from diloco_jax.config.validation import LANES
 from diloco_jax.models.layout import Layout
-from diloco_jax.validation import LANES
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """[B, T, N, H] from [B, T, N, H], [B, T, K, H], [B, T, K, H]; softmax in f32."""
@@ -36,7 +36,7 @@ def splash(layout: Layout) -> Attend:
     # Pallas takes a third of a second to import.
     from diloco_jax.models.splash import make_splash
 
-    return make_splash(layout)
+    return make_splash(layout, ATTENDED)
 
 
 def auto(layout: Layout) -> Attend:

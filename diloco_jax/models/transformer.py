@@ -48,7 +48,6 @@ def build(
     attention: str = "auto",
     loss_chunk: int | None = None,
     layout: Layout | None = None,
-    unroll: bool = False,
 ) -> Model:
     """The transformer of this config.
 
@@ -62,8 +61,6 @@ def build(
       loss_chunk: positions of each sequence whose logits stand at a time; 0 = all,
         None = as many as `positions_at_a_time` says.
       layout: the mesh that it runs on; None: the default device.
-      unroll: no loop over layers, whatever that costs: to count operations, of which
-        the compiler counts those of a loop once.
 
     Raises:
       ConfigError: sizes that do not fit together, or an unknown name.
@@ -77,9 +74,7 @@ def build(
         loss_chunk = positions_at_a_time(config.vocab_size)
     # Unrolled, nothing would keep the compiler from merging the repeated work again.
     per_iteration = 1
-    if unroll:
-        per_iteration = config.num_layers
-    elif remat == "none":
+    if remat == "none":
         per_iteration = layers_per_iteration(config.num_layers, layout)
     tensors = _tensors(config)
     axes = jax.tree.map(lambda t: t.axes, tensors, is_leaf=_is_tensor)

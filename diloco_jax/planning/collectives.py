@@ -8,7 +8,7 @@ an all-reduce.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from diloco_jax.planning.hlo import (
     CHANNEL,
@@ -20,6 +20,8 @@ from diloco_jax.planning.hlo import (
 )
 
 ASYNC_FUSION = 'custom_call_target="AsyncCollective'
+KERNEL = 'custom_call_target="tpu_custom_call"'
+PRODUCTS = ("convolution", "dot")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,12 +62,12 @@ def find_collectives(program: Program) -> list[Collective]:
     """Those of a program, each once, however many instructions it is made of."""
     found: dict[str, Collective] = {}
     for computation, times in program.executed():
-        for part in program.fused(computation):
+        for part, hidden in _parts(program, computation):
             for instruction in part.instructions.values():
                 kind = instruction.opcode.removesuffix("-start")
                 if kind not in COLLECTIVES:
                     continue
-                overlaps = kind != instruction.opcode or _is_asynchronous(part)
+                overlaps = hidden or kind != instruction.opcode
                 if kind == "all-reduce" and part.root.opcode == "dynamic-slice":
                     kind = "reduce-scatter"
                 group = group_size(instruction.attributes, program.partitions)
@@ -109,8 +111,50 @@ def sum_collectives(collectives: Iterable[Collective]) -> list[CollectiveSum]:
     return sorted(sums, key=lambda s: (-s.sent_bytes, s.kind))
 
 
+def _parts(program: Program, at: Computation) -> Iterator[tuple[Computation, bool]]:
+    """Everything that runs as part of `at`, and whether it runs beside other work."""
+    for part in program.fused(at):
+        yield part, _is_asynchronous(part)
+    for start in at.instructions.values():
+        if start.opcode == "call-start":
+            hidden = _hides(program, _meanwhile(at, start))
+            for name in start.called("to_apply"):
+                for part in program.fused(program.computations[name]):
+                    yield part, hidden
+
+
 def _is_asynchronous(part: Computation) -> bool:
     return any(ASYNC_FUSION in i.attributes for i in part.instructions.values())
+
+
+def _meanwhile(at: Computation, start: Instruction) -> list[Instruction]:
+    """The instructions between the one that gives a SparseCore its operands, which is
+    the update if there is one, and the one that awaits the result."""
+    last, between = start, list[Instruction]()
+    instructions = list(at.instructions.values())
+    for instruction in instructions[instructions.index(start) + 1 :]:
+        if instruction.operands[:1] != (last.name,):
+            between.append(instruction)
+        elif instruction.opcode == "call-update":
+            last, between = instruction, []
+        elif instruction.opcode == "call-done":
+            break
+    return between
+
+
+def _hides(program: Program, instructions: list[Instruction]) -> bool:
+    """Whether one of them is a matrix product, a kernel or a loop: those take time."""
+    return any(
+        i.opcode in ("while", *PRODUCTS)
+        or KERNEL in i.attributes
+        or any(
+            inside.opcode in PRODUCTS
+            for name in i.called("calls")
+            for part in program.fused(program.computations[name])
+            for inside in part.instructions.values()
+        )
+        for i in instructions
+    )
 
 
 def _moved(kind: str, instruction: Instruction, group: int) -> int:

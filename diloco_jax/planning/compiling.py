@@ -16,13 +16,13 @@ from typing import Any
 import jax
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
+from diloco_jax.config.loading import read_config
 from diloco_jax.core.fragments import FragmentPlan, Piece
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.kinds import Kind, kind_of
 from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.launch.fleet import Slice
 from diloco_jax.launch.order import slice_of
-from diloco_jax.loading import read_config
 from diloco_jax.models.plan import build_plan
 from diloco_jax.planning import hlo, memory, traffic
 from diloco_jax.planning.chips import chip_of

@@ -4,6 +4,8 @@ XLA prints an optimised program one instruction per line. A loop's body stands o
 often it runs is the constant that its condition compares the counter with. On TPUs
   - an asynchronous all-gather is cut into fusions, a start, steps that hide it behind
     matrix products, a done, which all hold a copy of it under one channel id;
+  - a collective that a SparseCore carries out is a computation of its own, called by
+    call-start, given its operands by call-update and awaited by call-done;
   - a fusion of an all-reduce and a slice of its result is one operation, a
     reduce-scatter.
 """

@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diloco_jax import run_files
+from diloco_jax import libtpu, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.environment import prepare_environment
-from diloco_jax.loading import write_config_json
 
 DEADLINE_S = 3600.0
 """Of one island: some minutes for a dozen billion parameters on a free core."""
@@ -34,7 +35,7 @@ Report = Callable[[str, str, float], None]
 
 
 class PlanError(Exception):
-    """A compilation failed, and not for want of memory."""
+    """A compilation was killed."""
 
 
 def require_libtpu() -> None:
@@ -49,7 +50,7 @@ def require_libtpu() -> None:
 def compile_islands(config: Config, report: Report) -> dict[str, Any]:
     """Plans by island, as builtins.
 
-    Raises ConfigError, or PlanError if a compilation fails.
+    Raises ConfigError, also if a compilation fails, or PlanError if one is killed.
     """
     groups: dict[IslandConfig, list[str]] = {}
     for name, island in config.islands.items():
@@ -61,7 +62,7 @@ def compile_islands(config: Config, report: Report) -> dict[str, Any]:
         compiler = _Compiler(path, report)
         with concurrent.futures.ThreadPoolExecutor(AT_A_TIME) as pool:
             work = {
-                pool.submit(compiler.compile, names[0]): names
+                pool.submit(compiler.compile, names[0], config.islands[names[0]]): names
                 for names in groups.values()
             }
             try:
@@ -87,16 +88,17 @@ class _Compiler:
         self._report = report
         self._running: set[subprocess.Popen[str]] = set()
 
-    def compile(self, name: str) -> Any:
+    def compile(self, name: str, island: IslandConfig) -> Any:
         """The plan of an island."""
         log = self._path.with_name(f"{name}.log")
+        environment = environment_of(island)
         with log.open("wb") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", WORKER, str(self._path), name],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=_environment(),
+                env=environment,
                 text=True,
             )
         self._running.add(process)
@@ -115,9 +117,15 @@ class _Compiler:
         if plan is not None:
             return plan
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise PlanError(
-            f"compiling island {name} ended with code {code} and no result (-9: "
-            f"killed, for want of memory or after {DEADLINE_S:g} s); it said:\n{tail}"
+        if code == -signal.SIGKILL:
+            raise PlanError(
+                f"compiling island {name} was killed, for want of memory or after "
+                f"{DEADLINE_S:g} s; it said:\n{tail}"
+            )
+        raise ConfigError(
+            f"compiling island {name} for {island.topology} ended with code {code} and "
+            f"no result, with {libtpu.in_force(environment)}; flags that you set there "
+            f"win over the ones of diloco_jax/libtpu.py; it said:\n{tail}"
         )
 
     def stop(self) -> None:
@@ -138,10 +146,11 @@ class _Compiler:
         return None
 
 
-def _environment() -> dict[str, str]:
-    """As an island's, but without devices of this machine."""
+def environment_of(island: IslandConfig) -> dict[str, str]:
+    """The environment of an island's process, but without devices of this machine."""
     environment = dict(os.environ)
     prepare_environment(1, environment)
+    libtpu.set_flags(libtpu.generation_of(island.topology), environment)
     return environment | {
         "JAX_PLATFORMS": "cpu",
         # No device is opened, so that several processes may load the library.

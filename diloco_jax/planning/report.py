@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from diloco_jax.config import Config
+from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.loading import resolve_outer
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.planning.advice import advise

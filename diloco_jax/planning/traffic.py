@@ -14,6 +14,8 @@ FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("while", "conditional", "call", "partition-id", "replica-id", "iota", "domain"),
     *("opt-barrier", "copy-done", "async-done", "slice-done"),
+    # Given to a SparseCore: what that does is counted as what it is.
+    *("call-start", "call-update", "call-done"),
     # Pieces of one collective are many instructions: they are summed apart.
     *(f"{kind}{part}" for kind in COLLECTIVES for part in ("", "-start", "-done")),
 }

@@ -7,13 +7,15 @@ island says is an event of the coordinator's half: nothing is renamed on the way
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import (
+    ISLAND_NAME,
+    Count,
     Outstanding,
     Phase,
     Record,
@@ -22,12 +24,37 @@ from diloco_jax.protocol.values import (
     Version,
 )
 
-# What decisions are computed from: more than any run has, and far from where whole
-# numbers of 64 bits end.
-Count = Annotated[int, Meta(ge=0, le=2**48)]
+MAX_RECORDS = 1000
+"""Most records of one report."""
+MAX_TEXT = 1000
+"""Most characters of what is said to people."""
+MAX_SECONDS = 1e9
+MAX_BYTES = 2**56
+MAX_TOKENS = 2**56
+"""Most tokens of one incarnation: sums over many stay whole numbers of 64 bits."""
+
+# A bound on a number bounds no product: see `coordinator/door.py`.
 Sequences = Annotated[int, Meta(ge=1, le=2**24)]
 Tokens = Annotated[int, Meta(ge=1, le=2**40)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
+Rate = Annotated[float, Meta(ge=0, le=1e9)]
+Term = Annotated[int, Meta(ge=0, le=2**20)]
+Name = Annotated[str, Meta(pattern=ISLAND_NAME)]
+Identifier = Annotated[str, Meta(max_length=128)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+
+# What goes onto the tape as it comes: JSON can say it, and no reader gets lost in it.
+Fact = (
+    Annotated[str, Meta(max_length=16 << 10)]
+    | int
+    | Annotated[float, Meta(ge=-1e300, le=1e300)]
+    | bool
+    | None
+)
+Facts = Annotated[dict[Identifier, Fact], Meta(max_length=64)]
+Fields = dict[Identifier, Fact | list[Fact | list[Fact]]]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -41,29 +68,29 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Hello(Message, frozen=True, kw_only=True, tag=True):
     """First message on every control stream."""
 
-    run_id: str
+    run_id: Identifier
     """Empty at an island's first join: it learns it from the Welcome."""
-    fingerprint: str
-    run: dict[str, Any]
+    fingerprint: Identifier
+    run: dict[Identifier, Fact | Fields] = msgspec.field(default_factory=dict)
     """`config.shared_fields` of the RunConfig, to name what differs."""
-    plan: str
+    plan: Identifier = ""
     """`FragmentPlan.digest` of its model."""
-    island: str
-    island_config: dict[str, Any]
-    incarnation: int
-    session: str
-    environment: dict[str, Any]
+    island: Name
+    island_config: Facts = msgspec.field(default_factory=dict)
+    incarnation: Count
+    session: Identifier
+    environment: Facts = msgspec.field(default_factory=dict)
     """Versions, device kind, host, thread and process counts: for the tape."""
     tokens_per_step: Tokens
     sequences_per_step: Sequences
-    phase: Phase
-    steps: Count
-    step_seconds: Seconds
+    phase: Phase = "joining"
+    steps: Count = 0
+    step_seconds: Seconds = 0.0
     outstanding: tuple[Outstanding, ...] = ()
     sequences_granted: Count = 0
     records_through: Count = 0
     """Its records up to this number are acknowledged."""
-    term: int = 0
+    term: Term = 0
     """The newest one in which it was welcomed; 0: in none."""
     versions: tuple[Version, ...] = ()
     """Of its anchors, by fragment; empty until it has all of them. With what follows,
@@ -79,26 +106,26 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
 class Measures(msgspec.Struct, frozen=True, kw_only=True):
     """What an incarnation measured of itself since it started (seconds)."""
 
-    steps: int = 0
-    skipped_steps: int = 0
+    steps: Count = 0
+    skipped_steps: Count = 0
     """Of them, those that changed nothing: their loss or gradient was not finite."""
-    median_step_seconds: float = 0.0
-    max_step_gap_seconds: float = 0.0
-    step_seconds_total: float = 0.0
-    stalled_seconds: float = 0.0
-    eval_seconds: float = 0.0
-    compile_seconds: float = 0.0
+    median_step_seconds: Seconds = 0.0
+    max_step_gap_seconds: Seconds = 0.0
+    step_seconds_total: Seconds = 0.0
+    stalled_seconds: Seconds = 0.0
+    eval_seconds: Seconds = 0.0
+    compile_seconds: Seconds = 0.0
     loss: float = float("nan")
     """Training loss, mean over the last few steps, nats per token."""
     eval_loss: float = float("nan")
-    learning_rate: float = 0.0
-    first_step_unix: float = 0.0
-    last_step_unix: float = 0.0
-    bytes_up: int = 0
+    learning_rate: Rate = 0.0
+    first_step_unix: UnixSeconds = 0.0
+    last_step_unix: UnixSeconds = 0.0
+    bytes_up: Bytes = 0
     """Bytes of deltas sent, headers included."""
-    bytes_down: int = 0
+    bytes_down: Bytes = 0
     """Bytes of published fragments received, headers included, joins apart."""
-    bytes_join: int = 0
+    bytes_join: Bytes = 0
 
 
 class Report(Message, frozen=True, kw_only=True, tag=True):
@@ -108,7 +135,7 @@ class Report(Message, frozen=True, kw_only=True, tag=True):
     steps: Count
     step_seconds: Seconds
     """Running median, 0 before the second step."""
-    records: tuple[Record, ...] = ()
+    records: Annotated[tuple[Record, ...], Meta(max_length=MAX_RECORDS)] = ()
     measures: Measures = Measures()
 
 
@@ -116,7 +143,7 @@ class Goodbye(Message, frozen=True, kw_only=True, tag=True):
     """The island leaves. `text` says why, for people."""
 
     reason: EndReason
-    text: str
+    text: Text
 
 
 # ---- from the coordinator -------------------------------------------------------

@@ -12,7 +12,8 @@ EndReason = Literal[
     "finished", "stopped", "preempted", "refused", "failed", "died", "absent"
 ]
 """An incarnation ended with open steps. stopped: it was asked to end, or the run as a
-whole was; died: another one came in its place, and it had said no goodbye; finished,
+whole was; refused: it was not let in, or put out since what it said cannot be; died:
+another one came in its place, and it had said no goodbye; finished,
 absent: the run was over first, with it or without a sign of it."""
 
 RefusalReason = Literal["non_finite", "stale", "overlap", "empty", "refused"]

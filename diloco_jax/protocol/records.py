@@ -182,6 +182,14 @@ class Refused(_OfIncarnation, frozen=True, kw_only=True):
     reason: RefusalReason
 
 
+class TurnedAway(Written, frozen=True, kw_only=True, tag="turned_away"):
+    """A process was not let in, or was put out."""
+
+    island: str
+    code: str
+    message: str
+
+
 class Resumed(_OfIncarnation, frozen=True, kw_only=True):
     """A known incarnation is back on a new connection."""
 
@@ -197,7 +205,7 @@ class Absent(_OfIncarnation, frozen=True, kw_only=True):
     why: AbsentFor
 
 
-Noted = Fact | Tick | Skipped | Leaving | Refused | Resumed | Absent
+Noted = Fact | Tick | Skipped | Leaving | Refused | TurnedAway | Resumed | Absent
 
 
 def line(record: Written) -> dict[str, Any]:

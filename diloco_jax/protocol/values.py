@@ -6,12 +6,23 @@ are of one island.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 Phase = Literal["joining", "compiling", "training", "stopped"]
 Verdict = Literal["merged", "pending", "refused", "none"]
+
+ISLAND_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+"""Names are in paths, commands and lines of logs."""
+
+# What decisions are computed from: more than any run has, and far from where whole
+# numbers of 64 bits end.
+MAX_COUNT = 2**48
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+CountOrNone = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
+"""-1: there is none."""
 
 
 class Version(NamedTuple):
@@ -50,32 +61,42 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     are not), `reset` (as dropped, and the local parameters are the anchor's),
     `carried` (fragment, start: what became of the steps before `start` is in the books
     of an earlier term), `granted` (start, stop: data positions), `progress` (value:
-    others' tokens on which the learning rate is based), `restored` (it begins with the
+    others' tokens on which the learning rate is based; below 0 where these had lost
+    more in an earlier term than they have done since), `restored` (it begins with the
     moments that incarnation `start` had after `value` steps; with a fragment: and with
     the residual of it).
     """
 
-    seq: int
+    seq: Count
     kind: RecordKind
-    step: int
-    fragment: int = -1
-    tick: int = -1
+    step: Count
+    fragment: CountOrNone = -1
+    tick: CountOrNone = -1
     version: Version = FIRST_VERSION
-    start: int = 0
-    stop: int = 0
-    value: int = 0
+    start: Count = 0
+    stop: Count = 0
+    value: Annotated[int, Meta(ge=-(2**62), le=2**62)] = 0
 
 
 class Outstanding(msgspec.Struct, frozen=True, kw_only=True):
     """A take whose verdict an island does not know; it still holds the bytes. `seq` is
     the number of its record."""
 
+    fragment: Count
+    tick: Count
+    start: Count
+    end: Count
+    base: Version
+    seq: Count
+
+
+class DeltaKey(NamedTuple):
+    """Which delta."""
+
+    island: str
+    incarnation: int
     fragment: int
     tick: int
-    start: int
-    end: int
-    base: Version
-    seq: int
 
 
 class Contribution(msgspec.Struct, frozen=True, kw_only=True):

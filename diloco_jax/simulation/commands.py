@@ -13,9 +13,11 @@ from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
-from diloco_jax.config import ConfigError, suggest
-from diloco_jax.loading import numbers, require_writable
+from diloco_jax.config.fields import setting
+from diloco_jax.errors import ConfigError, suggest
+from diloco_jax.files import require_writable
 from diloco_jax.observability.logs import setup_logging
+from diloco_jax.options import parse
 from diloco_jax.simulation.progress import Progress
 
 ConfigT = TypeVar("ConfigT")
@@ -42,18 +44,17 @@ def simulate_command(arguments: Sequence[str]) -> int:
 class Output:
     """What becomes of the result."""
 
-    json: bool = False
-    """Print one JSON object to standard output."""
+    json: bool = setting(False, help="Print one JSON object to standard output.")
 
 
 @dataclasses.dataclass(frozen=True)
 class SweepOutput(Output):
     """What becomes of a result that may be a sweep."""
 
-    sweep: bool = False
-    """Go over methods, chips and islands."""
-    out: Path = Path()
-    """Folder for goodput.csv and goodput.png of a sweep."""
+    sweep: bool = setting(False, help="Go over methods, chips and islands.")
+    out: Path = setting(
+        Path(), help="Folder for goodput.csv and goodput.png of a sweep."
+    )
 
 
 def goodput_command(arguments: Sequence[str]) -> int:
@@ -219,23 +220,10 @@ KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 def _parse(
     kind: str, arguments: Sequence[str], config: ConfigT, output: OutputT
 ) -> tuple[ConfigT, OutputT]:
-    """The fields of both as options, those of nested dataclasses by their own names.
-    Unknown or malformed ones end the process with code 2 and a suggestion."""
-    import tyro
-
-    parsed_type = dataclasses.make_dataclass(
-        "Simulation", [("config", type(config)), ("output", type(output))], frozen=True
-    )
-    parsed: Any = tyro.cli(
-        parsed_type,
-        prog=f"diloco simulate {kind}",
-        description=type(config).__doc__,
-        args=list(arguments),
-        default=parsed_type(config, output),
-        config=(tyro.conf.OmitArgPrefixes,),
-        registry=numbers(),
-    )
-    return parsed.config, parsed.output
+    """Read the fields of both as options."""
+    prog = f"diloco simulate {kind}"
+    parsed, shown = parse([config, output], arguments, prog, str(type(config).__doc__))
+    return parsed, shown
 
 
 # ---- output ----------------------------------------------------------------------

@@ -6,7 +6,7 @@ import errno
 import ipaddress
 import socket
 
-from diloco_jax.config import ConfigError
+from diloco_jax.errors import ConfigError
 
 
 def parse_address(address: str, field: str = "") -> tuple[str, int]:

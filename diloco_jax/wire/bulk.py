@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from diloco_jax.core.payload import Part
-from diloco_jax.protocol.messages import Message
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import Identifier, Message, Name
+from diloco_jax.protocol.values import Count, Version
 
 
 class UploadStart(Message, frozen=True, kw_only=True, tag=True):
     """Announces a contiguous stripe of one delta, or of one host's part of it."""
 
-    run_id: str
-    island: str
-    incarnation: int
-    session: str
+    run_id: Identifier
+    island: Name
+    incarnation: Count
+    session: Identifier
     fragment: int
     tick: int
     offset: int
@@ -30,10 +30,10 @@ class UploadStart(Message, frozen=True, kw_only=True, tag=True):
 class FetchRequest(Message, frozen=True, kw_only=True, tag=True):
     """Asks for a stripe of a fragment: encoded publishes since `have`, or all of A."""
 
-    run_id: str
-    island: str
-    incarnation: int
-    session: str
+    run_id: Identifier
+    island: Name
+    incarnation: Count
+    session: Identifier
     fragment: int
     want: Version
     have: Version | None

@@ -6,7 +6,6 @@ into contiguous stripes, one per bulk channel.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 import time
@@ -20,22 +19,10 @@ from diloco_jax.wire import addresses, bulk, errors, frames
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import ConnectionLost, RemoteProtocolError, WireError
 from diloco_jax.wire.reachability import explain
-from diloco_jax.wire.server import PROBE_BYTES, PROBE_REQUEST, PROBE_S, SERVICE
+from diloco_jax.wire.server import SERVICE
 from diloco_jax.wire.threads import IdleWatch
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.wire.transfers import Fetched, Transfers
-
-ROUND_TRIPS = 3
-"""Of which the shortest counts."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PathTest:
-    """What a bulk connection to the coordinator is like."""
-
-    rtt_s: float
-    bytes_per_s: float
-    """Coordinator to here, over one connection, at most 4 MiB or about a second."""
 
 
 class Client:
@@ -121,20 +108,6 @@ class Client:
             )
         return state
 
-    def probe(self) -> PathTest:
-        """Tests the path: round trip and bandwidth. Takes about a second at most on
-        a working path; raises ConnectionLost or SecurityError on another."""
-        try:
-            self._probe(0)  # connects
-            rtt_s = min(self._probe(0)[0] for _ in range(ROUND_TRIPS))
-            seconds, received = self._probe(PROBE_BYTES)
-        except grpc.RpcError as error:
-            raise self._explained(errors.from_rpc(error, self.address)) from error
-        # The first byte takes a round trip, which is not the bandwidth's fault. On a
-        # machine that is busy, it may seem to take longer than all of them.
-        transfer_s = max(seconds - rtt_s, seconds / 2)
-        return PathTest(rtt_s=rtt_s, bytes_per_s=received / transfer_s)
-
     def close(self) -> None:
         """Ends streams and transfers and closes all channels, within `stop_s`."""
         deadline = time.monotonic() + self._deadlines.stop_s
@@ -148,15 +121,6 @@ class Client:
             channel.close()
         self._transfers.close(max(0.0, deadline - time.monotonic()))
         self._watch.close(1.0)
-
-    def _probe(self, wanted: int) -> tuple[float, int]:
-        method = self._bulk_channels[0].unary_stream(f"/{SERVICE}/Probe")
-        began = time.monotonic()
-        timeout_s = self._deadlines.connect_s + PROBE_S
-        received = sum(
-            len(part) for part in method(PROBE_REQUEST.pack(wanted), timeout=timeout_s)
-        )
-        return time.monotonic() - began, received
 
     def _explained(self, error: WireError) -> WireError:
         """The error, or a better one if the socket knows more."""

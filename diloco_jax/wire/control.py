@@ -24,8 +24,8 @@ from diloco_jax.wire.threads import ByteQueue, QueueClosed
 
 logger = logging.getLogger(__name__)
 
-OUTBOX_BYTES = 4 * encoding.MAX_CONTROL_BYTES
-INBOX_BYTES = 4 * encoding.MAX_CONTROL_BYTES
+OUTBOX_BYTES = encoding.QUEUED_CONTROL_BYTES
+INBOX_BYTES = encoding.QUEUED_CONTROL_BYTES
 """When it is full the stream is not read on, and the coordinator's queue fills."""
 
 

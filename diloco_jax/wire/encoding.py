@@ -14,7 +14,9 @@ from diloco_jax.protocol.messages import FromCoordinator, FromIsland
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import RemoteProtocolError
 
-MAX_CONTROL_BYTES = 4 << 20
+MAX_CONTROL_BYTES = 256 << 10
+QUEUED_CONTROL_BYTES = 16 << 20
+"""Bytes of messages that may wait at either end of a stream."""
 
 Decoded = TypeVar("Decoded")
 

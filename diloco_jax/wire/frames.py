@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 from xxhash import xxh3_64_intdigest
 
-from diloco_jax.wire.encoding import MAX_CONTROL_BYTES
 from diloco_jax.wire.errors import RemoteProtocolError
 
 CHUNK_BYTES = 1 << 20
@@ -20,7 +19,8 @@ MAGIC = b"DLC2"
 _HEADER = struct.Struct("<4sQQI")
 HEADER_BYTES = _HEADER.size
 MAX_FRAME_BYTES = HEADER_BYTES + CHUNK_BYTES
-MAX_MESSAGE_BYTES = max(MAX_FRAME_BYTES, MAX_CONTROL_BYTES)
+MAX_MESSAGE_BYTES = 4 << 20
+"""Frames, control messages, and what `diloco status` is answered."""
 MESSAGE_PREFIX_BYTES = 5
 """What gRPC adds to every message; counted in `wire_bytes`. HTTP/2 and TLS are not."""
 

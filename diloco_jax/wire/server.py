@@ -1,7 +1,7 @@
 """The coordinator's end of the wire: one gRPC server for control and bulk.
 
 Control streams hold a thread each; uploads and fetches have a bounded number of
-places and are answered "busy" beyond it, so that Status and Probe always get through.
+places and are answered "busy" beyond it, so that Status always gets through.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import dataclasses
 import itertools
 import json
 import logging
-import struct
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -32,12 +30,7 @@ from diloco_jax.wire.tls import TlsFiles
 logger = logging.getLogger(__name__)
 
 SERVICE = "diloco.Coordinator"
-PROBE_BYTES = 4 << 20
-PROBE_CHUNK_BYTES = 256 << 10
-PROBE_S = 1.0
-PROBE_REQUEST = struct.Struct("<Q")
 _SPARE_THREADS = 8
-_PROBES_AT_ONCE = 4
 _STREAMS_PER_CONNECTION = 64
 
 
@@ -68,9 +61,6 @@ class Handlers(ControlHandlers, Protocol):
         """The stripe is in the place that `upload_begin` gave, checked; returns whether
         it was the last."""
 
-    def upload_abort(self, start: UploadStart) -> None:
-        """The stripe broke off after `upload_begin`."""
-
     def fetch(self, request: FetchRequest) -> FetchSource:
         """The bytes to serve a stripe from; may raise Refused or VersionGone."""
 
@@ -99,7 +89,6 @@ class Server:
         # Twice: a lost island may be back before its old stream is known to be dead.
         self._max_sessions = 2 * max_islands
         self._bulk_places = threading.Semaphore(2 * bulk_channels * max_islands)
-        self._probe_places = threading.Semaphore(_PROBES_AT_ONCE)
         self._threads = (
             self._max_sessions + 2 * bulk_channels * max_islands + _SPARE_THREADS
         )
@@ -161,7 +150,6 @@ class Server:
             "Upload": grpc.stream_unary_rpc_method_handler(self._upload),
             "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
-            "Probe": grpc.unary_stream_rpc_method_handler(self._probe),
         }
 
     def _control(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
@@ -187,11 +175,7 @@ class Server:
                     f"{start.offset + start.length} of a payload of {start.total}"
                 )
             place = self._handlers.upload_begin(start)
-            try:
-                _store(requests, start, place.cast("B"), guard, context.peer())
-            except BaseException:
-                self._handlers.upload_abort(start)
-                raise
+            _store(requests, start, place.cast("B"), guard, context.peer())
             complete = self._handlers.upload_end(start, place)
             return encode(UploadDone(complete=complete))
 
@@ -225,21 +209,6 @@ class Server:
         with self._answering(context):
             return json.dumps(self._handlers.status()).encode()
 
-    def _probe(self, request: bytes, context: Any) -> Iterator[bytes]:
-        with self._answering(context), _place(self._probe_places, "path tests"):
-            if len(request) != PROBE_REQUEST.size:
-                raise RemoteProtocolError(
-                    f"{context.peer()} sent a probe of {len(request)} bytes, expected "
-                    f"{PROBE_REQUEST.size}"
-                )
-            left = min(PROBE_REQUEST.unpack(request)[0], PROBE_BYTES)
-            deadline = time.monotonic() + PROBE_S
-            yield b"\0"
-            while left > 0 and time.monotonic() < deadline:
-                size = min(left, PROBE_CHUNK_BYTES)
-                yield bytes(size)
-                left -= size
-
     def _register(self, context: Any) -> Session:
         with self._lock:
             if len(self._sessions) >= self._max_sessions:
@@ -255,7 +224,7 @@ class Server:
     def _transfer(self, context: Any) -> Iterator[Guard]:
         with (
             self._answering(context),
-            _place(self._bulk_places, "transfers"),
+            _place(self._bulk_places),
             self._watch.guard(self._deadlines.idle_s, context.cancel) as guard,
         ):
             yield guard
@@ -329,9 +298,9 @@ def _frames(
 
 
 @contextlib.contextmanager
-def _place(places: threading.Semaphore, what: str) -> Iterator[None]:
+def _place(places: threading.Semaphore) -> Iterator[None]:
     if not places.acquire(blocking=False):
-        raise Busy(f"all places for {what} are taken; try again")
+        raise Busy("all places for transfers are taken; try again")
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
 
 logger = logging.getLogger(__name__)
 
-OUTBOX_BYTES = 4 * encoding.MAX_CONTROL_BYTES
+OUTBOX_BYTES = encoding.QUEUED_CONTROL_BYTES
 
 
 class ControlHandlers(Protocol):
@@ -168,6 +168,11 @@ class Session:
                 handlers.disconnect(self)
 
     def _decode(self, raw: bytes) -> messages.FromIsland:
+        if len(raw) > encoding.MAX_CONTROL_BYTES:
+            raise RemoteProtocolError(
+                f"message of {len(raw)} bytes from {self.peer}, the limit is "
+                f"{encoding.MAX_CONTROL_BYTES}; send it in parts"
+            )
         message: messages.FromIsland = decoded(encoding.from_island, raw, self.peer)
         return message
 

@@ -7,7 +7,7 @@ import pytest
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster.beginning import Beginning
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, RunConfig
-from diloco_jax.loading import read_config_json
+from diloco_jax.config.loading import read_config_json
 
 
 @pytest.fixture

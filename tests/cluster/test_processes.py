@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from diloco_jax.cluster.attempts import Attempts
+from diloco_jax.cluster import attempts
+from diloco_jax.cluster.attempts import next_attempt
 from diloco_jax.cluster.processes import ManagedProcess, log_tail, wait_all
 from diloco_jax.config import ConfigError
 from diloco_jax.workdir import RELEASE_S
@@ -225,26 +226,26 @@ def test_log_tail_is_short_and_tolerant(tmp_path):
 
 def test_attempts_count_by_name_and_survive_the_process(tmp_path):
     path = tmp_path / "attempts.json"
-    assert [Attempts(path).next(name) for name in ("a", "a", "b")] == [1, 2, 1]
+    assert [next_attempt(path, name) for name in ("a", "a", "b")] == [1, 2, 1]
     assert {p.name for p in tmp_path.iterdir()} == {"attempts.json", "attempts.lock"}
 
 
 def test_islands_that_start_together_are_all_counted(tmp_path, monkeypatch):
-    path, read = tmp_path / "attempts.json", Attempts._read
+    path, read = tmp_path / "attempts.json", attempts._read
     reading, go_on = threading.Event(), threading.Event()
 
-    def slow_for_one(attempts):
-        counts = read(attempts)
+    def slow_for_one(path):
+        counts = read(path)
         if not reading.is_set():
             reading.set()
             assert go_on.wait(LATE_S)
         return counts
 
-    monkeypatch.setattr(Attempts, "_read", slow_for_one)
+    monkeypatch.setattr(attempts, "_read", slow_for_one)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(Attempts(path).next, "a")
+        first = pool.submit(next_attempt, path, "a")
         assert reading.wait(LATE_S)
-        second = pool.submit(Attempts(path).next, "b")
+        second = pool.submit(next_attempt, path, "b")
         with pytest.raises(TimeoutError):
             second.result(RELEASE_S + 0.5)  # A disk may take longer than a kill.
         go_on.set()
@@ -257,7 +258,7 @@ def test_unreadable_attempts_are_an_error_that_names_the_remedy(tmp_path, conten
     path = tmp_path / "attempts.json"
     path.write_text(content)
     with pytest.raises(ConfigError, match="--incarnation"):
-        Attempts(path).next("a")
+        next_attempt(path, "a")
     assert path.read_text() == content
 
 

@@ -20,7 +20,7 @@ from diloco_jax.config import (
     OuterConfig,
     RunConfig,
 )
-from diloco_jax.loading import read_config_json
+from diloco_jax.config.loading import read_config_json
 
 
 @pytest.fixture

@@ -9,21 +9,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
-from diloco_jax.coordinator import durable
-from diloco_jax.coordinator import engine as engine_module
-from diloco_jax.coordinator.durable import RecordLog, read
-from diloco_jax.coordinator.engine import Engine
-from diloco_jax.coordinator.inbox import DeltaKey, Inbox
+from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator import thread as thread_module
+from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.lead import Lead
+from diloco_jax.coordinator.log import RecordLog, read
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.faults import Fault, Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, read_tape
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator.events import DeltaArrived, Hello, Report
+from diloco_jax.protocol.coordinator import decide
+from diloco_jax.protocol.coordinator.events import DeltaArrived, Disconnected, Said
 from diloco_jax.protocol.coordinator.state import PolicyConfig, initial
-from diloco_jax.protocol.values import Record, Version
+from diloco_jax.protocol.messages import Hello, Report
+from diloco_jax.protocol.values import DeltaKey, Record, Version
 from diloco_jax.wire import bulk
 
 WAIT_S = 60.0
@@ -34,19 +35,26 @@ class Island:
     remembers what the log held when it was told of something."""
 
     def __init__(self, folder) -> None:
-        self.seen = []
+        self.seen, self.sent = [], []
         self.answers = True
         self.engine = self.inbox = self.store = None
         self._folder, self._seq = folder, 0
 
-    def send(self, island, message) -> None:
+    @property
+    def refused(self):
+        """(session, message) of every Refused."""
+        return [
+            (session, message)
+            for session, message in self.sent
+            if isinstance(message, messages.Refused)
+        ]
+
+    def tell(self, session, message) -> None:
+        self.sent.append((session, message))
         durable_now = [entry.record["kind"] for entry in read(self._folder, -1)]
         self.seen.append((message, durable_now))
         if isinstance(message, messages.TakeRequest) and self.answers:
             self._answer(message)
-
-    def welcomed(self, island, name) -> None:
-        """Sessions' part in a Welcome."""
 
     def connected(self) -> list[str]:
         return ["a"]
@@ -87,15 +95,9 @@ class Island:
         )
 
 
-def report(steps, *records):
-    return Report(
-        island="a",
-        session="s",
-        phase="training",
-        steps=steps,
-        step_seconds=0.1,
-        records=records,
-    )
+def report(steps, *records, island="a", session="s"):
+    message = Report(phase="training", steps=steps, step_seconds=0.1, records=records)
+    return Said(island=island, session=session, message=message)
 
 
 def hello(name, session=None):
@@ -135,8 +137,8 @@ def make_engine(tmp_path, store, island):
             overlap_steps=1,
             quorum=1,
             grace=0.0,
-            awaits_alike=True,
-            scale_partial_merges=True,
+            grace_window="alike",
+            partial_merges="scaled",
             max_staleness=1,
             total_tokens=10**9,
             lease_s=2 * WAIT_S,
@@ -150,7 +152,7 @@ def make_engine(tmp_path, store, island):
         log = log or RecordLog(tmp_path / "log")
         files.extend((log, Tape(tmp_path / "tape.jsonl")))
         files.append(Metrics(tmp_path))
-        engine = Engine(
+        engine = Lead(
             config,
             initial(config),
             store=store,
@@ -252,8 +254,75 @@ def test_a_merge_that_fails_is_not_forgotten_for_the_next_one(make_engine):
     for error in (ArithmeticError("no merge"), None):
         future = Future()
         future.set_exception(error) if error else future.set_result(None)
-        engine._check(future)
+        engine._holder._succeeded(future)
     with pytest.raises(ArithmeticError, match="no merge"):
+        engine.run()
+
+
+def failing_step(kind):
+    """Decisions with a bug in what they do about such an event."""
+    step = decide.step
+
+    def fail(config, state, event, now):
+        said = event.message if isinstance(event, Said) else event
+        if isinstance(said, kind) and event.island == "b":
+            raise ArithmeticError("a bug")
+        return step(config, state, event, now)
+
+    return fail
+
+
+@pytest.mark.parametrize("kind", [Hello, Report, DeltaArrived])
+def test_an_event_of_a_peer_that_fails_ends_its_session_only(
+    make_engine, island, tmp_path, monkeypatch, caplog, kind
+):
+    monkeypatch.setattr(decide, "step", failing_step(kind))
+    engine = make_engine(
+        done=lambda: island.refused and island.told(messages.Published)
+    )
+    arrived = DeltaArrived(island="b", incarnation=1, fragment=0, tick=1)
+    for event in (hello("b"), report(1, island="b", session="b"), arrived):
+        engine.post(event)
+    engine.run()
+    (session, error), *_ = island.refused
+    assert (session, error.code) == ("b", "failed")
+    assert "start the island again" in error.message
+    assert "a bug" in caplog.text
+    assert "Traceback" in caplog.text
+    tape = list(read_tape(tmp_path / "tape.jsonl"))
+    assert {r["island"] for r in tape if r["kind"] == "turned_away"} == {"b"}
+    present = engine.state.islands
+    if kind is not Hello:
+        assert present["b"].status == "absent"
+    assert ("b" in present) == (kind is not Hello)
+
+
+def test_what_is_noted_of_a_peer_and_fails_ends_its_session_only(make_engine, island):
+    engine = make_engine(done=lambda: len(island.refused) == 2)
+
+    def fail():
+        raise TypeError("no JSON")
+
+    engine.post(hello("b"), fail)
+    engine.post(None, fail, Disconnected(island="c", session="s"))
+    engine.run()
+    assert [session for session, _ in island.refused] == ["b", "s"]
+    ours = make_engine(done=lambda: False)
+    ours.post(None, fail)
+    with pytest.raises(TypeError, match="no JSON"):
+        ours.run()
+
+
+def test_an_effect_that_fails_ends_the_run_whoever_caused_it(
+    make_engine, island, monkeypatch
+):
+    engine = make_engine(done=lambda: False)
+
+    def fail(*arguments):
+        raise OverflowError("cannot be said")
+
+    monkeypatch.setattr(island, "tell", fail)
+    with pytest.raises(OverflowError, match="cannot be said"):
         engine.run()
 
 
@@ -282,19 +351,19 @@ def test_a_thread_that_was_held_up_does_not_take_islands_for_silent(
     over, ahead = [], [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
     monkeypatch.setattr(clock, "time", time.time, raising=False)
-    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(thread_module, "time", clock)
     engine = make_engine(done=lambda: over)
 
     def held_up():
         for _ in range(20):
             ahead[0] += engine.config.lease_s / 2
             for name in ("c", "b"):
-                engine.post(replace(report(0), island=name, session=name))
+                engine.post(report(0, island=name, session=name))
         engine.post(None, lambda: over.append(True))
 
     for name in ("b", "c"):
         engine.post(hello(name))
-        engine.post(replace(report(0), island=name, session=name))
+        engine.post(report(0, island=name, session=name))
     engine.post(None, held_up)
     engine.run()
     tape = list(read_tape(tmp_path / "tape.jsonl"))

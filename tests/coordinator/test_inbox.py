@@ -8,13 +8,12 @@ import threading
 
 import pytest
 
-from diloco_jax.coordinator.inbox import DeltaKey, Inbox, left_behind
+from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.core.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.payload import Box, PayloadLayout
-from diloco_jax.protocol.coordinator.state import Fragment, State
-from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
 
@@ -64,6 +63,38 @@ def test_a_repeated_stripe_neither_counts_twice_nor_changes_a_complete_delta(inb
     assert put(inbox, start(60, 40), 2)
     assert not put(inbox, start(0, 60), 9)
     assert bytes(inbox.payload(KEY))[:1] == b"\1"
+
+
+def test_stripes_that_overlap_are_refused_and_make_no_delta(inbox):
+    """The rest of its place is whatever the memory held before."""
+    assert not put(inbox, start(0, 50), 1)
+    for offset, length in ((1, 50), (49, 51), (10, 10), (0, 100)):
+        with pytest.raises(RemoteProtocolError, match=f"{offset} to {offset + length}"):
+            inbox.begin(start(offset, length))
+    with pytest.raises(KeyError):
+        inbox.payload(KEY)
+    assert put(inbox, start(50, 50), 2)
+
+
+def test_stripes_that_overlap_on_their_way_are_refused_too(inbox):
+    first, second = start(0, 50), start(1, 50)
+    places = [inbox.begin(first), inbox.begin(second)]
+    assert not inbox.end(first, places[0])
+    with pytest.raises(RemoteProtocolError, match="overlap 0 to 50"):
+        inbox.end(second, places[1])
+    with pytest.raises(RemoteProtocolError, match="0 bytes at 50 does not fit"):
+        inbox.begin(start(50, 0))
+
+
+def test_an_island_has_two_deltas_of_a_fragment_at_most():
+    inbox = Inbox(LAYOUTS, Rooms(1000))
+    assert put(inbox, start(incarnation=1), 1)
+    assert put(inbox, start(incarnation=2), 2)
+    with pytest.raises(Busy, match="2 deltas of fragment 0 of 'a' are here"):
+        inbox.begin(start(incarnation=3))
+    assert put(inbox, start(incarnation=3, island="b"), 3)
+    inbox.drop(KEY)
+    assert put(inbox, start(incarnation=3), 3)
 
 
 def test_an_announced_size_that_does_not_fit_is_refused_before_allocation(inbox):
@@ -144,11 +175,7 @@ def test_a_new_incarnation_frees_what_the_old_one_sent(inbox):
 def test_but_for_what_it_left_behind(inbox):
     put(inbox, start(tick=1), 1)
     put(inbox, start(tick=2), 2)
-    delta = Contribution(
-        island="a", incarnation=1, tick=2, start=0, end=3, tokens=3, base=Version()
-    )
-    state = State(fragments=(Fragment(index=0, left_behind=(delta,)),))
-    inbox.drop_island("a", before=2, kept=left_behind(state))
+    inbox.drop_island("a", before=2, kept={DeltaKey("a", 1, 0, 2)})
     with pytest.raises(KeyError):
         inbox.payload(DeltaKey("a", 1, 0, 1))
     assert (inbox.payload(DeltaKey("a", 1, 0, 2)) == 2).all()

@@ -41,12 +41,6 @@ LINES = {
         **HERE,
         "peer": "ipv4:10.0.0.2:4000",
     },
-    notes.TurnedAway: {
-        "kind": "turned_away",
-        "island": "a",
-        "code": "fenced",
-        "message": "there is a later one",
-    },
     notes.Compiled: {"kind": "compiled"},
     notes.Alert: {"kind": "alert", "text": "slow"},
 }

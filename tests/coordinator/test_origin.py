@@ -12,7 +12,7 @@ from etils import epath
 from diloco_jax import checkpoint
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.coordinator import origin
-from diloco_jax.coordinator.durable import DurableError, RecordLog
+from diloco_jax.coordinator.log import DurableError, RecordLog
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.observability.tape import Tape, read_tape

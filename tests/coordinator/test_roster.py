@@ -250,3 +250,13 @@ def test_time_before_the_coordinator_lost_its_state_does_not_count():
     assert measure.provisioned_seconds == 10.0 + 40 * 0.5
     assert roster.measure("a", 0, 0, 110.0, 3600).provisioned_seconds == 10.0 + 4 * 0.5
     assert measure.active == ((100.0, 110.0),)
+
+
+def test_sums_over_many_incarnations_stay_numbers_that_the_file_holds(roster):
+    most = Measures(steps=2**48, bytes_up=2**56, stalled_seconds=1e9)
+    for incarnation in range(1, 600):
+        roster.hello(hello(incarnation, tokens_per_step=2**8), 1000.0)
+        roster.report("a", most, (), 1001.0)
+    roster.save()
+    sums = Roster(roster._path).measures("a")
+    assert (sums.steps, sums.bytes_up, sums.stalled_seconds) == (2**48, 2**56, 1e9)

@@ -13,27 +13,30 @@ from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.service import Service
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator.events import Hello
 from diloco_jax.protocol.coordinator.state import Fragment, State
 from diloco_jax.protocol.values import Outstanding, Version
-from diloco_jax.wire.errors import Busy, Refused
+from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
 
 PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)
 
 
 def serve(posted: list[Any]) -> Service:
-    """One whose engine only keeps what is posted."""
+    """One whose lead only keeps what is posted."""
     nothing: Any = None
-    engine = SimpleNamespace(
-        post=lambda event, then: posted.append(event),
+    lead = SimpleNamespace(
+        post=lambda event, then, peer=None: posted.append(event),
+        config=SimpleNamespace(fragments=1),
         state=State(fragments=(Fragment(index=0, version=Version(2, 0)),)),
+    )
+    sessions = SimpleNamespace(
+        arrived=lambda session: None, serves=lambda session: True
     )
     return Service(
         Likeness(RunConfig(), PLAN),
-        engine=cast(Any, engine),
+        lead=cast(Any, lead),
         store=nothing,
         inbox=nothing,
-        sessions=cast(Any, SimpleNamespace(arrived=lambda session: None)),
+        sessions=cast(Any, sessions),
         roster=nothing,
         metrics=nothing,
         status=nothing,
@@ -66,11 +69,11 @@ def hello(**changes: Any) -> messages.Hello:
     return msgspec.structs.replace(whole, **changes)
 
 
-def test_a_hello_reaches_the_policy_with_every_field() -> None:
+def test_what_an_island_says_is_the_event() -> None:
     posted: list[Any] = []
-    serve(posted).connect(hello(), cast(Any, None))
-    for field in Hello.__struct_fields__:
-        assert getattr(posted[0], field) == getattr(hello(), field), field
+    said = hello()
+    serve(posted).connect(said, cast(Any, None))
+    assert posted[0] is said
 
 
 def test_an_island_of_another_config_or_model_is_refused() -> None:
@@ -89,4 +92,29 @@ def test_an_island_of_a_later_term_is_to_come_again() -> None:
     posted: list[Any] = []
     with pytest.raises(Busy, match=r"'a' is in term 3.* the newest state"):
         serve(posted).connect(hello(term=3), cast(Any, None))
+    assert not posted
+
+
+def test_absurd_products_are_turned_away_at_the_door() -> None:
+    posted: list[Any] = []
+    service = serve(posted)
+    for wrong, shown in (
+        (hello(steps=2**30, tokens_per_step=2**30), "1073741824 steps of 1073741824"),
+        (hello(versions=(Version(2**21, 1),)), r"version \(2097152, 1\)"),
+        (hello(versions=(Version(1, 2**60),)), "the highest are"),
+    ):
+        with pytest.raises(RemoteProtocolError, match=shown):
+            service.connect(wrong, cast(Any, None))
+    session = SimpleNamespace(hello=hello(tokens_per_step=2**30))
+    measures = messages.Measures(steps=2**30)
+    for steps, measured in ((2**30, messages.Measures()), (1, measures)):
+        report = messages.Report(
+            phase="training", steps=steps, step_seconds=1.0, measures=measured
+        )
+        with pytest.raises(RemoteProtocolError, match="1073741824 steps of"):
+            service.receive(cast(Any, session), report)
+    fast = messages.Measures(steps=1, median_step_seconds=5e-324)
+    report = messages.Report(phase="training", steps=1, step_seconds=1.0, measures=fast)
+    with pytest.raises(RemoteProtocolError, match="take 5e-324 s, no step takes less"):
+        service.receive(cast(Any, session), report)
     assert not posted

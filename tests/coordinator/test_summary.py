@@ -12,8 +12,8 @@ from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.protocol.coordinator import decide, state
-from diloco_jax.protocol.coordinator.events import Hello, Report
-from diloco_jax.protocol.messages import Measures
+from diloco_jax.protocol.coordinator.events import Said
+from diloco_jax.protocol.messages import Hello, Measures, Report
 
 SIZES = (7, 3)
 AT = 1000.0
@@ -32,8 +32,10 @@ def run():
         tokens_per_step=10,
         sequences_per_step=1,
     )
-    report = Report(
-        island="a", session="a1", phase="training", steps=3, step_seconds=1.0
+    report = Said(
+        island="a",
+        session="a1",
+        message=Report(phase="training", steps=3, step_seconds=1.0),
     )
     now = state.initial(config)
     for event in (hello, report):

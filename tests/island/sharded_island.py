@@ -97,7 +97,7 @@ def train(config: IslandConfig, batches: np.ndarray) -> dict[str, object]:
         anchors = {f: put(exchange, plan, f, noise) for f in range(2)}
         exchange.start({f: put(exchange, plan, f, first) for f in range(2)})
         for fragment in range(2):
-            replica.reset(fragment)
+            replica.judge(fragment, "reset")
         exchange.start(anchors)
         taken = []
         for number, takes, keep in (
@@ -108,7 +108,7 @@ def train(config: IslandConfig, batches: np.ndarray) -> dict[str, object]:
             for fragment in range(2):
                 if takes:
                     taken.append(replica.take(fragment))
-                    replica.settle(fragment)
+                    replica.judge(fragment, "settled")
                 payload = exchange.layouts_down[fragment].pack(changes[fragment])
                 publish = exchange.put_publish(fragment, payload)
                 version = Version(1, number + 1)

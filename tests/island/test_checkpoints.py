@@ -120,11 +120,11 @@ def first(config, parts, tmp_path, monkeypatch):
     for step in range(5):
         if step == 1:
             life.replica.take(0)
-            life.replica.settle(0)
+            life.replica.judge(0, "settled")
         if step == 2:
             life.replica.take(0)
             life.replica.take(1)
-            life.replica.settle(1)
+            life.replica.judge(1, "settled")
         if step == 3:
             life.save(3, [FIRST, FIRST], outstanding=[0])
             life.saved = {n: life.host(n) for n in ("params", "moments", "residuals")}

@@ -2,10 +2,12 @@
 
 import pytest
 
+from diloco_jax import libtpu
+from diloco_jax.config import IslandConfig
 from diloco_jax.island import environment as island_environment
 from diloco_jax.island.environment import (
-    LIBTPU_FLAGS,
     prepare_environment,
+    prepare_island,
     skip_absent_tpu,
 )
 
@@ -64,14 +66,39 @@ def test_an_island_forgets_the_multi_slice_job_it_was_started_in():
     assert environment["TPU_WORKER_ID"] == "1"
 
 
-def test_libtpu_is_told_to_overlap_unless_the_user_says_otherwise():
-    flag = LIBTPU_FLAGS[0].replace("=true", "=false")
-    environment = {"LIBTPU_INIT_ARGS": f"{flag} --xla_other=1"}
-    prepare_environment(1, environment)
-    flags = environment["LIBTPU_INIT_ARGS"].split()
-    assert flags == [flag, "--xla_other=1", *LIBTPU_FLAGS[1:]]
-    prepare_environment(1, environment)
-    assert environment["LIBTPU_INIT_ARGS"].split() == flags
+@pytest.fixture
+def told(monkeypatch):
+    """The generations whose flags libtpu was told, in order."""
+    generations = []
+    monkeypatch.setattr(
+        libtpu, "set_flags", lambda generation, _: generations.append(generation)
+    )
+    return generations
+
+
+def test_libtpu_is_told_the_flags_of_the_islands_topology(told, tmp_path):
+    tpu(tmp_path, "0x006f")
+    island = IslandConfig(topology="v5p:2x2x2", mesh_fsdp=8, batch_size=8, hosts=2)
+    prepare_island(island, environment := {}, tmp_path)
+    assert told == ["v5p"]
+    assert environment["XLA_FLAGS"].endswith("device_count=4")
+
+
+def test_without_a_topology_the_flags_are_those_of_the_tpus_here(told, tmp_path):
+    prepare_island(IslandConfig(), {}, tmp_path)
+    tpu(tmp_path, "0x006f")
+    prepare_island(IslandConfig(), {}, tmp_path)
+    tpu(tmp_path, "0x0042")
+    prepare_island(IslandConfig(), {}, tmp_path)
+    assert told == ["", "v6e", ""]
+
+
+def tpu(root, device):
+    """Has one card of Google's in a machine."""
+    folder = root / "sys/bus/pci/devices/0000:00:05.0"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vendor").write_text("0x1ae0\n")
+    (folder / "device").write_text(f"{device}\n")
 
 
 def test_the_environment_is_set_once():

@@ -145,6 +145,12 @@ def test_goodbye_is_the_last_word(coordinator, link):
     assert (goodbye.reason, goodbye.text) == ("finished", "the run is over")
 
 
+def test_a_goodbye_is_cut_to_what_a_message_may_hold(coordinator, link):
+    link.close(Ending(1, "x" * 10_000, "failed"), 5.0)
+    goodbye = coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
+    assert goodbye.text == "x" * messages.MAX_TEXT
+
+
 def test_goodbye_does_not_wait_for_the_threads(stack, client, coordinator, mailbox):
     """They look once a minute whether it ends, with this budget."""
     link = Link(client, hello, mailbox, Deadlines(600.0))

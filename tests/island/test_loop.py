@@ -270,8 +270,8 @@ def test_take_after_a_merge_waits_for_its_adoption(loop):
 def test_a_new_term_drops_the_outstanding_take_and_goes_on(loop):
     loop, network = loop
     mailbox, exchange = network.mailbox, network.exchange
-    dropped = []
-    loop.replica.drop = dropped.append
+    judged = []
+    loop.replica.judge = lambda *facts: judged.append(facts)
 
     def begin():
         mailbox.receive(verdict(1, "refused", "stale"))
@@ -293,7 +293,7 @@ def test_a_new_term_drops_the_outstanding_take_and_goes_on(loop):
     loop.run()
     assert network.anchors == [(0, Version(), 4)]
     assert network.forgotten == [(0, 1)]
-    assert dropped == [0]
+    assert judged == [(0, "dropped")]
     told = [(r.kind, r.step, r.start) for r in records(mailbox) if r.fragment == 0]
     assert told == [
         ("took", 2, 0),

@@ -90,19 +90,18 @@ class Island:
         self.params = self.exchange.adopt(arrival, self.params, keep=keep)
         self.seen["kept" if keep else "adopted"] += 1
 
-    def settle(self, fragment):
-        self.exchange.settle(fragment)
-
-    def reopen(self, fragment):
-        self.exchange.reopen(fragment)
-        self.seen["reopened"] += 1
-
-    def drop(self, fragment):
-        self.exchange.drop(fragment)
-        self.seen["dropped"] += 1
-
-    def reset(self, fragment):
-        raise AssertionError("nothing here overlaps, and all is finite")
+    def judge(self, fragment, outcome):
+        match outcome:
+            case "settled":
+                self.exchange.settle(fragment)
+                return
+            case "reopened":
+                self.exchange.reopen(fragment)
+            case "dropped":
+                self.exchange.drop(fragment)
+            case _:
+                raise AssertionError("nothing here overlaps, and all is finite")
+        self.seen[outcome] += 1
 
 
 class Coordinator:

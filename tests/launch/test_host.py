@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from diloco_jax.config.loading import read_config_json
 from diloco_jax.launch.order import make_order
 from diloco_jax.launch.tpu_vm import deployment
-from diloco_jax.loading import read_config_json
 
 NOW = 1_800_000_000
 WAIT_S = 120.0

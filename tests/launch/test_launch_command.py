@@ -11,8 +11,8 @@ import pytest
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.launch.command import LaunchOptions, run
-from diloco_jax.loading import write_config_json
 
 BACKENDS = ("tpu_vm", "gke")
 
@@ -95,6 +95,10 @@ def test_settings_can_be_given_on_the_command_line(cloud, path, tmp_path, capsys
         ("--on gke --dry-run --launch.cluster=", "launch.cluster is empty"),
         ("--on tpu_vm --dry-run --disk", "--disk with --action create: it is for"),
         ("--on gke --dry-run --islands.v5p.topology v5p:2x2x3", "does not exist"),
+        (
+            "--on gke --dry-run --launch.zones.v5p us-central1-b",
+            "launch.zones.v5p = 'us-central1-b' is outside launch.location",
+        ),
     ],
 )
 def test_bad_input_ends_with_2(path, options, said, capsys):
@@ -103,10 +107,10 @@ def test_bad_input_ends_with_2(path, options, said, capsys):
 
 
 def test_an_unknown_zone_is_remarked_upon(path, capsys):
-    line = f"launch {path} --on gke --dry-run --launch.zones.v5p us-west1-a"
+    line = f"launch {path} --on gke --dry-run --launch.zones.v5p us-east5-c"
     assert cli.main(line.split()) == 0
     said = capsys.readouterr().err
-    assert "note: us-west1-a is not among the zones known to offer v5p" in said
+    assert "note: us-east5-c is not among the zones known to offer v5p" in said
 
 
 def test_a_tool_that_is_missing_is_named(config, monkeypatch, capsys, tmp_path):

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from diloco_jax.config import ConfigError, DataConfig, IslandConfig
+from diloco_jax.config.loading import read_config_json
 from diloco_jax.launch.order import DATA, make_order
-from diloco_jax.loading import read_config_json
 
 
 def changed(config, **settings):
@@ -68,6 +68,35 @@ def test_bad_settings_are_refused_with_a_remedy(config):
     )
     assert "set a shorter launch.name" in refusal(changed(config, name="x" * 40))
     assert "cannot name machines" in refusal(changed(config, name="2nd"))
+
+
+@pytest.mark.parametrize("location", ["us-east5", "us-east5-a"])
+def test_zones_are_those_of_the_clusters_region(config, location):
+    # A zonal cluster has nodes in other zones of its region, too.
+    config = changed(config, location=location)
+    make_order(config, "two.py", "gke")
+    zones = {**config.launch.zones, "v6e.b": "us-central1-b"}
+    elsewhere = changed(config, zones=zones)
+    said = refusal(elsewhere, on="gke")
+    assert "launch.zones.v6e.b = 'us-central1-b'" in said
+    assert f"launch.location = {location!r}" in said
+    assert "choose a zone of us-east5 (v6e is known in us-east5-a, us-east5-b)" in said
+    # Queued resources are in any zone.
+    make_order(elsewhere, "two.py", "tpu_vm")
+    said = refusal(changed(config, coordinator_zone="us-east4-a"), on="gke")
+    assert "launch.coordinator_zone = 'us-east4-a' is outside" in said
+    said = refusal(changed(config, coordinator_zone="us-east5"), on="gke")
+    assert "is a region" in said
+    assert "such as 'us-east5-a'" in said
+
+
+def test_where_no_zone_of_the_region_is_known_none_is_named(config):
+    said = refusal(changed(config, location="us-west1"), on="gke")
+    assert "launch.coordinator_zone = 'us-east5-a' is outside" in said
+    there = changed(config, location="us-west1", coordinator_zone="us-west1-b")
+    said = refusal(there, on="gke")
+    assert "launch.zones.v5p = 'us-east5-a' is outside" in said
+    assert "choose a zone of us-west1, or set" in said
 
 
 def test_an_islands_slice_must_fit_its_mesh(config):

@@ -13,10 +13,10 @@ import pytest
 
 from diloco_jax import cli
 from diloco_jax.config import Config, ConfigError, IslandConfig, ModelConfig, RunConfig
+from diloco_jax.config.loading import load_config
+from diloco_jax.config.resolving import with_absolute_paths
 from diloco_jax.island.device.build import build_trainer
-from diloco_jax.loading import load_config
 from diloco_jax.models.build import build
-from diloco_jax.paths import with_absolute_paths
 from diloco_jax.planning.flops import count_flops
 from diloco_jax.planning.report import fragments_of
 

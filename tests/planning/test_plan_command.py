@@ -11,7 +11,8 @@ from plan_support import CONFIG, GB, HBM
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
-from diloco_jax.loading import write_config_json
+from diloco_jax.config.loading import write_config_json
+from diloco_jax.island.environment import prepare_island
 from diloco_jax.planning import command, processes, report
 
 FLOPS = {"big": 16 * 918e12, "small": 4 * 459e12}
@@ -141,7 +142,8 @@ SAYS = """
 import json, os, sys
 name = sys.argv[2]
 print(json.dumps({"doing": "step", "done": 1, "parts": 4}), flush=True)
-print(json.dumps({"plan": {"name": name, "flags": os.environ["LIBTPU_INIT_ARGS"]}}))
+flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+print(json.dumps({"plan": {"name": name, "flags": flags}}))
 """
 
 
@@ -156,27 +158,43 @@ def test_equal_islands_are_compiled_once_with_the_flags_of_a_run(monkeypatch, tm
         "small": "small",
         "twin": "small",
     }
-    assert "async_collective" in plans["big"]["flags"]
+    for name, island in config.islands.items():
+        prepare_island(island, environment := {})
+        assert plans[name]["flags"] == environment.get("LIBTPU_INIT_ARGS", "")
     assert ("big", "step", 0.25) in reports
     assert ("small", "done", 1.0) in reports
 
 
 FAILS = """
-import sys, time
+import os, signal, sys, time
 if sys.argv[2] == "small":
-    print("the compiler is unhappy", file=sys.stderr)
-    sys.exit(7)
+    print("the compiler is unhappy", file=sys.stderr, flush=True)
+    {end}
 time.sleep(200)
 """
 
 
-def test_a_compiler_that_fails_ends_the_others_and_is_quoted(monkeypatch, tmp_path):
-    worker(monkeypatch, tmp_path, FAILS)
-    with pytest.raises(
-        processes.PlanError, match="island small ended with code 7"
-    ) as e:
-        processes.compile_islands(CONFIG, lambda *told: None)
-    assert "the compiler is unhappy" in str(e.value)
+@pytest.mark.parametrize(
+    ("end", "exit_code", "said"),
+    [
+        ("sys.exit(1)", 2, "island small for v5p:2x2x1 ended with code 1"),
+        ("os.abort()", 2, "island small for v5p:2x2x1 ended with code -6"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "island small was killed"),
+    ],
+)
+def test_a_compiler_that_fails_ends_the_others_and_is_quoted(
+    monkeypatch, tmp_path, capsys, end, exit_code, said
+):
+    worker(monkeypatch, tmp_path, FAILS.format(end=end))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "here")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_mine=1")
+    write_config_json(CONFIG, tmp_path / "two.json")
+    assert cli.main(["plan", str(tmp_path / "two.json")]) == exit_code
+    told = capsys.readouterr().err
+    assert said in told
+    assert "the compiler is unhappy" in told
+    if exit_code == 2:
+        assert "LIBTPU_INIT_ARGS = '--xla_mine=1" in told
 
 
 def test_a_config_error_of_the_compiler_is_one(monkeypatch, tmp_path, capsys):

@@ -71,6 +71,30 @@ ENTRY %main (p: (s32[], bf16[12,256,512]), g: f32[1024,128]) -> f32[128,128] {
   ROOT %fusion.9 = f32[128,128]{1,0:T(8,128)} fusion(%g), kind=kCustom, calls=%all-reduce-scatter
 }
 """  # noqa: E501
+SPARSE_CORE = """\
+HloModule jit__update, is_scheduled=true, num_partitions=4
+
+%product (a: bf16[64,64], b: bf16[64,64]) -> bf16[64,64] {
+  %a = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %b = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} parameter(1)
+  ROOT %convolution = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} convolution(%a, %b), dim_labels=bf_io->bf
+}
+
+%gather_on_sparse_core (shard: bf16[256,512]) -> bf16[1024,512] {
+  %shard = bf16[256,512]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %all-gather.1 = bf16[1024,512]{1,0:T(8,128)(2,1)} all-gather(%shard), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (p: bf16[256,512], q: bf16[64,64]) -> bf16[1024,512] {
+  %p = bf16[256,512]{1,0:T(8,128)(2,1)} parameter(0)
+  %q = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} parameter(1)
+  %started = ((), (), (s32[1]{0:T(128)S(2)})) call-start(), async_execution_thread="sparsecore", to_apply=%gather_on_sparse_core
+  %before = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} fusion(%q, %q), kind=kOutput, calls=%product
+  %given = ((bf16[256,512]{1,0:T(8,128)(2,1)}), bf16[1024,512]{1,0:T(8,128)(2,1)}) call-update(%started, %p)
+  %meanwhile = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} fusion(%before, %q), kind=kOutput, calls=%product
+  ROOT %gathered = bf16[1024,512]{1,0:T(8,128)(2,1)} call-done(%given)
+}
+"""  # noqa: E501
 SHARD = 256 * 512 * 2
 GATHERED = 4 * SHARD
 REDUCED = 1024 * 128 * 4
@@ -98,6 +122,22 @@ def test_a_gather_in_pieces_is_one_collective_that_overlaps(program):
     assert (scatter.kind, scatter.count) == ("reduce-scatter", 1)
     assert (scatter.overlapping, scatter.largest_group) == (0, 8)
     assert scatter.sent_bytes == REDUCED * 7 // 8
+
+
+def test_what_a_sparse_core_gathers_counts_and_overlaps_beside_a_product():
+    (gather,) = sum_collectives(find_collectives(parse(SPARSE_CORE)))
+    assert (gather.kind, gather.count, gather.overlapping) == ("all-gather", 1, 1)
+    assert gather.sent_bytes == GATHERED * 3 // 4
+    # Shard and whole, once each; its start and end move nothing.
+    assert hbm_bytes(parse(SPARSE_CORE)) == SHARD + GATHERED
+
+
+def test_what_a_sparse_core_gathers_beside_nothing_is_waited_for():
+    lines = SPARSE_CORE.splitlines()
+    (meanwhile,) = (line for line in lines if line.startswith("  %meanwhile"))
+    # The product before it has its operands does not count.
+    (gather,) = find_collectives(parse(SPARSE_CORE.replace(meanwhile, "")))
+    assert not gather.overlaps
 
 
 def test_an_all_reduce_sends_everything_twice():

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import decide, ledger
 from diloco_jax.protocol.coordinator.events import (
-    AskTake,
     DeltaArrived,
     Disconnected,
+    Drop,
     Effect,
     Event,
-    Goodbye,
-    Hello,
+    Ignored,
     Merge,
     MergeComputed,
     Note,
     Persist,
-    Report,
+    Said,
+    Tell,
     Timer,
 )
 from diloco_jax.protocol.coordinator.recovery import recover
@@ -35,6 +35,7 @@ from diloco_jax.protocol.coordinator.state import (
     State,
     initial,
 )
+from diloco_jax.protocol.messages import Goodbye, Hello, Published, Report, TakeRequest
 from diloco_jax.protocol.reasons import EndReason, Refusal
 from diloco_jax.protocol.values import (
     FIRST_VERSION,
@@ -46,8 +47,6 @@ from diloco_jax.protocol.values import (
 
 TOKENS_PER_STEP = 10
 NEVER = 10**9
-
-E = TypeVar("E", bound=Effect)
 
 
 def make_config(**changes: Any) -> PolicyConfig:
@@ -62,8 +61,8 @@ def make_config(**changes: Any) -> PolicyConfig:
         "quorum": 1,
         "grace": 0.0,
         "max_staleness": 1,
-        "awaits_alike": True,
-        "scale_partial_merges": True,
+        "grace_window": "alike",
+        "partial_merges": "scaled",
         "total_tokens": NEVER,
         "lease_s": 100.0,
         "reunion_s": 0.0,
@@ -74,16 +73,50 @@ def make_config(**changes: Any) -> PolicyConfig:
     return PolicyConfig(**{**defaults, **changes})
 
 
-def only(effects: Sequence[Effect], kind: type[E]) -> E:
-    """The one effect of that kind."""
+class Heard:
+    """A message that was told, as who is told has it."""
+
+    def __init__(self, tell: Tell) -> None:
+        self.session, self._message = tell.session, tell.message
+
+    @property
+    def island(self) -> str:
+        """By its session, which is its name and incarnation."""
+        return self.session.rstrip("0123456789")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._message, name)
+
+
+def only(effects: Sequence[Any], kind: type[Any]) -> Any:
+    """The one effect of that kind, or message that is told."""
     found = of(effects, kind)
     assert len(found) == 1, f"{len(found)} effects of {kind.__name__}: {effects}"
     return found[0]
 
 
-def of(effects: Sequence[Effect], kind: type[E]) -> list[E]:
-    """All effects of that kind."""
-    return [effect for effect in effects if isinstance(effect, kind)]
+def of(effects: Sequence[Any], kind: type[Any]) -> list[Any]:
+    """All effects of that kind, or messages that are told (`Heard`); of a Drop its
+    delta."""
+    if kind is Drop:
+        return [effect.delta for effect in effects if isinstance(effect, Drop)]
+    tells = (effect for effect in effects if isinstance(effect, Tell))
+    told = [Heard(tell) for tell in tells if isinstance(tell.message, kind)]
+    return [*told, *(effect for effect in effects if isinstance(effect, kind))]
+
+
+def kinds(effects: Sequence[Any]) -> list[type[Any]]:
+    """What each effect is: of a message that is told, the message's type."""
+    return [type(e.message) if isinstance(e, Tell) else type(e) for e in effects]
+
+
+def verdicts(effects: Sequence[Any]) -> dict[str, tuple[int, str, str]]:
+    """(tick, verdict, reason) by island, as a publish tells them."""
+    return {
+        told.island: (told.tick, told.verdict, told.reason)
+        for told in of(effects, Published)
+        if told.verdict != "none"
+    }
 
 
 def merged_islands(merge: Merge) -> list[str]:
@@ -120,6 +153,8 @@ class Driver:
         self.state: State = initial(self.config)
         self.now = 1000.0
         self.effects: list[Effect] = []
+        """But for what was `ignored`."""
+        self.ignored: list[Ignored] = []
         self.log: list[records.Durable] = []
         """As it reads back."""
         self._seq: dict[tuple[str, int], int] = {}
@@ -130,6 +165,8 @@ class Driver:
         """One event; the books must balance after it."""
         self.state, effects = decide.step(self.config, self.state, event, self.now)
         assert ledger.check(self.config, self.state) == []
+        self.ignored += of(effects, Ignored)
+        effects = [effect for effect in effects if not isinstance(effect, Ignored)]
         self.effects += effects
         written = [as_written(e.record) for e in of(effects, Persist)]
         self.log += map(records.from_log, written)
@@ -167,21 +204,18 @@ class Driver:
         island = self.state.islands[name]
         if phase is None:
             phase = "stopped" if island.phase == "stopped" else "training"
-        return self.feed(
-            Report(
-                island=name,
-                session=island.session,
-                phase=phase,
-                steps=island.steps if steps is None else steps,
-                step_seconds=step_seconds,
-                records=records,
-            )
+        report = Report(
+            phase=phase,
+            steps=island.steps if steps is None else steps,
+            step_seconds=step_seconds,
+            records=records,
         )
+        return self.feed(Said(island=name, session=island.session, message=report))
 
     def goodbye(self, name: str, reason: EndReason = "stopped") -> list[Effect]:
         session = self.state.islands[name].session
-        goodbye = Goodbye(island=name, session=session, reason=reason, said="bye")
-        return self.feed(goodbye)
+        goodbye = Goodbye(reason=reason, text="bye")
+        return self.feed(Said(island=name, session=session, message=goodbye))
 
     def disconnect(self, name: str) -> list[Effect]:
         session = self.state.islands[name].session
@@ -298,7 +332,7 @@ class Driver:
 def asked(effects: Sequence[Effect]) -> dict[int, list[str]]:
     """Islands asked to take, by fragment."""
     found: dict[int, list[str]] = {}
-    for ask in of(effects, AskTake):
+    for ask in of(effects, TakeRequest):
         found.setdefault(ask.fragment, []).append(ask.island)
     return found
 

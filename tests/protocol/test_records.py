@@ -87,6 +87,12 @@ NOTED = {
         "tick": 7,
         "reason": "stale",
     },
+    records.TurnedAway: {
+        "kind": "turned_away",
+        "island": "a",
+        "code": "fenced",
+        "message": "stop",
+    },
     records.Resumed: {"kind": "resumed", **WHO, "steps": 12},
     records.Absent: {"kind": "absent", **WHO, "why": "silent"},
 }

@@ -29,12 +29,11 @@ def main(
     index: str,
     how: str,
 ) -> int:
-    from diloco_jax.island.environment import prepare_environment
-    from diloco_jax.loading import read_config_json
+    from diloco_jax.config.loading import read_config_json
+    from diloco_jax.island.environment import prepare_island
 
     config = read_config_json(Path(config_path))
-    island = config.island(name)
-    prepare_environment(island.devices // island.hosts)
+    prepare_island(config.island(name))
     from diloco_jax.island import main as island_main
     from diloco_jax.island.hosts.world import WorldAddress
     from diloco_jax.observability.logs import setup_logging

@@ -95,7 +95,7 @@ def coordinator(
     try:
         yield service
     finally:
-        service.engine.stop()
+        service.lead.stop()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
         if not killed:
@@ -241,7 +241,7 @@ def await_state(
 ) -> None:
     """Returns once the policy's state is so."""
     deadline = time.monotonic() + patience_s
-    while not happened(state := service.engine.state):
+    while not happened(state := service.lead.state):
         assert time.monotonic() < deadline, state
         time.sleep(0.01)
 

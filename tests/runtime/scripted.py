@@ -1,5 +1,5 @@
-"""Takes and adoptions of a fixed script, the one of `core/round.py`, so that a run over
-the network can be compared with it bit for bit."""
+"""Take and adopt by a fixed script, that of `tests/oracle.py`, so that a run over the
+network can be compared with it bit for bit."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def offer(config: Config, island: str, *numbers: int, **fields: Any) -> messages
         "phase": "training",
         "steps": 9,
         "step_seconds": 0.1,
-        "sequences_granted": 30,
+        "sequences_granted": 40,
         "term": 1,
         "versions": versions,
         "tokens": TOKENS,
@@ -226,7 +226,7 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
             assert (back.welcome.term, back.welcome.resumed) == (2, False)
             assert back.welcome.versions == (Version(2, 4), Version(2, 5))
             granted = await_message(back, messages.Granted)
-            assert granted.offset == 30
+            assert granted.offset == 40
             assert granted.span.start > 128
             carried = [
                 Record(seq=1 + f, kind="carried", step=9, fragment=f, start=8)
@@ -250,12 +250,12 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
             ):
                 other.open_control(later)
         finally:
-            service.engine.stop()
+            service.lead.stop()
             thread.join(PATIENCE_S)
     survivor = Coordinator(config, workdir, init=False)
     with contextlib.closing(survivor):
         survivor.start()
-        state = survivor.engine.state
+        state = survivor.lead.state
         assert [f.version for f in state.fragments] == [Version(2, 4), Version(2, 5)]
         assert {f.accounts["a"].carried_tokens for f in state.fragments} == {
             8 * a.tokens_per_step

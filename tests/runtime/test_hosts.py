@@ -38,8 +38,8 @@ from runtime_support import (
 from tiny import SEQUENCE_LENGTH
 
 from diloco_jax.config import Config, IslandConfig, Placement, SyncConfig
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.device.mesh import param_spec
-from diloco_jax.loading import write_config_json
 from diloco_jax.models import transformer
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import read_tape

@@ -15,7 +15,7 @@ from runtime_support import PATIENCE_S, coordinator, make_config, placed
 from diloco_jax import run_files
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
-from diloco_jax.loading import write_json
+from diloco_jax.files import write_json
 from diloco_jax.workdir import read_facts
 
 
@@ -40,13 +40,18 @@ def ends(service):
     event.set()
 
 
+def end(service):
+    """As if the run were over."""
+    engine = service.lead.engine
+    engine.state = replace(engine.state, phase="done")
+
+
 @pytest.fixture
 def ended(text, tmp_path):
     """A run that was over a thousand seconds ago."""
     config, workdir = make_config(text), tmp_path / "run"
     with coordinator(config, workdir) as service:
-        service.engine.state = replace(service.engine.state, phase="done")
-        service.engine.finished = True
+        end(service)
     facts = read_facts(workdir)
     begun = facts.begun_unix - 1000
     dataclasses.replace(facts, begun_unix=begun).write(workdir)
@@ -60,7 +65,7 @@ def ended(text, tmp_path):
 def test_a_snapshot_that_does_not_end_leaves_the_run_to_be_gone_on_with(
     service, ends, tmp_path, caplog
 ):
-    service.engine.finished = True
+    end(service)
     assert service.conclude() == EXIT_FAILED
     assert "start the coordinator again, and it writes it" in caplog.text
     assert not (tmp_path / "run" / "summary.json").exists()
@@ -73,7 +78,7 @@ def test_a_snapshot_that_does_not_end_leaves_the_run_to_be_gone_on_with(
 
 @pytest.mark.parametrize("service", [PATIENCE_S], indirect=True)
 def test_one_that_is_slow_is_waited_for(service, ends):
-    service.engine.finished = True
+    end(service)
     threading.Timer(0.2, ends.set).start()
     assert service.conclude() == EXIT_DONE
 

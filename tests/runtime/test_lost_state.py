@@ -24,8 +24,8 @@ from runtime_support import Stall, free_port, make_config, placed, with_run
 
 from diloco_jax.cluster import commands
 from diloco_jax.config import Config
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.loading import write_config_json
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import WireError

@@ -1,4 +1,4 @@
-"""With scripted events the runtime reproduces core/round.py, bit for bit."""
+"""With scripted events the runtime reproduces `tests/oracle.py`, bit for bit."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ from runtime_support import (
 )
 
 from diloco_jax.config import Config
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.island.main import Island
-from diloco_jax.loading import write_config_json
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import FIRST_VERSION, Record
@@ -58,10 +58,12 @@ class Served(NamedTuple):
     service: Coordinator
     stream: ControlStream
     hello: messages.Hello
+    take: messages.TakeRequest
+    """What the island is asked for, and does not send."""
 
     def books(self) -> object:
         """All that a refusal must leave as it is."""
-        state = self.service.engine.state
+        state = self.service.lead.state
         return (
             state.tick,
             {n: (i.incarnation, i.session) for n, i in state.islands.items()},
@@ -80,7 +82,10 @@ def served(text, tmp_path_factory) -> Iterator[Served]:
     workdir = tmp_path_factory.mktemp("run")
     with coordinator(config, workdir) as service, client(service.address) as island:
         own = hello(config, "a", incarnation=INCARNATION)
-        served = Served(config, service, island.open_control(own), own)
+        stream = island.open_control(own)
+        stream.send(report(2))
+        take = await_message(stream, messages.TakeRequest)
+        served = Served(config, service, stream, own, take)
         served.answers()
         yield served
 
@@ -154,6 +159,14 @@ def hello_with_a_name_in_use(served):
     )
 
 
+def hello_of_a_stranger(served):
+    return (
+        msgspec.structs.replace(hello(served.config), island="c", session="c"),
+        "unknown_island",
+        ["no island 'c', only 'b', 'a'", "placement.admit"],
+    )
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -162,6 +175,7 @@ def hello_with_a_name_in_use(served):
         hello_with_another_corpus,
         hello_of_an_older_incarnation,
         hello_with_a_name_in_use,
+        hello_of_a_stranger,
     ],
 )
 def test_a_hello_is_refused_for_good(undisturbed, case):
@@ -206,15 +220,13 @@ def test_a_record_of_no_fragment_ends_only_its_session(served):
 
 # ---- bulk ------------------------------------------------------------------------
 
-UNASKED = messages.TakeRequest(fragment=0, tick=10_000)
-
 
 @pytest.fixture
-def start(undisturbed) -> bulk.UploadStart:
-    """Of a delta that nobody asked for: harmless, if nothing is wrong with it."""
-    run_id = undisturbed.service.policy_config.run_id
-    total = undisturbed.service.store.layouts_up[0].total_bytes
-    return upload_start(undisturbed.hello, run_id, UNASKED, total)
+def start(served) -> bulk.UploadStart:
+    """Of the delta that was asked for. Without its record it is not merged."""
+    run_id = served.service.policy_config.run_id
+    total = served.service.store.layouts_up[served.take.fragment].total_bytes
+    return upload_start(served.hello, run_id, served.take, total)
 
 
 def changed(start: bulk.UploadStart, **fields) -> bulk.UploadStart:
@@ -228,6 +240,9 @@ def changed(start: bulk.UploadStart, **fields) -> bulk.UploadStart:
         ({"incarnation": 2}, ["incarnation 2 of", "(that is 3)", "stop this process"]),
         ({"island": "x"}, ["island 'x' is not", "(that is unknown)", "stop this"]),
         ({"fragment": 9}, ["no fragment 9", "the run has 2", "sync.fragments"]),
+        ({"session": "s"}, ["incarnation 3 of island 'a' is another process than"]),
+        ({"tick": 99}, ["fragment 0, tick 99, of island 'a' is not waited for"]),
+        ({"fragment": 1}, ["fragment 1, tick 1, of island 'a' is not waited for"]),
     ],
 )
 def test_a_delta_of_somebody_else_is_refused(undisturbed, start, fields, shown):
@@ -262,8 +277,8 @@ def raw_upload(address: str, *parts: bytes) -> grpc.RpcError:
     return refused.value
 
 
-def test_a_corrupted_chunk_is_refused_and_may_be_sent_again(undisturbed, start):
-    address = undisturbed.service.address
+def test_a_corrupted_chunk_is_refused_and_may_be_sent_again(served, start):
+    address = served.service.address
     frame = bytearray(next(frames.chunks(memoryview(bytes(start.total)))))
     frame[-1] ^= 1
     error = raw_upload(address, encoding.encode(start), bytes(frame))
@@ -366,7 +381,7 @@ def test_wrong_and_missing_certificates_are_refused_at_both_ends(text, tmp_path)
             assert shown in str(refused.value)
         stream.send(report(0))
         await_message(stream, messages.Progress)
-        assert set(service.engine.state.islands) == {"a"}
+        assert set(service.lead.state.islands) == {"a"}
 
 
 def diloco(*arguments: str) -> subprocess.CompletedProcess[str]:

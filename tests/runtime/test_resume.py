@@ -20,7 +20,7 @@ from tiny import SEQUENCE_LENGTH
 
 from diloco_jax import cli, run_files
 from diloco_jax.config import Config, IslandConfig, Placement
-from diloco_jax.loading import write_config_json
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.observability.tape import newest_record, read_tape
 from diloco_jax.workdir import read_facts
 
@@ -108,7 +108,7 @@ def resumed(text, tmp_path_factory) -> Resumed:
     shutil.copytree(workdir, folder / "copy")
     with coordinator(config, folder / "copy", init=False, killed=True) as service:
         digest = service.store.digest()
-        versions = [list(f.version) for f in service.engine.state.fragments]
+        versions = [list(f.version) for f in service.lead.state.fragments]
     others = {
         # About 50 steps to the end: whichever begins first, the other is in time.
         "a": IslandConfig(batch_size=64, hosts=2, mesh_fsdp=2, step_seconds=0.5),

@@ -31,6 +31,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.windows import Windows
+from diloco_jax.protocol.coordinator.events import Alert
 from diloco_jax.simulation.emulation import attendance
 from diloco_jax.simulation.emulation.bodies import TrainedBody
 from diloco_jax.simulation.virtual.line import LineSpeed
@@ -227,7 +228,7 @@ def test_alerts_are_as_many_as_a_runs_and_name_absent_islands(
     class Alerting(World):
         def run(self, until: float = float("inf")) -> None:
             for number in range(25):
-                self.coordinator.alert(f"{number}")
+                self.coordinator.carry_out(Alert(text=f"{number}"))
             super().run(until)
 
     monkeypatch.setattr("diloco_jax.simulation.emulation.emulate.World", Alerting)
@@ -349,7 +350,7 @@ def test_a_coordinators_fault_is_refused(text) -> None:
 
 
 def test_the_command_leaves_config_history_and_summary(text, tmp_path, capsys) -> None:
-    from diloco_jax.loading import write_config_json
+    from diloco_jax.config.loading import write_config_json
 
     path, workdir = tmp_path / "config.json", tmp_path / "run"
     write_config_json(make_config(text), path)
@@ -367,7 +368,7 @@ def test_the_command_leaves_config_history_and_summary(text, tmp_path, capsys) -
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_ended_early_leaves_no_folder(text, tmp_path, monkeypatch, number, capsys):
-    from diloco_jax.loading import write_config_json
+    from diloco_jax.config.loading import write_config_json
 
     path, workdir = tmp_path / "config.json", tmp_path / "run"
     write_config_json(make_config(text), path)

@@ -23,7 +23,7 @@ from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.timing import Timing
 from diloco_jax.island.traits import adopt_traits
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.protocol.coordinator import events
+from diloco_jax.protocol.coordinator.events import Said
 from diloco_jax.protocol.island import reporting
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary
@@ -33,7 +33,7 @@ from diloco_jax.protocol.island.hello import Introduction, hello
 from diloco_jax.protocol.island.reporting import Reporting
 from diloco_jax.protocol.island.status import Status
 from diloco_jax.protocol.island.stopping import Goal
-from diloco_jax.protocol.messages import Published, Welcome
+from diloco_jax.protocol.messages import Published, Report, Welcome
 from diloco_jax.protocol.values import Record, Span, Version
 from diloco_jax.simulation.replay.island import ReplayedIsland
 from diloco_jax.simulation.replay.pipe import Adopt, Step
@@ -192,7 +192,7 @@ class Service:
     def __init__(self) -> None:
         self.clock, self.versions = Clock(), list(BEGIN)
         self.fetched: list[int] = []
-        self.reports: list[events.Report] = []
+        self.reports: list[Report] = []
         self.island = VirtualIsland(
             IslandSpec(name="a", batch_size=2, step_seconds=lambda step: 1.0),
             1,
@@ -207,8 +207,10 @@ class Service:
         peer.receive(Welcome(run_id="r", term=1, resumed=False, versions=BEGIN))
         says.grant(peer, Span(0, 1000))
 
-    def step(self, event: Any) -> None:
-        self.reports.append(event)
+    def hear(self, event: Any) -> None:
+        assert isinstance(event, Said)
+        assert isinstance(event.message, Report)
+        self.reports.append(event.message)
 
     def arrived(self, key: Any, encoded: Any) -> None:
         raise AssertionError("nothing was asked for")
@@ -329,7 +331,7 @@ def kinds(commands: list[Any]) -> list[type]:
 def test_what_a_report_holds_is_the_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service().run()
     assert max(len(report.records) for report in service.reports) > 1
-    monkeypatch.setattr(reporting, "MAX_RECORDS_PER_REPORT", 1)
+    monkeypatch.setattr(reporting, "MAX_RECORDS", 1)
     several = Service().run()
     assert max(len(report.records) for report in several.reports) == 1
     assert kinds(replayed(several)) == kinds(replayed(service))

@@ -4,10 +4,21 @@ import dataclasses
 import json
 
 import pytest
-from written_tape import CONFIG, TAPE, altered, life, merged, of_island, write
+from written_tape import (
+    CONFIG,
+    FIRST_MERGE,
+    RECOVERED,
+    TAPE,
+    altered,
+    life,
+    merged,
+    of_island,
+    without,
+    write,
+)
 
 from diloco_jax.config import ConfigError, RunConfig
-from diloco_jax.loading import write_config_json
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.replay.recording import Who
@@ -152,8 +163,48 @@ def test_an_incarnation_whose_moments_are_needed_is_kept_so_far(workdir):
     assert [w.record.seq for w in lives[Who("a", 1)].records] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("start", [2, 7])
-def test_moments_of_nobody_are_named(workdir, start):
-    write(workdir, restored(start=start, value=6))
-    with pytest.raises(TapeError, match=f"line 11: .*incarnation {start}, which was"):
+def test_moments_of_nobody_are_named(workdir):
+    write(workdir, restored(start=7, value=6))
+    with pytest.raises(TapeError, match="incarnation 7 has not joined"):
         read_recording(workdir)
+
+
+# ---- lines lost in a crash of the machine, with the chain of those that are left ----
+
+
+@pytest.mark.parametrize(
+    ("tape", "bad"),
+    [
+        (without(0), "line 1: 'hello'"),
+        ([*TAPE, TAPE[0]], "line 22: 'begun'"),
+        (without(1), "line 2: not a record 'joined'"),
+        (without(2), "line 3: island a, incarnation 1 has not joined"),
+        (without(5), "line 6: record 4 .* follows number 2"),
+        (without(8), "line 9: record 6 .* follows number 4"),
+        (without(17, 19), "line 18:.*fragment 0 at tick 3.*on no line"),
+        (without(FIRST_MERGE), r"line 18:.*\(1, 2\) after \(1, 0\)"),
+        (altered(6, lambda r: r["record"].pop("seq")), "line 7: not a record 'island'"),
+        (altered(FIRST_MERGE, lambda r: r.pop("digest")), "line 8:.*digest"),
+        (altered(1, lambda r: r["config"].update(hosts="x")), "line 3: not a record"),
+    ],
+)
+def test_a_gap_is_named(workdir, tape, bad):
+    write(workdir, tape)
+    with pytest.raises(TapeError, match=bad):
+        read_recording(workdir)
+
+
+@pytest.mark.parametrize("package", ["jax", "jaxlib"])
+@pytest.mark.parametrize("number", [0, 1, RECOVERED])
+def test_another_jax_is_refused_before_it_is_imported(workdir, package, number):
+    other = {package: "0.0.1", "xla_flags": "--xla_flag_of_another_version"}
+    write(workdir, altered(number, lambda r: r["environment"].update(other)))
+    with pytest.raises(ConfigError, match=f"had {package} = '0.0.1', here it is '"):
+        read_recording(workdir)
+
+
+def test_a_long_line_that_is_no_record_is_not_repeated(workdir):
+    write(workdir, altered(3, lambda r: r["record"].update(kind="x" * 100_000)))
+    with pytest.raises(TapeError, match="line 4: not a record 'island'") as caught:
+        read_recording(workdir)
+    assert len(str(caught.value)) < 1000

@@ -11,7 +11,7 @@ from diloco_jax.simulation.replay.pipe import Judge, Setup
 from diloco_jax.simulation.replay.recording import Who
 
 SETUP = Setup(run=RunConfig())
-JUDGE = Judge(who=Who("a", 1), fragment=0, outcome="settle")
+JUDGE = Judge(who=Who("a", 1), fragment=0, outcome="settled")
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 import pytest
 
 from diloco_jax.config import Placement, RunConfig, SyncConfig
+from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.island import IslandSpec
 from diloco_jax.simulation.virtual.line import Line, LineSpeed
@@ -106,7 +106,7 @@ def test_the_same_inputs_give_the_same_run() -> None:
         coordinator = world.coordinator
         carry_out = coordinator.carry_out
 
-        def seeing(effect: Effect) -> None:
+        def seeing(effect: AnyEffect) -> None:
             seen.append((coordinator.clock.now, effect))
             carry_out(effect)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
+import msgspec
 
 from diloco_jax import environment
 from diloco_jax.config import (
@@ -21,17 +21,16 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.loading import write_config_json, write_json
+from diloco_jax.files import write_json
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator.events import Effect, Merge, Note, Persist
+from diloco_jax.protocol.coordinator.events import Effect, Note, Persist
 from diloco_jax.simulation.calibration import prediction
 from diloco_jax.simulation.calibration.fit import Calibration, Fitted, Steps
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
-from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
-from diloco_jax.simulation.virtual.mortal import MortalWorld
 
 BEGUN = 1e6
 STEP_S = {"a": 0.5, "b": 0.7, "c": 1.3}
@@ -68,38 +67,29 @@ def known(seconds: float) -> Fitted:
 
 def truth(made: Config) -> Calibration:
     """What the fleet of these runs is like."""
-    over = np.random.default_rng(0).exponential(OVER_S, 200)
 
     def each(seconds: float) -> dict[str, Fitted]:
         return {name: known(seconds) for name in ("", *made.islands)}
 
     return Calibration(
-        run=made.run,
+        config=made,
+        summary={},
         steps={
-            name: Steps(island=island, seconds=island.step_seconds + over, held_up=0)
+            name: Steps(island.step_seconds + OVER_S * math.log(2), OVER_S)
             for name, island in made.islands.items()
         },
-        latency_s=each(0.03),
-        up_s=each(0.2),
-        down_s=each(0.1),
         start_s=each(2.0),
-        compile_s=each(4.0),
         join_s=each(5.0),
-        rejoin_s=each(3.0),
-        restart_s=known(1.5),
-        merge_s=known(0.04),
-        compiled_s=known(6.0),
-        recompiled_s=known(2.5),
+        compile_s=each(4.0),
+        transfer_s=each(0.2),
+        away_s=known(8.0),
         outage_s=known(6.0),
-        resume_s=known(0.3),
-        leaving_s=0.0,
-        closing_s=1.0,
     )
 
 
 def measured(made: Config, seed: int = 1) -> dict[str, Any]:
     """The summary of a run."""
-    return prediction.Prediction(truth(STANDARD), made, seed).summary()
+    return prediction.predict_summary(truth(STANDARD), made, seed)
 
 
 STANDARD = config()
@@ -121,34 +111,21 @@ def record(
     fleet, where it is not as usual."""
     workdir.mkdir(exist_ok=True)
     tape = Tape(workdir / "tape.jsonl")
-    metrics = []
+    attendances = []
 
-    class RecordedWorld(MortalWorld):
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **settings)
-            self.clock.at(settings["compiled_s"], lambda: self.write(notes.Compiled()))
-
+    class RecordedWorld(prediction._World):
         def write(self, note: notes.Note) -> None:
             tape.append({**records.line(note), "time": BEGUN + self.clock.now})
-
-        def start(self, spec: IslandSpec) -> VirtualIsland:
-            before = self.islands.get(spec.name)
-            number = before.incarnation + 1 if before is not None else 1
-            who = {"island": spec.name, "incarnation": number}
-            here = {"config": {}, "environment": HERE, "peer": ""}
-            self.write(notes.Hello(**who, **here))
-            return super().start(spec)
 
         def _recover(self) -> None:
             self.write(RECOVERED)
             super()._recover()
-            self.clock.after(self._recompiled_s, lambda: self.write(notes.Compiled()))
+            self.write(notes.Compiled())
 
-        def _merge_time(self, merge: Merge) -> float:
-            seconds = super()._merge_time(merge)
-            what = {"fragment": merge.fragment, "version": merge.version.number}
-            metrics.append({"kind": "merge", **what, "seconds": seconds})
-            return seconds
+    class RecordedAttendance(prediction._Attendance):
+        def close(self) -> None:
+            super().close()
+            attendances.append(self)
 
     carry_out = VirtualCoordinator.carry_out
 
@@ -163,21 +140,26 @@ def record(
     )
     tape.append({**records.line(begun), "time": BEGUN})
     with (
-        mock.patch.object(prediction, "MortalWorld", RecordedWorld),
+        mock.patch.object(prediction, "_World", RecordedWorld),
+        mock.patch.object(prediction, "_Attendance", RecordedAttendance),
         mock.patch.object(VirtualCoordinator, "carry_out", recorded),
     ):
         fleet = dataclasses.replace(truth(STANDARD), **true)
-        played = prediction.Prediction(fleet, made, seed)
-        summary = played.summary()
+        summary = prediction.predict_summary(fleet, made, seed)
     tape.close()
     write_config_json(made, workdir / "config.json")
     write_json({"run_id": "r", "begun_unix": BEGUN}, workdir / "run.json")
     write_json(summary, workdir / "summary.json")
     roster = Roster(workdir / "roster.msgpack")
-    roster.members = played._attendance.roster().members
+    roster.members = attendances[0].roster().members
     for member in roster.members.values():
+        member.first_seen += BEGUN
         member.last_seen += BEGUN
+        member.active = [(a + BEGUN, b + BEGUN) for a, b in member.active]
+        member.current = msgspec.structs.replace(
+            member.current,
+            first_step_unix=member.current.first_step_unix + BEGUN,
+            last_step_unix=member.current.last_step_unix + BEGUN,
+        )
     roster.save()
-    text = "".join(json.dumps(line) + "\n" for line in metrics)
-    (workdir / "metrics.jsonl").write_text(text)
     return summary

@@ -97,7 +97,7 @@ TAPE = [
     of_island(4, "took", 5, incarnation=2, fragment=1, tick=4, version=[1, 1]),
     {"kind": "finished"},
 ]
-FIRST_MERGE, LAST_MERGE, RECOVERED, REPEATED = 7, 18, 11, 12
+FIRST_MERGE, RECOVERED = 7, 11
 
 
 def write(workdir, records=TAPE):
@@ -113,12 +113,6 @@ def write(workdir, records=TAPE):
 def without(*numbers):
     """The tape without these lines, counted from 0."""
     return [record for n, record in enumerate(TAPE) if n not in numbers]
-
-
-def swapped(one, other):
-    tape = list(TAPE)
-    tape[one], tape[other] = tape[other], tape[one]
-    return tape
 
 
 def altered(number, change):

@@ -112,7 +112,6 @@ def test_broken_chunk_is_refused_and_others_go_on(
     with pytest.raises(grpc.RpcError, match=cause) as error:
         call(iter([encoding.encode(upload_start(1000)), frame]), timeout=WAIT_S)
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert handlers.next("abort") == (0,)
     stream.send(report(1))
     handlers.next("receive")
     client.upload(upload_start(1000), payload)
@@ -146,7 +145,6 @@ def test_oversized_message_is_refused_before_it_is_read(serve, raw_channel, hand
             timeout=WAIT_S,
         )
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    handlers.next("abort")
 
 
 def test_fetch_larger_than_allowed_is_refused_before_allocation(
@@ -297,7 +295,6 @@ def test_server_breaks_off_a_stalled_upload(
     assert begun.wait(WAIT_S)
     clock.now += 0.1
     assert upload.exception(WAIT_S).code() is grpc.StatusCode.CANCELLED
-    handlers.next("abort")
     never.set()
 
 
@@ -334,7 +331,6 @@ def test_transfers_beyond_the_places_are_busy_and_status_gets_through(
     with pytest.raises(Busy, match="transfers are taken"):
         connect(address, deadlines=ONE_ATTEMPT).upload(upload_start(10), bytes(10))
     assert client.status(WAIT_S)["islands"]
-    assert client.probe().bytes_per_s > 0
     leave.set()
     uploading.join(WAIT_S)
     assert not uploading.is_alive()

@@ -123,9 +123,6 @@ class Recorder:
         self.events.put(("stripe", start.offset, start.length))
         return complete
 
-    def upload_abort(self, start: bulk.UploadStart) -> None:
-        self.events.put(("abort", start.offset))
-
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         self.requests.append(request)
         if request.want != self.version:

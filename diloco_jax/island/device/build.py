@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 import jax
 
-from diloco_jax.config import IslandConfig, RunConfig
+from diloco_jax import libtpu
+from diloco_jax.config import ConfigError, IslandConfig, RunConfig
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import layout, make_mesh
@@ -45,12 +47,20 @@ def compile_ahead(
     """Compiles all that an island executes, and executes nothing.
 
     params: arrays that lie like the local parameters.
+
+    Raises ConfigError for what does not compile: another attempt would not, either.
     """
-    for lowered in (
-        *trainer.lower_all(sequence_length),
-        *exchange.lower_all(params),
-    ):
-        lowered.compile()
+    lowered = (*trainer.lower_all(sequence_length), *exchange.lower_all(params))
+    try:
+        for program in lowered:
+            program.compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise ConfigError(
+            f"the compiler refuses the island's programs for "
+            f"{jax.devices()[0].device_kind}, with {libtpu.in_force(os.environ)}; "
+            f"flags that you set there win over the ones of diloco_jax/libtpu.py, and "
+            f"`diloco plan` compiles without a TPU; it said: {error}"
+        ) from error
 
 
 def join(

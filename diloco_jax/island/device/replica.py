@@ -13,6 +13,7 @@ from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.models.model import Metrics, Params
+from diloco_jax.protocol.island.books import Outcome
 
 
 class Replica:
@@ -45,21 +46,17 @@ class Replica:
         """Takes over a published fragment, in place."""
         self._replace(self._exchange.adopt(arrival, self.params, keep=keep))
 
-    def settle(self, fragment: int) -> None:
-        """The outstanding take is merged: the residual after it stands."""
-        self._exchange.settle(fragment)
-
-    def reopen(self, fragment: int) -> None:
-        """As if the outstanding take had not been."""
-        self._exchange.reopen(fragment)
-
-    def drop(self, fragment: int) -> None:
-        """The outstanding take is lost; the residual before it returns."""
-        self._exchange.drop(fragment)
-
-    def reset(self, fragment: int) -> None:
-        """The take is lost, and the local values go back to the anchor."""
-        self._replace(self._exchange.reset(fragment, self.params))
+    def judge(self, fragment: int, outcome: Outcome) -> None:
+        """Carry out what became of the outstanding take."""
+        match outcome:
+            case "settled":
+                self._exchange.settle(fragment)
+            case "reopened":
+                self._exchange.reopen(fragment)
+            case "dropped":
+                self._exchange.drop(fragment)
+            case "reset":
+                self._replace(self._exchange.reset(fragment, self.params))
 
     def _replace(self, params: Params) -> None:
         self._state = self._state._replace(params=params)

@@ -14,10 +14,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import IslandConfig
+from diloco_jax.config.validation import check_batch
 from diloco_jax.island.device.mesh import batch_sharding, param_shardings, replicated
 from diloco_jax.island.device.placing import abstract, place, zeros
 from diloco_jax.models.model import Metrics, Model, Params
-from diloco_jax.validation import check_batch
 
 
 class TrainState(NamedTuple):

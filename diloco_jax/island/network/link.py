@@ -22,7 +22,13 @@ from diloco_jax.protocol.island.conversation import Errand, Wanted
 from diloco_jax.protocol.island.decision import Ending
 from diloco_jax.protocol.island.reporting import Reporting
 from diloco_jax.protocol.island.status import Status
-from diloco_jax.protocol.messages import Goodbye, Hello, ResendRequest, Welcome
+from diloco_jax.protocol.messages import (
+    MAX_TEXT,
+    Goodbye,
+    Hello,
+    ResendRequest,
+    Welcome,
+)
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import (
@@ -150,7 +156,8 @@ class Link:
         with self._sending:
             try:
                 self._send_reports(connection)
-                goodbye = Goodbye(reason=ending.reason, text=ending.text)
+                text = ending.text[:MAX_TEXT]
+                goodbye = Goodbye(reason=ending.reason, text=text)
                 connection.stream.send(goodbye)
             except WireError:
                 return False

@@ -6,11 +6,12 @@ was there before the coordinator lost its state.
 
 from __future__ import annotations
 
-from diloco_jax.protocol.coordinator.events import Hello, Refuse
+from diloco_jax.protocol.coordinator import claims
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.messages import Hello, Refused
 
 
-def refusal(config: PolicyConfig, state: State, event: Hello) -> Refuse | None:
+def refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
     """Why an island may not come in; None if it may."""
     code = message = ""
     known = state.islands.get(event.island)
@@ -29,6 +30,10 @@ def refusal(config: PolicyConfig, state: State, event: Hello) -> Refuse | None:
             f"the run's config has fingerprint {config.fingerprint}, the island's "
             f"{event.fingerprint}; start it with the run's config.json"
         )
+    elif message := unknown(config, event.island):
+        code = "unknown_island"
+    elif message := _other_batch(config, event):
+        code = "config"
     elif known is not None and event.incarnation < known.incarnation:
         code = "fenced"
         message = (
@@ -65,10 +70,46 @@ def refusal(config: PolicyConfig, state: State, event: Hello) -> Refuse | None:
             f"is lost; this one, in term {term}, does not know it; start it again with "
             f"incarnation {event.incarnation + 1}"
         )
+    elif is_carrying(state, event) and (wrong := claims.wrong_carried(state, event)):
+        code = "claims"
+        message = wrong_claim(event.island, event.incarnation, wrong)
     if not code:
         return None
-    return Refuse(
-        island=event.island, session=event.session, code=code, message=message
+    return Refused(code=code, message=message)
+
+
+def unknown(config: PolicyConfig, name: str) -> str:
+    """Why an island of that name is not let in, ever; empty if it may be."""
+    if config.admitted is None or name in config.admitted:
+        return ""
+    return (
+        f"the coordinator's config has no island {name!r}, only "
+        f"{', '.join(map(repr, config.admitted))}; add it there to islands, or its "
+        f"name to placement.admit, and start the coordinator again: the run goes on"
+    )
+
+
+def wrong_claim(name: str, incarnation: int, wrong: str) -> str:
+    """What an island is told whose claim cannot be true."""
+    return (
+        f"incarnation {incarnation} of island {name!r} says what cannot be: {wrong}; "
+        f"its unmerged steps are lost, start it again with incarnation "
+        f"{incarnation + 1}"
+    )
+
+
+def _other_batch(config: PolicyConfig, event: Hello) -> str:
+    if config.admitted is None:
+        return ""
+    sequences = config.admitted[event.island] or event.sequences_per_step
+    tokens = sequences * config.sequence_length
+    if (event.sequences_per_step, event.tokens_per_step) == (sequences, tokens):
+        return ""
+    return (
+        f"island {event.island!r} says that its steps have {event.sequences_per_step} "
+        f"sequences and {event.tokens_per_step} tokens, by the coordinator's config "
+        f"(islands.{event.island}.batch_size, sequence_length) they have {sequences} "
+        f"and {tokens}; start both with one config"
     )
 
 

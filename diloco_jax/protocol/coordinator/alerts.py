@@ -95,7 +95,7 @@ def in_turns(config: PolicyConfig, state: State, fragment: Fragment) -> list[Eff
     remedy = f"raise sync.overlap_steps from {config.overlap_steps} to {wanted}"
     if not config.grace:
         remedy = "raise sync.grace from 0"
-    elif not config.awaits_alike:
+    elif config.grace_window == "overlap":
         remedy = 'leave sync.grace_window at "alike"'
     text = (
         f"of {len(alike)} islands of about one speed, {', '.join(seldom)} were in "

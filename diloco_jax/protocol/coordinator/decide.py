@@ -1,4 +1,4 @@
-"""The policy: every decision of a run, as one pure function of events and time.
+"""The coordinator's half: its decisions, as one pure function of events and time.
 
 `step(config, state, event, now) -> (state, effects)`; the service and the virtual-time
 simulator both drive it. `next_deadline` says when a `Timer` is due;
@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import (
     alerts,
+    claims,
     ending,
     fragments,
     leases,
@@ -27,25 +28,21 @@ from diloco_jax.protocol.coordinator import (
     takes,
 )
 from diloco_jax.protocol.coordinator.events import (
+    Commit,
     DeltaArrived,
     Disconnected,
     Effect,
     Event,
-    Goodbye,
-    Hello,
     MergeComputed,
     Note,
     Persist,
-    Progress,
-    Publish,
-    Refuse,
-    Report,
     Resumed,
-    StopStepping,
+    Said,
+    Tell,
     Timer,
-    Welcome,
 )
 from diloco_jax.protocol.coordinator.fleet import Fleet
+from diloco_jax.protocol.coordinator.machines import RUN, ignored
 from diloco_jax.protocol.coordinator.state import (
     Fragment,
     Island,
@@ -53,7 +50,17 @@ from diloco_jax.protocol.coordinator.state import (
     State,
     with_fragment,
 )
-from diloco_jax.protocol.values import Record
+from diloco_jax.protocol.messages import (
+    Goodbye,
+    Hello,
+    Progress,
+    Published,
+    Refused,
+    Report,
+    Stop,
+    Welcome,
+)
+from diloco_jax.protocol.values import Record, Verdict
 
 Step = tuple[State, list[Effect]]
 
@@ -64,13 +71,12 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
     match event:
         case Hello():
             state, effects = members.hello(config, state, event, now)
-            welcome = any(isinstance(effect, Welcome) for effect in effects)
-            if state.phase != "running" and welcome:
-                effects.append(StopStepping(island=event.island))
-        case Report():
-            state, effects = _report(config, state, event, now)
-        case Goodbye():
-            state, effects = members.goodbye(state, event)
+            if state.phase != "running" and _is_welcome(effects):
+                effects.append(Tell(session=event.session, message=Stop()))
+        case Said(message=Report() as report):
+            state, effects = _report(config, state, event, report, now)
+        case Said(message=Goodbye() as goodbye):
+            state, effects = members.goodbye(state, event, goodbye)
         case Disconnected():
             state, effects = members.disconnected(state, event)
         case Resumed():
@@ -84,7 +90,7 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
     state, expired = members.expire(state, now)
     effects += expired
     state, moved = _advance(config, before, state, now)
-    return state, schedule.together(config, state, effects + moved)
+    return state, effects + moved
 
 
 def next_deadline(state: State, now: float) -> float | None:
@@ -103,33 +109,35 @@ def next_deadline(state: State, now: float) -> float | None:
     return None if soonest == math.inf else soonest
 
 
-def _report(config: PolicyConfig, state: State, event: Report, now: float) -> Step:
+def _report(
+    config: PolicyConfig, state: State, event: Said, report: Report, now: float
+) -> Step:
     island = state.islands.get(event.island)
     if state.phase == "done":
-        return state, []
+        return state, [ignored("run", state.phase, "report")]
     if island is None or island.session != event.session or island.status == "gone":
-        refuse = Refuse(
-            island=event.island,
-            session=event.session,
+        fenced = Refused(
             code="fenced",
             message=f"island {event.island!r} is served by another session now; "
             f"stop this process",
         )
-        return state, [refuse]
-    if event.phase == "training" and island.phase in ("joining", "compiling"):
+        return state, members.turned_away(event.island, event.session, fenced)
+    if wrong := claims.wrong_report(island, report):
+        return members.put_out(state, island, wrong)
+    if report.phase == "training" and island.phase in ("joining", "compiling"):
         # It joins the pacing with the steps that this report brings. One that had
         # stopped by its own count, and goes on since steps were lost, is in it.
         island = schedule.restart(island)
     through, new = island.records_through, []
-    for record in event.records:
+    for record in report.records:
         if record.seq > through:
             through = record.seq
             new.append(record)
     island = replace(
         island,
-        phase=event.phase,
-        steps=max(island.steps, event.steps),
-        step_seconds=event.step_seconds or island.step_seconds,
+        phase=report.phase,
+        steps=max(island.steps, report.steps),
+        step_seconds=report.step_seconds or island.step_seconds,
         records_through=through,
     )
     state = members.alive(config, state, island, now)
@@ -146,15 +154,13 @@ def _report(config: PolicyConfig, state: State, event: Report, now: float) -> St
     island = state.islands[event.island]
     state, asks = leaving.stopped(config, state, event.island)
     effects += asks
-    effects.append(
-        Progress(
-            island=event.island,
-            tokens=tokens,
-            own_tokens=island.steps * island.tokens_per_step,
-            records_through=island.records_through,
-            next_position=state.next_position,
-        )
+    progress = Progress(
+        tokens=tokens,
+        own_tokens=island.steps * island.tokens_per_step,
+        records_through=island.records_through,
+        next_position=state.next_position,
     )
+    effects.append(Tell(session=event.session, message=progress))
     return state, effects
 
 
@@ -169,7 +175,8 @@ def _record(
     fragment = state.fragments[record.fragment]
     carrying = fragment.accounts[name].carrying
     if carrying != (record.kind == "carried"):
-        return state, effects  # About a take in an earlier term.
+        effects.append(ignored("take", "carried", "record"))
+        return state, effects
     if carrying:
         fragment = ledger.carry(fragment, name, record.start)
         carried = records.Carried(
@@ -184,7 +191,8 @@ def _record(
         effects += found
     else:
         kept = record.kind == "reopened"
-        fragment = takes.gave_up(fragment, name, record.tick, kept=kept)
+        fragment, found = takes.gave_up(fragment, name, record.tick, kept=kept)
+        effects += found
     return with_fragment(state, fragment), effects
 
 
@@ -197,12 +205,13 @@ def _arrived(
         or island.incarnation != event.incarnation
         or island.status == "gone"
     ):
-        return state, takes.drop_unknown(
+        drops = takes.drop_unknown(
             state.fragments[event.fragment],
             event.island,
             event.incarnation,
             event.tick,
         )
+        return state, [*drops, ignored("island", "gone", "bytes")]
     before = state.fragments[event.fragment]
     fragment, effects = takes.arrived(
         config, before, event.island, event.tick, event.refusal, now
@@ -219,7 +228,7 @@ def _computed(
 ) -> Step:
     fragment = state.fragments[event.fragment]
     if fragment.phase != "merging" or event.version != fragment.version.next():
-        return state, []
+        return state, [ignored("fragment", fragment.phase, "merge")]
     contributions, tick = fragment.merging, fragment.tick
     share = fragment.merging_share
     fragment, verdicts, effects = fragments.computed(
@@ -236,11 +245,34 @@ def _computed(
         verdicts=verdicts,
         digest=event.digest,
     )
-    publish = Publish(fragment=event.fragment, version=event.version, verdicts=verdicts)
-    before: list[Effect] = [Persist(record=record), publish]
+    visible: list[Effect] = [
+        Persist(record=record),
+        Commit(fragment=event.fragment, version=event.version),
+        *_publish(state, fragment, verdicts),
+    ]
     raised = alerts.after_merge(fragment, contributions, _counted(state))
     raised += alerts.in_turns(config, state, fragment)
-    return state, before + effects + raised
+    return state, visible + effects + raised
+
+
+def _publish(
+    state: State, fragment: Fragment, verdicts: dict[str, tuple[int, Verdict, str]]
+) -> list[Effect]:
+    """Tells every island of the new version, and what became of its take."""
+    tells: list[Effect] = []
+    for name, island in state.islands.items():
+        if island.status == "gone":
+            continue
+        tick, verdict, reason = verdicts.get(name, (-1, "none", ""))
+        published = Published(
+            fragment=fragment.index,
+            version=fragment.version,
+            tick=tick,
+            verdict=verdict,
+            reason=reason,
+        )
+        tells.append(Tell(session=island.session, message=published))
+    return tells
 
 
 def _advance(config: PolicyConfig, before: State, state: State, now: float) -> Step:
@@ -259,7 +291,11 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
         effects += found
     late = now >= state.deadline
     if state.phase == "stopping" and (late or not ending.awaited(state)):
-        state = replace(state, phase="flushing", deadline=now + config.flush_s)
+        state = replace(
+            state,
+            phase=RUN.move(state.phase, "flush"),
+            deadline=now + config.flush_s,
+        )
     moving = list(state.fragments)
     if same_live and state.phase == "running":
         pairs = zip(state.fragments, before.fragments, strict=True)
@@ -285,11 +321,13 @@ def _due_ticks(config: PolicyConfig, state: State, now: float) -> Step:
         state, reserved = schedule.advance(config, state)
         effects += reserved
         fragment = state.fragments[schedule.fragment_of(config, state.tick)]
-        tick, counted = state.tick, _counted(state)
+        tick, counted, fleet = state.tick, _counted(state), Fleet(config, state)
         if fragment.phase == "idle":
-            fragment, found = fragments.open_tick(config, fragment, tick, counted, now)
+            fragment, found = fragments.open_tick(
+                config, fragment, fleet, tick, counted, now
+            )
         else:
-            fragment, found = fragments.busy_tick(fragment, tick, counted)
+            fragment, found = fragments.busy_tick(fragment, fleet, tick, counted)
         state = with_fragment(state, fragment)
         effects += found
     return state, effects
@@ -317,6 +355,10 @@ def _settle(
         if was_open and state.phase == "flushing" and fragment.phase == "idle":
             moving.append(fragment)  # Given up: what follows need not wait.
     return state, effects
+
+
+def _is_welcome(effects: list[Effect]) -> bool:
+    return any(isinstance(e, Tell) and isinstance(e.message, Welcome) for e in effects)
 
 
 def _closes(fragment: Fragment, now: float) -> bool:

@@ -11,7 +11,9 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import alerts, fragments, members, schedule
-from diloco_jax.protocol.coordinator.events import Effect, Finish, Persist, StopStepping
+from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
+from diloco_jax.protocol.coordinator.fleet import Fleet
+from diloco_jax.protocol.coordinator.machines import FRAGMENT, RUN
 from diloco_jax.protocol.coordinator.state import (
     Account,
     Fragment,
@@ -20,6 +22,7 @@ from diloco_jax.protocol.coordinator.state import (
     State,
     with_fragment,
 )
+from diloco_jax.protocol.messages import Finished, Stop
 from diloco_jax.protocol.reasons import EndReason
 
 Step = tuple[State, list[Effect]]
@@ -27,13 +30,17 @@ Step = tuple[State, list[Effect]]
 
 def stop(config: PolicyConfig, state: State, now: float) -> Step:
     """The run has its tokens: nobody is to step any more."""
-    state = replace(state, phase="stopping", deadline=now + config.lease_s)
+    state = replace(
+        state,
+        phase=RUN.move(state.phase, "stop"),
+        deadline=now + config.lease_s,
+    )
     record = records.Stopping(tokens=state.progress_tokens)
     effects: list[Effect] = [Persist(record=record)]
     # Silent ones too: their connection may stand.
     effects += [
-        StopStepping(island=name)
-        for name, island in state.islands.items()
+        Tell(session=island.session, message=Stop())
+        for island in state.islands.values()
         if island.status != "gone"
     ]
     return state, effects
@@ -74,7 +81,8 @@ def flush(
     if hurry:
         unsettled = tuple(n for n in unsettled if _is_here(accounts[n]))
     if not unsettled and not fragment.left_behind:
-        return with_fragment(state, replace(fragment, phase="done")), []
+        phase = FRAGMENT.move(fragment.phase, "flush")
+        return with_fragment(state, replace(fragment, phase=phase)), []
     if unsettled and all((t := accounts[n].take) and t.refused for n in unsettled):
         return state, []  # They have not answered their refusals yet.
     early = tuple(n for n in unsettled if _went_on(islands[n], accounts[n]))
@@ -84,7 +92,10 @@ def flush(
     asked = unsettled if final else early
     state, effects = schedule.advance(config, state)
     fragment = replace(fragment, final=final)
-    fragment, found = fragments.open_tick(config, fragment, state.tick, asked, now)
+    fleet = Fleet(config, state)
+    fragment, found = fragments.open_tick(
+        config, fragment, fleet, state.tick, asked, now
+    )
     return with_fragment(state, fragment), effects + found
 
 
@@ -103,11 +114,16 @@ def _went_on(island: Island, account: Account) -> bool:
 def finish(config: PolicyConfig, state: State) -> Step:
     """Everything that could be merged is merged."""
     effects: list[Effect] = alerts.at_end(config, state)
+    tells: list[Effect] = [
+        Tell(session=island.session, message=Finished())
+        for island in state.islands.values()
+        if island.status != "gone"
+    ]
     for name, island in state.islands.items():
         if island.status != "gone":
             live = island.status == "live"
             reason: EndReason = "finished" if live else "absent"
             state, found = members.end(state, name, reason)
             effects += found
-    state = replace(state, phase="done")
-    return state, [*effects, Persist(record=records.Finished()), Finish()]
+    state = replace(state, phase=RUN.move(state.phase, "finish"))
+    return state, [*effects, Persist(record=records.Finished()), *tells]

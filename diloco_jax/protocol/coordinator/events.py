@@ -1,73 +1,36 @@
-"""What can happen to the policy, and what it decides: its whole interface.
+"""What can happen to the coordinator's half, and what it decides: its whole interface.
 
 Events go in with a time, effects come out in the order in which the shell must carry
 them out. A `Persist` is durable before any later effect of the same step is visible.
-Steps count from 0 within an incarnation; intervals of steps are half-open; `tokens`
-are of one island.
+A `Tell` carries the message itself, addressed to a session. Steps count from 0 within
+an incarnation; intervals of steps are half-open; `tokens` are of one island.
+
+Fields that only the shell uses: `Hello.run`, `plan`, `island_config` and `environment`
+(compared and noted before the hello becomes an event), `Report.measures`. A hello's
+`versions`, `tokens` and `next_position` are for a coordinator without its state
+(`protocol/new_term/`).
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from diloco_jax.protocol.reasons import EndReason, Refusal
+from diloco_jax.protocol.messages import FromCoordinator, Goodbye, Hello, Report
+from diloco_jax.protocol.reasons import Refusal
 from diloco_jax.protocol.records import Durable, Noted
-from diloco_jax.protocol.values import (
-    Contribution,
-    Outstanding,
-    Phase,
-    Record,
-    Span,
-    Verdict,
-    Version,
-)
+from diloco_jax.protocol.values import Contribution, DeltaKey, Version
 
 # ---- events -------------------------------------------------------------------
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """An island asks to join, or a known incarnation is back on a new connection."""
-
-    island: str
-    incarnation: int
-    session: str
-    """Drawn once per process: tells a reconnection from another process."""
-    run_id: str
-    fingerprint: str
-    tokens_per_step: int
-    sequences_per_step: int
-    steps: int = 0
-    step_seconds: float = 0.0
-    phase: Phase = "joining"
-    outstanding: tuple[Outstanding, ...] = ()
-    sequences_granted: int = 0
-    """Sequences that this incarnation has been granted and knows of."""
-    records_through: int = 0
-    """Its records up to this number are acknowledged: they are on the tape."""
-    term: int = 0
-    """The newest one in which this process was welcomed; 0: in none."""
-    lead: int = 0
-    """Boundaries from a request to its take: hosts agree on it ahead."""
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A sign of life; `records` come in order and may repeat ones already seen."""
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """An island's next message on the stream of a session. Records come in order and
+    may repeat ones already seen; after a goodbye, what is here of its deltas is merged,
+    no more."""
 
     island: str
     session: str
-    phase: Phase
-    steps: int
-    step_seconds: float
-    records: tuple[Record, ...] = ()
-
-
-class Goodbye(msgspec.Struct, frozen=True, kw_only=True):
-    """An island leaves for good. What is here of its deltas is merged, no more."""
-
-    island: str
-    session: str
-    reason: EndReason
-    said: str  # For people.
+    message: Report | Goodbye
 
 
 class DeltaArrived(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +44,7 @@ class DeltaArrived(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MergeComputed(msgspec.Struct, frozen=True, kw_only=True):
-    """The merge that the policy ordered is computed and its publish is encoded."""
+    """The merge that was ordered is computed and its publish is encoded."""
 
     fragment: int
     version: Version
@@ -108,16 +71,7 @@ class Resumed(msgspec.Struct, frozen=True, kw_only=True):
     steps: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
 
 
-Event = (
-    Hello
-    | Report
-    | Goodbye
-    | DeltaArrived
-    | MergeComputed
-    | Disconnected
-    | Resumed
-    | Timer
-)
+Event = Hello | Said | DeltaArrived | MergeComputed | Disconnected | Resumed | Timer
 
 # ---- effects ------------------------------------------------------------------
 
@@ -134,59 +88,27 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     record: Noted
 
 
-class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The island is in. `resumed`: it is the incarnation that was here before."""
+class Tell(msgspec.Struct, frozen=True, kw_only=True):
+    """Send a message to a session; nothing happens if it is not connected. A `Welcome`
+    lets it in, a `Refused` ends it."""
 
-    island: str
     session: str
-    resumed: bool
-    versions: tuple[Version, ...]
+    message: FromCoordinator
 
 
-class Refuse(msgspec.Struct, frozen=True, kw_only=True):
-    """The peer is not let in, or is put out: its session ends with this reason."""
-
-    island: str
-    session: str
-    code: str
-    message: str
-
-
-class AskTake(msgspec.Struct, frozen=True, kw_only=True):
-    """The island is to take the fragment, `after` boundaries later than it can."""
-
-    island: str
-    fragment: int
-    tick: int
-    after: int = 0
-
-
-class AskResend(msgspec.Struct, frozen=True, kw_only=True):
-    """The island is to send a delta that it still holds once more."""
-
-    island: str
-    fragment: int
-    tick: int
-
-
-class DropDelta(msgspec.Struct, frozen=True, kw_only=True):
+class Drop(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes of a delta are not needed any more."""
 
-    island: str
-    incarnation: int
-    fragment: int
-    tick: int
+    delta: DeltaKey
 
 
-class TellVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a take; `version` is the fragment's current one."""
+class Forget(msgspec.Struct, frozen=True, kw_only=True):
+    """A new incarnation of the island is in: what those below `before` sent is not
+    needed any more, but for `kept`."""
 
     island: str
-    fragment: int
-    tick: int
-    verdict: Verdict
-    reason: str
-    version: Version
+    before: int
+    kept: tuple[DeltaKey, ...]
 
 
 class Merge(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,49 +123,21 @@ class Merge(msgspec.Struct, frozen=True, kw_only=True):
     final: bool
 
 
-class Publish(msgspec.Struct, frozen=True, kw_only=True):
-    """Send the fragment's new version to every connected island; `verdicts` says,
-    by island, (tick, verdict, reason) of its outstanding take."""
+class Commit(msgspec.Struct, frozen=True, kw_only=True):
+    """The computed merge is durable: from here on it is the fragment's version."""
 
     fragment: int
     version: Version
-    verdicts: dict[str, tuple[int, Verdict, str]]
 
 
-class Grant(msgspec.Struct, frozen=True, kw_only=True):
-    """Positions of data for the island, after those it has; `offset` is the number
-    of sequences granted to this incarnation before."""
+class Ignored(msgspec.Struct, frozen=True, kw_only=True):
+    """A message made no move in the state that its machine is in (`machines.py`).
+    expected: that happens on a lossy wire; else the two ends disagree."""
 
-    island: str
-    span: Span
-    offset: int
-
-
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of the whole run that are not lost, and those of this incarnation's steps;
-    acknowledges records. next_position: nothing from there on is granted yet."""
-
-    island: str
-    tokens: int
-    own_tokens: int
-    records_through: int
-    next_position: int
-
-
-class StopStepping(msgspec.Struct, frozen=True, kw_only=True):
-    """The run has its tokens: the island ends its step and answers takes only."""
-
-    island: str
-
-
-class LetGo(msgspec.Struct, frozen=True, kw_only=True):
-    """All that an island which is about to leave could be asked for is here."""
-
-    island: str
-
-
-class Finish(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that could be merged is merged: the run is over."""
+    machine: str
+    state: str
+    message: str
+    expected: bool
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,21 +146,4 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-Effect = (
-    Persist
-    | Note
-    | Welcome
-    | Refuse
-    | AskTake
-    | AskResend
-    | DropDelta
-    | TellVerdict
-    | Merge
-    | Publish
-    | Grant
-    | Progress
-    | StopStepping
-    | LetGo
-    | Finish
-    | Alert
-)
+Effect = Persist | Note | Tell | Drop | Forget | Merge | Commit | Ignored | Alert

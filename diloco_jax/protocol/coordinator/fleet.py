@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 
 from diloco_jax.protocol.coordinator import schedule
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import (
+    SHORTEST_STEP_S,
+    PolicyConfig,
+    State,
+)
 
 LONGER_STEP = 1.25
 """Of a step that takes longer than usual, over the usual one."""
@@ -17,6 +21,7 @@ class Fleet:
     def __init__(self, config: PolicyConfig, state: State) -> None:
         self._config, self._state = config, state
         self._running = state.phase == "running"
+        self._latest_s: float | None = None
 
     def is_live(self, name: str) -> bool:
         """Whether it can be waited for."""
@@ -26,6 +31,20 @@ class Fleet:
     def token_rate(self, name: str) -> float:
         """Tokens per second; 0 as long as its speed is not known."""
         return self._state.islands[name].tokens_per_second
+
+    def boundaries_after(self, name: str) -> int:
+        """Boundaries by which an island puts off a take that it is asked for now.
+
+        An island that could take at once waits for those of about the pacing one's
+        speed that take some boundaries after they are asked: the first to take would
+        be merged without them."""
+        if self._latest_s is None:
+            self._latest_s = schedule.longest_lead_seconds(self._config, self._state)
+        island = self._state.islands[name]
+        if not (self._latest_s and island.counted and island.step_seconds):
+            return 0
+        ahead_s = self._latest_s - island.lead_seconds
+        return max(0, round(ahead_s / max(island.step_seconds, SHORTEST_STEP_S)))
 
     def step_seconds(self) -> float:
         """Of the pacing island."""

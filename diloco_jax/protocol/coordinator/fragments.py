@@ -17,13 +17,13 @@ from msgspec.structs import replace
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger, takes
 from diloco_jax.protocol.coordinator.events import (
-    AskTake,
     Effect,
     Merge,
     Note,
-    TellVerdict,
+    Tell,
 )
 from diloco_jax.protocol.coordinator.fleet import Fleet
+from diloco_jax.protocol.coordinator.machines import FRAGMENT
 from diloco_jax.protocol.coordinator.state import (
     MISSED_MERGES,
     Fragment,
@@ -32,6 +32,7 @@ from diloco_jax.protocol.coordinator.state import (
     averaged,
     with_account,
 )
+from diloco_jax.protocol.messages import TakeRequest
 from diloco_jax.protocol.values import Contribution, Verdict
 
 Step = tuple[Fragment, list[Effect]]
@@ -40,6 +41,7 @@ Step = tuple[Fragment, list[Effect]]
 def open_tick(
     config: PolicyConfig,
     fragment: Fragment,
+    fleet: Fleet,
     tick: int,
     live: tuple[str, ...],
     now: float,
@@ -65,7 +67,7 @@ def open_tick(
         return fragment, [_skipped(fragment, tick, "too few islands can be asked")]
     fragment = replace(
         fragment,
-        phase="open",
+        phase=FRAGMENT.move(fragment.phase, "tick"),
         tick=tick,
         asked=counting,
         opened_at=now,
@@ -79,11 +81,13 @@ def open_tick(
             )
         )
     ]
-    fragment, asks = ask(fragment, asked, tick)
+    fragment, asks = ask(fragment, fleet, asked, tick)
     return fragment, effects + asks
 
 
-def busy_tick(fragment: Fragment, tick: int, live: tuple[str, ...]) -> Step:
+def busy_tick(
+    fragment: Fragment, fleet: Fleet, tick: int, live: tuple[str, ...]
+) -> Step:
     """A tick finds its fragment busy. If it is open, and has been for a cycle, whoever
     has no outstanding take is asked too, and what became ready meanwhile counts: it
     must not hang on one island that lives and does not deliver."""
@@ -98,7 +102,7 @@ def busy_tick(fragment: Fragment, tick: int, live: tuple[str, ...]) -> Step:
         if name not in fragment.asked and (take is None or take.ready)
     )
     fragment = replace(fragment, asked=(*fragment.asked, *more))
-    fragment, asks = ask(fragment, fresh, tick)
+    fragment, asks = ask(fragment, fleet, fresh, tick)
     return fragment, [note, *asks]
 
 
@@ -163,7 +167,8 @@ def _open_window(
     waited = min(now - _first_take(fragment), config.overlap_steps * step_s)
     quorum_s = averaged(fragment.quorum_seconds, waited)
     closes_at = now + grace_seconds(config, fragment, quorum_s, step_s)
-    if config.grace and config.awaits_alike and (take_s := fleet.take_seconds(others)):
+    alike = config.grace and config.grace_window == "alike"
+    if alike and (take_s := fleet.take_seconds(others)):
         # They take up to a step apart, which the slack may be too short for: a late
         # adoption costs less than a merge without them (docs/design/grace.md).
         answered_at = fragment.opened_at + take_s + fragment.transfer_seconds
@@ -211,7 +216,7 @@ def computed(
     fragment = replace(
         fragment,
         version=fragment.version.next(),
-        phase="idle",
+        phase=FRAGMENT.move(fragment.phase, "commit"),
         merging=(),
         asked=(),
         merges=fragment.merges + 1,
@@ -236,7 +241,7 @@ def computed(
         # must know before it adopts.
         if take.end is not None:
             fragment, refusals = takes.refuse_if_stale(config, fragment, name)
-            effects += [e for e in refusals if not isinstance(e, TellVerdict)]
+            effects += [e for e in refusals if not isinstance(e, Tell)]
             take = fragment.accounts[name].take
             assert take is not None
         if take.refused:
@@ -263,9 +268,10 @@ def _extend(
     )
     if hurry or fragment.final or in_sight + len(fresh) < config.quorum:
         note = _skipped(fragment, fragment.tick, "quorum is out of reach")
-        return replace(fragment, phase="idle", asked=()), [note]
+        phase = FRAGMENT.move(fragment.phase, "give up")
+        return replace(fragment, phase=phase, asked=()), [note]
     fragment = replace(fragment, asked=(*fragment.asked, *fresh))
-    return ask(fragment, fresh, fragment.tick)
+    return ask(fragment, fleet, fresh, fragment.tick)
 
 
 def _close(
@@ -281,11 +287,11 @@ def _close(
             contributions.append(takes.contribution(name, account, take))
     merging = tuple(sorted(contributions, key=_order))
     share = 1.0
-    if config.scale_partial_merges and not fragment.final:
+    if config.partial_merges == "scaled" and not fragment.final:
         share = _share(fragment, merging, fleet)
     fragment = replace(
         fragment,
-        phase="merging",
+        phase=FRAGMENT.move(fragment.phase, "close"),
         merging=merging,
         merging_share=share,
         left_behind=(),
@@ -333,15 +339,23 @@ def _order(contribution: Contribution) -> tuple[str, int]:
     return contribution.island, contribution.incarnation
 
 
-def ask(fragment: Fragment, names: tuple[str, ...], tick: int) -> Step:
+def ask(fragment: Fragment, fleet: Fleet, names: tuple[str, ...], tick: int) -> Step:
     """Asks islands without an outstanding take for one under this number."""
     accounts = dict(fragment.accounts)
     for name in names:
         accounts[name] = replace(accounts[name], take=Take(tick=tick))
-    asks: list[Effect] = [
-        AskTake(island=name, fragment=fragment.index, tick=tick) for name in names
-    ]
-    return replace(fragment, accounts=accounts), asks
+    fragment = replace(fragment, accounts=accounts)
+    return fragment, [request(fragment, fleet, name, tick) for name in names]
+
+
+def request(fragment: Fragment, fleet: Fleet, name: str, tick: int) -> Tell:
+    """Tells an island to take the fragment."""
+    return Tell(
+        session=fragment.accounts[name].session,
+        message=TakeRequest(
+            fragment=fragment.index, tick=tick, after=fleet.boundaries_after(name)
+        ),
+    )
 
 
 def _skipped(fragment: Fragment, tick: int, why: records.Why) -> Note:

@@ -11,7 +11,7 @@ import math
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator.events import Effect, Grant, Persist
+from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
 from diloco_jax.protocol.coordinator.state import (
     FIRST_LEASE_STEPS,
     SHORTEST_STEP_S,
@@ -21,6 +21,7 @@ from diloco_jax.protocol.coordinator.state import (
     State,
     with_island,
 )
+from diloco_jax.protocol.messages import Granted
 from diloco_jax.protocol.values import Span
 
 
@@ -68,16 +69,21 @@ def _draw(state: State, sequences: int) -> tuple[Span, State]:
 
 
 def _grant(state: State, name: str, span: Span) -> tuple[State, list[Effect]]:
-    offset = state.islands[name].sequences_granted
+    island = state.islands[name]
+    offset = island.sequences_granted
     state = granted(state, name, span)
     record = records.Granted(
         island=name,
-        incarnation=state.islands[name].incarnation,
+        incarnation=island.incarnation,
         start=span.start,
         stop=span.stop,
         offset=offset,
     )
-    return state, [Persist(record=record), Grant(island=name, span=span, offset=offset)]
+    message = Granted(span=span, offset=offset)
+    return state, [
+        Persist(record=record),
+        Tell(session=island.session, message=message),
+    ]
 
 
 def granted(state: State, name: str, span: Span) -> State:
@@ -110,9 +116,13 @@ def release(state: State, name: str, merged_steps: int) -> State:
 
 def regrant(state: State, name: str, known: int) -> list[Effect]:
     """Grants that a returned incarnation, which knows `known` sequences, lacks."""
+    island = state.islands[name]
     return [
-        Grant(island=name, span=lease.span, offset=lease.offset)
-        for lease in state.islands[name].leases
+        Tell(
+            session=island.session,
+            message=Granted(span=lease.span, offset=lease.offset),
+        )
+        for lease in island.leases
         if lease.offset >= known
     ]
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import fragments, schedule
-from diloco_jax.protocol.coordinator.events import Effect, LetGo, Note
+from diloco_jax.protocol.coordinator.events import Effect, Note, Tell
+from diloco_jax.protocol.coordinator.fleet import Fleet
 from diloco_jax.protocol.coordinator.state import (
     Fragment,
     PolicyConfig,
     State,
     with_fragment,
 )
+from diloco_jax.protocol.messages import MayLeave
 
 Step = tuple[State, list[Effect]]
 
@@ -35,8 +37,9 @@ def stopped(config: PolicyConfig, state: State, name: str) -> Step:
     if not wanted:
         if any(_is_awaited(f, name, island.steps) for f in state.fragments):
             return state, []
-        return state, [LetGo(island=name)]
+        return state, [Tell(session=island.session, message=MayLeave())]
     ticks, state, effects = schedule.skip_cycle(config, state)
+    fleet = Fleet(config, state)
     asked = records.Leaving(
         island=name,
         incarnation=island.incarnation,
@@ -44,7 +47,9 @@ def stopped(config: PolicyConfig, state: State, name: str) -> Step:
     )
     effects.append(Note(record=asked))
     for index in wanted:
-        fragment, asks = fragments.ask(state.fragments[index], (name,), ticks[index])
+        fragment, asks = fragments.ask(
+            state.fragments[index], fleet, (name,), ticks[index]
+        )
         state = with_fragment(state, fragment)
         effects += asks
     return state, effects

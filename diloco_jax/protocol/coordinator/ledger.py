@@ -107,6 +107,7 @@ def open_account(fragment: Fragment, island: Island, *, carrying: bool) -> Fragm
     account = fragment.accounts.get(island.name)
     fresh = Account(
         incarnation=island.incarnation,
+        session=island.session,
         tokens_per_step=island.tokens_per_step,
         carrying=carrying,
     )

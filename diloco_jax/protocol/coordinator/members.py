@@ -8,25 +8,32 @@ there before the coordinator lost its state is new to it, and goes on where it i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec.structs import asdict, replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import admission, leases, ledger, schedule, takes
+from diloco_jax.protocol.coordinator import (
+    admission,
+    claims,
+    fragments,
+    leases,
+    ledger,
+    schedule,
+    takes,
+)
 from diloco_jax.protocol.coordinator.events import (
-    AskResend,
-    AskTake,
     Disconnected,
     Effect,
-    Goodbye,
-    Hello,
+    Forget,
     Note,
     Persist,
-    Refuse,
     Resumed,
-    Welcome,
+    Said,
+    Tell,
 )
+from diloco_jax.protocol.coordinator.fleet import Fleet
+from diloco_jax.protocol.coordinator.machines import ISLAND, ignored
 from diloco_jax.protocol.coordinator.state import (
     Fragment,
     Island,
@@ -35,8 +42,9 @@ from diloco_jax.protocol.coordinator.state import (
     with_fragment,
     with_island,
 )
+from diloco_jax.protocol.messages import Goodbye, Hello, Refused, Welcome
 from diloco_jax.protocol.reasons import EndReason
-from diloco_jax.protocol.values import Outstanding
+from diloco_jax.protocol.values import DeltaKey, Outstanding
 
 Step = tuple[State, list[Effect]]
 
@@ -45,31 +53,37 @@ def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
     """Lets an island in, back in, or not."""
     refusal = admission.refusal(config, state, event)
     if refusal is not None:
-        return state, [refusal]
+        return state, turned_away(event.island, event.session, refusal)
     known = state.islands.get(event.island)
     if known is not None and known.incarnation == event.incarnation:
+        if wrong := claims.wrong_hello(known, event):
+            return put_out(state, known, wrong)
         return _resume(config, state, known, event, now)
     effects: list[Effect] = []
     if known is not None and known.status != "gone":
         state, effects = end(state, known.name, "died")
-        effects.append(
-            Refuse(
-                island=known.name,
-                session=known.session,
-                code="fenced",
-                message=f"island {known.name!r} is incarnation {event.incarnation} "
-                f"now, this is {known.incarnation}; stop this process",
-            )
+        fenced = Refused(
+            code="fenced",
+            message=f"island {known.name!r} is incarnation {event.incarnation} now, "
+            f"this is {known.incarnation}; stop this process",
         )
+        effects += turned_away(known.name, known.session, fenced)
     state, joined = _join(config, state, event, now)
     return state, effects + joined
+
+
+def turned_away(island: str, session: str, refused: Refused) -> list[Effect]:
+    """A session ends with this reason."""
+    note = records.TurnedAway(island=island, code=refused.code, message=refused.message)
+    return [Note(record=note), Tell(session=session, message=refused)]
 
 
 def alive(config: PolicyConfig, state: State, island: Island, now: float) -> State:
     """The state with the island after a sign of life."""
     if island.status == "absent":
         state = schedule.reunite(config, state, now)
-        island = replace(schedule.restart(island), status="live")
+        status = ISLAND.move(island.status, "be heard")
+        island = replace(schedule.restart(island), status=status)
     island = replace(island, lease_until=now + _lease_s(config, island))
     return with_island(state, island)
 
@@ -77,19 +91,21 @@ def alive(config: PolicyConfig, state: State, island: Island, now: float) -> Sta
 def disconnected(state: State, event: Disconnected) -> Step:
     """Its connection broke: it is not counted on until it is back."""
     island = state.islands.get(event.island)
-    if island is None or island.session != event.session or island.status != "live":
-        return state, []
+    if island is None or island.session != event.session:
+        return state, [ignored("island", "replaced", "disconnect")]
+    if island.status != "live":
+        return state, [ignored("island", island.status, "disconnect")]
     return _absent(state, island, "disconnected")
 
 
-def goodbye(state: State, event: Goodbye) -> Step:
+def goodbye(state: State, event: Said, said: Goodbye) -> Step:
     """The incarnation ends by its own word: what is here of its deltas stays."""
     island = state.islands.get(event.island)
     if island is None or island.session != event.session or island.status == "gone":
-        return state, []
+        return state, [ignored("island", "replaced", "goodbye")]
     for fragment in state.fragments:
         state = with_fragment(state, takes.leave_behind(fragment, event.island))
-    return end(state, event.island, event.reason, event.said)
+    return end(state, event.island, said.reason, said.text)
 
 
 def expire(state: State, now: float) -> Step:
@@ -114,6 +130,15 @@ def resumed(state: State, event: Resumed) -> Step:
         state, found = end(with_island(state, island), name, "stopped")
         effects += found
     return state, effects
+
+
+def put_out(state: State, island: Island, wrong: str) -> Step:
+    """Ends an incarnation whose claims cannot be true. Nothing of the claim is booked;
+    what was believed of it before stays."""
+    message = admission.wrong_claim(island.name, island.incarnation, wrong)
+    state, effects = end(state, island.name, "refused", message)
+    refused = Refused(code="claims", message=message)
+    return state, effects + turned_away(island.name, island.session, refused)
 
 
 def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:
@@ -163,7 +188,7 @@ def ended(
     for fragment, settled in zip(state.fragments, settled_steps, strict=True):
         fragment = ledger.close_account(fragment, island, reason, settled)
         state = with_fragment(state, fragment)
-    return with_island(state, replace(island, status="gone"))
+    return with_island(state, replace(island, status=ISLAND.move(island.status, "end")))
 
 
 def joined(state: State, island: Island, *, carrying: bool) -> State:
@@ -221,7 +246,8 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
     )
     effects: list[Effect] = [
         Persist(record=record),
-        _welcome(state, event, resumed=False),
+        Forget(island=event.island, before=event.incarnation, kept=tuple(_kept(state))),
+        _welcome(config, state, event, resumed=False),
     ]
     state, grants = leases.top_up(config, state, event.island)
     return state, effects + grants
@@ -241,7 +267,7 @@ def _resume(
         records_through=max(known.records_through, event.records_through),
     )
     state = alive(config, state, island, now)
-    effects: list[Effect] = [_welcome(state, event, resumed=True)]
+    effects: list[Effect] = [_welcome(config, state, event, resumed=True)]
     effects.append(
         Note(
             record=records.Resumed(
@@ -253,21 +279,24 @@ def _resume(
     # A hello that comes late tells of takes in an earlier term, too.
     earlier = schedule.ticks_before(config, state.fragments[0].version.term)
     held = {take.fragment: take for take in event.outstanding if take.tick > earlier}
+    fleet = Fleet(config, state)
     for fragment in state.fragments:
         outstanding = held.get(fragment.index)
         if outstanding is None:
-            fragment, found = _ask_again(fragment, name)
+            fragment, found = _ask_again(fragment, fleet, name)
         else:
             recorded = outstanding.seq <= island.records_through
             fragment, found = _reconcile(
-                config, fragment, name, outstanding, now, recorded=recorded
+                config, fragment, fleet, name, outstanding, now, recorded=recorded
             )
         state = with_fragment(state, fragment)
         effects += found
     return state, effects
 
 
-def _ask_again(fragment: Fragment, name: str) -> tuple[Fragment, list[Effect]]:
+def _ask_again(
+    fragment: Fragment, fleet: Fleet, name: str
+) -> tuple[Fragment, list[Effect]]:
     """The island holds no take of this fragment: a request may have got lost."""
     account = fragment.accounts[name]
     take = account.take
@@ -276,13 +305,13 @@ def _ask_again(fragment: Fragment, name: str) -> tuple[Fragment, list[Effect]]:
     if take.end is not None:
         # It gave the refused take up; the record that says how is on its way.
         return fragment, []
-    ask = AskTake(island=name, fragment=fragment.index, tick=take.tick)
-    return fragment, [ask]
+    return fragment, [fragments.request(fragment, fleet, name, take.tick)]
 
 
 def _reconcile(
     config: PolicyConfig,
     fragment: Fragment,
+    fleet: Fleet,
     name: str,
     held: Outstanding,
     now: float,
@@ -296,7 +325,7 @@ def _reconcile(
     if told is not None and told.tick == held.tick:
         verdict = takes.verdict_on(fragment, name, held.tick, told.verdict, told.reason)
         # The next request may have got lost together with the verdict.
-        fragment, asks = _ask_again(fragment, name)
+        fragment, asks = _ask_again(fragment, fleet, name)
         return fragment, [verdict, *asks]
     effects: list[Effect] = []
     if recorded:
@@ -310,23 +339,36 @@ def _reconcile(
         ]
     effects = effects or takes.pending(fragment, name)
     if not take.arrived:
-        effects.append(AskResend(island=name, fragment=fragment.index, tick=held.tick))
+        effects.append(takes.ask_to_resend(fragment, name, held.tick))
     return fragment, effects
 
 
+def _kept(state: State) -> Iterator[DeltaKey]:
+    """Deltas that stay although their incarnations ended: in a merge, or left behind
+    for one."""
+    for fragment in state.fragments:
+        for delta in (*fragment.left_behind, *fragment.merging):
+            yield DeltaKey(delta.island, delta.incarnation, fragment.index, delta.tick)
+
+
 def _absent(state: State, island: Island, why: records.AbsentFor) -> Step:
-    state = with_island(state, replace(island, status="absent"))
+    status = ISLAND.move(island.status, "fall silent")
+    state = with_island(state, replace(island, status=status))
     record = records.Absent(island=island.name, incarnation=island.incarnation, why=why)
     return state, [Note(record=record)]
 
 
-def _welcome(state: State, event: Hello, *, resumed: bool) -> Welcome:
-    return Welcome(
-        island=event.island,
-        session=event.session,
+def _welcome(
+    config: PolicyConfig, state: State, event: Hello, *, resumed: bool
+) -> Tell:
+    versions = tuple(fragment.version for fragment in state.fragments)
+    welcome = Welcome(
+        run_id=config.run_id,
+        term=versions[0].term,
         resumed=resumed,
-        versions=tuple(fragment.version for fragment in state.fragments),
+        versions=versions,
     )
+    return Tell(session=event.session, message=welcome)
 
 
 def _lease_s(config: PolicyConfig, island: Island) -> float:

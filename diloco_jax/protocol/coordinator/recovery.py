@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 from msgspec.structs import asdict, replace
 
 from diloco_jax.protocol.coordinator import leases, ledger, members, schedule
+from diloco_jax.protocol.coordinator.machines import FRAGMENT, ISLAND, RUN
 from diloco_jax.protocol.coordinator.state import (
     Island,
     PolicyConfig,
@@ -45,7 +45,7 @@ def recover(
     for fragment in state.fragments:
         fragment = replace(
             fragment,
-            phase="done" if fragment.phase == "done" else "idle",
+            phase=FRAGMENT.move(fragment.phase, "recover"),
             asked=(),
             merging=(),
             left_behind=(),
@@ -59,12 +59,9 @@ def recover(
         steps = max(
             [island.steps, *(f.accounts[island.name].start for f in state.fragments)]
         )
-        status: Literal["gone", "absent"] = (
-            "gone" if island.status == "gone" else "absent"
-        )
         island = replace(
             island,
-            status=status,
+            status=ISLAND.move(island.status, "recover"),
             phase="training" if steps else island.phase,
             steps=steps,
             steps_at_tick=steps,
@@ -83,7 +80,11 @@ def recover(
             state = with_fragment(state, fragment)
     state = schedule.after_crash(config, replace(state, reunion_until=0.0))
     if state.phase in ("stopping", "flushing"):
-        state = replace(state, phase="stopping", deadline=now + config.flush_s)
+        state = replace(
+            state,
+            phase=RUN.move(state.phase, "recover"),
+            deadline=now + config.flush_s,
+        )
     return state
 
 
@@ -127,9 +128,12 @@ def _replayed(state: State, record: Durable) -> State:
         case Ticks(through=through):
             return replace(state, ticks_reserved=through)
         case Stopping(tokens=tokens):
-            return replace(state, phase="stopping", progress_tokens=tokens)
+            phase = RUN.move(state.phase, "stop")
+            return replace(state, phase=phase, progress_tokens=tokens)
         case Finished():
-            return replace(state, phase="done")
+            if state.phase == "stopping":
+                state = replace(state, phase=RUN.move(state.phase, "flush"))
+            return replace(state, phase=RUN.move(state.phase, "finish"))
 
 
 def _replayed_merge(state: State, record: Merged) -> State:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator.events import AskTake, Effect, Persist
+from diloco_jax.protocol.coordinator.events import Effect, Persist
 from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
 
 ALIKE = 1.5
@@ -58,30 +58,6 @@ def advance(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
         name: _passed(island, steps, longest) for name, island in state.islands.items()
     }
     return _reserved(config, replace(state, tick=state.tick + 1, islands=islands))
-
-
-def together(config: PolicyConfig, state: State, effects: list[Effect]) -> list[Effect]:
-    """Has islands that could take at once wait for those of about the pacing one's
-    speed that take some boundaries after they are asked: whoever takes first would be
-    merged without them."""
-    if not any(isinstance(effect, AskTake) for effect in effects):
-        return effects
-    if not any(i.lead for i in state.islands.values() if i.counted):
-        return effects
-    latest_s = longest_lead_seconds(config, state)
-
-    def boundaries(name: str) -> int:
-        island = state.islands[name]
-        if not (island.counted and island.step_seconds):
-            return 0
-        return max(0, round((latest_s - island.lead_seconds) / island.step_seconds))
-
-    return [
-        replace(effect, after=boundaries(effect.island))
-        if isinstance(effect, AskTake)
-        else effect
-        for effect in effects
-    ]
 
 
 def skip_cycle(
@@ -145,7 +121,7 @@ def alike(config: PolicyConfig, state: State) -> dict[str, Island]:
 
 
 def longest_lead_seconds(config: PolicyConfig, state: State) -> float:
-    """Of islands of about the pacing one's speed: see `together`."""
+    """Of islands of about the pacing one's speed: see `Fleet.boundaries_after`."""
     found = alike(config, state).values()
     return max((island.lead_seconds for island in found), default=0.0)
 

@@ -39,8 +39,9 @@ more."""
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers that decisions depend on. Sizes are in parameters, times in
-    seconds; the names are those of `SyncConfig` and `Placement`."""
+    """The settings that decisions depend on. Sizes are in parameters, times in
+    seconds; names are those of `SyncConfig`, `RunConfig`, `Placement` and
+    `Deadlines`."""
 
     run_id: str
     fingerprint: str
@@ -49,15 +50,20 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     overlap_steps: float
     quorum: int
     grace: float
-    awaits_alike: bool
+    grace_window: Literal["alike", "overlap"]
     max_staleness: int
-    scale_partial_merges: bool
+    partial_merges: Literal["scaled", "full"]
     total_tokens: int
     lease_s: float
     reunion_s: float
     compile_budget_s: float
     outage_budget_s: float
     flush_s: float
+    admitted: dict[str, int | None] | None = None
+    """Sequences per step of every island that is let in, by name; None: as many as it
+    says. Without names anybody is let in, with any batch."""
+    sequence_length: int = 0
+    """Tokens per sequence."""
 
     @property
     def fragments(self) -> int:
@@ -103,6 +109,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """An island in the books of one fragment. Tokens are summed over incarnations."""
 
     incarnation: int
+    session: str
     tokens_per_step: int
     start: int = 0
     merged_end: int = 0

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import alerts
 from diloco_jax.protocol.coordinator.events import (
-    AskResend,
-    DropDelta,
+    Drop,
     Effect,
     Note,
-    TellVerdict,
+    Tell,
 )
+from diloco_jax.protocol.coordinator.machines import TAKE, ignored, take_state
 from diloco_jax.protocol.coordinator.state import (
     Account,
     Fragment,
@@ -26,6 +26,7 @@ from diloco_jax.protocol.coordinator.state import (
     averaged,
     with_account,
 )
+from diloco_jax.protocol.messages import ResendRequest, TakeVerdict
 from diloco_jax.protocol.reasons import (
     NON_FINITE,
     OVERLAP,
@@ -35,6 +36,7 @@ from diloco_jax.protocol.reasons import (
 )
 from diloco_jax.protocol.values import (
     Contribution,
+    DeltaKey,
     Outstanding,
     Record,
     Verdict,
@@ -58,13 +60,13 @@ def took(
         base=record.version,
         seq=record.seq,
     )
+    if state := _known_as(fragment.accounts[name], record.tick):
+        return fragment, [ignored("take", state, "record")]
     fragment, effects = known(config, fragment, name, held, now)
     take = fragment.accounts[name].take
     if not expected and take is not asked and take is not None and not take.refused:
         # Asked for before a crash: its bytes, if they came first, were not kept.
-        effects.append(
-            AskResend(island=name, fragment=fragment.index, tick=record.tick)
-        )
+        effects.append(ask_to_resend(fragment, name, record.tick))
     return fragment, effects
 
 
@@ -73,10 +75,8 @@ def known(
 ) -> Step:
     """The steps of a take become known; if they are known already, nothing changes."""
     account = fragment.accounts[name]
-    asked, told = account.take, account.told
-    if asked is not None and asked.end is not None:
-        return fragment, []
-    if told is not None and held.tick <= told.tick:
+    asked = account.take
+    if _known_as(account, held.tick):
         return fragment, []
     # Steps between what is settled and this take are in no delta: adoption lost them.
     start = max(held.start, account.start)
@@ -86,6 +86,7 @@ def known(
     take = replace(
         asked, start=start, end=max(held.end, start), base=held.base, taken_at=now
     )
+    TAKE.check(take_state(asked), "record", take_state(take))
     account = replace(account, start=start, take=take)
     fragment = with_account(fragment, name, account)
     if held.start < start:
@@ -94,6 +95,25 @@ def known(
         return refuse(fragment, name, "empty")
     fragment, effects = refuse_if_stale(config, fragment, name)
     return fragment, effects or pending(fragment, name)
+
+
+def _known_as(account: Account, tick: int) -> str:
+    """The state of a take whose steps are known already, or have been judged; empty if
+    they are news."""
+    if account.take is not None and account.take.end is not None:
+        return take_state(account.take)
+    told = account.told
+    return "judged" if told is not None and tick <= told.tick else ""
+
+
+def is_awaited(fragment: Fragment, name: str, incarnation: int, tick: int) -> bool:
+    """Whether the bytes of this take are wanted of the island. What it holds of a time
+    before a crash becomes known by its hello or its record; it is asked for it then."""
+    account = fragment.accounts.get(name)
+    if account is None or account.incarnation != incarnation:
+        return False
+    take = account.take
+    return take is not None and take.tick == tick and not take.refused
 
 
 def pending(fragment: Fragment, name: str) -> list[Effect]:
@@ -116,14 +136,17 @@ def arrived(
     """A delta's bytes are here, or proved unfit."""
     account = fragment.accounts[name]
     take = account.take
-    if take is None or take.tick != tick or take.arrived:
-        if take is not None and take.tick == tick:
-            return fragment, []
-        return fragment, drop_unknown(fragment, name, account.incarnation, tick)
+    if take is None or take.tick != tick:
+        drops = drop_unknown(fragment, name, account.incarnation, tick)
+        return fragment, [*drops, ignored("take", "none", "bytes")]
+    if take.arrived:
+        return fragment, [ignored("take", take_state(take), "bytes")]
     transfer_seconds = fragment.transfer_seconds
     if take.taken_at and not refusal and not take.refused:
         transfer_seconds = averaged(transfer_seconds, now - take.taken_at)
-    take = replace(take, arrived=True)
+    here = replace(take, arrived=True)
+    TAKE.check(take_state(take), "bytes", take_state(here))
+    take = here
     account = replace(account, take=take)
     fragment = replace(
         fragment,
@@ -137,18 +160,22 @@ def arrived(
     return fragment, []
 
 
-def gave_up(fragment: Fragment, name: str, tick: int, *, kept: bool) -> Fragment:
+def gave_up(fragment: Fragment, name: str, tick: int, *, kept: bool) -> Step:
     """The island knows of a refusal. kept: the delta's steps are in its parameters
     still and will be in its next delta; otherwise they are lost."""
     account = fragment.accounts[name]
     take = account.take
-    if take is None or take.tick != tick or take.end is None:
-        return fragment
+    if take is None or take.tick != tick:
+        return fragment, [ignored("take", "none", "give up")]
+    if take.end is None:
+        return fragment, [ignored("take", take_state(take), "give up")]
+    TAKE.check(take_state(take), "give up", "none")
     if not kept:
         account = account.lose(take.end - take.start, take.refused or "refused")
         account = replace(account, start=take.end)
     told = Told(tick=tick, verdict="refused", reason=take.refused or "refused")
-    return with_account(fragment, name, replace(account, take=None, told=told))
+    account = replace(account, take=None, told=told)
+    return with_account(fragment, name, account), []
 
 
 def leave_behind(fragment: Fragment, name: str) -> Fragment:
@@ -204,6 +231,7 @@ def refuse(fragment: Fragment, name: str, reason: RefusalReason) -> Step:
     if account.take is None or account.take.refused:
         return fragment, []
     take = replace(account.take, refused=reason)
+    TAKE.check(take_state(account.take), "refuse", take_state(take))
     fragment = with_account(fragment, name, replace(account, take=take))
     raised: list[Effect] = []
     if reason == NON_FINITE:
@@ -233,15 +261,25 @@ def refuse_if_stale(config: PolicyConfig, fragment: Fragment, name: str) -> Step
 
 def verdict_on(
     fragment: Fragment, name: str, tick: int, verdict: Verdict, reason: str
-) -> TellVerdict:
+) -> Tell:
     """Tells an island what became of its take."""
-    return TellVerdict(
-        island=name,
-        fragment=fragment.index,
-        tick=tick,
-        verdict=verdict,
-        reason=reason,
-        version=fragment.version,
+    return Tell(
+        session=fragment.accounts[name].session,
+        message=TakeVerdict(
+            fragment=fragment.index,
+            tick=tick,
+            verdict=verdict,
+            reason=reason,
+            version=fragment.version,
+        ),
+    )
+
+
+def ask_to_resend(fragment: Fragment, name: str, tick: int) -> Tell:
+    """Asks an island for a delta that it still holds once more."""
+    return Tell(
+        session=fragment.accounts[name].session,
+        message=ResendRequest(fragment=fragment.index, tick=tick),
     )
 
 
@@ -249,7 +287,7 @@ def _is_merging(fragment: Fragment, name: str, tick: int) -> bool:
     return any(c.island == name and c.tick == tick for c in fragment.merging)
 
 
-def drop(fragment: Fragment, name: str) -> DropDelta:
+def drop(fragment: Fragment, name: str) -> Drop:
     """The bytes of an outstanding take are not needed any more."""
     account = fragment.accounts[name]
     assert account.take is not None
@@ -286,5 +324,5 @@ def _refusal(
     )
 
 
-def _drop(fragment: int, name: str, incarnation: int, tick: int) -> DropDelta:
-    return DropDelta(island=name, incarnation=incarnation, fragment=fragment, tick=tick)
+def _drop(fragment: int, name: str, incarnation: int, tick: int) -> Drop:
+    return Drop(delta=DeltaKey(name, incarnation, fragment, tick))

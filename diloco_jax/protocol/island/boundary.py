@@ -28,17 +28,10 @@ class Arrays(Protocol):
         """Takes over a published fragment. keep: the last take is not in it, and stays
         in the local values."""
 
-    def settle(self, fragment: int) -> None:
-        """The outstanding take is merged."""
-
-    def reopen(self, fragment: int) -> None:
-        """As if the outstanding take had not been."""
-
-    def drop(self, fragment: int) -> None:
-        """The outstanding take is lost."""
-
-    def reset(self, fragment: int) -> None:
-        """The take is lost, and the local values go back to the anchor."""
+    def judge(self, fragment: int, outcome: Outcome) -> None:
+        """The outstanding take is merged (settled), as if it had not been (reopened),
+        lost (dropped), or lost with the local values, which go back to the anchor
+        (reset)."""
 
 
 class Incoming(Protocol):
@@ -143,7 +136,7 @@ class Boundary:
         self._takes = {}
         for take in self.books.new_term(step):
             self._outgoing.forget(take.fragment, take.tick)
-            self._arrays.drop(take.fragment)
+            self._arrays.judge(take.fragment, "dropped")
 
     def _request(self, request: TakeRequest, step: int) -> None:
         before = self._takes.get(request.fragment)
@@ -179,14 +172,7 @@ class Boundary:
         if outcome == "none":
             return None
         self._outgoing.forget(fragment, tick)
-        match outcome:
-            case "settled":
-                self._arrays.settle(fragment)
-                return None
-            case "reopened":
-                self._arrays.reopen(fragment)
-            case "dropped":
-                self._arrays.drop(fragment)
-            case "reset":
-                self._arrays.reset(fragment)
+        self._arrays.judge(fragment, outcome)
+        if outcome == "settled":
+            return None
         return RefusedTake(fragment, tick, verdict.reason, outcome)

@@ -22,9 +22,9 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True):
     sequences_per_step: int
     lead: int = 0
     plan: str = ""
-    run: dict[str, Any] = {}
-    island_config: dict[str, Any] = {}
-    environment: dict[str, Any] = {}
+    run: dict[str, Any] = msgspec.field(default_factory=dict)
+    island_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    environment: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 def hello(who: Introduction, status: Status) -> Hello:

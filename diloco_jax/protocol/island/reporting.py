@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diloco_jax.protocol.island.status import Status
-from diloco_jax.protocol.messages import Report
+from diloco_jax.protocol.messages import MAX_RECORDS, Report
 from diloco_jax.protocol.values import Phase, Record
 
 MIN_REPORT_INTERVAL_S = 0.02
-MAX_RECORDS_PER_REPORT = 1000
 
 
 class Reporting:
@@ -54,8 +53,8 @@ class Reporting:
         were not sent yet."""
         while True:
             records, unsent = (
-                unsent[:MAX_RECORDS_PER_REPORT],
-                unsent[MAX_RECORDS_PER_REPORT:],
+                unsent[:MAX_RECORDS],
+                unsent[MAX_RECORDS:],
             )
             yield Report(
                 phase=status.phase,

@@ -17,23 +17,21 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import leases, schedule
+from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell
 from diloco_jax.protocol.coordinator.state import (
     PolicyConfig,
     State,
     initial,
     with_fragment,
 )
-from diloco_jax.protocol.new_term.offers import (
-    Admit,
-    Arrived,
-    Ask,
+from diloco_jax.protocol.messages import AnchorRequest, Hello, Welcome
+from diloco_jax.protocol.new_term.events import (
+    AnchorArrived,
     Discard,
     Effect,
     Event,
     GiveUp,
-    Heard,
-    Lost,
-    Offer,
+    Offered,
     Open,
     Postpone,
 )
@@ -65,7 +63,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Who offered. `gone_at`: when it is not waited for any more, unless it is heard of
     before."""
 
-    offer: Offer
+    offer: Hello
     gone_at: float
     connected: bool = True
 
@@ -105,13 +103,13 @@ def step(config: PolicyConfig, state: Gathering, event: Event, now: float) -> St
     """Applies one event at time `now` (monotonic seconds)."""
     effects: list[Effect] = []
     match event:
-        case Offer():
+        case Offered():
             state, effects = _offered(config, state, event, now)
-        case Heard():
+        case Said():
             state = _heard(config, state, event, now, connected=True)
-        case Lost():
+        case Disconnected():
             state = _heard(config, state, event, now, connected=False)
-        case Arrived():
+        case AnchorArrived():
             asked = state.asked.get(event.fragment)
             current = state.members[event.island].offer.incarnation
             if asked and (asked.island, current) == (event.island, event.incarnation):
@@ -156,15 +154,18 @@ def is_superseded(state: State, term: int) -> bool:
     return term > state.fragments[0].version.term
 
 
-def _offered(config: PolicyConfig, state: Gathering, offer: Offer, now: float) -> Step:
-    if offer.versions and offer.differences:
+def _offered(
+    config: PolicyConfig, state: Gathering, event: Offered, now: float
+) -> Step:
+    offer, differences = event.hello, event.differences
+    if offer.versions and differences:
         return _give_up(
             state,
             f"island {offer.island!r} is in run {offer.run_id} with another config: "
-            f"{'; '.join(offer.differences)} (here: this coordinator's). Start the "
+            f"{'; '.join(differences)} (here: this coordinator's). Start the "
             f"coordinator with that run's config.json, or that island elsewhere",
         )
-    if not offer.differences:
+    if not differences:
         state = replace(state, known=_higher(state.known, offer))
     member = state.members.get(offer.island)
     why = ""
@@ -177,9 +178,7 @@ def _offered(config: PolicyConfig, state: Gathering, offer: Offer, now: float) -
     ):
         why = "a new term is about to begin"
     if why:
-        postpone = Postpone(
-            island=offer.island, session=offer.session, message=f"{why}; come again"
-        )
+        postpone = Postpone(session=offer.session, message=f"{why}; come again")
         return state, [postpone]
     other = [m.offer for m in state.members.values() if m.offer.run_id != offer.run_id]
     if other:
@@ -193,10 +192,11 @@ def _offered(config: PolicyConfig, state: Gathering, offer: Offer, now: float) -
         state = replace(state, deadline=now + LEASES_AWAITED * config.lease_s)
     member = Member(offer=offer, gone_at=now + config.lease_s)
     members = {**state.members, offer.island: member}
-    effects: list[Effect] = [Admit(island=offer.island, session=offer.session)]
+    welcome = Welcome(run_id=offer.run_id, term=0, resumed=True, versions=())
+    effects: list[Effect] = [Tell(session=offer.session, message=welcome)]
     # What it was asked for may have got lost with its connection.
     effects += [
-        Ask(island=offer.island, session=offer.session, fragment=fragment)
+        Tell(session=offer.session, message=AnchorRequest(fragment=fragment))
         for fragment, asked in state.asked.items()
         if asked.island == offer.island
     ]
@@ -206,7 +206,7 @@ def _offered(config: PolicyConfig, state: Gathering, offer: Offer, now: float) -
 def _heard(
     config: PolicyConfig,
     state: Gathering,
-    event: Heard | Lost,
+    event: Said | Disconnected,
     now: float,
     *,
     connected: bool,
@@ -268,7 +268,8 @@ def _fetch(config: PolicyConfig, state: Gathering, now: float) -> Step:
                 asked_now = {**state.asked, fragment: Asked(name, until)}
                 state = replace(state, asked=asked_now)
                 session = member.offer.session
-                effects.append(Ask(island=name, session=session, fragment=fragment))
+                request = AnchorRequest(fragment=fragment)
+                effects.append(Tell(session=session, message=request))
                 break
     if len(state.got) == config.fragments:
         effects.append(_open(config, state))
@@ -298,7 +299,7 @@ def _open(config: PolicyConfig, state: Gathering) -> Open:
     )
 
 
-def _higher(known: Known, offer: Offer) -> Known:
+def _higher(known: Known, offer: Hello) -> Known:
     terms = (offer.term, *(version.term for version in offer.versions))
     return Known(
         term=max(known.term, *terms),

@@ -2,35 +2,52 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.loading import NoOptions, parse_options, read_config
-from diloco_jax.simulation.calibration.fit import Calibration, Fitted, calibrate
-from diloco_jax.simulation.calibration.notes import notes_on
-from diloco_jax.simulation.calibration.observed import (
-    ISLAND_FIELDS,
-    RUN_FIELDS,
-    Timeline,
-    read_timeline,
-)
+from diloco_jax.config.fields import positional, setting
+from diloco_jax.config.loading import read_config
+from diloco_jax.options import NoOptions, parse_known, parse_with_config
+from diloco_jax.simulation.calibration.fit import Calibration, calibrate
 from diloco_jax.simulation.progress import Progress, nobody, part
+
+RUN_FIELDS = ("goodput", "compute_goodput", "uptime", "wall_seconds", "merges")
+ISLAND_FIELDS = ("median_step_seconds", "steps", "tokens_merged", "participation")
+"""What is predicted, of `summary.json`."""
 
 Bar = Callable[[str], AbstractContextManager[Progress]]
 """Shows how far something of that name is."""
 
 
-class Row(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrateOptions:
+    """The options of `diloco simulate calibrate`."""
+
+    workdir: Path = positional(metavar="WORKDIR", help="Workdir of the recorded run.")
+    config: str = setting(
+        "", help="Config of the run to predict; empty = that of the recorded run."
+    )
+    against: Path | None = setting(
+        None,
+        help="Workdir of the run to predict, which has ended: shows measurements and "
+        "errors.",
+    )
+    seeds: int = setting(3, help="Draws of what steps take.")
+    json: bool = setting(False, help="Print one JSON object to standard output.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
     """One number, predicted as the mean over seeds. measured: None if unknown."""
 
     what: str
@@ -42,34 +59,43 @@ class Row(NamedTuple):
     @property
     def error(self) -> float | None:
         """Of the prediction, relative to what was measured."""
-        if not self.measured:
-            return None
-        return self.predicted / self.measured - 1
+        return self.predicted / self.measured - 1 if self.measured else None
 
 
 def calibrate_command(arguments: Sequence[str], bar: Bar) -> int:
     """Raises ConfigError if a workdir or config cannot be used."""
-    options, overrides = _parser().parse_known_args(arguments)
+    (options,), overrides = parse_known(
+        [CalibrateOptions],
+        arguments,
+        "diloco simulate calibrate",
+        "Fit the simulator to a recorded run, and predict another one: goodput, step "
+        "times, participation, merges. Options such as --islands.NAME.step-seconds 2 "
+        "or --faults NAME@40:kill change the config.",
+    )
     if options.seeds < 1:
         raise ConfigError(f"--seeds {options.seeds}; choose at least 1")
-    timeline = read_timeline(options.workdir)
-    against = read_timeline(options.against) if options.against else None
-    config = _config(timeline, against, options.config, overrides)
-    if against is None and config == timeline.config:
-        against = timeline
-    calibration = calibrate(timeline)
+    against = calibrate(options.against) if options.against else None
+    calibration = calibrate(options.workdir)
+    config = _config(options, overrides, against)
+    if against is None and config == calibration.config:
+        against = calibration
     measured = against.summary if against is not None else None
     with bar("calibrate") as progress:
         rows = predict(calibration, config, options.seeds, measured, progress)
-    notes = list(notes_on(timeline, calibration, config, against))
     if options.json:
-        print(json.dumps(_as_json(calibration, rows, notes)))
+        values = {
+            "fitted": {
+                what: dataclasses.asdict(one) for what, one in calibration.fitted()
+            },
+            "predicted": [
+                {**dataclasses.asdict(row), "error": row.error} for row in rows
+            ],
+        }
+        print(json.dumps(values))
     else:
         console = Console(stderr=True, markup=False)
         for table in (_fitted_table(calibration), _prediction_table(rows)):
             console.print(table, highlight=False, soft_wrap=True)
-        for note in notes:
-            console.print(f"note: {note}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -80,110 +106,72 @@ def predict(
     measured: Mapping[str, Any] | None,
     progress: Progress = nobody,
 ) -> list[Row]:
-    """What `config` comes to, over as many orders of the recorded step times, beside
-    the summary of a run of it. Raises ConfigError if it cannot be told, or not soon."""
+    """Predict a run of `config`, with as many draws of what steps take, beside the
+    summary of such a run. Raises ConfigError if it cannot be told, or not soon."""
     # jax is imported by it.
-    from diloco_jax.simulation.calibration.prediction import (
-        Prediction,
-        require_in_reach,
-    )
+    from diloco_jax.simulation.calibration.prediction import predict_summary
 
-    require_in_reach(calibration, config, seeds)
     played = []
     for seed in range(seeds):
-        one = Prediction(calibration, config, seed)
-        played.append(dict(_numbers(one.summary(part(progress, seed, seeds)))))
+        told = part(progress, seed, seeds)
+        played.append(dict(_numbers(predict_summary(calibration, config, seed, told))))
     known = dict(_numbers(measured)) if measured else {}
     return [
-        Row(
-            what,
-            statistics.fmean(one[what] for one in played),
-            min(one[what] for one in played),
-            max(one[what] for one in played),
-            known.get(what),
-        )
+        Row(what, statistics.fmean(own), min(own), max(own), known.get(what))
         for what in played[0]
+        for own in [[one[what] for one in played]]
     ]
 
 
-def fitted(calibration: Calibration) -> Iterator[tuple[str, Fitted]]:
-    """Everything that was fitted, by name."""
-    for name, steps in calibration.steps.items():
-        yield f"{name}: step", steps.fitted
-    for what, by_island in (
-        ("control message", calibration.latency_s),
-        ("delta's way up", calibration.up_s),
-        ("publish's way down", calibration.down_s),
-        ("start", calibration.start_s),
-        ("first join", calibration.join_s),
-        ("of it, compiling", calibration.compile_s),
-        ("later join", calibration.rejoin_s),
-    ):
-        for name in calibration.steps:
-            yield f"{name}: {what}", by_island[name]
-    yield "start after an end", calibration.restart_s
-    yield "merge", calibration.merge_s
-    yield "coordinator's start, compiling included", calibration.compiled_s
-    yield "its compiling after a return", calibration.recompiled_s
-    yield "coordinator's outage", calibration.outage_s
-    yield "return to it", calibration.resume_s
-
-
 def _numbers(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for field in RUN_FIELDS:
-        yield field, summary[field]
-    for name, island in summary["islands"].items():
-        for field in ISLAND_FIELDS:
-            yield f"{name}: {field}", island[field]
+    try:
+        for field in RUN_FIELDS:
+            yield field, float(summary[field])
+        for name, island in summary["islands"].items():
+            for field in ISLAND_FIELDS:
+                yield f"{name}: {field}", float(island[field])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"summary.json is not what a run leaves ({error!r}); restore it from a copy"
+        ) from error
 
 
 def _config(
-    timeline: Timeline,
-    against: Timeline | None,
-    path: str | None,
+    options: CalibrateOptions,
     overrides: Sequence[str],
+    against: Calibration | None,
 ) -> Config:
     """Of the run to predict: what --config says, or that of --against, or the run's
     own; changed by the overrides."""
     if against is not None:
-        if path or overrides:
+        if options.config or overrides:
+            more = ["--config", options.config] if options.config else overrides
             raise ConfigError(
-                f"--against {against.workdir} brings its own config; leave out "
-                f"{' '.join(['--config', path] if path else overrides)}"
+                f"--against {options.against} brings its own config; leave out "
+                f"{' '.join(more)}"
             )
         return against.config
-    config = read_config(path or timeline.workdir / run_files.CONFIG)
-    prog = f"diloco simulate calibrate {timeline.workdir}"
-    return parse_options(config, overrides, NoOptions(), prog)[0]
-
-
-def _as_json(
-    calibration: Calibration, rows: Sequence[Row], notes: Sequence[str]
-) -> dict[str, Any]:
-    return {
-        "fitted": {what: one._asdict() for what, one in fitted(calibration)},
-        "held_up_steps": {n: s.held_up for n, s in calibration.steps.items()},
-        "predicted": [{**row._asdict(), "error": row.error} for row in rows],
-        "notes": notes,
-    }
+    config = read_config(options.config or options.workdir / run_files.CONFIG)
+    prog = f"diloco simulate calibrate {options.workdir}"
+    return parse_with_config(config, overrides, NoOptions(), prog)[0]
 
 
 def _fitted_table(calibration: Calibration) -> Table:
     table = _table("fitted, seconds", "value", "from", "to", "observed")
-    for what, one in fitted(calibration):
-        table.add_row(what, *(f"{value:.4f}" for value in one[:3]), str(one.observed))
+    for what, one in calibration.fitted():
+        seen = str(one.observed) if one.observed else "0: a guess"
+        table.add_row(what, *(f"{s:.4f}" for s in (one.value, one.low, one.high)), seen)
     return table
 
 
 def _prediction_table(rows: Sequence[Row]) -> Table:
     table = _table("predicted", "value", "from", "to", "measured", "error")
     for row in rows:
-        error = row.error
         table.add_row(
             row.what,
-            *(f"{value:.4g}" for value in row[1:4]),
+            *(f"{n:.4g}" for n in (row.predicted, row.low, row.high)),
             "-" if row.measured is None else f"{row.measured:.4g}",
-            "-" if error is None else f"{error:+.1%}",
+            "-" if row.error is None else f"{row.error:+.1%}",
         )
     return table
 
@@ -193,32 +181,3 @@ def _table(*columns: str) -> Table:
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
     return table
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="diloco simulate calibrate",
-        description="Fits the simulator to a recorded run, and predicts another one: "
-        "goodput, step times, participation, merges. Options such as "
-        "--islands.NAME.step-seconds 2 or --faults NAME@40:kill change the "
-        "config.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("workdir", type=Path, metavar="WORKDIR")
-    parser.add_argument(
-        "--config", metavar="CONFIG", help="of the run to predict; default: the same"
-    )
-    parser.add_argument(
-        "--against",
-        type=Path,
-        metavar="WORKDIR",
-        help="the run to predict, which has ended: shows measurements and errors",
-    )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        default=3,
-        help="orders of the recorded step times (default: %(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="one object, on stdout")
-    return parser

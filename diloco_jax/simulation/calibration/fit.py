@@ -1,38 +1,43 @@
-"""Fits what the simulator has to know of a fleet to the timeline of a recorded run.
+"""Fit what the simulator has to know of a fleet to what a finished run left.
 
-Step times are resampled from the tape (`steps.py`). Validation is not predicted. A
-delay that ends in something an island does at its next step boundary
-is known as an interval only, since the boundary before came too early: the fitted delay
-is in as many of these intervals as any can be.
+Islands measured their steps and lives themselves (`roster.msgpack`). The tape tells the
+rest; its times are those at which the coordinator wrote a line.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
-from diloco_jax.config import ConfigError, IslandConfig, RunConfig
-from diloco_jax.island.hosts.following import lead_of
-from diloco_jax.simulation.calibration.observed import Observed, Timeline
-from diloco_jax.simulation.calibration.steps import gaps_of, steps_of
+from diloco_jax import run_files
+from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
+from diloco_jax.coordinator.roster import Roster
+from diloco_jax.observability.tape import TapeError, brief, read_tape
+from diloco_jax.protocol import records
+from diloco_jax.simulation.replay.recording import read_begun, refuse_term
+from diloco_jax.workdir import read_config, read_facts, read_summary
 
-LEAST_LATENCY_S = 0.001
-"""A message never arrives at the boundary that caused it."""
-OWN_SAMPLES = 20
-"""An island's transfers go by its own samples if it has as many, else by all: it is a
-slow one that was waited for now and then."""
 EMULATED_WITHIN = 1.2
-"""A step that takes less than so many emulated ones is emulated: its compute hides."""
+"""A step that takes less than this many emulated ones is emulated and hides compute."""
+OWN_TRANSFERS = 20
+"""An island with fewer transfers that were waited for has those of all islands: its own
+are the slow ones."""
+LEAST_S = 1e-3
+AS_WRITTEN = "calibrate on a tape as it was written"
 
 
-class Fitted(NamedTuple):
-    """Seconds, and between what `observed` observations of it lie; of none, `value` is
-    a guess, after what else the tape tells."""
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """Seconds, and between what `observed` observations of them lie; 0 observed: a
+    guess."""
 
     value: float
     low: float
@@ -40,360 +45,248 @@ class Fitted(NamedTuple):
     observed: int
 
 
-def of_samples(samples: Sequence[float]) -> Fitted:
-    """Their median, and the middle 90 %."""
+def fit(samples: Sequence[float], guess: float = 0.0) -> Fitted:
+    """Take the median and the middle 90 %; without samples, the guess."""
+    if not samples:
+        return Fitted(guess, guess, guess, 0)
     low, high = np.quantile(samples, (0.05, 0.95))
     return Fitted(statistics.median(samples), float(low), float(high), len(samples))
 
 
-def of_samples_or(samples: Sequence[float], guess: Sequence[float]) -> Fitted:
-    """Of the samples; of none, what is guessed instead."""
-    return of_samples(samples) if samples else of_samples(guess)._replace(observed=0)
-
-
-def of_intervals(intervals: Sequence[tuple[float, float]], near: float) -> Fitted:
-    """The number nearest to `near` that is in as many of the half-open intervals (low,
-    high] as any; it is between `low` and `high` then."""
-    ends = sorted([(low, 1) for low, _ in intervals] + [(h, -1) for _, h in intervals])
-    most = covering = 0
-    best = (near, near)
-    for (at, change), (following, _) in itertools.pairwise(ends):
-        covering += change
-        if covering > most and following > at:
-            most, best = covering, (at, following)
-    low, high = max(best[0], 0.0), max(best[1], 0.0)
-    return Fitted(min(max(near, low), high), low, high, len(intervals))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Steps:
-    """An island's steps. seconds: f64[n] from one boundary to the next."""
+    """Steps of an island: none is shorter than `median - tail * ln 2`, and what they
+    take longer than that is drawn from an exponential distribution."""
 
-    island: IslandConfig
-    seconds: np.ndarray
-    held_up: int
-    """Times between boundaries that are no steps, and left out."""
+    median: float
+    tail: float
+    """Mean of what is drawn."""
 
-    @property
-    def fitted(self) -> Fitted:
-        """Of one step."""
-        return of_samples(self.seconds.tolist())
-
-    @property
-    def emulated(self) -> bool:
-        """Whether they take what they are told to, and no longer."""
-        return self.fitted.value < EMULATED_WITHIN * self.island.step_seconds
+    def draw(self, chance: np.random.Generator) -> Iterator[float]:
+        """Seconds of one step after the other."""
+        shortest = self.median - self.tail * math.log(2)
+        while True:
+            yield shortest + chance.exponential(self.tail)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """By island; "" stands for islands that the run did not have."""
+    """Fleet and coordinator of a finished run, in seconds. Where a number is an
+    island's, "" stands for islands that the run did not have."""
 
-    run: RunConfig
+    config: Config
+    summary: Mapping[str, Any]
     steps: Mapping[str, Steps]
-    latency_s: Mapping[str, Fitted]
-    """Of a control message."""
-    up_s: Mapping[str, Fitted]
-    """From a take to its arrival, a latency less."""
-    down_s: Mapping[str, Fitted]
-    """From the answer to a fetch to its arrival, a latency less."""
     start_s: Mapping[str, Fitted]
     """From the coordinator's start to the island's hello."""
-    compile_s: Mapping[str, Fitted]
-    """Of its first join, which does not count as provisioned."""
     join_s: Mapping[str, Fitted]
     """From the first hello to the first step."""
-    rejoin_s: Mapping[str, Fitted]
-    """Of later incarnations."""
-    restart_s: Fitted
-    """From an island's end to its next hello, without `placement.restart_delay_s`."""
-    merge_s: Fitted
-    """Of computing one."""
-    compiled_s: Fitted
-    """From the coordinator's start until it has compiled what merges need."""
-    recompiled_s: Fitted
-    """From its return, likewise."""
+    compile_s: Mapping[str, Fitted]
+    """Of that, what does not count as provisioned."""
+    transfer_s: Mapping[str, Fitted]
+    """From a take to its merge, computing included."""
+    away_s: Fitted
+    """From the last step of an incarnation to the next one's first, without
+    `placement.restart_delay_s`."""
     outage_s: Fitted
-    """Of a coordinator that is started again, likewise."""
-    resume_s: Fitted
-    """From its return to an island's."""
-    leaving_s: float
-    """From the end of the run to an island's goodbye."""
-    closing_s: float
-    """From the end of the run to its summary."""
+    """From a coordinator's last line to its return, without that delay."""
 
-    def step_seconds(self, name: str, run: RunConfig, island: IslandConfig) -> Steps:
-        """What steps of an island of another run would take.
+    def of(self, what: str, name: str) -> float:
+        """Seconds of an island, by the field's name."""
+        of_all: Mapping[str, Fitted] = getattr(self, what)
+        return of_all.get(name, of_all[""]).value
 
-        Raises ConfigError if nothing on the tape tells.
+    def fitted(self) -> Iterator[tuple[str, Fitted]]:
+        """Everything that was fitted, by name."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Fitted):
+                yield field.name, value
+            elif field.name.endswith("_s"):
+                for name in self.steps:
+                    yield f"{name}: {field.name}", value.get(name, value[""])
+
+    def steps_of(self, name: str, run: RunConfig, island: IslandConfig) -> Steps:
+        """Tell what steps of an island of another run would take.
+
+        Raises ConfigError if nothing that was recorded tells.
         """
-        floor, known = island.step_seconds, self.steps.get(name)
-        if (
-            known is not None
-            and not known.emulated
-            and self._same_work(known, run, island)
-        ):
-            share = island.batch_size / known.island.batch_size
-            seconds = np.maximum(known.seconds * share, floor)
-            return Steps(island=island, seconds=seconds, held_up=0)
-        if not floor:
+        known, was = self.steps.get(name), self.config.islands.get(name)
+        recorded = self.config.run
+        alike = (
+            (run.model, run.sequence_length)
+            == (recorded.model, recorded.sequence_length)
+            and was is not None
+            and _work_of_a_sequence(island) == _work_of_a_sequence(was)
+        )
+        if known and was and alike and not _emulated(known, was):
+            share = island.batch_size / was.batch_size
+            median = max(known.median * share, island.step_seconds)
+            return Steps(median, known.tail * share)
+        if not island.step_seconds:
             raise ConfigError(
-                f"islands.{name}.step_seconds = 0, and the tape does not tell what its "
-                f"step takes ({self._why_not(name)}); give the seconds, as in "
-                f"--islands.{name}.step-seconds 0.5"
+                f"islands.{name}.step_seconds = 0, and the recorded run does not tell "
+                f"what its step takes: {', '.join(self.steps)} made steps there, with "
+                f"their models and meshes, and emulated ones hide the compute; give "
+                f"the seconds, as in --islands.{name}.step-seconds 0.5"
             )
-        over = self._over_emulated(name)
-        return Steps(island=island, seconds=floor + over, held_up=0)
-
-    def _same_work(self, known: Steps, run: RunConfig, island: IslandConfig) -> bool:
-        before, now = map(_work_per_sequence, (known.island, island))
-        models = (self.run.model, self.run.sequence_length)
-        return before == now and models == (run.model, run.sequence_length)
-
-    def _why_not(self, name: str) -> str:
-        if name not in self.steps:
-            return f"its islands are {', '.join(self.steps)}"
-        if self.steps[name].emulated:
-            return "there its step time is emulated, and hides the compute"
-        return "there it had another model, sequence length or mesh"
-
-    def _over_emulated(self, name: str) -> np.ndarray:
-        """Seconds by which steps are longer than they are told to be."""
-        known = [self.steps[name]] if name in self.steps else [*self.steps.values()]
-        over = [s.seconds - s.island.step_seconds for s in known if s.emulated]
-        return np.concatenate(over) if over else np.zeros(1)
+        # What emulated steps took on top.
+        over = [
+            (steps.median - self.config.islands[n].step_seconds, steps.tail)
+            for n, steps in ({name: known} if known else self.steps).items()
+            if _emulated(steps, self.config.islands[n])
+        ]
+        more, tails = zip(*over, strict=True) if over else ((0.0,), (0.0,))
+        median = island.step_seconds + statistics.fmean(more)
+        return Steps(median, statistics.fmean(tails))
 
 
-def _work_per_sequence(island: IslandConfig) -> IslandConfig:
-    """The island without what its speed does not follow from, and without its batch."""
-    return dataclasses.replace(
-        island, batch_size=1, step_seconds=0.0, stands_for="", topology=""
-    )
+def _emulated(steps: Steps, island: IslandConfig) -> bool:
+    return steps.median < EMULATED_WITHIN * island.step_seconds
 
 
-def calibrate(timeline: Timeline) -> Calibration:
-    """Raises ConfigError if an island made too few steps."""
-    config, lives = timeline.config, timeline.lives
-    names = [name for name in lives if name in config.islands]
-    if not names:
+def _work_of_a_sequence(island: IslandConfig) -> IslandConfig:
+    plain = dataclasses.replace(island, batch_size=1, step_seconds=0.0)
+    return dataclasses.replace(plain, stands_for="", topology="")
+
+
+def calibrate(workdir: Path) -> Calibration:
+    """Fit all numbers to what a finished run left in its workdir.
+
+    Raises ConfigError naming what is missing, altered, of another version or not
+    finished, and the remedy.
+    """
+    config, path = read_config(workdir), workdir / run_files.ROSTER
+    for name in (run_files.TAPE, run_files.FACTS, run_files.ROSTER):
+        if not (workdir / name).is_file():
+            raise ConfigError(f"{workdir} has no {name}; give the workdir of a run")
+    facts, summary = read_facts(workdir), read_summary(workdir)
+    tape = _Tape(workdir / run_files.TAPE, config)
+    if not (tape.finished_at and summary):
         raise ConfigError(
-            f"{timeline.workdir}/config.json has islands {', '.join(config.islands)}, "
-            f"the tape beside it {', '.join(lives) or 'none'}; bring back the run's own"
+            f"{workdir / run_files.TAPE} is without the end of the run ('finished'), "
+            f"or there is no summary.json beside it; calibrate on a run that has ended"
         )
-    steps = {name: _steps(timeline, name) for name in names}
-    round_trip = _of_all(
-        {n: _round_trips(timeline, lives[n]) for n in names}, 2 * LEAST_LATENCY_S
-    )
-    latency = {n: _half(round_trip[n]) for n in names}
-    up = _by_island(_uploads(timeline), names, LEAST_LATENCY_S, OWN_SAMPLES)
-    down = _of_all(
-        {n: _downloads(timeline, lives[n], latency[n].value) for n in names},
-        up[""].value,
-    )
-    joins = {name: [life.join_s for life in lives[name]] for name in names}
-    first = {name: joins[name][:1] for name in names}
-    later = {name: joins[name][1:] for name in names}
-    compiled = {n: [timeline.roster.members[n].first_compile_seconds] for n in names}
-    started = {n: [lives[n][0].hello_at - timeline.begun_at] for n in names}
+    roster = Roster(path)
+    members = {
+        name: member
+        for name, member in roster.members.items()
+        if name in config.islands and roster.measures(name).steps
+    }
+    if not members:
+        raise ConfigError(
+            f"{path} tells of no step of {', '.join(config.islands)}; calibrate on a "
+            f"run whose islands made many, with the config.json that it left"
+        )
+    active = {n: roster.measure(n, 0, 0, tape.finished_at).active for n in members}
     delay_s = config.placement.restart_delay_s
-    restarts = [s - delay_s for n in names for s in _restarts(lives[n])]
-    outages = [r.up_at - r.down_at - delay_s for r in timeline.recoveries]
-    begins = _pooled(started)
-    leaving = [
-        max(0.0, timeline.roster.members[name].last_seen - timeline.finished_at)
-        for name in names
-    ]
-    compiling = [c.at - timeline.begun_at for c in timeline.compiled if not c.again]
-    again = [c.at - c.up_at for c in timeline.compiled if c.again]
-    recompiling = [s * _warmth(joins.values()) for s in compiling]
-    summed_up_at = (
-        timeline.begun_at + timeline.stopped_s + timeline.summary["wall_seconds"]
-    )
+    # Where the run was stopped, both have moved on.
+    starts = {n: [m.first_seen - facts.begun_unix] for n, m in members.items()}
+    joins = {n: [active[n][0][0] - m.first_seen] for n, m in members.items()}
+    again_s = fit(_pooled(starts)).value + fit(_pooled(joins)).value
+    away = {
+        n: [later - end - delay_s for (_, end), (later, _) in itertools.pairwise(own)]
+        for n, own in active.items()
+    }
+    # Of a run that was stopped, an outage may be the time until it went on.
+    outages = [] if facts.stopped_seconds else tape.outages
     return Calibration(
-        run=config.run,
-        steps=steps,
-        latency_s={**latency, "": _half(round_trip[""])},
-        up_s=up,
-        down_s=down,
-        start_s=_by_island(started, names, 0.0),
-        compile_s=_by_island(compiled, names, 0.0),
-        join_s=_by_island(first, names, 0.0),
-        rejoin_s=_rejoins(first, later, names),
-        restart_s=of_samples_or(_not_negative(restarts), _not_negative(begins)),
-        merge_s=of_samples_or(_merges(timeline), [0.0]),
-        compiled_s=of_samples_or(_not_negative(compiling), [0.0]),
-        recompiled_s=of_samples_or(again, _not_negative(recompiling) or [0.0]),
-        outage_s=of_samples_or(_not_negative(outages), _not_negative(begins)),
-        resume_s=of_samples_or(timeline.resumed_after_s, [0.0]),
-        leaving_s=statistics.fmean(leaving),
-        closing_s=max(0.0, summed_up_at - timeline.finished_at),
+        config=config,
+        summary=summary,
+        steps={name: _steps(roster, name) for name in members},
+        start_s=_by_island(starts),
+        join_s=_by_island(joins),
+        compile_s=_by_island(
+            {n: [m.first_compile_seconds] for n, m in members.items()}
+        ),
+        transfer_s=_by_island(tape.transfers, least=OWN_TRANSFERS),
+        away_s=fit(_pooled(away), again_s),
+        outage_s=fit([max(s - delay_s, 0.0) for s in outages], again_s),
     )
 
 
-# ---- one kind of number each -----------------------------------------------------
-
-
-def _steps(timeline: Timeline, name: str) -> Steps:
-    lives = [gaps_of(life) for life in timeline.lives[name]]
-    count = sum(int(np.sum(gaps.steps)) for gaps in lives)
-    if count < 3:
-        raise ConfigError(
-            f"{timeline.workdir}/tape.jsonl tells of {count} steps of island "
-            f"{name!r}; calibrate on a run in which every island makes many"
-        )
-    sums = timeline.roster.measures(name)
-    seconds = steps_of(
-        lives,
-        median=sums.median_step_seconds,
-        # Validation makes gaps longer, but no step.
-        spread=not sums.eval_seconds,
-    )
-    return Steps(
-        island=timeline.config.islands[name],
-        seconds=seconds,
-        held_up=count - len(seconds),
-    )
-
-
-def _round_trips(
-    timeline: Timeline, lives: Iterable[Observed]
-) -> list[tuple[float, float]]:
-    """A request goes down and a record comes up between a tick and what is told of the
-    take; the boundary before the take was too early. Nothing is known of them where
-    islands of several hosts are: there, takes come some boundaries later."""
-    if any(lead_of(island.hosts) for island in timeline.config.islands.values()):
-        return []
-    return [
-        (before - tick.at, taken - tick.at)
-        for life in lives
-        for (_, number), step in life.takes.items()
-        if (tick := timeline.ticks.get(number)) is not None
-        and (before := life.boundaries.get(step - 1)) is not None
-        and (taken := life.boundaries[step]) > tick.at
-    ]
-
-
-def _merges(timeline: Timeline) -> list[float]:
-    """What computing one took, compiling apart."""
-    return [
-        merge.seconds
-        for merge in timeline.merges
-        if merge.seconds is not None
-        and not any(
-            c.up_at <= merge.at - merge.seconds < c.at for c in timeline.compiled
-        )
-    ]
-
-
-def _half(round_trip: Fitted) -> Fitted:
-    low, value, high = (
-        max(seconds / 2, LEAST_LATENCY_S)
-        for seconds in (round_trip.low, round_trip.value, round_trip.high)
-    )
-    return round_trip._replace(value=value, low=low, high=high)
-
-
-def _uploads(timeline: Timeline) -> dict[str, list[float]]:
-    """Of the last island that was waited for, by island: from its record to the merge,
-    without its computation."""
-    found: dict[str, list[float]] = {}
-    lives = {(n, o.incarnation): o for n, own in timeline.lives.items() for o in own}
-    for merge in timeline.merges:
-        tick = timeline.ticks.get(merge.tick)
-        answered = {island for island, _, number in merge.takes if number == merge.tick}
-        if tick is None or not answered.issuperset(tick.asked):
-            continue  # It closed by its grace window.
-        if merge.seconds is None:
-            continue
-        told = []
-        for island, incarnation, number in merge.takes:
-            life = lives[island, incarnation]
-            step = life.takes.get((merge.fragment, number))
-            if step is not None:
-                told.append((life.boundaries[step], island))
-        if told:
-            at, island = max(told)
-            waited_s = merge.at - at - merge.seconds
-            found.setdefault(island, []).append(max(waited_s, 0.0))
-    return found
-
-
-def _downloads(
-    timeline: Timeline, lives: Iterable[Observed], latency_s: float
-) -> list[tuple[float, float]]:
-    """Between a merge and what is told of its adoption, a publish comes down, a request
-    goes up, the bytes come down and a record goes up: four latencies and the bytes."""
-    published = {(m.fragment, m.version): m.at for m in timeline.merges}
-    messages_s = 4 * latency_s
-    return [
-        (before - at - messages_s, adopted - at - messages_s)
-        for life in lives
-        for fragment, version, step in life.adoptions
-        if (at := published.get((fragment, version))) is not None
-        and (before := life.boundaries.get(step - 1)) is not None
-        and (adopted := life.boundaries[step]) > at + messages_s
-    ]
-
-
-def _rejoins(
-    first: Mapping[str, Sequence[float]],
-    later: Mapping[str, Sequence[float]],
-    names: Sequence[str],
-) -> dict[str, Fitted]:
-    if any(later.values()):
-        return _by_island(later, names, 0.0)
-    guesses = _by_island(first, names, 0.0)
-    return {name: guess._replace(observed=0) for name, guess in guesses.items()}
-
-
-def _warmth(joins: Iterable[Sequence[float]]) -> float:
-    """How long a later join takes, in first joins of the island, at most 1: the later
-    ones find in the cache what was compiled for the first. 1 if none came back."""
-    ratios = [
-        statistics.fmean(own[1:]) / own[0] for own in joins if own[1:] and own[0] > 0
-    ]
-    return min(1.0, statistics.median(ratios)) if ratios else 1.0
-
-
-def _not_negative(seconds: Sequence[float]) -> list[float]:
-    return [max(s, 0.0) for s in seconds]
-
-
-def _restarts(lives: Sequence[Observed]) -> Iterator[float]:
-    for before, after in itertools.pairwise(lives):
-        if before.lost_at is not None:
-            yield after.hello_at - before.lost_at
+def _steps(roster: Roster, name: str) -> Steps:
+    """The median that the island measured, and a tail that gives its mean."""
+    measures = roster.measures(name)
+    mean = (measures.step_seconds_total + measures.stalled_seconds) / measures.steps
+    median = measures.median_step_seconds
+    tail = max(0.0, mean - median) / (1 - math.log(2))
+    return Steps(median, min(tail, median))
 
 
 def _pooled(samples: Mapping[str, Sequence[float]]) -> list[float]:
-    return [sample for own in samples.values() for sample in own]
+    return [max(s, 0.0) for own in samples.values() for s in own]
 
 
 def _by_island(
-    samples: Mapping[str, Sequence[float]],
-    names: Iterable[str],
-    otherwise: float,
-    least: int = 1,
+    samples: Mapping[str, Sequence[float]], least: int = 1
 ) -> dict[str, Fitted]:
-    """Of an island's own samples, or of all if it has fewer than `least`."""
-    pool = of_samples_or(_pooled(samples), [otherwise])
-    enough = {n for n in names if len(samples.get(n, ())) >= least}
-    return {
-        **{n: of_samples(samples[n]) if n in enough else pool for n in names},
-        "": pool,
-    }
+    """Fit an island's own samples; if it has fewer than `least`, those of all."""
+    everybody = fit(_pooled(samples), LEAST_S)
+    own = {n: _pooled({n: s}) for n, s in samples.items() if len(s) >= least}
+    alone = {name: fit(seconds) for name, seconds in own.items()}
+    return {**dict.fromkeys(("", *samples), everybody), **alone}
 
 
-def _of_all(
-    intervals: Mapping[str, Sequence[tuple[float, float]]], near: float
-) -> dict[str, Fitted]:
-    """Of each island's intervals; where they leave much open, near to what the others'
-    tell, or else to `near`."""
-    alone = [of_intervals(own, near) for own in intervals.values()]
-    told = [one.value for one in alone if one.high - one.low < one.value]
-    if told:
-        near = statistics.median(told)
-    return {
-        **{name: of_intervals(own, near) for name, own in intervals.items()},
-        "": of_samples_or(told, [near]),
-    }
+class _Tape:
+    """Seconds that only the tape tells, between lines of the coordinator."""
+
+    def __init__(self, path: Path, config: Config) -> None:
+        """Raises ConfigError if it cannot be read."""
+        self.finished_at = 0.0
+        self.outages: list[float] = []
+        """From its last line to when it was back and had compiled what merges need."""
+        self.transfers: dict[str, list[float]] = {}
+        """From the last take that a merge waited for to the merge, by island."""
+        self._path, self._config = path, config
+        self._asked: dict[int, tuple[str, ...]] = {}
+        self._took_at: dict[tuple[str, int, int], float] = {}
+        """By island, fragment and tick."""
+        self._last_at = 0.0
+        self._down_at: float | None = None
+        line = 0
+        try:
+            for line, record in enumerate(read_tape(path), start=1):
+                if (line == 1) != (record["kind"] == "begun"):
+                    raise TypeError("'begun' is the first record and no other")
+                at = msgspec.convert(record["time"], float)
+                self._read(record, at)
+                self._last_at = at
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            raise ConfigError(
+                f"{path}, line {line}: not a record ({brief(error)}); {AS_WRITTEN}"
+            ) from error
+        except TapeError as error:
+            raise ConfigError(f"{error}; {AS_WRITTEN}") from error
+
+    def _read(self, record: Mapping[str, Any], at: float) -> None:
+        refuse_term(self._path, record)
+        match record["kind"]:
+            case "begun":
+                read_begun(self._path, record, self._config)
+            case "recovered":
+                self._down_at = self._last_at
+            case "compiled" if self._down_at is not None:
+                self.outages.append(at - self._down_at)
+            case "tick":
+                tick = records.from_tape(record, records.Tick)
+                self._asked[tick.tick] = tick.asked
+            case "island":
+                told = records.from_tape(record, records.Fact)
+                if told.record.kind == "took":
+                    key = told.island, told.record.fragment, told.record.tick
+                    self._took_at.setdefault(key, at)
+            case "merged":
+                self._merged(records.from_tape(record, records.Merged), at)
+            case "finished":
+                self.finished_at = at
+
+    def _merged(self, merged: records.Merged, at: float) -> None:
+        answered = {c.island for c in merged.contributions if c.tick == merged.tick}
+        if not answered.issuperset(self._asked.get(merged.tick, ("",))):
+            return  # Its grace window closed it.
+        last_at, island = max(
+            (self._took_at.get((c.island, merged.fragment, c.tick), 0.0), c.island)
+            for c in merged.contributions
+        )
+        self.transfers.setdefault(island, []).append(at - last_at)

@@ -1,15 +1,13 @@
-"""What a run would come to, by a calibration: production policy in virtual time.
-
-No arrays, and no chance but in which of the recorded step times come when.
-"""
+"""Play what a run would come to by a calibration, with the production policy."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -17,14 +15,14 @@ from diloco_jax.config import Config, ConfigError, RunConfig
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.codec import get_codec
-from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import COORDINATOR, parse_faults
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
-from diloco_jax.simulation.calibration.fit import Calibration, Fitted, Steps
+from diloco_jax.protocol.coordinator import recovery
+from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.records import Durable, Merged
+from diloco_jax.simulation.calibration.fit import LEAST_S, Calibration
 from diloco_jax.simulation.emulation.attendance import Attendance
 from diloco_jax.simulation.emulation.history import Diary
 from diloco_jax.simulation.emulation.options import EmulationOptions
@@ -32,177 +30,179 @@ from diloco_jax.simulation.fleets.checks import in_reach
 from diloco_jax.simulation.progress import Progress, nobody
 from diloco_jax.simulation.virtual.body import NoBody
 from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.line import LineSpeed
-from diloco_jax.simulation.virtual.merging import Fetched, NoArrays
-from diloco_jax.simulation.virtual.mortal import MortalWorld
+from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
+from diloco_jax.simulation.virtual.island import VirtualIsland
+from diloco_jax.simulation.virtual.line import Line, LineSpeed
+from diloco_jax.simulation.virtual.merging import NoArrays
+from diloco_jax.simulation.virtual.world import World
 
-RUN_ID = "predicted"
-LEAST_TRANSFER_S = 1e-6
-SHORTEST_STEP_S = 1e-6
 EVENTS_PER_PROGRESS = 1000
 
 
-class Prediction:
-    """Runs `config` as the calibrated fleet would: make it, `summary` it.
+def predict_summary(
+    calibration: Calibration, config: Config, seed: int, progress: Progress = nobody
+) -> dict[str, Any]:
+    """Play a run of `config` to its end; returns what `summary.json` would be, without
+    losses.
 
-    seed: of the order in which recorded step times come.
+    seed: of what steps take. progress: called with the share of the tokens that the
+    run has. Raises ConfigError if the calibration does not tell what is needed.
     """
-
-    def __init__(self, calibration: Calibration, config: Config, seed: int) -> None:
-        """Raises ConfigError if the calibration does not tell what is needed."""
-        run, placement = config.run, config.placement
-        self._calibration, self._restarts = calibration, placement.restarts
-        self._total_tokens = run.total_tokens
-        payloads, recorded = _payloads(run), _payloads(calibration.run)
-        faults = parse_faults(placement.faults, config.islands)
-        coordinator_faults = faults.for_who(COORDINATOR).faults
-        if any(fault.pause_s is not None for fault in coordinator_faults):
-            raise ConfigError(
-                f"placement.faults = {', '.join(placement.faults)}: a coordinator that "
-                f"is paused is not predicted; leave it out, or kill it"
-            )
-        delay_s = placement.restart_delay_s
-        self._world = world = MortalWorld(
-            run,
-            policy_config(run, placement, RUN_ID, _plan(run).sizes),
-            NoArrays(bytes_down=payloads.down, bytes_full=payloads.full),
-            report_s=Deadlines(placement.time_budget_s).report_s,
-            line_speeds={
-                name: _line_speed(calibration, name, recorded)
-                for name in config.islands
-            },
-            make_body=lambda name: _Counted(
-                world.clock, self._attendance.diaries[name][-1], payloads.up
-            ),
-            merge_seconds=calibration.merge_s.value,
-            compiled_s=calibration.compiled_s.value,
-            recompiled_s=calibration.recompiled_s.value,
-            dies_at=[fault.step for fault in coordinator_faults],
-            down_s=calibration.outage_s.value + delay_s,
-            resume_s=calibration.resume_s.value,
-        )
-        self._attendance = _Attendance(calibration, config, world, payloads.up, seed)
-
-    def summary(self, progress: Progress = nobody) -> dict[str, Any]:
-        """Plays it to its end; as `summary.json`, without losses. progress: called with
-        the share of the tokens that the run has."""
-        self._play(progress)
-        if self._world.crashes > self._restarts:
-            raise ConfigError(
-                f"placement.restarts = {self._restarts}, but placement.faults kill the "
-                f"coordinator {self._world.crashes} times in a row before the run is "
-                f"over, and diloco run would not start it again; raise it, or take "
-                f"faults out"
-            )
-        coordinator, now = self._world.coordinator, self._world.clock.now
-        if not coordinator.finished:
-            raise ConfigError(
-                f"the predicted run stands still at {now:.0f} s with "
-                f"{coordinator.state.progress_tokens} of its tokens; lower "
-                f"sync.quorum, raise placement.restarts = {self._restarts}, or take "
-                f"faults out"
-            )
-        self._attendance.close()
-        return summary.summary(
-            coordinator.config,
-            coordinator.state,
-            self._attendance.roster(),
-            wall_seconds=now + self._calibration.closing_s,
-            alerts=[],
-            now=now + self._calibration.leaving_s,
-        )
-
-    def _play(self, progress: Progress) -> None:
-        world, calls = self._world, itertools.count(1)
-
-        def over() -> bool:
-            if next(calls) % EVENTS_PER_PROGRESS == 0:
-                done = world.coordinator.state.progress_tokens / self._total_tokens
-                progress(min(done, 1.0))
-            return world.coordinator.finished
-
-        world.clock.run(done=over)
-        progress(1.0)
-
-
-def require_in_reach(calibration: Calibration, config: Config, seeds: int) -> None:
-    """Raises ConfigError if `seeds` predictions have more events than are got through,
-    or if the calibration does not tell what a step takes."""
-    per_second = tokens_per_second = 0.0
-    for name, island in config.islands.items():
-        step_s = calibration.step_seconds(name, config.run, island).fitted.value
-        rate = 1 / max(step_s, SHORTEST_STEP_S)
-        per_second += rate
-        tokens_per_second += rate * island.batch_size * config.run.sequence_length
-    sync = config.run.sync
-    takes = sync.fragments / sync.steps_per_cycle
-    steps = seeds * config.run.total_tokens / tokens_per_second * per_second
-    in_reach(
-        "steps and takes of islands",
-        steps * (1 + takes),
-        f"lower total_tokens = {config.run.total_tokens}, or --seeds {seeds}",
+    steps = config.run.total_tokens / min(
+        island.batch_size * config.run.sequence_length
+        for island in config.islands.values()
     )
+    in_reach("steps", steps, f"lower total_tokens = {config.run.total_tokens}")
+    world = _World(calibration, config)
+    attendance = _Attendance(calibration, config, world, seed)
+    calls, total = itertools.count(1), config.run.total_tokens
+
+    def over() -> bool:
+        if next(calls) % EVENTS_PER_PROGRESS == 0:
+            progress(min(world.coordinator.state.progress_tokens / total, 1.0))
+        return world.coordinator.finished
+
+    world.clock.run(done=over)
+    progress(1.0)
+    coordinator, now = world.coordinator, world.clock.now
+    if not coordinator.finished:
+        raise ConfigError(
+            f"the predicted run stands still at {now:.0f} s with "
+            f"{coordinator.state.progress_tokens} of its {total} tokens; lower "
+            f"sync.quorum, raise placement.restarts = {config.placement.restarts}, or "
+            f"take faults out"
+        )
+    attendance.close()
+    return summary.summary(
+        coordinator.config,
+        coordinator.state,
+        attendance.roster(),
+        wall_seconds=now,
+        alerts=[],
+        now=now,
+    )
+
+
+class _World(World):
+    """Islands with lines of their own, and a coordinator that dies at the merges of the
+    config's faults and comes back from its log."""
+
+    def __init__(self, calibration: Calibration, config: Config) -> None:
+        run, placement = config.run, config.placement
+        faults = parse_faults(placement.faults, config.islands).for_who(COORDINATOR)
+        kills = [fault for fault in faults.faults if fault.pause_s is None]
+        if len(kills) < len(faults.faults) or len(kills) > placement.restarts:
+            raise ConfigError(
+                f"placement.faults = {', '.join(placement.faults)}: a paused "
+                f"coordinator is not predicted, nor one that is killed more than "
+                f"placement.restarts = {placement.restarts} times; take faults out"
+            )
+        down, full = (_payload_bytes(run, c) for c in (run.sync.codec_down, "f32"))
+        super().__init__(
+            run,
+            policy_config(
+                run, placement, "predicted", build_plan(run, build(run)).sizes
+            ),
+            NoArrays(bytes_down=down, bytes_full=full),
+            report_s=placement.deadlines.report_s,
+            make_body=lambda name: _Counted(self.clock, self.diaries[name][-1]),
+            persist=self._persist,
+        )
+        self.diaries: dict[str, list[Diary]] = {}
+        """The attendance's."""
+        self._calibration = calibration
+        self._dies_at = {fault.step for fault in kills}
+        self._down_s = calibration.outage_s.value + placement.restart_delay_s
+        self._recorded_up = _payload_bytes(
+            calibration.config.run, calibration.config.run.sync.codec_up
+        )
+        self._log: list[Durable] = []
+        self._merges, self._away = 0, False
+
+    def connect(self, island: VirtualIsland) -> None:
+        """See World; while nobody serves, it waits."""
+        if self._away:
+            return
+        transfer_s = max(self._calibration.of("transfer_s", island.name), LEAST_S)
+        rate = statistics.fmean(self._recorded_up) / transfer_s
+        speed = LineSpeed(latency_s=LEAST_S, up_bytes_per_s=rate, down_bytes_per_s=rate)
+        island.connect(self.coordinator, Line(self.clock, speed))
+
+    def _persist(self, record: Durable) -> None:
+        self._log.append(record)
+        if isinstance(record, Merged):
+            self._merges += 1
+            if self._merges in self._dies_at:
+                self._away = True
+                self.coordinator.die()
+                for island in self.islands.values():
+                    island.disconnect()
+                self.clock.after(self._down_s, self._recover)
+
+    def _recover(self) -> None:
+        config, now = self.coordinator.config, self.clock.now
+        self._away = False
+        self.coordinator = VirtualCoordinator(
+            config,
+            self.clock,
+            recovery.recover(config, initial(config), self._log, now),
+            self.coordinator.merging,
+            self._persist,
+        )
+        for island in self.islands.values():
+            if island.ended is None and island.line is None:
+                self.connect(island)
 
 
 class _Attendance(Attendance):
     """Islands that start, step and come back as the calibration says."""
 
     def __init__(
-        self,
-        calibration: Calibration,
-        config: Config,
-        world: MortalWorld,
-        bytes_up: tuple[int, ...],
-        seed: int,
+        self, calibration: Calibration, config: Config, world: _World, seed: int
     ) -> None:
         self._calibration = calibration
-        self._steps: Mapping[str, Steps] = {
-            name: calibration.step_seconds(name, config.run, island)
+        self._steps = {
+            name: calibration.steps_of(name, config.run, island)
             for name, island in config.islands.items()
         }
-        self._restart_delay_s = config.placement.restart_delay_s
+        # An absence ends with a join, in which anchors are fetched.
+        self._rejoin_s = min(calibration.of("join_s", ""), calibration.away_s.value)
+        self._delay_s = config.placement.restart_delay_s
         starts = {
-            name: (_of(calibration.start_s, name), math.inf) for name in config.islands
+            name: (calibration.of("start_s", name), math.inf) for name in config.islands
         }
         options = EmulationOptions(joins=starts, chance_seed=seed)
-        super().__init__(config, options, world, bytes_up)
+        up = _payload_bytes(config.run, config.run.sync.codec_up)
+        super().__init__(config, options, world, up)
+        world.diaries = self.diaries
 
     def usual_steps(self, name: str, chance: np.random.Generator) -> Iterator[float]:
         """See Attendance."""
-        while True:
-            yield from chance.permutation(self._steps[name].seconds).tolist()
+        return self._steps[name].draw(chance)
 
     def join_seconds(self, name: str, incarnation: int) -> float:
         """See Attendance."""
-        calibration = self._calibration
         first = incarnation == 1
-        return _of(calibration.join_s if first else calibration.rejoin_s, name)
+        return self._calibration.of("join_s", name) if first else self._rejoin_s
 
     def compile_seconds(self, name: str, incarnation: int) -> float:
         """See Attendance."""
-        join_s = self.join_seconds(name, incarnation)
-        return min(_of(self._calibration.compile_s, name), join_s)
+        return min(
+            self._calibration.of("compile_s", name),
+            self.join_seconds(name, incarnation),
+        )
 
     @property
     def down_seconds(self) -> float:
         """See Attendance."""
-        return self._calibration.restart_s.value + self._restart_delay_s
+        return self._calibration.away_s.value - self._rejoin_s + self._delay_s
 
 
 class _Counted(NoBody):
-    """No arrays; steps and bytes go into the diary."""
+    """No arrays; steps go into the diary."""
 
-    def __init__(self, clock: Clock, diary: Diary, bytes_up: Sequence[int]) -> None:
-        self._clock, self._diary, self._bytes_up = clock, diary, bytes_up
-
-    def begin(self, fetched: Mapping[int, Fetched]) -> None:
-        """See Body."""
-        self._diary.bytes_join += sum(part.nbytes for part in fetched.values())
-
-    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
-        """See Body."""
-        self._diary.bytes_down += fetched.nbytes
-        return super().arrival(fragment, fetched)
+    def __init__(self, clock: Clock, diary: Diary) -> None:
+        self._clock, self._diary = clock, diary
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
         """See Body."""
@@ -210,46 +210,9 @@ class _Counted(NoBody):
         self._diary.learning_rates.append(learning_rate)
         self._diary.losses.append(math.nan)
 
-    def take(self, fragment: int) -> None:
-        """See Arrays."""
-        self._diary.bytes_up += self._bytes_up[fragment]
 
-
-class _Payloads(NamedTuple):
-    """Bytes by fragment: of deltas, publishes, and anchors in full."""
-
-    up: tuple[int, ...]
-    down: tuple[int, ...]
-    full: tuple[int, ...]
-
-
-def _payloads(run: RunConfig) -> _Payloads:
-    fragments = _plan(run).fragments
-    codecs = map(get_codec, (run.sync.codec_up, run.sync.codec_down, "f32"))
-    return _Payloads(
-        *(
-            tuple(PayloadLayout.of(codec, pieces).total_bytes for pieces in fragments)
-            for codec in codecs
-        )
-    )
-
-
-def _plan(run: RunConfig) -> FragmentPlan:
-    return build_plan(run, build(run))
-
-
-def _line_speed(calibration: Calibration, name: str, recorded: _Payloads) -> LineSpeed:
-    """Transfers take what they took, at as many bytes."""
-    return LineSpeed(
-        latency_s=_of(calibration.latency_s, name),
-        up_bytes_per_s=_rate(recorded.up, _of(calibration.up_s, name)),
-        down_bytes_per_s=_rate(recorded.down, _of(calibration.down_s, name)),
-    )
-
-
-def _rate(nbytes: Sequence[int], seconds: float) -> float:
-    return statistics.fmean(nbytes) / max(seconds, LEAST_TRANSFER_S)
-
-
-def _of(fitted: Mapping[str, Fitted], name: str) -> float:
-    return fitted.get(name, fitted[""]).value
+@functools.lru_cache
+def _payload_bytes(run: RunConfig, codec: Any) -> tuple[int, ...]:
+    """Of one fragment after the other."""
+    pieces = build_plan(run, build(run)).fragments
+    return tuple(PayloadLayout.of(get_codec(codec), p).total_bytes for p in pieces)

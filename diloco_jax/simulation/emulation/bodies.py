@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import jax
@@ -17,7 +17,6 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from diloco_jax.config import IslandConfig, RunConfig
-from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.data.windows import Windows
@@ -28,8 +27,9 @@ from diloco_jax.island.device.step import Trainer
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.reasons import Refusal
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.emulation.history import Diary
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.merging import Fetched
@@ -138,21 +138,9 @@ class TrainedBody:
         self._diary.adopted(arrival.fragment, version, self._clock.now)
         self._replica.adopt(arrival, keep=keep)
 
-    def settle(self, fragment: int) -> None:
+    def judge(self, fragment: int, outcome: Outcome) -> None:
         """See Arrays."""
-        self._replica.settle(fragment)
-
-    def reopen(self, fragment: int) -> None:
-        """See Arrays."""
-        self._replica.reopen(fragment)
-
-    def drop(self, fragment: int) -> None:
-        """See Arrays."""
-        self._replica.drop(fragment)
-
-    def reset(self, fragment: int) -> None:
-        """See Arrays."""
-        self._replica.reset(fragment)
+        self._replica.judge(fragment, outcome)
 
     def _anchor(self, fragment: int, published: Published) -> tuple[jax.Array, ...]:
         payload = b"".join(published.source.buffers)
@@ -191,6 +179,12 @@ class StoreMerging:
     def drop(self, key: DeltaKey) -> None:
         """See Merging."""
         self._payloads.pop(key, None)
+
+    def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
+        """See Merging."""
+        for key in [k for k in self._payloads if k.island == island]:
+            if key.incarnation < before and key not in kept:
+                del self._payloads[key]
 
     def compute(self, merge: Merge) -> str:
         """See Merging."""

@@ -24,9 +24,10 @@ from rich.console import Console
 
 from diloco_jax import compilation, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.config.resolving import resolve
+from diloco_jax.config.validation import require_section
 from diloco_jax.coordinator import summary
-from diloco_jax.coordinator.engine import ALERTS_KEPT
-from diloco_jax.coordinator.inbox import DeltaKey
+from diloco_jax.coordinator.journal import ALERTS_KEPT
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.core.fragments import Params
@@ -34,15 +35,15 @@ from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.tokens import Tokens
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.evaluation import BATCH_SIZE, as_json
 from diloco_jax.faults import COORDINATOR, parse_faults
+from diloco_jax.files import write_json
 from diloco_jax.island.evaluate import Evaluator, evaluate_all
-from diloco_jax.loading import resolve, write_json
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.report import closing_report
 from diloco_jax.observability.terminal import Dashboard
 from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.simulation.emulation import history
 from diloco_jax.simulation.emulation.attendance import Attendance
 from diloco_jax.simulation.emulation.bodies import StoreMerging, TrainedBody, trainer_of
@@ -50,7 +51,6 @@ from diloco_jax.simulation.emulation.history import History
 from diloco_jax.simulation.emulation.options import EmulationOptions
 from diloco_jax.simulation.virtual.steps import durations
 from diloco_jax.simulation.virtual.world import World
-from diloco_jax.validation import validate
 
 Show = Callable[[dict[str, Any]], None]
 """Told about once a second how the run stands, as `diloco status` is."""
@@ -99,9 +99,10 @@ def emulate(
 
 def check(config: Config, options: EmulationOptions) -> None:
     """Raises ConfigError if this cannot be emulated."""
-    validate(config)
+    require_section("config", config, Config)
+    config.validate()
     options.validate(config.islands)
-    deadlines = Deadlines(config.placement.time_budget_s)
+    deadlines = config.placement.deadlines
     options.require_reach(len(config.islands), deadlines.report_s)
     for name, island in config.islands.items():
         if not island.step_seconds > 0:
@@ -181,7 +182,7 @@ class _Emulator:
             self._judge, self._validation, 1, placement.evaluate_batches
         )
         plan = build_plan(run, model)
-        deadlines = Deadlines(placement.time_budget_s)
+        deadlines = placement.deadlines
         params = jax.jit(model.init)(jax.random.key(run.seed))
         self._store = Store(run, plan, params, deadlines.pin_s)
         self._alerts: deque[str] = deque(maxlen=ALERTS_KEPT)

@@ -2,6 +2,5 @@
 
 `schedule` is what a run is and what goes wrong in it, as data; `kinds` what can go
 wrong; `world` plays it with `disk`, `network` and `arrays` that fail; `invariants` is
-what must hold at every event; `play` plays many, `shrink` shortens what fails;
-`plant` breaks the code on purpose, to show that the invariants can fail.
+what must hold at every event; `play` plays many, `shrink` shortens what fails.
 """

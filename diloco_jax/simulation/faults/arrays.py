@@ -15,14 +15,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
 from diloco_jax.core.choices import AdoptRule
 from diloco_jax.island.arrivals import Arrival
 from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.reasons import NON_FINITE, Refusal
 from diloco_jax.protocol.records import Durable, Merged
-from diloco_jax.protocol.values import FIRST_VERSION, Version
+from diloco_jax.protocol.values import FIRST_VERSION, DeltaKey, Version
 from diloco_jax.simulation.virtual.merging import Fetched
 
 FIRST_ANCHOR = b"first"
@@ -74,7 +74,7 @@ class Anchors:
         self._deltas.pop(key, None)
 
     def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
-        """Drops what incarnations of an island below `before` sent, but for `kept`."""
+        """See Merging."""
         for key in [k for k in self._deltas if k.island == island]:
             if key.incarnation < before and key not in kept:
                 del self._deltas[key]
@@ -197,20 +197,13 @@ class DigestBody:
             local.start_before = local.start
         self._adopted(arrival.fragment, local.anchor, kept=keep)
 
-    def settle(self, fragment: int) -> None:
-        """See Arrays."""
-
-    def reopen(self, fragment: int) -> None:
+    def judge(self, fragment: int, outcome: Outcome) -> None:
         """See Arrays."""
         local = self._locals[fragment]
-        local.start = local.start_before
-
-    def drop(self, fragment: int) -> None:
-        """See Arrays."""
-
-    def reset(self, fragment: int) -> None:
-        """See Arrays."""
-        self._locals[fragment].start = self._steps
+        if outcome == "reopened":
+            local.start = local.start_before
+        elif outcome == "reset":
+            local.start = self._steps
 
 
 def first_anchors(fragments: int) -> tuple[Anchor, ...]:

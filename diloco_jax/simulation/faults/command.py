@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config import ConfigError
-from diloco_jax.simulation.faults.plant import planted
+from diloco_jax.config.fields import AT_LEAST_1, NOT_NEGATIVE, check_bounds, setting
 from diloco_jax.simulation.faults.play import (
     SHORTENED,
     Found,
@@ -16,7 +16,6 @@ from diloco_jax.simulation.faults.play import (
 )
 from diloco_jax.simulation.faults.schedule import from_json
 from diloco_jax.simulation.progress import Progress
-from diloco_jax.validation import AT_LEAST_1, NOT_NEGATIVE, within
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,19 +24,17 @@ class FaultsConfig:
     of the product, and checks at every event what must hold. Exit code 1 if it did not.
     """
 
-    seeds: int = 1000
-    """Schedules, one of each seed."""
-    first_seed: int = 0
-    """Of so many seeds in a row."""
-    schedule: str = ""
-    """Play this one instead, as a violation printed it (JSON)."""
-    plant: str = ""
-    """Break the code on purpose, to see a violation; `--plant ?` lists the names."""
+    seeds: int = setting(1000, AT_LEAST_1, help="Schedules, one of each seed.")
+    first_seed: int = setting(
+        0, NOT_NEGATIVE, help="The first of so many seeds in a row."
+    )
+    schedule: str = setting(
+        "", help="Play this one instead, as a violation printed it (JSON)."
+    )
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
-        within(self, AT_LEAST_1, "seeds")
-        within(self, NOT_NEGATIVE, "first_seed")
+        check_bounds(self)
         for field in ("seeds", "first_seed") if self.schedule else ():
             if (value := getattr(self, field)) != getattr(FaultsConfig, field):
                 raise ConfigError(
@@ -54,11 +51,10 @@ def check_faults(
     report: to be filled and returned, see `play.check`.
     """
     config.validate()
-    with planted(config.plant):
-        if config.schedule:
-            return check_schedule(from_json(config.schedule), config.plant, found=found)
-        seeds = range(config.first_seed, config.first_seed + config.seeds)
-        return check(seeds, config.plant, progress, found=found, report=report)
+    if config.schedule:
+        return check_schedule(from_json(config.schedule), found=found)
+    seeds = range(config.first_seed, config.first_seed + config.seeds)
+    return check(seeds, progress, found=found, report=report)
 
 
 def violation_text(found: Violation) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from diloco_jax.coordinator import durable
+from diloco_jax.coordinator import log as durable
 from diloco_jax.protocol.coordinator.state import State
 
 SNAPSHOTS_KEPT = 2

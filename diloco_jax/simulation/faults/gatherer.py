@@ -1,5 +1,5 @@
-"""A coordinator that has lost its state, in virtual time: the production policy of
-gathering, with digests for anchors."""
+"""A coordinator that has lost its state, in virtual time: the production engine over
+the half that gathers, with digests for anchors."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from diloco_jax.coordinator.inbox import DeltaKey
-from diloco_jax.protocol.coordinator.events import Event, Goodbye, Hello, Report
+from diloco_jax.coordinator.engine import Engine
+from diloco_jax.protocol.coordinator.events import Disconnected, Said, Timer
+from diloco_jax.protocol.coordinator.events import Event as CoordinatorEvent
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.messages import AnchorRequest, Welcome
+from diloco_jax.protocol.messages import Goodbye, Hello
 from diloco_jax.protocol.new_term import gathering
-from diloco_jax.protocol.new_term.offers import (
-    Admit,
-    Arrived,
-    Ask,
-    Effect,
+from diloco_jax.protocol.new_term.events import (
+    AnchorArrived,
+    Discard,
+    Event,
     GiveUp,
-    Heard,
-    Lost,
-    Offer,
+    Offered,
     Open,
-    Postpone,
-    Tick,
 )
-from diloco_jax.protocol.new_term.offers import Event as Gathered
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.faults.arrays import Anchor
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.connection import Connection
+from diloco_jax.simulation.virtual.coordinator import Peers
 from diloco_jax.simulation.virtual.merging import Fetched
 
 
@@ -41,7 +37,7 @@ class Opened:
     anchors: tuple[Anchor, ...]
     replaced: tuple[Anchor, ...]
     """As the islands have them, from which they came."""
-    offers: Mapping[str, Offer]
+    offers: Mapping[str, Hello]
     """Of those that were there until the end."""
 
 
@@ -60,10 +56,15 @@ class Gatherer:
         done: Callable[[Opened | None], None],
     ) -> None:
         self.config = config
-        self._clock, self._postponed, self._done = clock, postponed, done
-        self._state = gathering.begin(config, names, clock.now)
-        self._joining: dict[str, Connection] = {}
-        self._peers: dict[str, Connection] = {}
+        self._clock, self._done = clock, done
+        self._peers = Peers(postponed)
+        self._engine: Engine[gathering.Gathering, Event] = Engine(
+            gathering.step,
+            config,
+            gathering.begin(config, names, clock.now),
+            sender=self._peers,
+            gatherer=self,
+        )
         self._anchors: dict[int, Anchor] = {}
         self._set_timer()
 
@@ -71,38 +72,22 @@ class Gatherer:
 
     def hello(self, hello: Hello, peer: Connection) -> None:
         """An island on a new connection."""
-        self._joining[hello.session] = peer
-        status = peer.status
-        self._step(
-            Offer(
-                island=hello.island,
-                incarnation=hello.incarnation,
-                session=hello.session,
-                run_id=hello.run_id,
-                differences=(),
-                term=hello.term,
-                versions=status.versions,
-                tokens=status.tokens,
-                next_position=status.next_position,
-                step_seconds=hello.step_seconds,
-                sequences_per_step=hello.sequences_per_step,
-            )
-        )
+        self._peers.arrived(peer)
+        self._step(Offered(hello=hello))
 
     def disconnected(self, peer: Connection) -> None:
         """A connection broke, and this end noticed."""
-        if self._peers.get(peer.name) is peer:
-            del self._peers[peer.name]
-            self._step(Lost(island=peer.name, session=peer.session))
+        if self._peers.gone(peer):
+            self._step(Disconnected(island=peer.name, session=peer.session))
 
-    def step(self, event: Event) -> None:
+    def hear(self, event: CoordinatorEvent) -> None:
         """A sign of life; what it says comes again. After a goodbye the stream ends."""
-        if isinstance(event, Report):
-            self._step(Heard(island=event.island, session=event.session))
-        elif isinstance(event, Goodbye):
-            peer = self._peers.get(event.island)
-            if peer is not None and peer.session == event.session:
-                self.disconnected(peer)
+        if not isinstance(event, Said):
+            return
+        if not isinstance(event.message, Goodbye):
+            self._step(event)
+        elif (peer := self._peers.serving.pop(event.session, None)) is not None:
+            self._step(Disconnected(island=peer.name, session=peer.session))
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """Likewise."""
@@ -113,13 +98,14 @@ class Gatherer:
 
     def anchor(self, who: tuple[str, int], fragment: int, anchor: Anchor) -> None:
         """An anchor is here."""
-        asked = self._state.asked.get(fragment)
+        state = self._engine.state
+        asked = state.asked.get(fragment)
         if asked is not None and asked.island == who[0]:
             self._anchors[fragment] = anchor
-        if who[0] in self._state.members:
+        if who[0] in state.members:
             island, incarnation = who
             self._step(
-                Arrived(
+                AnchorArrived(
                     island=island,
                     incarnation=incarnation,
                     fragment=fragment,
@@ -127,56 +113,48 @@ class Gatherer:
                 )
             )
 
-    # ---- its decisions ------------------------------------------------------------
+    # ---- what was decided -------------------------------------------------------
 
-    def _step(self, event: Gathered) -> None:
-        now = self._clock.now
-        self._state, effects = gathering.step(self.config, self._state, event, now)
-        for effect in effects:
-            self._carry_out(effect)
-        self._set_timer()
+    def discard(self, discard: Discard) -> None:
+        """See engine.Gatherer; what came of it is overwritten by what comes next."""
 
-    def _carry_out(self, effect: Effect) -> None:
-        match effect:
-            case Admit():
-                peer = self._joining.pop(effect.session)
-                self._peers[effect.island] = peer
-                run_id = self.config.run_id
-                peer.receive(Welcome(run_id=run_id, term=0, resumed=True, versions=()))
-            case Postpone():
-                self._postponed(self._joining.pop(effect.session))
-            case Ask():
-                asked = AnchorRequest(fragment=effect.fragment)
-                self._peers[effect.island].receive(asked)
-            case Open():
-                self._done(self._opened(effect))
-            case GiveUp():
-                self._done(None)
-
-    def _opened(self, opened: Open) -> Opened:
+    def open(self, opened: Open) -> None:
+        """See engine.Gatherer."""
         got = [self._anchors[f] for f in range(self.config.fragments)]
+        state = self._engine.state
         stayed = {
             name: member.offer
-            for name, member in self._state.members.items()
+            for name, member in state.members.items()
             if member.connected
             and self._clock.now < member.gone_at
-            and not any(failed == name for failed, _ in self._state.failed)
+            and not any(failed == name for failed, _ in state.failed)
         }
-        return Opened(
-            state=gathering.first_state(self.config, opened),
-            anchors=tuple(
-                anchor._replace(version=version)
-                for anchor, version in zip(got, opened.versions, strict=True)
-            ),
-            replaced=tuple(got),
-            offers=stayed,
+        self._done(
+            Opened(
+                state=gathering.first_state(self.config, opened),
+                anchors=tuple(
+                    anchor._replace(version=version)
+                    for anchor, version in zip(got, opened.versions, strict=True)
+                ),
+                replaced=tuple(got),
+                offers=stayed,
+            )
         )
 
+    def give_up(self, reason: GiveUp) -> None:
+        """See engine.Gatherer."""
+        self._done(None)
+
+    def _step(self, event: Event) -> None:
+        self._engine.step(event, self._clock.now)
+        self._set_timer()
+
     def _set_timer(self) -> None:
-        at = gathering.next_deadline(self._state, self._clock.now)
-        if self._state.phase != "over" and at < float("inf"):
+        state = self._engine.state
+        at = gathering.next_deadline(state, self._clock.now)
+        if state.phase != "over" and at < float("inf"):
             self._clock.at(at, self._ring)
 
     def _ring(self) -> None:
-        if self._state.phase != "over":
-            self._step(Tick())
+        if self._engine.state.phase != "over":
+            self._step(Timer())

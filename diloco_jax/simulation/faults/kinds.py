@@ -238,7 +238,7 @@ class ClockJump(Fault, frozen=True):
         if world.coordinator is None:
             return False
         world.coordinator.clock_offset += self.forward_s
-        world.coordinator.step(Timer())
+        world.coordinator.hear(Timer())
         return world.begun(self, 0.0)
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from diloco_jax.protocol.coordinator.events import Effect
+from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.records import (
     Durable,
@@ -43,13 +43,13 @@ class Invariant:
         if not holds:
             raise ViolationError(self.name, " ".join([what, *map(str, values)]))
 
-    def decided(self, state: State, effects: Sequence[Effect]) -> None:
+    def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
         """The policy made a step; nothing of it is visible yet."""
 
     def persisted(self, record: Durable) -> None:
         """A record is on the disk."""
 
-    def carrying_out(self, effect: Effect) -> None:
+    def carrying_out(self, effect: AnyEffect) -> None:
         """An effect is about to be visible."""
 
     def recovered(self, state: State) -> None:

@@ -125,7 +125,6 @@ class Report:
 
 def check(
     seeds: Sequence[int],
-    plant: str = "",
     progress: Progress = nobody,
     *,
     found: Found = lambda violation: None,
@@ -135,7 +134,6 @@ def check(
     """Plays what these seeds draw.
 
     Args:
-      plant: what the commands that repeat a violation are to name.
       shorten: the schedules of the first `SHORTENED` violations of an invariant.
       report: to be filled and returned; it holds what was found if this is
         interrupted.
@@ -153,13 +151,13 @@ def check(
             if played.wrong is not None:
                 alike = by_invariant.setdefault(played.wrong.invariant, [])
                 alike.append(seed)
-                violation = _violation(played.wrong, seed, plant)
+                violation = _violation(played.wrong, seed)
                 report.violations.append(violation)
                 try:
                     if not shorten or len(alike) > SHORTENED:
                         violation.like_seed = alike[0] if shorten else None
                     else:
-                        _shorten(violation, played.world.schedule, plant)
+                        _shorten(violation, played.world.schedule)
                 finally:  # Without a shortest schedule if this is interrupted.
                     found(violation)
             progress((index + 1) / len(seeds))
@@ -168,7 +166,7 @@ def check(
 
 
 def check_schedule(
-    schedule: Schedule, plant: str = "", *, found: Found = lambda violation: None
+    schedule: Schedule, *, found: Found = lambda violation: None
 ) -> Report:
     """Plays one, as it is."""
     report = Report()
@@ -178,7 +176,7 @@ def check_schedule(
         report.seconds = time.perf_counter() - began
     _add(report, played)
     if played.wrong is not None:
-        command = _command("--schedule", schedule.json(), *_planted(plant))
+        command = _command("--schedule", schedule.json())
         report.violations.append(
             Violation(
                 seed=None, **played.wrong._asdict(), shortest=schedule, command=command
@@ -196,24 +194,19 @@ def _add(report: Report, played: Played) -> None:
     report.faults.update(played.world.struck)
 
 
-def _violation(wrong: Wrong, seed: int, plant: str) -> Violation:
-    of_seed = ("--seeds", "1", "--first-seed", str(seed))
-    command = _command(*of_seed, *_planted(plant))
+def _violation(wrong: Wrong, seed: int) -> Violation:
+    command = _command("--seeds", "1", "--first-seed", str(seed))
     return Violation(seed=seed, **wrong._asdict(), shortest=None, command=command)
 
 
-def _shorten(violation: Violation, schedule: Schedule, plant: str) -> None:
+def _shorten(violation: Violation, schedule: Schedule) -> None:
     def fails(schedule: Schedule) -> bool:
         again = play(schedule).wrong
         return again is not None and again.invariant == violation.invariant
 
     short = shortest(schedule, fails)
-    violation.command = _command("--schedule", short.json(), *_planted(plant))
+    violation.command = _command("--schedule", short.json())
     violation.shortest = short
-
-
-def _planted(plant: str) -> tuple[str, ...]:
-    return ("--plant", plant) if plant else ()
 
 
 def _command(*arguments: str) -> str:

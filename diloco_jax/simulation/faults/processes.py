@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.config import RunConfig
-from diloco_jax.protocol.coordinator.events import Effect, Event, Publish
+from diloco_jax.coordinator.engine import AnyEffect
+from diloco_jax.protocol.coordinator.events import Commit, Event, Merge
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.records import Durable
 from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
 from diloco_jax.simulation.faults.disk import DiskError
 from diloco_jax.simulation.faults.gatherer import Gatherer
@@ -19,7 +21,6 @@ from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
 
 
-@dataclasses.dataclass
 class FaultyCoordinator(VirtualCoordinator):
     """One life of a coordinator.
 
@@ -27,29 +28,51 @@ class FaultyCoordinator(VirtualCoordinator):
     disk_failed: called when a record could not be written; it is dead then.
     """
 
-    merging: Anchors
-    monitor: Monitor = dataclasses.field(kw_only=True)
-    survives: Callable[[], bool] = dataclasses.field(kw_only=True)
-    disk_failed: Callable[[], None] = dataclasses.field(kw_only=True)
+    def __init__(
+        self,
+        config: PolicyConfig,
+        clock: Clock,
+        state: State,
+        anchors: Anchors,
+        *,
+        persist: Callable[[Durable], None],
+        merge_seconds: Callable[[Merge], float],
+        clock_offset: float,
+        monitor: Monitor,
+        survives: Callable[[], bool],
+        disk_failed: Callable[[], None],
+    ) -> None:
+        super().__init__(
+            config,
+            clock,
+            state,
+            anchors,
+            persist,
+            merge_seconds=merge_seconds,
+            clock_offset=clock_offset,
+        )
+        self.anchors = anchors
+        self._monitor = monitor
+        self._survives, self._disk_failed = survives, disk_failed
 
-    def decide(self, event: Event) -> list[Effect]:
-        """See VirtualCoordinator."""
-        effects = super().decide(event)
-        self.monitor.decided(self.state, effects)
+    def decide(self, event: Event, now: float) -> list[AnyEffect]:
+        """See Engine."""
+        effects = super().decide(event, now)
+        self._monitor.decided(self.state, effects)
         return effects
 
-    def carry_out(self, effect: Effect) -> None:
-        """See VirtualCoordinator."""
-        if not self.survives():
+    def carry_out(self, effect: AnyEffect) -> None:
+        """See Engine."""
+        if not self._survives():
             return
-        self.monitor.carrying_out(effect)
+        self._monitor.carrying_out(effect)
         try:
             super().carry_out(effect)
         except DiskError:
-            self.disk_failed()
-        if isinstance(effect, Publish):
-            anchor = self.merging.anchors[effect.fragment]
-            self.monitor.published(effect.fragment, anchor)
+            self._disk_failed()
+        if isinstance(effect, Commit):
+            anchor = self.anchors.anchors[effect.fragment]
+            self._monitor.published(effect.fragment, anchor)
 
 
 class FaultyIsland(VirtualIsland):

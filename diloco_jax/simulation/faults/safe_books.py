@@ -7,23 +7,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from diloco_jax.coordinator.engine import AnyEffect
+from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.events import (
-    AskTake,
-    Effect,
-    Finish,
-    Grant,
-    Progress,
-    Publish,
-    StopStepping,
-    TellVerdict,
-    Welcome,
+    Commit,
+    Tell,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.messages import (
+    Finished,
+    FromCoordinator,
+    Granted,
+    Progress,
+    Published,
+    Stop,
+    TakeRequest,
+    TakeVerdict,
+    Welcome,
+)
 from diloco_jax.protocol.records import (
     Durable,
-    Finished,
-    Granted,
     Joined,
     Left,
     Merged,
@@ -52,13 +56,14 @@ class LedgerExact(Invariant):
         self._steps: dict[Incarnation, int] = {}
         self._progress = 0
 
-    def carrying_out(self, effect: Effect) -> None:
+    def carrying_out(self, effect: AnyEffect) -> None:
         """See Invariant."""
-        if isinstance(effect, Progress):
-            self.hold(effect.tokens >= self._progress, "progress goes back:", effect)
-            self._progress = effect.tokens
+        match effect:
+            case Tell(message=Progress(tokens=tokens)):
+                self.hold(tokens >= self._progress, "progress goes back:", effect)
+                self._progress = tokens
 
-    def decided(self, state: State, effects: Sequence[Effect]) -> None:
+    def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
         """See Invariant."""
         if state.fragments is not self._seen:
             self._seen = state.fragments
@@ -178,7 +183,7 @@ class DataOnce(Invariant):
                 self._per_step[who] = record.sequences_per_step
             case Left():
                 del self._held[record.island, record.incarnation]
-            case Granted():
+            case records.Granted():
                 self._grant(record)
             case Merged():
                 for c in record.contributions:
@@ -203,7 +208,7 @@ class DataOnce(Invariant):
     def _process(self, who: Incarnation) -> Process:
         return who, self._sessions[who]
 
-    def _grant(self, record: Granted) -> None:
+    def _grant(self, record: records.Granted) -> None:
         who = (record.island, self._current[record.island])
         granted = self._granted[self._process(who)]
         positions = range(record.start, record.stop)
@@ -237,7 +242,8 @@ class DurableFirst(Invariant):
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
-        self._sessions: dict[str, str] = {}
+        self._who: dict[str, Incarnation] = {}
+        """By session."""
         self._incarnations: dict[str, int] = {}
         self._grants: set[tuple[str, int, int, int]] = set()
         self._versions = [Version()] * config.fragments
@@ -247,7 +253,7 @@ class DurableFirst(Invariant):
 
     def opened(self, opened: Opened) -> None:
         """See Invariant."""
-        self._sessions, self._incarnations, self._kinds = {}, {}, set()
+        self._who, self._incarnations, self._kinds = {}, {}, set()
         self._versions = [f.version for f in opened.state.fragments]
         self._ticks = 0
 
@@ -256,9 +262,9 @@ class DurableFirst(Invariant):
         self._kinds.add(type(record))
         match record:
             case Joined():
-                self._sessions[record.island] = record.session
+                self._who[record.session] = (record.island, record.incarnation)
                 self._incarnations[record.island] = record.incarnation
-            case Granted():
+            case records.Granted():
                 key = record.island, self._incarnations[record.island]
                 self._grants.add((*key, record.start, record.stop))
             case Merged(fragment=fragment):
@@ -269,31 +275,40 @@ class DurableFirst(Invariant):
             case Ticks(through=through):
                 self._ticks = through
 
-    def carrying_out(self, effect: Effect) -> None:
+    def carrying_out(self, effect: AnyEffect) -> None:
         """See Invariant."""
         match effect:
-            case Welcome():
-                durable = self._sessions.get(effect.island) == effect.session
-                durable &= list(effect.versions) == self._versions
-            case Grant(island=island, span=span):
-                durable = (island, self._incarnations[island], *span) in self._grants
-            case AskTake(tick=tick):
-                durable = tick <= self._ticks
-            case Publish(fragment=fragment, version=version, verdicts=verdicts):
-                durable = self._versions[fragment] == version and all(
-                    self._is_merged(name, fragment, tick)
-                    for name, (tick, verdict, _) in verdicts.items()
-                    if verdict == "merged"
-                )
-            case TellVerdict(verdict="merged"):
-                durable = self._is_merged(effect.island, effect.fragment, effect.tick)
-            case StopStepping():
-                durable = Stopping in self._kinds
-            case Finish():
-                durable = Finished in self._kinds
+            case Commit(fragment=fragment, version=version):
+                durable = self._versions[fragment] == version
+            case Tell(session=session, message=message):
+                durable = self._is_durable(self._who.get(session), message)
             case _:
                 return
         self.hold(durable, "visible before it is in the log:", effect)
 
-    def _is_merged(self, name: str, fragment: int, tick: int) -> bool:
-        return (name, self._incarnations[name], fragment, tick) in self._merged
+    def _is_durable(self, who: Incarnation | None, message: FromCoordinator) -> bool:
+        match message:
+            case Welcome(versions=versions):
+                current = who is not None and self._incarnations[who[0]] == who[1]
+                return current and list(versions) == self._versions
+            case Granted(span=span):
+                return who is not None and (*who, *span) in self._grants
+            case TakeRequest(tick=tick):
+                return tick <= self._ticks
+            case Published(fragment=fragment, version=version, verdict=verdict):
+                if self._versions[fragment] != version:
+                    return False
+                return verdict != "merged" or self._is_merged(who, message)
+            case TakeVerdict(verdict="merged"):
+                return self._is_merged(who, message)
+            case Stop():
+                return Stopping in self._kinds
+            case Finished():
+                return records.Finished in self._kinds
+            case _:
+                return True
+
+    def _is_merged(
+        self, who: Incarnation | None, told: Published | TakeVerdict
+    ) -> bool:
+        return who is not None and (*who, told.fragment, told.tick) in self._merged

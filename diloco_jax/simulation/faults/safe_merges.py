@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from diloco_jax.protocol.coordinator.events import AskTake, Effect, Merge, Note, Persist
+from diloco_jax.coordinator.engine import AnyEffect
+from diloco_jax.protocol.coordinator.events import Merge, Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.messages import TakeRequest
 from diloco_jax.protocol.records import (
     Durable,
     Fact,
@@ -31,7 +33,7 @@ class MergedOnce(Invariant):
         super().__init__(config)
         self._through: dict[tuple[str, int, int], int] = defaultdict(int)
 
-    def decided(self, state: State, effects: Sequence[Effect]) -> None:
+    def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
         """See Invariant."""
         for effect in effects:
             if isinstance(effect, Merge):
@@ -95,7 +97,7 @@ class DeltasExact(Invariant):
         self._takes: dict[Key, tuple[int, int, Version]] = {}
         self._tokens_per_step: dict[Incarnation, int] = {}
 
-    def carrying_out(self, effect: Effect) -> None:
+    def carrying_out(self, effect: AnyEffect) -> None:
         """See Invariant."""
         if isinstance(effect, Merge):
             whose = [(c.island, c.incarnation) for c in effect.contributions]
@@ -142,13 +144,14 @@ class QuorumHeld(Invariant):
         self._stopping = False
         self._ended: set[Incarnation] = set()
 
-    def decided(self, state: State, effects: Sequence[Effect]) -> None:
+    def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
         """See Invariant."""
         ended = set(self._ended)
+        names = {island.session: name for name, island in state.islands.items()}
         for effect in effects:
             match effect:
-                case AskTake(tick=tick, island=island):
-                    self._asked.setdefault(tick, set()).add(island)
+                case Tell(session=session, message=TakeRequest(tick=tick)):
+                    self._asked.setdefault(tick, set()).add(names[session])
                 case Persist(record=Left(island=island, incarnation=incarnation)):
                     ended.add((island, incarnation))
                 case Note(record=Skipped(fragment=fragment, why="open")):
@@ -211,7 +214,7 @@ class RecordedFirst(Invariant):
         self._through: dict[Incarnation, int] = defaultdict(int)
         self._takes: set[Key] = set()
 
-    def carrying_out(self, effect: Effect) -> None:
+    def carrying_out(self, effect: AnyEffect) -> None:
         """See Invariant."""
         if isinstance(effect, Note) and isinstance(effect.record, Fact):
             told = effect.record
@@ -245,7 +248,7 @@ class FencedOut(Invariant):
         self._ended: set[Incarnation] = set()
         self._left_behind: set[Key] = set()
 
-    def decided(self, state: State, effects: Sequence[Effect]) -> None:
+    def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
         """See Invariant."""
         records = [e.record for e in effects if isinstance(e, Persist)]
         joined = {r.island for r in records if isinstance(r, Joined)}
@@ -277,7 +280,7 @@ class FencedOut(Invariant):
             for delta in record.left_behind:
                 self._left_behind.add((*who, delta.fragment, delta.tick))
 
-    def carrying_out(self, effect: Effect) -> None:
+    def carrying_out(self, effect: AnyEffect) -> None:
         """See Invariant."""
         if isinstance(effect, Merge):
             for c in effect.contributions:
@@ -299,7 +302,7 @@ class StaleOut(Invariant):
 
     name = "stale"
 
-    def carrying_out(self, effect: Effect) -> None:
+    def carrying_out(self, effect: AnyEffect) -> None:
         """See Invariant."""
         if isinstance(effect, Merge):
             into = effect.version.number - 1

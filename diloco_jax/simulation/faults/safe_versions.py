@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from diloco_jax.protocol.coordinator.events import AskTake, Effect
+from diloco_jax.coordinator.engine import AnyEffect
+from diloco_jax.protocol.coordinator.events import Tell
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.messages import TakeRequest
 from diloco_jax.protocol.records import (
     Durable,
     Merged,
@@ -151,15 +153,16 @@ class TicksOnce(Invariant):
         """See Invariant."""
         self._life += 1
 
-    def carrying_out(self, effect: Effect) -> None:
+    def carrying_out(self, effect: AnyEffect) -> None:
         """See Invariant."""
-        if isinstance(effect, AskTake):
-            use = (effect.fragment, self._life)
-            first = self._of.setdefault(effect.tick, use)
-            self.hold(
-                first == use,
-                f"tick {effect.tick} is for (fragment, life) {use}, was for {first}",
-            )
+        match effect:
+            case Tell(message=TakeRequest(fragment=fragment, tick=tick)):
+                use = (fragment, self._life)
+                first = self._of.setdefault(tick, use)
+                self.hold(
+                    first == use,
+                    f"tick {tick} is for (fragment, life) {use}, was for {first}",
+                )
 
     def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
         """See Invariant."""

@@ -11,12 +11,7 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.core.choices import AdoptRule
-from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.simulation.faults.fault import Restart
-from diloco_jax.simulation.faults.kinds import AnyFault
-from diloco_jax.validation import (
+from diloco_jax.config.fields import (
     AT_LEAST_1,
     BELOW_1,
     BETWEEN,
@@ -26,6 +21,11 @@ from diloco_jax.validation import (
     Bound,
     within,
 )
+from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.core.choices import AdoptRule
+from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.simulation.faults.fault import Restart
+from diloco_jax.simulation.faults.kinds import AnyFault
 
 SEQUENCE_LENGTH = 8
 LEASE_S = 4.0
@@ -122,7 +122,11 @@ class Schedule(
             outage_budget_s=self.outage_s,
             compile_budget_s=COMPILE_BUDGET_S,
         )
-        return run, policy_config(run, placement, "run", self.fragment_sizes)
+        batches: dict[str, int | None] = {
+            name: plan.batch_size for name, plan in self.islands.items()
+        }
+        sizes = self.fragment_sizes
+        return run, policy_config(run, placement, "run", sizes, batches)
 
     @property
     def pacing_s(self) -> float:

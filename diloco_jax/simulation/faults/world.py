@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 
-from diloco_jax.coordinator.inbox import left_behind
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.state import initial
@@ -167,7 +166,7 @@ class World(Links):
             self.clock,
             state,
             merging,
-            functools.partial(self._persist, merging),
+            persist=functools.partial(self._persist, merging),
             merge_seconds=lambda merge: self.schedule.merge_s,
             clock_offset=clock_s - self.clock.now,
             monitor=self.monitor,
@@ -231,11 +230,6 @@ class World(Links):
         self.monitor.persisted(record)
         if isinstance(record, records.Merged):
             self.merges[record.fragment] += 1
-        elif isinstance(record, records.Joined):
-            assert self.coordinator is not None
-            merging.drop_island(
-                record.island, record.incarnation, left_behind(self.coordinator.state)
-            )
 
     def crash_coordinator(self, restart: Restart) -> None:
         """It dies; every connection breaks."""
@@ -294,7 +288,7 @@ class World(Links):
         if coordinator is None:
             return
         number, state = self.disk.rotate(), coordinator.state
-        anchors = tuple(coordinator.merging.anchors)
+        anchors = tuple(coordinator.anchors.anchors)
         if self._snapshot_failures:
             self.begun(self._snapshot_failures.pop(), 0.0)
             return

@@ -21,10 +21,16 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config import SyncConfig
+from diloco_jax.config.fields import AT_LEAST_1, Bound, check_bounds, setting
 from diloco_jax.core.choices import CodecName
 from diloco_jax.core.codec import Codec
-from diloco_jax.simulation.fleets.checks import GBIT_PER_S, STEP_SECONDS, cut_in_reach
-from diloco_jax.validation import AT_LEAST_1, Bound, within
+from diloco_jax.simulation.fleets.checks import (
+    FRAGMENTS,
+    GBIT_PER_S,
+    PARAMS,
+    STEP_SECONDS,
+    cut_in_reach,
+)
 
 PUBLISHED_CASE = "published for 8 sites, 7 B, 1 s"
 PUBLISHED_DATA_PARALLEL_GBIT_PER_S = 198.0
@@ -43,23 +49,36 @@ class BandwidthConfig:
     """The terms of the formula. The defaults of parameters, sites and step are the
     published case."""
 
-    params: float = 7e9
-    """Parameters of the model."""
-    sites: int = 8
-    """Data centres, an island each."""
-    step_seconds: float = 1.0
-    cycle: int = SyncConfig.steps_per_cycle
-    """H: inner steps in which every fragment is exchanged once."""
-    fragments: int = SyncConfig.fragments
-    """P."""
-    overlap: float = SyncConfig.overlap_steps
-    """tau: steps between a take and its adoption."""
-    codec: CodecName = SyncConfig.codec_up
-    """Of deltas and publishes."""
-    link_utilisation: float = 0.99
-    """Share of the time in which a link carries payload."""
-    link_gbit_per_s: float = 5.0
-    """Of a site, in one direction: how long are steps then?"""
+    params: float = setting(7e9, PARAMS, help="Parameters of the model.")
+    sites: int = setting(8, AT_LEAST_1, help="Data centres, an island each.")
+    step_seconds: float = setting(1.0, STEP_SECONDS, help="Seconds of a step.")
+    cycle: int = setting(
+        SyncConfig.steps_per_cycle,
+        AT_LEAST_1,
+        help="H: inner steps in which every fragment is exchanged once.",
+    )
+    fragments: int = setting(
+        SyncConfig.fragments,
+        FRAGMENTS,
+        help="P: fragments that the model is cut into.",
+    )
+    overlap: float = setting(
+        SyncConfig.overlap_steps,
+        OVERLAP,
+        help="tau: steps between a take and its adoption.",
+    )
+    codec: CodecName = setting(
+        SyncConfig.codec_up, help="Encoding of deltas and publishes."
+    )
+    link_utilisation: float = setting(
+        0.99, UTILISATION, help="Share of the time in which a link carries payload."
+    )
+    link_gbit_per_s: float = setting(
+        5.0,
+        GBIT_PER_S,
+        help="Gbit/s of a site's link, in one direction, for which step times are "
+        "shown.",
+    )
 
     @property
     def as_published(self) -> bool:
@@ -76,12 +95,8 @@ class BandwidthConfig:
 
     def validate(self) -> None:
         """Raises ConfigError naming field, value and remedy."""
-        within(self, STEP_SECONDS, "step_seconds")
-        within(self, OVERLAP, "overlap")
-        within(self, GBIT_PER_S, "link_gbit_per_s")
-        within(self, AT_LEAST_1, "sites", "cycle")
+        check_bounds(self)
         cut_in_reach(self)
-        within(self, UTILISATION, "link_utilisation")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_jax.config import ConfigError
-from diloco_jax.validation import LONGEST_S, Bound, within
+from diloco_jax.config.fields import LONGEST_S, Bound
 
 MOST_EVENTS = 1e8
 """That a simulation may have: hours on one core."""
@@ -17,8 +17,6 @@ STEP_SECONDS = Bound(1e-6, LONGEST_S)
 
 def cut_in_reach(config: Any) -> None:
     """Raises ConfigError unless `fragments` can be cut from `params`, and simulated."""
-    within(config, FRAGMENTS, "fragments")
-    within(config, PARAMS, "params")
     if config.fragments > config.params:
         raise ConfigError(
             f"fragments = {config.fragments}, but params = {config.params:g}; lower "

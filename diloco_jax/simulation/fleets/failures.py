@@ -22,7 +22,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diloco_jax.validation import AT_LEAST_1, NOT_NEGATIVE, SECONDS, within
+from diloco_jax.config.fields import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    SECONDS,
+    check_bounds,
+    setting,
+)
 
 SECONDS_PER_YEAR = 365.25 * 24 * 3600
 TOUCHING_S = 1e-6
@@ -33,25 +39,41 @@ class FailureModel:
     """The defaults are calibrated: they give the published goodput, as
     docs/results/goodput.md shows."""
 
-    mtbi_years: float = 1.0
-    """Mean time between interruptions of one chip; 0 = they never come."""
-    slice_chips: int = 4096
-    """Chips that go away together. An island has the nearest whole number of slices."""
-    down_seconds: float = 12.0
-    """Stop of an island that goes on with one slice less."""
-    up_seconds: float = 12.0
-    """Stop of an island that takes slices in again."""
-    return_seconds: float = 120.0
-    """From an interruption until its slice can be taken in again."""
-    restart_seconds: float = 85.0
-    """Stop of everything where there is no elasticity."""
+    mtbi_years: float = setting(
+        1.0,
+        NOT_NEGATIVE,
+        help="Mean years between interruptions of one chip; 0 = they never come.",
+    )
+    slice_chips: int = setting(
+        4096,
+        AT_LEAST_1,
+        help="Chips that go away together. An island has the nearest whole number of "
+        "slices.",
+    )
+    down_seconds: float = setting(
+        12.0,
+        SECONDS,
+        help="Seconds for which an island stops that goes on with one slice less.",
+    )
+    up_seconds: float = setting(
+        12.0,
+        SECONDS,
+        help="Seconds for which an island stops that takes slices in again.",
+    )
+    return_seconds: float = setting(
+        120.0,
+        SECONDS,
+        help="Seconds from an interruption until its slice can be taken in again.",
+    )
+    restart_seconds: float = setting(
+        85.0,
+        SECONDS,
+        help="Seconds for which everything stops where there is no elasticity.",
+    )
 
     def validate(self) -> None:
-        """Raises ConfigError naming field, value and remedy."""
-        within(self, AT_LEAST_1, "slice_chips")
-        within(self, NOT_NEGATIVE, "mtbi_years")
-        within(self, SECONDS, "down_seconds", "up_seconds")
-        within(self, SECONDS, "return_seconds", "restart_seconds")
+        """Raise ConfigError naming field, value and remedy."""
+        check_bounds(self)
 
     @property
     def interruptions_per_chip_second(self) -> float:

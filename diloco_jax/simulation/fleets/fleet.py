@@ -17,20 +17,31 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from diloco_jax.config import Placement, RunConfig, SyncConfig
+from diloco_jax.config.fields import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    SECONDS,
+    check_bounds,
+    setting,
+)
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.choices import CodecName
 from diloco_jax.core.codec import Codec
 from diloco_jax.observability.measures import IslandMeasure, participation
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.state import Fragment, State
-from diloco_jax.simulation.fleets.checks import GBIT_PER_S, cut_in_reach
+from diloco_jax.simulation.fleets.checks import (
+    FRAGMENTS,
+    GBIT_PER_S,
+    PARAMS,
+    cut_in_reach,
+)
 from diloco_jax.simulation.fleets.failures import Capacity, Segment
 from diloco_jax.simulation.progress import Progress, nobody
 from diloco_jax.simulation.virtual.island import IslandSpec
 from diloco_jax.simulation.virtual.line import LineSpeed
 from diloco_jax.simulation.virtual.merging import NoArrays
 from diloco_jax.simulation.virtual.world import World
-from diloco_jax.validation import AT_LEAST_1, NOT_NEGATIVE, SECONDS, within
 
 TOKENS_PER_STEP = 1000
 """Of every island: only shares are asked for."""
@@ -45,24 +56,40 @@ PROGRESS_CALLS = 200
 class Exchange:
     """What islands and coordinator exchange, how often and how fast."""
 
-    cycle: int = SyncConfig.steps_per_cycle
-    """H: inner steps between two merges of a fragment."""
-    fragments: int = SyncConfig.fragments
-    """P."""
-    overlap: int = SyncConfig.overlap_steps
-    """tau: steps an island may do between its take and the adoption."""
-    codec: CodecName = SyncConfig.codec_up
-    """Of deltas and publishes."""
-    params: float = 12e9
-    """Parameters of the model."""
-    link_gbit_per_s: float = 5.0
-    """Of an island's link, each way."""
-    latency_seconds: float = 0.05
-    """One way."""
-    merge_seconds: float = 0.5
-    """From the last delta of a merge to its publish."""
-    join_seconds: float = 60.0
-    """What a new incarnation takes for compiling, its fetch of the parameters apart."""
+    cycle: int = setting(
+        SyncConfig.steps_per_cycle,
+        AT_LEAST_1,
+        help="H: inner steps between two merges of a fragment.",
+    )
+    fragments: int = setting(
+        SyncConfig.fragments,
+        FRAGMENTS,
+        help="P: fragments that the model is cut into.",
+    )
+    overlap: int = setting(
+        SyncConfig.overlap_steps,
+        NOT_NEGATIVE,
+        help="tau: steps an island may do between its take and the adoption.",
+    )
+    codec: CodecName = setting(
+        SyncConfig.codec_up, help="Encoding of deltas and publishes."
+    )
+    params: float = setting(12e9, PARAMS, help="Parameters of the model.")
+    link_gbit_per_s: float = setting(
+        5.0, GBIT_PER_S, help="Gbit/s of an island's link, each way."
+    )
+    latency_seconds: float = setting(
+        0.05, SECONDS, help="Seconds that a message is under way."
+    )
+    merge_seconds: float = setting(
+        0.5, SECONDS, help="Seconds from the last delta of a merge to its publish."
+    )
+    join_seconds: float = setting(
+        60.0,
+        SECONDS,
+        help="Seconds that a new incarnation takes for compiling; its fetch of the "
+        "parameters comes on top.",
+    )
 
     def sync(self, quorum: int, grace: float) -> SyncConfig:
         """The part that a run's config holds."""
@@ -82,12 +109,9 @@ class Exchange:
         return tuple(each + (f < rest) for f in range(self.fragments))
 
     def validate(self) -> None:
-        """Raises ConfigError naming field, value and remedy."""
-        within(self, AT_LEAST_1, "cycle")
-        within(self, NOT_NEGATIVE, "overlap")
-        within(self, SECONDS, "latency_seconds", "merge_seconds", "join_seconds")
+        """Raise ConfigError naming field, value and remedy."""
+        check_bounds(self)
         cut_in_reach(self)
-        within(self, GBIT_PER_S, "link_gbit_per_s")
 
 
 @dataclasses.dataclass

@@ -16,6 +16,14 @@ import dataclasses
 import numpy as np
 
 from diloco_jax.config import ConfigError, SyncConfig
+from diloco_jax.config.fields import (
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    check_bounds,
+    setting,
+)
 from diloco_jax.observability import measures
 from diloco_jax.simulation.fleets.checks import (
     STEP_SECONDS,
@@ -27,7 +35,6 @@ from diloco_jax.simulation.fleets.failures import undisturbed
 from diloco_jax.simulation.fleets.fleet import Exchange, Fleet
 from diloco_jax.simulation.progress import Progress, nobody, part
 from diloco_jax.simulation.virtual.steps import durations, lockstep_share
-from diloco_jax.validation import BELOW_1, NOT_NEGATIVE, POSITIVE, SHARE, within
 
 PUBLISHED_GOODPUT = {"lockstep": 0.84, "K = 1": 1.0, "K = 1 with grace": 1.0}
 
@@ -37,30 +44,29 @@ class MixConfig:
     """Fast and slow islands, all with the same batch. The defaults of islands, gap and
     spread are the published setting."""
 
-    v6e: int = 4
-    """The faster islands."""
-    v5p: int = 4
-    """The slower islands."""
-    gap: float = 0.18
-    """By which a slow island's step is longer, as a share of a fast one's."""
-    step_spread: float = 0.10
-    """Standard deviation of every step's time over its mean."""
-    step_seconds: float = 10.0
-    """Of a fast island."""
-    grace: float = SyncConfig.grace
-    """gamma of the row with grace."""
-    hours: float = 6.0
-    """Simulated time."""
-    seed: int = 0
+    v6e: int = setting(4, NOT_NEGATIVE, help="Faster islands.")
+    v5p: int = setting(4, NOT_NEGATIVE, help="Slower islands.")
+    gap: float = setting(
+        0.18,
+        NOT_NEGATIVE,
+        help="How much longer a slow island's step is, as a share of a fast one's.",
+    )
+    step_spread: float = setting(
+        0.10, SHARE, help="Standard deviation of every step's time over its mean."
+    )
+    step_seconds: float = setting(
+        10.0, STEP_SECONDS, help="Seconds of a fast island's step."
+    )
+    grace: float = setting(
+        SyncConfig.grace, BELOW_1, help="gamma of the row with grace."
+    )
+    hours: float = setting(6.0, POSITIVE, help="Simulated hours.")
+    seed: int = setting(0, NOT_NEGATIVE, help="Seed of the step times.")
     exchange: Exchange = dataclasses.field(default_factory=Exchange)
 
     def validate(self) -> None:
-        """Raises ConfigError naming field, value and remedy."""
-        within(self, NOT_NEGATIVE, "v6e", "v5p", "gap", "seed")
-        within(self, SHARE, "step_spread")
-        within(self, BELOW_1, "grace")
-        within(self, STEP_SECONDS, "step_seconds")
-        within(self, POSITIVE, "hours")
+        """Raise ConfigError naming field, value and remedy."""
+        check_bounds(self)
         if self.v6e + self.v5p < 2:
             raise ConfigError(
                 f"v6e = {self.v6e} and v5p = {self.v5p} islands; a mix has at least 2"

@@ -14,6 +14,15 @@ import math
 import numpy as np
 
 from diloco_jax.config import ConfigError, SyncConfig
+from diloco_jax.config.fields import (
+    AT_LEAST_1,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    check_bounds,
+    setting,
+)
 from diloco_jax.simulation.fleets.checks import (
     STEP_SECONDS,
     deltas_in_reach,
@@ -24,14 +33,6 @@ from diloco_jax.simulation.fleets.failures import undisturbed
 from diloco_jax.simulation.fleets.fleet import TOKENS_PER_STEP, Exchange, Fleet
 from diloco_jax.simulation.progress import Progress, nobody, part
 from diloco_jax.simulation.virtual.steps import durations
-from diloco_jax.validation import (
-    AT_LEAST_1,
-    BELOW_1,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE,
-    within,
-)
 
 PUBLISHED = {
     0.25: (0.90, 1.07),
@@ -46,32 +47,37 @@ PUBLISHED = {
 class ScavengeConfig:
     """A run, and what comes on top."""
 
-    islands: int = 8
-    """Of the whole run."""
-    extra: tuple[float, ...] = tuple(PUBLISHED)
-    """Islands on top, as shares of `islands`; one simulation each."""
-    tokens_share: float = 0.5
-    """Share of the token budget in whose time they take part."""
-    step_seconds: float = 10.0
-    step_spread: float = 0.0
-    """Standard deviation of the step time over its mean."""
-    quorum: int = SyncConfig.quorum
-    """K."""
-    grace: float = SyncConfig.grace
-    """gamma."""
-    hours: float = 6.0
-    """Of the run without extra islands."""
-    seed: int = 0
+    islands: int = setting(8, AT_LEAST_1, help="Islands of the whole run.")
+    extra: tuple[float, ...] = setting(
+        tuple(PUBLISHED),
+        help="Extra islands, as shares of those of the whole run; one simulation each.",
+    )
+    tokens_share: float = setting(
+        0.5, help="Share of the token budget in whose time the extra islands take part."
+    )
+    step_seconds: float = setting(10.0, STEP_SECONDS, help="Seconds of a step.")
+    step_spread: float = setting(
+        0.0, SHARE, help="Standard deviation of the step time over its mean."
+    )
+    quorum: int = setting(
+        SyncConfig.quorum,
+        AT_LEAST_1,
+        help="K: deltas without which a fragment is not merged.",
+    )
+    grace: float = setting(
+        SyncConfig.grace,
+        BELOW_1,
+        help="gamma: share of the slack spent on waiting for more than K deltas.",
+    )
+    hours: float = setting(
+        6.0, POSITIVE, help="Simulated hours of the run without extra islands."
+    )
+    seed: int = setting(0, NOT_NEGATIVE, help="Seed of the step times.")
     exchange: Exchange = dataclasses.field(default_factory=Exchange)
 
     def validate(self) -> None:
-        """Raises ConfigError naming field, value and remedy."""
-        within(self, AT_LEAST_1, "islands", "quorum")
-        within(self, STEP_SECONDS, "step_seconds")
-        within(self, POSITIVE, "hours")
-        within(self, NOT_NEGATIVE, "seed")
-        within(self, SHARE, "step_spread")
-        within(self, BELOW_1, "grace")
+        """Raise ConfigError naming field, value and remedy."""
+        check_bounds(self)
         if not 0 < self.tokens_share <= 1:
             raise ConfigError(
                 f"tokens_share = {self.tokens_share}; choose a share above 0 and at "

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from multiprocessing import Pipe
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.coordinator.notes import Environment
 from diloco_jax.island.arrivals import Arrival
+from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.replay.recording import Who, environment_like
 
@@ -93,7 +94,7 @@ class Judge(Command, frozen=True, kw_only=True, tag=True):
     """What became of the outstanding take: see `boundary.Arrays`."""
 
     fragment: int
-    outcome: Literal["settle", "reopen", "drop", "reset"]
+    outcome: Outcome
 
 
 class Moments(Command, frozen=True, kw_only=True, tag=True):
@@ -238,21 +239,9 @@ class RemoteReplica:
             keep=keep,
         )
 
-    def settle(self, fragment: int) -> None:
+    def judge(self, fragment: int, outcome: Outcome) -> None:
         """See Arrays."""
-        self._send(Judge, fragment=fragment, outcome="settle")
-
-    def reopen(self, fragment: int) -> None:
-        """See Arrays."""
-        self._send(Judge, fragment=fragment, outcome="reopen")
-
-    def drop(self, fragment: int) -> None:
-        """See Arrays."""
-        self._send(Judge, fragment=fragment, outcome="drop")
-
-    def reset(self, fragment: int) -> None:
-        """See Arrays."""
-        self._send(Judge, fragment=fragment, outcome="reset")
+        self._send(Judge, fragment=fragment, outcome=outcome)
 
     def end(self) -> None:
         """It is not needed any more."""

@@ -29,12 +29,12 @@ from rich.progress import (
 
 from diloco_jax import checkpoint, compilation, environment, run_files
 from diloco_jax.config import ConfigError
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.notes import Environment
 from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.windows import Windows
-from diloco_jax.deadlines import Deadlines
-from diloco_jax.loading import require_writable, write_config_json
+from diloco_jax.files import require_writable
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
@@ -219,12 +219,6 @@ class Replay(contextlib.ExitStack):
         """The incarnation, begun when a merge first needs it."""
         if who not in self._islands:
             life = self._recording.lives[who]
-            if len(life.begins()) != len(self._versions):
-                raise TapeError(
-                    f"line {life.records[0].line}: {who} begins with versions of "
-                    f"{len(life.begins())} of {len(self._versions)} fragments; a "
-                    f"record was altered or is missing"
-                )
             _refuse_absent_hosts(who, life.environment)
             worker = self._worker(life.environment)
             refuse_other_bits(str(who), life.environment, worker.environment)
@@ -298,7 +292,7 @@ def _new_store(recording: Recording) -> Store:
             f"is {plan.digest()}; replay it with the version that made it"
         )
     params = jax.jit(model.init)(jax.random.key(run.seed))
-    return Store(run, plan, params, Deadlines(placement.time_budget_s).pin_s)
+    return Store(run, plan, params, placement.deadlines.pin_s)
 
 
 def _refuse_absent_hosts(who: Who, recorded: Environment) -> None:

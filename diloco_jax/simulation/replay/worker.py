@@ -113,7 +113,7 @@ class Copies:
             case Adopt(who=who):
                 self._copies[who].adopt(command)
             case Judge(who=who):
-                self._copies[who].judge(command)
+                self._copies[who].replica.judge(command.fragment, command.outcome)
             case Moments(who=who):
                 return self._copies[who].moments()
             case Residual(who=who):
@@ -151,26 +151,26 @@ class _Copy:
                 residuals={f: self._put(f, r) for f, r in begin.residuals.items()},
             )
         plan = build_plan(run, model)
-        self._replica = join(plan, trainer, self._exchange, placed, restored)
+        self.replica = join(plan, trainer, self._exchange, placed, restored)
         self._last_metrics: Metrics | None = None
 
     def step(self, step: Step) -> None:
         batch = np.frombuffer(step.batch, "<i4").reshape(self._sequences, -1)
-        metrics = self._replica.step(batch, step.learning_rate)
+        metrics = self.replica.step(batch, step.learning_rate)
         # As in the loop: at most one step ahead of the device.
         jax.block_until_ready(self._last_metrics)  # type: ignore[no-untyped-call]
         self._last_metrics = metrics
 
     def take(self, fragment: int) -> bytearray:
-        arrays = [_whole(array) for array in self._replica.take(fragment)]
+        arrays = [_whole(array) for array in self.replica.take(fragment)]
         return self._exchange.layouts_up[fragment].pack(arrays)
 
     def moments(self) -> bytes:
-        leaves = self._replica.trees()["moments"]
+        leaves = self.replica.trees()["moments"]
         return msgspec.msgpack.encode([_whole(leaf).tobytes() for leaf in leaves])
 
     def residual(self, fragment: int) -> bytes:
-        residuals = self._replica.trees()["residuals"]
+        residuals = self.replica.trees()["residuals"]
         return b"".join(_whole(array).tobytes() for array in residuals[fragment])
 
     def adopt(self, adopt: Adopt) -> None:
@@ -182,7 +182,7 @@ class _Copy:
             version=adopt.version,
             publishes=tuple(exchange.put_publish(fragment, p) for p in parts),
         )
-        self._replica.adopt(arrival, keep=adopt.keep)
+        self.replica.adopt(arrival, keep=adopt.keep)
 
     def _put(self, fragment: int, octets: bytes) -> tuple[jax.Array, ...]:
         """Of the values of all pieces, what belongs to this process."""
@@ -190,17 +190,6 @@ class _Copy:
         values = [piece for _, piece in layout.split_values(octets, ())]
         part = layout.cut_values(values, self._exchange.part_down(fragment))
         return self._exchange.put_anchor(fragment, _joined(part))
-
-    def judge(self, judge: Judge) -> None:
-        match judge.outcome:
-            case "settle":
-                self._replica.settle(judge.fragment)
-            case "reopen":
-                self._replica.reopen(judge.fragment)
-            case "drop":
-                self._replica.drop(judge.fragment)
-            case "reset":
-                self._replica.reset(judge.fragment)
 
 
 def _whole(array: jax.Array) -> npt.NDArray[Any]:

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from diloco_jax.island.arrivals import Arrival
+from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.island.boundary import Arrays
 from diloco_jax.simulation.virtual.merging import Fetched
 
@@ -45,14 +46,5 @@ class NoBody:
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
         """See Arrays."""
 
-    def settle(self, fragment: int) -> None:
-        """See Arrays."""
-
-    def reopen(self, fragment: int) -> None:
-        """See Arrays."""
-
-    def drop(self, fragment: int) -> None:
-        """See Arrays."""
-
-    def reset(self, fragment: int) -> None:
+    def judge(self, fragment: int, outcome: Outcome) -> None:
         """See Arrays."""

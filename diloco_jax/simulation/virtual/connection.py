@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
 
-from diloco_jax.coordinator.inbox import DeltaKey
-from diloco_jax.protocol.coordinator.events import Event, Hello, Refuse
+from diloco_jax.protocol.coordinator.events import Event
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.island.status import Status
-from diloco_jax.protocol.messages import FromCoordinator
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused
+from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.virtual.line import Line
 from diloco_jax.simulation.virtual.merging import Fetched
 
@@ -33,7 +32,7 @@ class Service(Protocol):
     def hello(self, hello: Hello, peer: Connection) -> None:
         """An island on a new connection."""
 
-    def step(self, event: Event) -> None:
+    def hear(self, event: Event) -> None:
         """What an island says."""
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
@@ -64,9 +63,8 @@ class Connection:
 
     def receive(self, message: FromCoordinator) -> None:
         """See Peer."""
-        self.line.send_down(lambda: self.island.received(message))
-
-    def refused(self, refusal: Refuse) -> None:
-        """See Peer."""
-        reason = f"refused: {refusal.message}"
-        self.line.send_down(lambda: self.island.turned_away(reason))
+        if isinstance(message, Refused):
+            reason = f"refused: {message.message}"
+            self.line.send_down(lambda: self.island.turned_away(reason))
+        else:
+            self.line.send_down(lambda: self.island.received(message))

@@ -1,7 +1,7 @@
-"""The coordinator in virtual time: the production policy, driven by a clock.
+"""The coordinator in virtual time: the production engine, driven by a clock.
 
-What `coordinator.engine` does with threads, disks and sockets happens here at once or
-after a given delay. Everything that is decided, is decided by `decide.step`.
+What the service does with threads, disks and sockets happens here at once or after a
+given delay.
 """
 
 from __future__ import annotations
@@ -11,39 +11,24 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
-from diloco_jax.coordinator import outbox
-from diloco_jax.coordinator.inbox import DeltaKey
-from diloco_jax.protocol.coordinator import decide
+from diloco_jax.coordinator.engine import Engine
+from diloco_jax.protocol.coordinator import decide, takes
 from diloco_jax.protocol.coordinator.events import (
-    Alert,
-    AskResend,
-    AskTake,
+    Commit,
     DeltaArrived,
     Disconnected,
-    DropDelta,
-    Effect,
+    Drop,
     Event,
-    Finish,
-    Grant,
-    Hello,
-    LetGo,
+    Forget,
+    Ignored,
     Merge,
     MergeComputed,
-    Note,
-    Persist,
-    Progress,
-    Publish,
-    Refuse,
-    StopStepping,
-    TellVerdict,
     Timer,
-    Welcome,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.messages import Finished, FromCoordinator
-from diloco_jax.protocol.messages import Welcome as WelcomeMessage
-from diloco_jax.protocol.records import Durable
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused, Welcome
+from diloco_jax.protocol.records import Durable, Noted
+from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.virtual.clock import Clock, Due
 from diloco_jax.simulation.virtual.merging import Fetched, Merging
 
@@ -53,22 +38,87 @@ class Peer(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the island."""
+        """Name of the island."""
 
     @property
     def session(self) -> str:
-        """Of the incarnation's process."""
+        """Session of the incarnation's process."""
 
     def receive(self, message: FromCoordinator) -> None:
         """Sends it on its way to the island."""
 
-    def refused(self, refusal: Refuse) -> None:
-        """Likewise: the island is not let in, or put out."""
+
+class Peers:
+    """The `Sender` of an engine in virtual time. postponed: called with a connection
+    that is ended for the island to come again."""
+
+    def __init__(self, postponed: Callable[[Any], None] = lambda peer: None) -> None:
+        self.serving: dict[str, Peer] = {}
+        """Connections by session."""
+        self._joining: dict[str, Peer] = {}
+        self._postponed = postponed
+
+    def arrived(self, peer: Peer) -> None:
+        """A peer is about to be judged by its hello."""
+        self._joining[peer.session] = peer
+
+    def gone(self, peer: Peer) -> bool:
+        """A connection broke; returns whether it served."""
+        if self.serving.get(peer.session) is not peer:
+            return False
+        del self.serving[peer.session]
+        return True
+
+    def tell(self, session: str, message: FromCoordinator) -> None:
+        """See engine.Sender."""
+        joining = self._joining.get(session)
+        if isinstance(message, Refused):
+            peer = joining or self.serving.get(session)
+            if peer is not None:
+                peer.receive(message)
+            return
+        if isinstance(message, Welcome) and joining is not None:
+            replaced = [s for s, p in self.serving.items() if p.name == joining.name]
+            for old in replaced:
+                del self.serving[old]
+            self.serving[session] = self._joining.pop(session)
+        if (peer := self.serving.get(session)) is not None:
+            peer.receive(message)
+
+    def postpone(self, session: str, message: str) -> None:
+        """See engine.Sender."""
+        self._postponed(self._joining.pop(session))
+
+    def judged(self, peer: Peer) -> None:
+        """The hello of a peer has been answered."""
+        if self._joining.get(peer.session) is peer:
+            del self._joining[peer.session]
 
 
-@dataclasses.dataclass
-class VirtualCoordinator:
-    """One life of a coordinator, from `state` on.
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """The `Log` of an engine in virtual time; there is no tape."""
+
+    write: Callable[[Durable], None]
+    tell: Callable[[str], None]
+
+    def persist(self, record: Durable) -> None:
+        """See engine.Log."""
+        self.write(record)
+
+    def note(self, record: Noted) -> None:
+        """See engine.Log."""
+
+    def ignored(self, ignored: Ignored) -> None:
+        """See engine.Log."""
+
+    def alert(self, text: str) -> None:
+        """See engine.Log."""
+        self.tell(text)
+
+
+class VirtualCoordinator(Engine[State, Event]):
+    """One life of a coordinator, from `state` on; also the `Holder` of its engine.
 
     persist: called with every durable record, before the next effect. alert: with what
     a person should look at.
@@ -78,26 +128,38 @@ class VirtualCoordinator:
 
     serves: ClassVar[bool] = True
 
-    config: PolicyConfig
-    clock: Clock
-    state: State
-    merging: Merging
-    persist: Callable[[Durable], None] = lambda record: None
-    alert: Callable[[str], None] = lambda text: None
-    merge_seconds: Callable[[Merge], float] = lambda merge: 0.0
-    clock_offset: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.finished = self.state.phase == "done"
-        self.peers: dict[str, Peer] = {}
-        """Connected islands."""
-        self._joining: dict[str, Peer] = {}
+    def __init__(
+        self,
+        config: PolicyConfig,
+        clock: Clock,
+        state: State,
+        merging: Merging,
+        persist: Callable[[Durable], None] = lambda record: None,
+        alert: Callable[[str], None] = lambda text: None,
+        merge_seconds: Callable[[Merge], float] = lambda merge: 0.0,
+        clock_offset: float = 0.0,
+    ) -> None:
+        self.peers = Peers()
+        super().__init__(
+            decide.step,
+            config,
+            state,
+            sender=self.peers,
+            log=Written(persist, alert),
+            holder=self,
+        )
+        self.clock, self.merging = clock, merging
+        self._merge_seconds, self.clock_offset = merge_seconds, clock_offset
         self._timer: Due | None = None
-        self._dead = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over."""
+        return self.state.phase == "done"
 
     def die(self) -> None:
         """Nothing that it began happens any more."""
-        self._dead = True
+        self.dead = True
         if self._timer is not None:
             self._timer.cancel()
 
@@ -105,112 +167,68 @@ class VirtualCoordinator:
 
     def hello(self, hello: Hello, peer: Peer) -> None:
         """An island on a new connection."""
-        self._joining[hello.session] = peer
-        self.step(hello)
-        self._joining.pop(hello.session, None)
+        self.peers.arrived(peer)
+        self.hear(hello)
+        self.peers.judged(peer)
 
     def disconnected(self, peer: Peer) -> None:
         """A connection broke, and this end noticed."""
-        if self.peers.get(peer.name) is peer:
-            del self.peers[peer.name]
-            self.step(Disconnected(island=peer.name, session=peer.session))
+        if self.peers.gone(peer):
+            self.hear(Disconnected(island=peer.name, session=peer.session))
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """All bytes of a delta."""
+        fragment = self.state.fragments[key.fragment]
+        if not takes.is_awaited(fragment, key.island, key.incarnation, key.tick):
+            return
         refusal = self.merging.put(key, encoded)
-        self.step(DeltaArrived(**key._asdict(), refusal=refusal))
+        self.hear(DeltaArrived(**key._asdict(), refusal=refusal))
 
     def fetch(self, fragment: int, have: Version | None) -> Fetched:
         """The newest version of a fragment."""
         version = self.state.fragments[fragment].version
         return self.merging.fetch(fragment, version, have)
 
-    def step(self, event: Event) -> None:
-        """One event: policy, then its effects in order."""
-        if self._dead:
+    def hear(self, event: Event) -> None:
+        """One event, now."""
+        if self.dead:
             return
-        for effect in self.decide(event):
-            self.carry_out(effect)
-            if self._dead:
-                return
-        self._set_timer()
+        self.step(event, self.clock.now + self.clock_offset)
+        if not self.dead:
+            self._set_timer()
 
-    def decide(self, event: Event) -> list[Effect]:
-        """What the policy makes of an event."""
-        now = self.clock.now + self.clock_offset
-        self.state, effects = decide.step(self.config, self.state, event, now)
-        return effects
+    # ---- as a holder ----------------------------------------------------------------
 
-    # ---- what goes out --------------------------------------------------------------
-
-    def carry_out(self, effect: Effect) -> None:
-        """One effect."""
-        match effect:
-            case Persist(record=record):
-                self.persist(record)
-            case Note():
-                pass  # There is no tape.
-            case Alert(text=text):
-                self.alert(text)
-            case (
-                AskTake()
-                | AskResend()
-                | TellVerdict()
-                | Grant()
-                | Progress()
-                | StopStepping()
-                | LetGo()
-            ):
-                self._tell(effect.island, outbox.message(effect))
-            case Publish(fragment=fragment, version=version):
-                self.merging.commit(fragment, version)
-                for island in list(self.peers):
-                    self._tell(island, outbox.published(effect, island))
-            case Merge():
-                self._merge(effect)
-            case Welcome():
-                self.peers[effect.island] = self._joining[effect.session]
-                welcome = WelcomeMessage(
-                    run_id=self.config.run_id,
-                    term=self.state.fragments[0].version.term,
-                    resumed=effect.resumed,
-                    versions=effect.versions,
-                )
-                self._tell(effect.island, welcome)
-            case Refuse(island=island, session=session):
-                peer = self._joining.get(session) or self.peers.get(island)
-                if peer is not None and peer.session == session:
-                    peer.refused(effect)
-            case DropDelta():
-                self.merging.drop(
-                    DeltaKey(
-                        effect.island, effect.incarnation, effect.fragment, effect.tick
-                    )
-                )
-            case Finish():
-                for island in list(self.peers):
-                    self._tell(island, Finished())
-                self.finished = True
-
-    def _tell(self, island: str, message: FromCoordinator) -> None:
-        peer = self.peers.get(island)
-        if peer is not None:
-            peer.receive(message)
-
-    def _merge(self, merge: Merge) -> None:
-        # At once: its deltas may be dropped before the result is due.
-        digest = self.merging.compute(merge)
+    def merge(self, merge: Merge) -> None:
+        """See engine.Holder. At once: its deltas may be dropped before the result is
+        due."""
         computed = MergeComputed(
-            fragment=merge.fragment, version=merge.version, digest=digest
+            fragment=merge.fragment,
+            version=merge.version,
+            digest=self.merging.compute(merge),
         )
 
         def done() -> None:
             for c in merge.contributions:
                 key = DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
                 self.merging.drop(key)
-            self.step(computed)
+            self.hear(computed)
 
-        self.clock.after(self.merge_seconds(merge), done)
+        self.clock.after(self._merge_seconds(merge), done)
+
+    def commit(self, commit: Commit) -> None:
+        """See engine.Holder."""
+        self.merging.commit(commit.fragment, commit.version)
+
+    def drop(self, drop: Drop) -> None:
+        """See engine.Holder."""
+        self.merging.drop(drop.delta)
+
+    def forget(self, forget: Forget) -> None:
+        """See engine.Holder."""
+        self.merging.drop_island(forget.island, forget.before, forget.kept)
+
+    # ---- time -----------------------------------------------------------------------
 
     def _set_timer(self) -> None:
         """Deadlines move with every report: a timer that rings too early is harmless
@@ -232,4 +250,4 @@ class VirtualCoordinator:
 
     def _ring(self) -> None:
         self._timer = None
-        self.step(Timer())
+        self.hear(Timer())

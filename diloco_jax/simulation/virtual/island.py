@@ -13,12 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.config import RunConfig
-from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.refused_takes import log_refused
 from diloco_jax.island.traits import adopt_traits
-from diloco_jax.protocol.coordinator import events
+from diloco_jax.protocol.coordinator.events import Said
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.island.conversation import Conversation, Wanted
@@ -35,6 +34,7 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.reasons import EndReason
+from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.simulation.virtual.body import Body
 from diloco_jax.simulation.virtual.clock import Clock, Due
 from diloco_jax.simulation.virtual.connection import Connection, Service
@@ -117,10 +117,8 @@ class VirtualIsland:
         )
         status = self._conversation.status()
         said = hello(who, status)
-        known = events.Hello.__struct_fields__
-        event = events.Hello(**{name: getattr(said, name) for name in known})
         self.peer = peer = Connection(self, line, status)
-        line.send_up(lambda: coordinator.hello(event, peer))
+        line.send_up(lambda: coordinator.hello(said, peer))
 
     def disconnect(self) -> None:
         """Its connection is gone; it trains on."""
@@ -294,19 +292,6 @@ class VirtualIsland:
     def _say(self, message: Report | Goodbye) -> None:
         """The coordinator's half is told together with the session."""
         line, coordinator = self.line, self._coordinator
-        if line is None or coordinator is None:
-            return
-        who = {"island": self.name, "session": self.session}
-        event: events.Event
-        match message:
-            case Report(phase=phase, steps=steps, records=records):
-                event = events.Report(
-                    **who,
-                    phase=phase,
-                    steps=steps,
-                    step_seconds=message.step_seconds,
-                    records=records,
-                )
-            case Goodbye(reason=reason, text=text):
-                event = events.Goodbye(**who, reason=reason, said=text)
-        line.send_up(lambda: coordinator.step(event))
+        if line is not None and coordinator is not None:
+            said = Said(island=self.name, session=self.session, message=message)
+            line.send_up(lambda: coordinator.hear(said))

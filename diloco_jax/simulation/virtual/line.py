@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from diloco_jax.config.fields import SECONDS, setting
 from diloco_jax.simulation.virtual.clock import Clock
 
 
@@ -12,9 +13,15 @@ from diloco_jax.simulation.virtual.clock import Clock
 class LineSpeed:
     """How long messages and bytes take."""
 
-    latency_s: float = 0.0
-    up_bytes_per_s: float = float("inf")
-    down_bytes_per_s: float = float("inf")
+    latency_s: float = setting(
+        0.0, SECONDS, help="Seconds that a message is under way."
+    )
+    up_bytes_per_s: float = setting(
+        float("inf"), help="Bytes per second to the coordinator; inf = no limit."
+    )
+    down_bytes_per_s: float = setting(
+        float("inf"), help="Bytes per second from the coordinator; inf = no limit."
+    )
 
 
 class Line:

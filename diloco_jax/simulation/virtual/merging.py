@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple, Protocol
 
-from diloco_jax.coordinator.inbox import DeltaKey
 from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.reasons import Refusal
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.values import DeltaKey, Version
 
 
 class Fetched(NamedTuple):
@@ -27,6 +27,9 @@ class Merging(Protocol):
 
     def drop(self, key: DeltaKey) -> None:
         """The delta is not needed any more; unknown ones are ignored."""
+
+    def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
+        """Drops what incarnations of an island below `before` sent, but for `kept`."""
 
     def compute(self, merge: Merge) -> str:
         """Computes a merge and keeps it; returns its digest."""
@@ -53,6 +56,9 @@ class NoArrays:
         return ""
 
     def drop(self, key: DeltaKey) -> None:
+        """See Merging."""
+
+    def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
         """See Merging."""
 
     def compute(self, merge: Merge) -> str:

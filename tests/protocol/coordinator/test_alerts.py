@@ -17,8 +17,10 @@ from diloco_jax.protocol.values import Contribution, Version
 
 def fragment(solo=0, missed=0):
     accounts = {
-        "a": Account(incarnation=1, tokens_per_step=1),
-        "b": Account(incarnation=1, tokens_per_step=1, missed_merges=missed),
+        "a": Account(incarnation=1, session="a", tokens_per_step=1),
+        "b": Account(
+            incarnation=1, session="a1", tokens_per_step=1, missed_merges=missed
+        ),
     }
     return Fragment(index=3, accounts=accounts, solo_merges=solo)
 
@@ -68,7 +70,11 @@ def merged_in_turns(
     }
     accounts = {
         name: Account(
-            incarnation=1, tokens_per_step=10, merges_in=count, merges_alive=10
+            incarnation=1,
+            session=name,
+            tokens_per_step=10,
+            merges_in=count,
+            merges_alive=10,
         )
         for name, count in (("a", 10), ("b", were))
     }
@@ -96,7 +102,7 @@ def test_islands_merged_in_turns_are_told_of_with_what_would_help():
     assert "sync.overlap_steps from 2 to 8" in text
     [text] = merged_in_turns(grace=0.0)
     assert "for the next run, raise sync.grace from 0" in text
-    [text] = merged_in_turns(awaits_alike=False)
+    [text] = merged_in_turns(grace_window="overlap")
     assert text.endswith('for the next run, leave sync.grace_window at "alike"')
 
 

@@ -2,20 +2,17 @@
 
 from typing import Any
 
-from kit import Driver, asked, of, only, persisted
+from kit import Driver, asked, kinds, of, only, persisted
 
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.events import (
-    Alert,
-    AskTake,
-    Effect,
-    Finish,
-    Grant,
-    Merge,
-    Persist,
+from diloco_jax.protocol.coordinator.events import Alert, Effect, Merge, Persist
+from diloco_jax.protocol.messages import (
+    Finished,
+    Granted,
     Progress,
-    Refuse,
-    StopStepping,
+    Refused,
+    Stop,
+    TakeRequest,
 )
 
 
@@ -44,9 +41,9 @@ def test_the_run_stops_when_it_has_its_tokens() -> None:
     assert d.state.phase == "running"
     effects = d.report("b", 5)
     assert only(effects, Progress).tokens == 100
-    kinds = [type(effect) for effect in effects]
-    assert kinds.index(Persist) < kinds.index(StopStepping)
-    assert [e.island for e in of(effects, StopStepping)] == ["a", "b"]
+    order = kinds(effects)
+    assert order.index(Persist) < order.index(Stop)
+    assert [e.island for e in of(effects, Stop)] == ["a", "b"]
     assert persisted(effects, "stopping") == [{"kind": "stopping", "tokens": 100}]
 
 
@@ -58,16 +55,16 @@ def test_silent_and_compiling_islands_are_told_to_stop_too() -> None:
     d.report("a", 4)
     d.wait(50)
     assert d.state.islands["b"].status == "absent"
-    told = {e.island for e in of(d.report("a", 10), StopStepping)}
+    told = {e.island for e in of(d.report("a", 10), Stop)}
     assert told == {"a", "b", "c"}
 
 
 def test_nothing_new_begins_once_the_run_stops() -> None:
     d = stopping("a")
-    assert of(d.report("a", 500), Grant) == []
-    assert only(d.hello("b"), Refuse).code == "finished"
-    assert only(d.hello("a", 2), Refuse).code == "finished"
-    assert of(d.report("a", 10**7), AskTake) == []
+    assert of(d.report("a", 500), Granted) == []
+    assert only(d.hello("b"), Refused).code == "finished"
+    assert only(d.hello("a", 2), Refused).code == "finished"
+    assert of(d.report("a", 10**7), TakeRequest) == []
 
 
 def test_the_flush_begins_when_all_have_stopped() -> None:
@@ -97,7 +94,7 @@ def test_the_flush_merges_everything_and_finishes() -> None:
         assert [c.tokens for c in merge.contributions] == [100, 100]
         effects = d.computed(index)
         assert persisted(effects, "merged")[0]["final"]
-    assert isinstance(effects[-1], Finish)
+    assert kinds(effects)[-1] is Finished
     assert persisted(effects, "finished")
     left = persisted(effects, "left")
     assert [(r["island"], r["reason"]) for r in left] == [
@@ -117,7 +114,7 @@ def test_the_flush_is_exempt_from_quorum() -> None:
     merge = only(d.take("a", 0, 10), Merge)
     assert merge.final
     assert [c.island for c in merge.contributions] == ["a"]
-    assert of(d.computed(0), Finish)
+    assert persisted(d.computed(0), "finished")
 
 
 def test_the_flush_waits_for_all_live_islands_whatever_the_grace() -> None:
@@ -137,7 +134,7 @@ def test_an_island_that_dies_in_the_flush_is_not_waited_for() -> None:
     d.take("a", 0, 10)
     merge = only(d.disconnect("b"), Merge)
     assert [c.island for c in merge.contributions] == ["a"]
-    assert of(d.computed(0), Finish)
+    assert persisted(d.computed(0), "finished")
     assert d.totals("b").lost == {"absent": 100}
 
 
@@ -146,7 +143,7 @@ def test_an_absent_island_may_come_back_until_the_flush_begins() -> None:
     d.disconnect("b")
     assert asked(stop(d, "a")) == {}
     effects = d.hello("b", steps=10, phase="stopped")
-    assert only(effects, StopStepping).island == "b"
+    assert only(effects, Stop).island == "b"
     assert asked(effects) == {0: ["a", "b"]}
 
 
@@ -160,7 +157,7 @@ def test_at_the_deadline_the_flush_merges_what_is_here() -> None:
     assert d.fragment(1).phase == "done", "nobody answered there"
     assert decide.next_deadline(d.state, d.now) == d.now + 50, "a lease, not this again"
     effects = d.computed(0)
-    assert of(effects, Finish)
+    assert persisted(effects, "finished")
     assert d.totals("b").lost == {"finished": 100}
 
 
@@ -174,7 +171,7 @@ def test_the_flush_goes_on_while_deltas_come() -> None:
         d.wait(d.config.flush_s - 1)
         assert only(d.take("a", fragment, 10), Merge).fragment == fragment
         effects = d.computed(fragment)
-    assert of(effects, Finish)
+    assert persisted(effects, "finished")
     assert of(effects, Alert) == []
     assert d.totals("a").lost == {}
 
@@ -226,7 +223,7 @@ def test_a_tick_of_before_the_stop_is_no_flush() -> None:
     assert asked(d.computed(0)) == {0: ["b"]}
     second = only(d.take("b", 0, 5), Merge)
     assert (second.final, whose(second)) == (True, [("b", 1, 5)])
-    assert of(d.computed(0), Finish)
+    assert persisted(d.computed(0), "finished")
     assert d.totals("b").merged == 50
 
 
@@ -264,7 +261,7 @@ def test_the_flush_merges_a_fragment_once() -> None:
     last = only(d.take("c", 0, 5), Merge)
     assert last.final
     assert whose(last) == [("a", 4, 5), ("b", 1, 3), ("c", 4, 5)]
-    assert of(d.computed(0), Finish)
+    assert persisted(d.computed(0), "finished")
 
 
 def test_of_what_is_pending_a_quorum_is_enough() -> None:
@@ -295,7 +292,7 @@ def test_what_is_pending_and_the_last_of_its_island_enters_the_flush() -> None:
     assert of(d.arrive("b", 0), Merge) == []
     merge = only(d.take("a", 0, 7), Merge)
     assert (merge.final, whose(merge)) == (True, [("a", 4, 7), ("b", 0, 1)])
-    assert of(d.computed(0), Finish)
+    assert persisted(d.computed(0), "finished")
 
 
 def test_who_has_not_answered_a_refusal_keeps_nobody_waiting() -> None:
@@ -322,7 +319,7 @@ def test_below_quorum_what_is_pending_enters_the_flush_and_the_rest_follows() ->
     assert asked(d.computed(0)) == {0: ["b"]}
     second = only(d.take("b", 0, 3), Merge)
     assert (second.final, whose(second)) == (True, [("b", 1, 3)])
-    assert of(d.computed(0), Finish)
+    assert persisted(d.computed(0), "finished")
 
 
 def test_a_tick_that_is_given_up_in_the_flush_leaves_its_deltas_to_it() -> None:
@@ -336,7 +333,7 @@ def test_a_tick_that_is_given_up_in_the_flush_leaves_its_deltas_to_it() -> None:
     assert d.state.phase == "flushing"
     merge = only(d.disconnect("b"), Merge)
     assert (merge.final, whose(merge)) == (True, [("a", 0, 4)])
-    assert of(d.computed(0), Finish)
+    assert persisted(d.computed(0), "finished")
 
 
 def test_at_the_deadline_what_is_pending_is_merged() -> None:
@@ -344,7 +341,7 @@ def test_at_the_deadline_what_is_pending_is_merged() -> None:
     d.arrive("b", 0)
     merge = only(d.wait(d.config.flush_s), Merge)
     assert (merge.final, whose(merge)) == (True, [("b", 0, 1)])
-    assert of(d.computed(0), Finish)
+    assert persisted(d.computed(0), "finished")
 
 
 def test_a_take_refused_in_the_flush_is_taken_once_more() -> None:
@@ -353,12 +350,12 @@ def test_a_take_refused_in_the_flush_is_taken_once_more() -> None:
     d.take("a", 0, 10, arrive=False)
     effects = d.arrive("a", 0, refusal="non_finite")
     assert not of(effects, Merge)
-    assert not of(effects, AskTake)
+    assert not of(effects, TakeRequest)
     assert d.state.phase == "flushing", "a has not answered its refusal yet"
     reopened = d.record("a", "reopened", 10, fragment=0, tick=d.tick_of("a", 0))
     assert asked(d.report("a", 10, reopened)) == {0: ["a"]}
     assert of(d.take("a", 0, 10), Merge)
-    assert of(d.computed(0), Finish)
+    assert persisted(d.computed(0), "finished")
 
 
 def test_a_run_without_live_islands_ends_at_its_deadlines() -> None:
@@ -370,7 +367,7 @@ def test_a_run_without_live_islands_ends_at_its_deadlines() -> None:
             break
         d.wait(deadline - d.now)
     assert d.state.phase == "done"
-    assert len(of(d.effects, Finish)) == 1
+    assert len(persisted(d.effects, "finished")) == 1
 
 
 def test_a_finished_run_says_so() -> None:
@@ -382,4 +379,4 @@ def test_a_finished_run_says_so() -> None:
     assert d.wait(1000) == []
     assert decide.next_deadline(d.state, d.now) is None
     for incarnation in (1, 2):
-        assert only(d.hello("a", incarnation), Refuse).code == "finished"
+        assert only(d.hello("a", incarnation), Refused).code == "finished"

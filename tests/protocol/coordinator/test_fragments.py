@@ -1,15 +1,19 @@
 """One fragment: quorum, grace, what is late, and what a merge publishes."""
 
-from kit import Driver, asked, merged_islands, notes, of, only, persisted
-
-from diloco_jax.protocol.coordinator.events import (
-    Alert,
-    AskTake,
-    DropDelta,
-    Merge,
-    Persist,
-    Publish,
+from kit import (
+    Driver,
+    asked,
+    kinds,
+    merged_islands,
+    notes,
+    of,
+    only,
+    persisted,
+    verdicts,
 )
+
+from diloco_jax.protocol.coordinator.events import Alert, Commit, Drop, Merge, Persist
+from diloco_jax.protocol.messages import Published, TakeRequest
 from diloco_jax.protocol.values import Version
 
 
@@ -86,7 +90,7 @@ def test_a_tick_changes_nothing_of_a_merge_under_way() -> None:
     before = d.state.fragments[0]
     effects = d.report("a", 4)
     assert notes(effects, "skipped")[0]["why"] == "merging"
-    assert of(effects, AskTake) == []
+    assert of(effects, TakeRequest) == []
     assert d.state.fragments[0] is before
 
 
@@ -98,8 +102,7 @@ def test_a_late_delta_is_pending_and_enters_the_next_merge() -> None:
     d.take("a", 0, 2)
     d.take("b", 0, 2)
     d.take("c", 0, 1, base=Version(1, 0))
-    publish = only(d.computed(0), Publish)
-    assert publish.verdicts == {
+    assert verdicts(d.computed(0)) == {
         "a": (1, "merged", ""),
         "b": (1, "merged", ""),
         "c": (1, "pending", ""),
@@ -196,8 +199,8 @@ def test_persist_comes_before_publish() -> None:
     d.report("a", 2)
     d.take("a", 0, 2)
     effects = d.computed(0)
-    positions = {type(effect): i for i, effect in enumerate(effects)}
-    assert positions[Persist] < positions[Publish]
+    order = kinds(effects)
+    assert order.index(Persist) < order.index(Commit) < order.index(Published)
     (record,) = persisted(effects, "merged")
     assert record["version"] == [1, 1]
     assert record["contributions"][0]["end"] == 2
@@ -209,7 +212,7 @@ def test_a_merge_is_done_once() -> None:
     d.join("a")
     d.report("a", 2)
     d.take("a", 0, 2)
-    assert of(d.computed(0), Publish)
+    assert of(d.computed(0), Published)
     assert d.computed(0) == [], "nothing is being merged"
     assert d.fragment(0).merges == 1
 
@@ -274,12 +277,12 @@ def test_a_delta_too_old_for_the_next_merge_is_refused_with_the_publish() -> Non
             d.report("a", step)
         d.take("a", 0, step)
         effects = d.computed(0)
-        verdict = only(effects, Publish).verdicts["b"]
+        verdict = verdicts(effects)["b"]
         if step == 2:
             assert verdict == (1, "pending", "")
     assert verdict == (1, "refused", "stale")
-    assert only(effects, DropDelta).island == "b"
-    assert len(of(d.effects, AskTake)) == 3, "b is not asked while a take is open"
+    assert only(effects, Drop).island == "b"
+    assert len(of(d.effects, TakeRequest)) == 3, "b is not asked while a take is open"
 
 
 def test_participation_counts_merges_while_alive() -> None:

@@ -2,16 +2,9 @@
 
 import msgspec
 import pytest
-from kit import Driver, asked, notes, of, only, persisted
+from kit import Driver, asked, notes, of, only, persisted, verdicts
 
-from diloco_jax.protocol.coordinator.events import (
-    DeltaArrived,
-    DropDelta,
-    Effect,
-    Finish,
-    Merge,
-    Publish,
-)
+from diloco_jax.protocol.coordinator.events import DeltaArrived, Drop, Effect, Merge
 from diloco_jax.protocol.coordinator.state import State
 
 
@@ -40,7 +33,7 @@ def test_a_delta_that_is_here_is_merged_after_the_goodbye() -> None:
     assert record["settled_steps_by_fragment"] == [2, 0]
     (kept,) = record["left_behind"]
     assert (kept["fragment"], kept["tick"], kept["end"]) == (0, 1, 2)
-    assert of(d.effects, DropDelta) == []
+    assert of(d.effects, Drop) == []
     # Fragment 0 has 30 of 40 parameters: of a's 50 tokens 20 are in the delta.
     assert d.totals("a").lost == {"preempted": (30 * 30 + 10 * 50) // 40}
     assert of(d.take("b", 0, 2), Merge) == [], "who left is not in the quorum"
@@ -61,7 +54,7 @@ def test_what_comes_after_the_goodbye_is_lost() -> None:
     d.goodbye("a", "preempted")
     assert persisted(d.effects, "left")[0]["left_behind"] == []
     late = DeltaArrived(island="a", incarnation=1, fragment=0, tick=tick)
-    assert only(d.feed(late), DropDelta).tick == tick
+    assert only(d.feed(late), Drop).tick == tick
     assert d.totals("a").lost == {"preempted": 20}
 
 
@@ -73,7 +66,7 @@ def test_bytes_that_come_twice_do_not_drop_what_was_left_behind() -> None:
     assert d.feed(again) == []
     d.take("b", 0, 2)
     assert len(whose(d.take("c", 0, 2))) == 3
-    assert only(d.feed(again), DropDelta).tick == 1
+    assert only(d.feed(again), Drop).tick == 1
 
 
 def test_the_next_incarnation_is_merged_beside_it() -> None:
@@ -90,8 +83,8 @@ def test_the_next_incarnation_is_merged_beside_it() -> None:
     assert asked(effects) == {0: ["a"]}
     merge = d.take("a", 0, 4)
     assert whose(merge) == [("a", 1, 0, 4), ("a", 2, 0, 4), ("b", 1, 0, 4)]
-    verdicts = only(d.computed(0), Publish).verdicts
-    assert {n: v[1] for n, v in verdicts.items()} == {"a": "merged", "b": "merged"}
+    told = verdicts(d.computed(0))
+    assert {n: v[1] for n, v in told.items()} == {"a": "merged", "b": "merged"}
     account = d.account("a", 0)
     assert (account.merged_tokens, account.start) == (80, 4)
     assert (account.merges_in, account.merges_alive) == (1, 1)
@@ -123,10 +116,10 @@ def test_one_that_lags_too_far_is_lost(max_staleness: int) -> None:
     effects = d.computed(0)
     totals = d.totals("b")
     if max_staleness:
-        assert of(effects, DropDelta) == []
+        assert of(effects, Drop) == []
         assert totals.in_flight == 15
         return
-    drop = only(effects, DropDelta)
+    drop = only(effects, Drop)
     assert (drop.island, drop.incarnation, drop.fragment) == ("b", 1, 0)
     assert notes(effects, "refused")[0]["reason"] == "stale"
     assert totals.lost == {"preempted": 5, "stale": 15}
@@ -147,7 +140,7 @@ def test_an_island_leaves_one_delta_of_a_fragment_at_most() -> None:
     d.take("a", 0, 4)
     effects = d.goodbye("a", "failed")
     assert persisted(effects, "left")[0]["left_behind"] == []
-    assert only(effects, DropDelta).incarnation == 2
+    assert only(effects, Drop).incarnation == 2
     assert [kept.incarnation for kept in d.fragment(0).left_behind] == [1]
     assert d.totals("a").lost == {"failed": 40}
 
@@ -166,7 +159,7 @@ def test_a_fenced_incarnation_leaves_nothing_behind() -> None:
     d.take("a", 0, 2)
     effects = d.hello("a", 2)
     assert persisted(effects, "left")[0]["left_behind"] == []
-    assert only(effects, DropDelta).incarnation == 1
+    assert only(effects, Drop).incarnation == 1
 
 
 def test_a_coordinator_that_crashes_loses_it() -> None:
@@ -200,7 +193,7 @@ def test_the_flush_merges_what_was_left_behind_and_waits_for_nobody() -> None:
     assert [c.island for c in merge.contributions] == ["a"]
     d.wait(d.config.flush_s - 1)
     effects = d.computed(0)
-    assert of(effects, Finish)
+    assert persisted(effects, "finished")
     assert d.totals("a").merged == 15
 
 
@@ -219,7 +212,7 @@ def test_the_flush_merges_it_together_with_what_the_others_have() -> None:
     d.take("b", 0, 8)
     merge = d.take("c", 0, 4)
     assert whose(merge) == [("a", 1, 0, 4), ("b", 1, 0, 8), ("c", 1, 0, 4)]
-    assert of(d.computed(0), Finish)
+    assert persisted(d.computed(0), "finished")
 
 
 def test_at_the_deadline_the_flush_merges_what_was_left_behind_alone() -> None:
@@ -234,7 +227,7 @@ def test_at_the_deadline_the_flush_merges_what_was_left_behind_alone() -> None:
     assert d.state.phase == "flushing"
     assert of(d.goodbye("a", "preempted"), Merge) == [], "b and c may answer"
     assert whose(d.wait(d.config.flush_s)) == [("a", 1, 0, 4)]
-    assert of(d.computed(0), Finish)
+    assert persisted(d.computed(0), "finished")
     assert d.totals("b").lost == {"finished": 80}
 
 
@@ -251,5 +244,5 @@ def test_nothing_is_left_behind_for_a_fragment_whose_flush_is_over() -> None:
     assert [d.fragment(i).phase for i in (0, 1)] == ["merging", "done"]
     d.arrive("b", 1)
     assert persisted(d.goodbye("b", "failed"), "left")[0]["left_behind"] == []
-    assert of(d.computed(0), Finish)
+    assert persisted(d.computed(0), "finished")
     assert (d.totals("b").lost, d.totals("b").in_flight) == ({"failed": 40}, 0)

@@ -1,17 +1,18 @@
 """Leases of data: enough for an outage, never twice, back only if without effect."""
 
 import pytest
-from kit import Driver, of, persisted
+from kit import Driver, kinds, of, persisted
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import leases
-from diloco_jax.protocol.coordinator.events import Effect, Grant, Persist
+from diloco_jax.protocol.coordinator.events import Effect, Persist
 from diloco_jax.protocol.coordinator.state import FIRST_LEASE_STEPS
+from diloco_jax.protocol.messages import Granted
 from diloco_jax.protocol.values import Span
 
 
 def spans(effects: list[Effect]) -> list[Span]:
-    return [grant.span for grant in of(effects, Grant)]
+    return [grant.span for grant in of(effects, Granted)]
 
 
 def test_a_new_island_gets_data_with_its_welcome() -> None:
@@ -19,8 +20,7 @@ def test_a_new_island_gets_data_with_its_welcome() -> None:
     effects = d.hello("a", sequences_per_step=3)
     (span,) = spans(effects)
     assert span.stop - span.start >= 3 * FIRST_LEASE_STEPS
-    kinds = [type(effect) for effect in effects]
-    assert kinds[-2:] == [Persist, Grant], "durable first"
+    assert kinds(effects)[-2:] == [Persist, Granted], "durable first"
     assert persisted(effects, "granted")[0] == {
         "kind": "granted",
         "island": "a",
@@ -40,7 +40,7 @@ def test_an_island_always_holds_an_outage_budget_of_data() -> None:
         steps_held = island.sequences_granted / 2 - island.steps
         assert steps_held * 0.1 >= 30
     assert island.sequences_granted < 2 * (4000 + 1200), "and not much more"
-    grants = of(d.effects, Grant)
+    grants = of(d.effects, Granted)
     assert [g.offset for g in grants] == [
         sum(g.span.stop - g.span.start for g in grants[:i]) for i in range(len(grants))
     ]

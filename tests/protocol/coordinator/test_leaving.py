@@ -2,7 +2,8 @@
 
 from kit import Driver, asked, notes, of, only, persisted
 
-from diloco_jax.protocol.coordinator.events import AskTake, LetGo, Merge
+from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.messages import MayLeave, TakeRequest
 
 
 def noticed(**changes: int) -> Driver:
@@ -16,7 +17,7 @@ def noticed(**changes: int) -> Driver:
 
 def test_who_stops_before_the_run_is_asked_for_all_that_is_open() -> None:
     d = noticed()
-    asks = of(d.effects, AskTake)
+    asks = of(d.effects, TakeRequest)
     assert [(ask.island, ask.fragment) for ask in asks] == [("a", 0), ("a", 1)]
     (note,) = notes(d.effects, "leaving")
     assert (note["island"], note["incarnation"]) == ("a", 1)
@@ -29,13 +30,13 @@ def test_who_stops_before_the_run_is_asked_for_all_that_is_open() -> None:
 
 def test_its_ticks_are_no_ones_else() -> None:
     d = noticed()
-    theirs = {ask.tick for ask in of(d.effects, AskTake)}
+    theirs = {ask.tick for ask in of(d.effects, TakeRequest)}
     d.hello("c")
     d.report("c", 0)
     for steps in (2, 4, 6):
         for name in "bc":
             d.report(name, steps)
-    regular = {ask.tick for ask in of(d.effects, AskTake) if ask.island != "a"}
+    regular = {ask.tick for ask in of(d.effects, TakeRequest) if ask.island != "a"}
     assert len(theirs) == 2
     assert regular
     assert not theirs & regular
@@ -59,10 +60,10 @@ def test_their_pacing_goes_on_as_if_nothing_had_been() -> None:
 
 def test_it_is_let_go_when_all_is_here() -> None:
     d = noticed()
-    assert of(d.take("a", 0, 2), LetGo) == []
-    assert of(d.take("a", 1, 2, arrive=False), LetGo) == []
-    assert only(d.arrive("a", 1), LetGo).island == "a"
-    assert only(d.report("a"), LetGo).island == "a", "the first answer may be lost"
+    assert of(d.take("a", 0, 2), MayLeave) == []
+    assert of(d.take("a", 1, 2, arrive=False), MayLeave) == []
+    assert only(d.arrive("a", 1), MayLeave).island == "a"
+    assert only(d.report("a"), MayLeave).island == "a", "the first answer may be lost"
     effects = d.goodbye("a", "preempted")
     assert [kept["fragment"] for kept in persisted(effects, "left")[0]["left_behind"]]
     totals = d.totals("a")
@@ -84,7 +85,7 @@ def test_what_is_open_after_an_earlier_take_is_not_waited_for() -> None:
     d.take("a", 0, 2)
     d.report("a", 3)
     assert asked(d.report("a", phase="stopped")) == {1: ["a"]}
-    assert of(d.take("a", 1, 3), LetGo)
+    assert of(d.take("a", 1, 3), MayLeave)
     d.goodbye("a", "preempted")
     assert d.account("a", 0).lost_tokens == {"preempted": 10}
     assert d.account("a", 1).lost_tokens == {}
@@ -100,10 +101,10 @@ def test_a_merge_about_to_end_is_waited_for_if_more_is_open_behind_it() -> None:
     assert {c.island for c in merge.contributions} == {"a", "b"}
     d.report("a", 3)
     d.report("a", phase="stopped")
-    assert of(d.take("a", 1, 3), LetGo) == [], "the merge may end at any time"
+    assert of(d.take("a", 1, 3), MayLeave) == [], "the merge may end at any time"
     d.computed(0)
     assert asked(d.report("a")) == {0: ["a"]}
-    assert only(d.take("a", 0, 3), LetGo)
+    assert only(d.take("a", 0, 3), MayLeave)
     d.goodbye("a", "preempted")
     assert d.totals("a").lost == {}
 
@@ -113,11 +114,11 @@ def test_every_island_may_leave_at_once() -> None:
     d.join("a", "b")
     for name in "ab":
         d.report(name, 3, phase="stopped")
-    ticks = [ask.tick for ask in of(d.effects, AskTake) if ask.island == "b"]
+    ticks = [ask.tick for ask in of(d.effects, TakeRequest) if ask.island == "b"]
     assert len(ticks) == 2
     for name in "ab":
         d.take(name, 0, 3)
-        assert only(d.take(name, 1, 3), LetGo).island == name
+        assert only(d.take(name, 1, 3), MayLeave).island == name
         d.goodbye(name, "preempted")
     for name in "ab":
         d.hello(name, incarnation=2)
@@ -134,16 +135,16 @@ def test_a_refused_take_is_asked_for_once_more() -> None:
     d = noticed()
     d.take("a", 0, 2)
     d.take("a", 1, 2, arrive=False)
-    assert of(d.arrive("a", 1, refusal="non_finite"), LetGo) == []
+    assert of(d.arrive("a", 1, refusal="non_finite"), MayLeave) == []
     reopened = d.record("a", "reopened", 2, fragment=1, tick=d.tick_of("a", 1))
     assert asked(d.report("a", 2, reopened)) == {1: ["a"]}
-    assert only(d.take("a", 1, 2), LetGo)
+    assert only(d.take("a", 1, 2), MayLeave)
 
 
 def test_who_has_nothing_open_may_go_at_once() -> None:
     d = Driver()
     d.join("a", "b")
-    assert only(d.report("a", 0, phase="stopped"), LetGo).island == "a"
+    assert only(d.report("a", 0, phase="stopped"), MayLeave).island == "a"
 
 
 def test_at_the_end_of_the_run_nobody_leaves_early() -> None:
@@ -152,5 +153,5 @@ def test_at_the_end_of_the_run_nobody_leaves_early() -> None:
     d.report("b", 2)
     d.report("a", 2, phase="stopped")
     assert d.state.phase == "stopping"
-    assert of(d.effects, LetGo) == []
-    assert of(d.effects, AskTake) == []
+    assert of(d.effects, MayLeave) == []
+    assert of(d.effects, TakeRequest) == []

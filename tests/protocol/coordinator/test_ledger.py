@@ -112,7 +112,7 @@ def test_check_finds_books_that_do_not_balance() -> None:
 
 
 def test_a_single_token_can_be_lost() -> None:
-    account = Account(incarnation=1, tokens_per_step=1)
+    account = Account(incarnation=1, session="a1", tokens_per_step=1)
     assert account.lose_tokens(1, "died").lost_tokens == {"died": 1}
     assert account.lose_tokens(0, "died") is account
 

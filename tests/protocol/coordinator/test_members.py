@@ -1,22 +1,25 @@
 """Who takes part: leases, incarnations, fencing, and coming back."""
 
 import pytest
-from kit import Driver, asked, notes, of, only, persisted
+from kit import Driver, asked, kinds, notes, of, only, persisted, verdicts
 
 from diloco_jax.protocol.coordinator import decide
 from diloco_jax.protocol.coordinator.events import (
-    AskResend,
-    AskTake,
-    DropDelta,
+    Drop,
     Effect,
-    Goodbye,
-    Grant,
     Merge,
+    Note,
     Persist,
-    Publish,
-    Refuse,
+    Said,
+)
+from diloco_jax.protocol.messages import (
+    Goodbye,
+    Granted,
+    Refused,
     Report,
-    TellVerdict,
+    ResendRequest,
+    TakeRequest,
+    TakeVerdict,
     Welcome,
 )
 from diloco_jax.protocol.values import Outstanding, Span, Version
@@ -29,8 +32,8 @@ def status(d: Driver, name: str) -> str:
 def test_a_join_is_durable_before_it_is_visible() -> None:
     d = Driver()
     effects = d.hello("a")
-    kinds = [type(effect) for effect in effects]
-    assert kinds.index(Persist) < kinds.index(Welcome)
+    order = kinds(effects)
+    assert order.index(Persist) < order.index(Welcome)
     assert persisted(effects, "joined")[0]["session"] == "a1"
     welcome = only(effects, Welcome)
     assert not welcome.resumed
@@ -100,7 +103,7 @@ def test_goodbye_loses_what_is_open() -> None:
     assert (totals.computed, totals.merged) == (50, 15)
     assert totals.lost == {"stopped": (30 * 30 + 10 * 50) // 40}
     assert d.goodbye("a") == []
-    refuse = only(d.report("a", 6), Refuse)
+    refuse = only(d.report("a", 6), Refused)
     assert refuse.code == "fenced"
 
 
@@ -110,22 +113,23 @@ def test_a_higher_incarnation_fences_the_older_one() -> None:
     d.report("a", 2)
     d.take("a", 0, 2, arrive=False)
     effects = d.hello("a", 2)
-    refuse = only(effects, Refuse)
+    refuse = only(effects, Refused)
     assert (refuse.session, refuse.code) == ("a1", "fenced")
     assert "incarnation 2" in refuse.message
     assert persisted(effects, "left")[0]["reason"] == "died"
     assert persisted(effects, "joined")[0]["incarnation"] == 2
-    assert only(effects, DropDelta).incarnation == 1
+    assert only(effects, Drop).incarnation == 1
     assert d.state.islands["a"].joins == 2
     assert d.totals("a").lost == {"died": 20}
     # What the old one still says has no effect.
     before = d.state
-    report = Report(
-        island="a", session="a1", phase="training", steps=9, step_seconds=1.0
-    )
-    assert only(d.feed(report), Refuse).code == "fenced"
-    late = Goodbye(island="a", session="a1", reason="failed", said="late")
-    assert d.feed(late) == []
+    for message in (
+        Report(phase="training", steps=9, step_seconds=1.0),
+        Goodbye(reason="failed", text="late"),
+    ):
+        effects = d.feed(Said(island="a", session="a1", message=message))
+        told = [refused.code for refused in of(effects, Refused)]
+        assert told == (["fenced"] if isinstance(message, Report) else [])
     assert d.state == before
 
 
@@ -152,7 +156,7 @@ def test_an_island_fenced_while_its_merge_is_under_way() -> None:
     lost = {"died": (30 * 30 + 10 * 50) // 40}
     assert d.totals("a").lost == lost
     effects = d.computed(0)
-    assert only(effects, Publish).verdicts == {}, "the new one took nothing"
+    assert verdicts(effects) == {}, "the new one took nothing"
     totals = d.totals("a")
     assert (totals.computed, totals.merged, totals.lost) == (50, 15, lost)
 
@@ -188,10 +192,10 @@ def test_refusals_name_both_sides(
     d.hello("a", 3)
     before = d.state
     effects = d.hello("a", **{"incarnation": 3, **fields})  # type: ignore[arg-type]
-    refuse = only(effects, Refuse)
+    refuse = only(effects, Refused)
     assert refuse.code == code
     assert all(word in refuse.message for word in words), refuse.message
-    assert len(effects) == 1
+    assert kinds(effects) == [Note, Refused]
     assert d.state == before, "the others are not disturbed"
 
 
@@ -204,7 +208,7 @@ def test_an_ended_incarnation_does_not_come_back() -> None:
     d = Driver()
     d.join("a")
     d.goodbye("a")
-    refuse = only(d.hello("a"), Refuse)
+    refuse = only(d.hello("a"), Refused)
     assert refuse.code == "fenced"
     assert "incarnation 2" in refuse.message
     assert of(d.hello("a", 2), Welcome)
@@ -230,7 +234,7 @@ def back(d: Driver, *held: Outstanding, steps: int = 2) -> list[Effect]:
 
 def test_a_request_that_got_lost_is_repeated(asked_a: Driver) -> None:
     d = asked_a
-    ask = only(back(d), AskTake)
+    ask = only(back(d), TakeRequest)
     assert ask.tick == d.tick_of("a", 0)
 
 
@@ -239,7 +243,7 @@ def test_bytes_that_got_lost_are_asked_for(asked_a: Driver) -> None:
     held = d.held("a", 0, 0, 2)
     d.take("a", 0, 2, arrive=False)
     effects = back(d, held)
-    assert only(effects, AskResend).tick == held.tick
+    assert only(effects, ResendRequest).tick == held.tick
 
 
 def test_bytes_that_are_here_are_not_asked_for(asked_a: Driver) -> None:
@@ -247,8 +251,8 @@ def test_bytes_that_are_here_are_not_asked_for(asked_a: Driver) -> None:
     held = d.held("a", 0, 0, 2)
     d.take("a", 0, 2)
     effects = back(d, held)
-    assert not of(effects, AskResend)
-    assert not of(effects, AskTake)
+    assert not of(effects, ResendRequest)
+    assert not of(effects, TakeRequest)
 
 
 def test_bytes_that_came_before_the_record_are_kept(asked_a: Driver) -> None:
@@ -257,7 +261,7 @@ def test_bytes_that_came_before_the_record_are_kept(asked_a: Driver) -> None:
     held = d.held("a", 0, 0, 2)
     d.arrive("a", 0)
     effects = back(d, held)
-    assert of(effects, AskResend) == []
+    assert of(effects, ResendRequest) == []
     take = d.account("a", 0).take
     assert take is not None
     assert take.ready
@@ -272,9 +276,9 @@ def test_a_merge_that_was_not_heard_of_is_told_with_the_next_request(
     d.report("a", 4)
     assert asked(d.report("b", 4)) == {0: ["a", "b"]}
     effects = back(d, held, steps=4)
-    verdict = only(effects, TellVerdict)
+    verdict = only(effects, TakeVerdict)
     assert (verdict.tick, verdict.verdict) == (held.tick, "merged")
-    ask = only(effects, AskTake)
+    ask = only(effects, TakeRequest)
     assert ask.tick == d.tick_of("a", 0) > held.tick
 
 
@@ -283,7 +287,7 @@ def test_a_refusal_that_was_not_heard_of_is_told_again(asked_a: Driver) -> None:
     held = d.held("a", 0, 0, 2)
     d.take("a", 0, 2, arrive=False)
     d.arrive("a", 0, refusal="non_finite")
-    verdict = only(back(d, held), TellVerdict)
+    verdict = only(back(d, held), TakeVerdict)
     assert (verdict.verdict, verdict.reason) == ("refused", "non_finite")
 
 
@@ -296,7 +300,7 @@ def test_a_refusal_is_told_again_with_its_reason_after_it_was_answered(
     d.arrive("a", 0, refusal="non_finite")
     answer = d.record("a", "reopened", 2, fragment=0, tick=held.tick, start=0)
     d.report("a", 2, answer)
-    verdict = only(back(d, held), TellVerdict)
+    verdict = only(back(d, held), TakeVerdict)
     assert (verdict.verdict, verdict.reason) == ("refused", "non_finite")
 
 
@@ -304,7 +308,7 @@ def test_a_refusal_before_the_record_is_told_again(asked_a: Driver) -> None:
     d = asked_a
     held = d.held("a", 0, 0, 2)
     d.arrive("a", 0, refusal="non_finite")
-    verdict = only(back(d, held), TellVerdict)
+    verdict = only(back(d, held), TakeVerdict)
     assert verdict.reason == "non_finite"
 
 
@@ -314,7 +318,7 @@ def test_a_take_unknown_after_a_crash_is_sent_again_and_merged(asked_a: Driver) 
     d.take("a", 0, 2)
     d.crash()
     effects = d.hello("a", steps=2, phase="training", outstanding=(held,))
-    assert only(effects, AskResend).tick == held.tick
+    assert only(effects, ResendRequest).tick == held.tick
     d.hello("b", steps=2, phase="training")
     d.arrive("a", 0, held.tick)
     d.report("a", 4)
@@ -333,20 +337,20 @@ def test_a_take_that_grew_stale_while_away_is_refused() -> None:
         d.report("b", step)
         d.merge(0, b=step)
     effects = d.hello("a", steps=2, phase="training", outstanding=(held,))
-    verdict = only(effects, TellVerdict)
+    verdict = only(effects, TakeVerdict)
     assert (verdict.verdict, verdict.reason) == ("refused", "stale")
 
 
 def test_grants_that_got_lost_are_sent_again() -> None:
     d = Driver()
     d.join("a")
-    spans = [e.span for e in of(d.effects, Grant)]
+    spans = [e.span for e in of(d.effects, Granted)]
     assert len(spans) == 1
-    assert [e.span for e in of(d.hello("a"), Grant)] == spans
+    assert [e.span for e in of(d.hello("a"), Granted)] == spans
     granted = d.state.islands["a"].sequences_granted
-    assert of(d.hello("a", sequences_granted=granted), Grant) == []
+    assert of(d.hello("a", sequences_granted=granted), Granted) == []
     d.crash()
-    grant = only(d.hello("a"), Grant)
+    grant = only(d.hello("a"), Granted)
     assert (grant.span, grant.offset) == (Span(*spans[0]), 0)
 
 
@@ -360,4 +364,4 @@ def test_an_island_that_gave_a_refused_take_up_is_not_asked_for_it_again() -> No
     d.arrive("a", 0, refusal="non_finite")
     effects = d.hello("a")
     assert of(effects, Welcome)
-    assert of(effects, AskTake) == []
+    assert of(effects, TakeRequest) == []

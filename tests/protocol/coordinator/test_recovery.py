@@ -2,23 +2,21 @@
 
 import msgspec
 import pytest
-from kit import Driver, asked, of, only, took
+from kit import Driver, asked, of, only, persisted, took
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator.events import (
-    AskResend,
-    AskTake,
-    DropDelta,
-    Finish,
-    Grant,
-    Merge,
-    Refuse,
-    StopStepping,
-    Welcome,
-)
+from diloco_jax.protocol.coordinator.events import Drop, Merge
 from diloco_jax.protocol.coordinator.recovery import recover
 from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.messages import (
+    Granted,
+    Refused,
+    ResendRequest,
+    Stop,
+    TakeRequest,
+    Welcome,
+)
 from diloco_jax.protocol.values import Outstanding, Span, Version
 
 
@@ -135,9 +133,9 @@ def test_a_take_is_merged_once_its_record_is_on_the_tape() -> None:
     effects += d.arrive("a", 1, held.tick)
     effects += d.report("a", 8)
     assert not of(effects, Merge)
-    assert only(effects, DropDelta).tick == held.tick
+    assert only(effects, Drop).tick == held.tick
     effects = d.report("a", 8, took(held.seq, 1, held.tick, 0, 4))
-    assert only(effects, AskResend).tick == held.tick
+    assert only(effects, ResendRequest).tick == held.tick
     contribution = only(d.arrive("a", 1, held.tick), Merge).contributions[0]
     assert (contribution.start, contribution.end) == (0, 4)
 
@@ -150,7 +148,7 @@ def test_bytes_lost_with_a_connection_are_asked_for_before_the_record_is_here() 
     held = Outstanding(fragment=0, tick=tick, start=0, end=2, base=Version(), seq=1)
     d.disconnect("a")
     effects = d.hello("a", steps=2, phase="training", outstanding=(held,))
-    assert only(effects, AskResend).tick == tick
+    assert only(effects, ResendRequest).tick == tick
     d.arrive("a", 0, tick)
     assert not of(d.report("a", 4), Merge)
     merge = only(d.report("a", 6, took(1, 0, tick, 0, 2)), Merge)
@@ -236,9 +234,9 @@ def test_a_snapshot_from_the_middle_of_a_merge() -> None:
 
 def test_granted_data_is_not_granted_again_after_a_crash() -> None:
     d = trained()
-    mine = [p for e in of(d.effects, Grant) for p in range(*e.span)]
+    mine = [p for e in of(d.effects, Granted) for p in range(*e.span)]
     d.crash()
-    fresh = [p for e in of(d.hello("c"), Grant) for p in range(*e.span)]
+    fresh = [p for e in of(d.hello("c"), Granted) for p in range(*e.span)]
     assert not set(mine) & set(fresh)
 
 
@@ -254,12 +252,12 @@ def test_fencing_survives_a_crash() -> None:
     d = trained()
     d.hello("a", 2)
     d.crash()
-    assert only(d.hello("a", 1), Refuse).code == "fenced"
-    assert only(d.hello("a", 2, session="else"), Refuse).code == "name_in_use"
+    assert only(d.hello("a", 1), Refused).code == "fenced"
+    assert only(d.hello("a", 2, session="else"), Refused).code == "name_in_use"
     assert only(d.hello("a", 2), Welcome).resumed
     d.goodbye("b")
     d.crash()
-    assert only(d.hello("b", 1), Refuse).code == "fenced"
+    assert only(d.hello("b", 1), Refused).code == "fenced"
 
 
 def test_a_merge_that_was_not_durable_is_done_again() -> None:
@@ -304,7 +302,7 @@ def test_a_crash_at_the_end_of_a_run(phase: str, with_snapshot: bool) -> None:
     else:
         d.crash()
     effects = d.hello("a", steps=10, phase="stopped", outstanding=held)
-    assert only(effects, StopStepping).island == "a"
+    assert only(effects, Stop).island == "a"
     for take in held:
         effects += d.arrive("a", take.fragment, take.tick)
         effects += d.computed(take.fragment)
@@ -312,9 +310,9 @@ def test_a_crash_at_the_end_of_a_run(phase: str, with_snapshot: bool) -> None:
         assert names == ["a"]
         effects += d.take("a", fragment, 10)
         effects += d.computed(fragment)
-    assert len(of(effects, Finish)) == 1
+    assert len(persisted(effects, "finished")) == 1
     assert d.totals("a").merged == 100
-    assert len(of(effects, AskTake)) + len(held) == 2 - (phase == "half")
+    assert len(of(effects, TakeRequest)) + len(held) == 2 - (phase == "half")
 
 
 def test_a_crash_at_the_end_does_not_wait_for_ever() -> None:
@@ -333,7 +331,7 @@ def test_a_finished_run_stays_finished() -> None:
     assert d.state.phase == "done"
     d.crash()
     assert d.state.phase == "done"
-    assert only(d.hello("a", 2), Refuse).code == "finished"
+    assert only(d.hello("a", 2), Refused).code == "finished"
 
 
 def test_an_unknown_record_is_an_error() -> None:

@@ -1,10 +1,11 @@
 """A run that was stopped as a whole goes on: who was in it has ended."""
 
-from kit import Driver, of, only, persisted
+from kit import Driver, only, persisted
 
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import Finish, Refuse, Resumed, Welcome
+from diloco_jax.protocol.coordinator.events import Resumed
 from diloco_jax.protocol.coordinator.recovery import recover
+from diloco_jax.protocol.messages import Refused, Welcome
 
 
 def stopped() -> Driver:
@@ -78,7 +79,7 @@ def test_the_end_of_all_incarnations_survives_a_crash() -> None:
 def test_islands_come_back_with_higher_incarnations_only() -> None:
     d = stopped()
     d.feed(Resumed())
-    assert only(d.hello("a", incarnation=1), Refuse).code == "fenced"
+    assert only(d.hello("a", incarnation=1), Refused).code == "fenced"
     assert not only(d.hello("a", incarnation=2), Welcome).resumed
     assert d.state.islands["a"].steps == 0
 
@@ -97,6 +98,6 @@ def test_a_run_that_was_ending_ends() -> None:
     assert d.state.phase == "stopping"
     d.crash(snapshot=d.state, skip=len(d.log))
     effects = d.feed(Resumed())
-    assert of(effects, Finish)
+    assert persisted(effects, "finished")
     assert d.state.phase == "done"
     assert lost(d, "a") == {"stopped": 40}

@@ -1,9 +1,9 @@
 """Ticks: when they come and for which fragment."""
 
 import pytest
-from kit import Driver, asked, make_config, notes, of, only, persisted
+from kit import Driver, asked, kinds, make_config, notes, of, only, persisted
 
-from diloco_jax.protocol.coordinator.events import AskTake
+from diloco_jax.protocol.coordinator.events import Persist
 from diloco_jax.protocol.coordinator.schedule import (
     fragment_of,
     pace,
@@ -11,6 +11,8 @@ from diloco_jax.protocol.coordinator.schedule import (
     skip_cycle,
     steps_to_tick,
 )
+from diloco_jax.protocol.coordinator.state import SHORTEST_STEP_S
+from diloco_jax.protocol.messages import TakeRequest
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_a_stop_by_its_own_count_that_was_too_early_costs_no_steps() -> None:
 
 def test_islands_that_take_at_once_wait_for_those_that_take_later() -> None:
     def puts_off(d: Driver, steps: int) -> dict[str, int]:
-        asks = of([e for n in "abc" for e in d.report(n, steps)], AskTake)
+        asks = of([e for n in "abc" for e in d.report(n, steps)], TakeRequest)
         return {ask.island: ask.after for ask in asks}
 
     d = Driver(quorum=3)
@@ -152,7 +154,7 @@ def test_islands_that_take_at_once_wait_for_those_that_take_later() -> None:
         d.report(name, 0)
     assert puts_off(d, 2) == {"a": 2, "b": 0, "c": 0}
     d.disconnect("a")
-    back = only(d.hello("a", steps=2, phase="training", lead=0), AskTake)
+    back = only(d.hello("a", steps=2, phase="training", lead=0), TakeRequest)
     assert back.after == 2, "a request that is repeated is put off, too"
     alike = Driver(quorum=3)
     for name in "abc":
@@ -183,8 +185,19 @@ def test_a_take_is_put_off_by_time_and_not_for_much_slower_islands(
     d.report("b", 0, step_seconds=leads_s)
     effects = d.report("a", 2, step_seconds=own_s)
     effects += d.report("b", 2, step_seconds=leads_s)
-    asks = {ask.island: ask.after for ask in of(effects, AskTake)}
+    asks = {ask.island: ask.after for ask in of(effects, TakeRequest)}
     assert asks == {"a": after, "b": 0}
+
+
+def test_a_step_that_no_machine_is_fast_enough_for_puts_off_by_no_more() -> None:
+    d = Driver(quorum=2)
+    d.hello("a")
+    d.hello("b", lead=2**16)
+    for steps in (0, 2):
+        d.report("a", steps, step_seconds=5e-324)
+        d.report("b", steps, step_seconds=1e9)
+    asks = {ask.island: ask.after for ask in of(d.effects, TakeRequest)}
+    assert asks["a"] == round(2**16 * 1e9 / SHORTEST_STEP_S)
 
 
 def test_who_lagged_for_long_paces_after_two_ticks_steps() -> None:
@@ -231,7 +244,7 @@ def test_who_takes_later_is_not_waited_for_once_it_is_gone() -> None:
     d.report("a", 0)
     d.report("b", 0)
     d.goodbye("b")
-    assert only(d.report("a", 2), AskTake).after == 0
+    assert only(d.report("a", 2), TakeRequest).after == 0
 
 
 def test_a_fragment_still_open_skips_its_tick() -> None:
@@ -240,7 +253,7 @@ def test_a_fragment_still_open_skips_its_tick() -> None:
     first = d.report("a", 2)
     assert asked(first) == {0: ["a"]}
     second = d.report("a", 4)
-    assert of(second, AskTake) == []
+    assert of(second, TakeRequest) == []
     assert notes(second, "skipped")[0]["why"] == "open"
     d.take("a", 0, 4)
     third = d.report("a", 6)
@@ -264,8 +277,8 @@ def test_numbers_of_ticks_are_reserved_before_they_are_used() -> None:
     effects = d.report("a", 2)
     (record,) = persisted(effects, "ticks")
     assert record["through"] > d.state.tick
-    kinds = [type(effect).__name__ for effect in effects]
-    assert kinds.index("Persist") < kinds.index("AskTake")
+    order = kinds(effects)
+    assert order.index(Persist) < order.index(TakeRequest)
     d.merge(0, a=2)
     assert persisted(d.report("a", 4), "ticks") == [], "one record serves many ticks"
     assert len(persisted(d.effects, "ticks")) == 1
@@ -279,9 +292,9 @@ def test_no_tick_number_is_used_twice_in_spite_of_a_crash() -> None:
         d.crash()
         d.hello("a", steps=2, phase="training")
         d.report("a", d.state.islands["a"].steps + 2)
-        ticks = [e.tick for e in of(d.effects, AskTake)]
+        ticks = [e.tick for e in of(d.effects, TakeRequest)]
         assert len(ticks) == len(set(ticks))
-    fragments = [e.fragment for e in of(d.effects, AskTake)]
+    fragments = [e.fragment for e in of(d.effects, TakeRequest)]
     assert fragments == [0, 0, 0], "the cycle goes on at the last tick that is durable"
 
 

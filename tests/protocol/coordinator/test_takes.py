@@ -1,18 +1,14 @@
 """Outstanding takes: bytes and records in any order, refusals, and their end."""
 
 import pytest
-from kit import Driver, asked, make_config, notes, of, only, persisted, took
+from kit import Driver, asked, make_config, notes, of, only, persisted, took, verdicts
 
 from diloco_jax.protocol.coordinator.alerts import UNFIT_DELTAS
-from diloco_jax.protocol.coordinator.events import (
-    Alert,
-    AskResend,
-    AskTake,
-    DeltaArrived,
-    DropDelta,
-    Merge,
-    Publish,
-    TellVerdict,
+from diloco_jax.protocol.coordinator.events import Alert, DeltaArrived, Drop, Merge
+from diloco_jax.protocol.messages import (
+    ResendRequest,
+    TakeRequest,
+    TakeVerdict,
 )
 from diloco_jax.protocol.values import Record, Version
 
@@ -47,7 +43,7 @@ def test_records_and_bytes_that_come_twice_change_nothing(open_for_a: Driver) ->
     record = took(1, 0, 1, 0, 2)
     d.report("a", 2, record)
     before = d.account("a", 0)
-    assert of(d.effects, AskResend) == [], "its bytes are on their way"
+    assert of(d.effects, ResendRequest) == [], "its bytes are on their way"
     d.report("a", 2, record)
     d.arrive("a", 0)
     assert d.arrive("a", 0, 1) == []
@@ -67,7 +63,7 @@ def test_a_record_of_a_take_that_is_merged_already_is_ignored() -> None:
     assert of(d.arrive("a", 0), Merge)
     d.computed(0)
     effects = d.report("a", 2, took(1, 0, held.tick, 0, 2))
-    assert of(effects, TellVerdict) == []
+    assert of(effects, TakeVerdict) == []
     assert d.account("a", 0).take is None
     assert asked(d.report("a", 4)) == {0: ["a"]}
 
@@ -80,11 +76,11 @@ def test_at_most_one_take_is_outstanding() -> None:
         d.report("a", step)
         d.take("a", 0, step)
         d.computed(0)
-    assert len([e for e in of(d.effects, AskTake) if e.island == "b"]) == 1
+    assert len([e for e in of(d.effects, TakeRequest) if e.island == "b"]) == 1
 
 
 def test_bytes_of_an_unknown_take_are_dropped(open_for_a: Driver) -> None:
-    drop = only(open_for_a.arrive("a", 0, tick=77), DropDelta)
+    drop = only(open_for_a.arrive("a", 0, tick=77), Drop)
     assert (drop.island, drop.incarnation, drop.fragment, drop.tick) == ("a", 1, 0, 77)
 
 
@@ -97,7 +93,7 @@ def test_bytes_of_another_incarnation_are_dropped(
     d.report("a", 2, took(1, 0, 1, 0, 2))
     event = DeltaArrived(island=name, incarnation=incarnation, fragment=0, tick=1)
     effects = d.feed(event)
-    assert of(effects, DropDelta)
+    assert of(effects, Drop)
     assert of(effects, Merge) == []
 
 
@@ -110,9 +106,9 @@ def test_a_take_against_an_old_version(staleness: int, refused: bool) -> None:
     d.report("a", 2)
     d.merge(0, a=2)
     effects = d.take("b", 0, 2, base=Version(1, 0))
-    verdicts = [(v.verdict, v.reason) for v in of(effects, TellVerdict)]
+    verdicts = [(v.verdict, v.reason) for v in of(effects, TakeVerdict)]
     assert verdicts == [("refused", "stale") if refused else ("pending", "")]
-    assert len(of(effects, DropDelta)) == 2 * refused, "once here, once on arrival"
+    assert len(of(effects, Drop)) == 2 * refused, "once here, once on arrival"
 
 
 def test_who_may_have_taken_is_told_that_the_merge_has_it_not() -> None:
@@ -122,7 +118,7 @@ def test_who_may_have_taken_is_told_that_the_merge_has_it_not() -> None:
     d.report("b", 1)
     d.report("a", 2)
     d.take("a", 0, 2)
-    assert only(d.computed(0), Publish).verdicts["b"] == (1, "pending", "")
+    assert verdicts(d.computed(0))["b"] == (1, "pending", "")
 
 
 @pytest.mark.parametrize("arrived", [True, False])
@@ -136,17 +132,17 @@ def test_who_comes_back_is_told_which_versions_its_delta_is_not_in(
     d.take("a", 0, 2)
     held = d.held("b", 0, 0, 2)
     d.take("b", 0, 2, arrive=arrived)
-    assert only(d.computed(0), Publish).verdicts["b"] == (1, "pending", "")
+    assert verdicts(d.computed(0))["b"] == (1, "pending", "")
     d.disconnect("b")
     told = d.hello("b", steps=2, phase="training", outstanding=(held,))
-    verdict = only(told, TellVerdict)
+    verdict = only(told, TakeVerdict)
     assert (verdict.verdict, verdict.version) == ("pending", Version(1, 1))
-    assert bool(of(told, AskResend)) is not arrived
+    assert bool(of(told, ResendRequest)) is not arrived
 
 
 def test_a_take_of_another_term_is_stale(open_for_a: Driver) -> None:
     effects = open_for_a.take("a", 0, 2, base=Version(2, 0), arrive=False)
-    assert only(effects, TellVerdict).reason == "stale"
+    assert only(effects, TakeVerdict).reason == "stale"
 
 
 def test_a_take_is_stale_only_once_the_merge_that_makes_it_so_is_durable() -> None:
@@ -155,11 +151,11 @@ def test_a_take_is_stale_only_once_the_merge_that_makes_it_so_is_durable() -> No
     d.report("a", 2)
     d.take("a", 0, 2)
     assert d.fragment(0).phase == "merging"
-    assert of(d.take("b", 0, 2), TellVerdict) == []
+    assert of(d.take("b", 0, 2), TakeVerdict) == []
     effects = d.computed(0)
     (record,) = persisted(effects, "merged")
     assert record["verdicts"]["b"][1:] == ["refused", "stale"]
-    assert only(effects, Publish).verdicts["b"][1:] == ("refused", "stale")
+    assert verdicts(effects)["b"][1:] == ("refused", "stale")
 
 
 def test_a_coordinator_that_dies_of_a_merge_has_refused_nobody_for_it() -> None:
@@ -177,7 +173,7 @@ def test_a_coordinator_that_dies_of_a_merge_has_refused_nobody_for_it() -> None:
         d.arrive(name, 0, held[name].tick)
     d.report("a", 4)
     assert {c.island for c in d.fragment(0).merging} >= {"a", "b"}
-    assert of(told, TellVerdict) == []
+    assert of(told, TakeVerdict) == []
 
 
 def refused_take() -> Driver:
@@ -188,9 +184,9 @@ def refused_take() -> Driver:
     d.report("a", 2)
     d.take("a", 0, 2, arrive=False)
     effects = d.arrive("a", 0, refusal="non_finite")
-    verdict = only(effects, TellVerdict)
+    verdict = only(effects, TakeVerdict)
     assert (verdict.verdict, verdict.reason) == ("refused", "non_finite")
-    assert of(effects, DropDelta)
+    assert of(effects, Drop)
     assert notes(effects, "refused")[0]["reason"] == "non_finite"
     return d
 
@@ -203,8 +199,7 @@ def test_a_refused_delta_is_not_merged_and_blocks_the_next() -> None:
     d = refused_take()
     effects = d.take("b", 0, 2)
     assert [c.island for c in only(effects, Merge).contributions] == ["b"]
-    publish = only(d.computed(0), Publish)
-    assert publish.verdicts["a"] == (1, "refused", "non_finite")
+    assert verdicts(d.computed(0))["a"] == (1, "refused", "non_finite")
     assert asked(d.report("a", 4)) == {0: ["b"]}
 
 
@@ -273,7 +268,7 @@ def test_bytes_that_prove_unfit_before_the_record() -> None:
     d.join("a")
     d.report("a", 2)
     effects = d.arrive("a", 0, refusal="non_finite")
-    assert only(effects, TellVerdict).verdict == "refused"
+    assert only(effects, TakeVerdict).verdict == "refused"
     effects = d.take("a", 0, 2, arrive=False)
     assert of(effects, Merge) == []
     d.report("a", 2, answer(d, "reopened", 2))
@@ -300,7 +295,7 @@ def test_a_take_without_steps_is_refused(open_for_a: Driver) -> None:
     d = open_for_a
     d.take("b", 0, 2)
     effects = d.take("a", 0, 0)
-    assert only(effects, TellVerdict).reason == "empty"
+    assert only(effects, TakeVerdict).reason == "empty"
     assert of(effects, Merge) == []
 
 
@@ -311,7 +306,7 @@ def test_steps_that_are_settled_are_refused_as_overlap() -> None:
     d.merge(0, a=2)
     d.report("a", 4)
     effects = d.take("a", 0, 4, start=1)
-    assert only(effects, TellVerdict).reason == "overlap"
+    assert only(effects, TakeVerdict).reason == "overlap"
     assert of(effects, Merge) == []
     # The island goes back to the anchor; what comes then is whole.
     d.report("a", 5, answer(d, "reset", 5))
@@ -330,9 +325,9 @@ def test_a_take_that_was_asked_for_before_a_crash_is_sent_again() -> None:
     d.report("a", 2)
     d.crash()
     d.hello("a", steps=2, phase="training")
-    assert of(d.arrive("a", 0, tick=1), DropDelta)
+    assert of(d.arrive("a", 0, tick=1), Drop)
     effects = d.report("a", 2, took(1, 0, 1, 0, 2))
-    assert only(effects, AskResend).tick == 1
+    assert only(effects, ResendRequest).tick == 1
     d.arrive("a", 0, tick=1)
     d.report("a", 4)
     d.report("a", 6)
@@ -383,4 +378,4 @@ def test_a_refusal_is_told_once() -> None:
         d.take("b", 0, steps)
         d.computed(0)
     assert len(notes(d.effects, "refused")) == 1
-    assert len([e for e in of(d.effects, DropDelta) if e.island == "a"]) == 1
+    assert len([e for e in of(d.effects, Drop) if e.island == "a"]) == 1

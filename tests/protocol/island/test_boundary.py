@@ -50,17 +50,8 @@ class Island:
     def adopt(self, arrival, *, keep):
         self.done.append(("adopt", *arrival, keep))
 
-    def settle(self, fragment):
-        self.done.append(("settle", fragment))
-
-    def reopen(self, fragment):
-        self.done.append(("reopen", fragment))
-
-    def drop(self, fragment):
-        self.done.append(("drop", fragment))
-
-    def reset(self, fragment):
-        self.done.append(("reset", fragment))
+    def judge(self, fragment, outcome):
+        self.done.append((outcome, fragment))
 
     def grant(self, span):
         self.done.append(("grant", span))
@@ -95,7 +86,7 @@ def test_a_verdict_comes_before_the_version_it_came_with():
     assert island.at(5) == [
         ("grant", Span(0, 8)),
         ("forget", 0, 1),
-        ("reopen", 0),
+        ("reopened", 0),
         ("adopt", 0, V1, False),
     ]
     ((fragment, tick, reason, outcome),) = island.refused

@@ -51,7 +51,7 @@ def test_a_report_says_where_the_island_is():
 
 
 def test_many_records_go_in_several_reports(monkeypatch):
-    monkeypatch.setattr(reporting, "MAX_RECORDS_PER_REPORT", 2)
+    monkeypatch.setattr(reporting, "MAX_RECORDS", 2)
     said = Reporting(6.0, 0.0)
     reports = say(said, AT_4, records(1, 2, 3), 0.0)
     assert [[r.seq for r in report.records] for report in reports] == [[1, 2], [3]]

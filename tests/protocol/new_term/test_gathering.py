@@ -9,26 +9,23 @@ from typing import Any, TypeVar
 from kit import make_config
 from msgspec.structs import replace
 
+from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell, Timer
 from diloco_jax.protocol.coordinator.leases import largest_grant
+from diloco_jax.protocol.messages import AnchorRequest, Hello, Report, Welcome
 from diloco_jax.protocol.new_term import gathering
-from diloco_jax.protocol.new_term.gathering import (
-    LARGEST_GRANTS_UNHEARD,
-    LEASES_AWAITED,
-)
-from diloco_jax.protocol.new_term.offers import (
-    Admit,
-    Arrived,
-    Ask,
+from diloco_jax.protocol.new_term.events import (
+    AnchorArrived,
     Discard,
     Effect,
     Event,
     GiveUp,
-    Heard,
-    Lost,
-    Offer,
+    Offered,
     Open,
     Postpone,
-    Tick,
+)
+from diloco_jax.protocol.new_term.gathering import (
+    LARGEST_GRANTS_UNHEARD,
+    LEASES_AWAITED,
 )
 from diloco_jax.protocol.values import Version
 
@@ -55,7 +52,6 @@ class Gatherer:
         defaults: dict[str, Any] = {
             "incarnation": 1,
             "run_id": "run-1",
-            "differences": (),
             "term": 1,
             "versions": tuple(Version(1, n) for n in numbers),
             "tokens": 0,
@@ -64,24 +60,34 @@ class Gatherer:
             "sequences_per_step": 2,
         }
         fields = {**defaults, **fields}
-        session = fields.pop("session", f"{name}{fields['incarnation']}")
-        return self.feed(Offer(island=name, session=session, **fields))
+        fields.setdefault("session", f"{name}{fields['incarnation']}")
+        differences = fields.pop("differences", ())
+        hello = Hello(island=name, fingerprint="f", tokens_per_step=1, **fields)
+        return self.feed(Offered(hello=hello, differences=differences))
 
     def arrive(self, name: str, fragment: int, number: int) -> list[Effect]:
         version = Version(1, number)
         return self.feed(
-            Arrived(island=name, incarnation=1, fragment=fragment, version=version)
+            AnchorArrived(
+                island=name, incarnation=1, fragment=fragment, version=version
+            )
         )
 
     def hear(self, name: str) -> list[Effect]:
-        return self.feed(Heard(island=name, session=f"{name}1"))
+        return self.feed(
+            Said(
+                island=name,
+                session=f"{name}1",
+                message=Report(phase="training", steps=1, step_seconds=1.0),
+            )
+        )
 
     def lose(self, name: str) -> list[Effect]:
-        return self.feed(Lost(island=name, session=f"{name}1"))
+        return self.feed(Disconnected(island=name, session=f"{name}1"))
 
     def wait(self, seconds: float) -> list[Effect]:
         self.now += seconds
-        return self.feed(Tick())
+        return self.feed(Timer())
 
 
 def of(effects: Sequence[Effect], kind: type[E]) -> list[E]:
@@ -89,13 +95,18 @@ def of(effects: Sequence[Effect], kind: type[E]) -> list[E]:
 
 
 def asked(effects: Sequence[Effect]) -> list[tuple[str, int]]:
-    return [(ask.island, ask.fragment) for ask in of(effects, Ask)]
+    return [
+        (tell.session.rstrip("0123456789"), tell.message.fragment)
+        for tell in of(effects, Tell)
+        if isinstance(tell.message, AnchorRequest)
+    ]
 
 
 def test_the_highest_version_of_every_fragment_begins_the_next_term() -> None:
     g = Gatherer()
     (admit,) = g.offer("a", 5, 7, tokens=300, next_position=40)
-    assert admit == Admit(island="a", session="a1")
+    welcome = Welcome(run_id="run-1", term=0, resumed=True, versions=())
+    assert admit == Tell(session="a1", message=welcome)
     effects = g.offer("b", 6, 7, tokens=280, next_position=44, step_seconds=0.5)
     assert asked(effects) == [("b", 0), ("a", 1)]
     g.arrive("b", 0, 6)
@@ -169,7 +180,7 @@ def test_a_connection_that_breaks_is_waited_for() -> None:
     assert g.wait(0.9 * CONFIG.lease_s) == []
     g.hear("b")
     effects = g.offer("a", 2, 1)
-    assert of(effects, Admit)
+    assert isinstance(of(effects, Tell)[0].message, Welcome)
     assert asked(effects) == [("a", 0)], "the request may be lost"
     assert g.wait(CONFIG.lease_s * 0.2) == []
 
@@ -184,7 +195,7 @@ def test_a_silent_holder_is_given_up_after_a_lease() -> None:
     assert g.hear("nobody") == []
     discard, ask = g.wait(0.4 * CONFIG.lease_s)
     assert discard == Discard(island="a", incarnation=1, fragment=0)
-    assert ask == Ask(island="b", session="b1", fragment=0)
+    assert ask == Tell(session="b1", message=AnchorRequest(fragment=0))
 
 
 def test_whoever_is_silent_is_not_here() -> None:
@@ -217,7 +228,7 @@ def test_the_next_best_has_to_do() -> None:
     discard, ask = g.wait(0.5 * CONFIG.lease_s)
     assert gathering.next_deadline(g.state, g.now) == g.now + 0.5 * CONFIG.lease_s
     assert discard == Discard(island="a", incarnation=1, fragment=0)
-    assert ask == Ask(island="b", session="b1", fragment=0)
+    assert ask == Tell(session="b1", message=AnchorRequest(fragment=0))
     assert g.arrive("a", 0, 2) == [], "too late"
     (opened,) = of(g.arrive("b", 0, 1), Open)
     assert opened.versions == (Version(2, 1), Version(2, 3))
@@ -266,7 +277,7 @@ def test_a_term_is_above_all_that_anybody_was_in() -> None:
     effects = g.offer("b", versions=(Version(3, 2), Version(1, 2)), term=3)
     assert asked(effects) == [("b", 0), ("a", 1)]
     highest = {"island": "b", "incarnation": 1, "fragment": 0}
-    g.feed(Arrived(**highest, version=Version(3, 2)))
+    g.feed(AnchorArrived(**highest, version=Version(3, 2)))
     (opened,) = of(g.arrive("a", 1, 9), Open)
     assert opened.versions == (Version(5, 2), Version(5, 9))
 

@@ -7,20 +7,19 @@ from typing import Any
 from kit import TOKENS_PER_STEP, Driver, asked, notes, of, only, persisted
 
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import (
-    AskResend,
-    AskTake,
-    Effect,
-    Grant,
-    Merge,
+from diloco_jax.protocol.coordinator.events import Effect, Merge
+from diloco_jax.protocol.messages import (
+    Granted,
     Progress,
-    Refuse,
-    StopStepping,
-    TellVerdict,
+    Refused,
+    ResendRequest,
+    Stop,
+    TakeRequest,
+    TakeVerdict,
     Welcome,
 )
 from diloco_jax.protocol.new_term import gathering
-from diloco_jax.protocol.new_term.offers import Open
+from diloco_jax.protocol.new_term.events import Open
 from diloco_jax.protocol.values import Outstanding, Version
 
 TOKENS = 1000
@@ -73,7 +72,7 @@ def test_it_is_welcome_where_it_is() -> None:
     assert only(effects, Welcome).versions == (Version(2, 5), Version(2, 4))
     (joined,) = persisted(effects, "joined")
     assert joined["carried"] == {"steps": 7, "sequences_granted": 10}
-    grant = only(effects, Grant)
+    grant = only(effects, Granted)
     assert (grant.offset, grant.span.start) == (10, POSITION)
     assert d.state.islands["a"].steps == 7
 
@@ -123,8 +122,8 @@ def test_a_hello_that_comes_late_opens_no_take_of_the_earlier_term() -> None:
     effects = come_back(d, "a", 7, outstanding=(held,), records_through=2)
     assert only(effects, Welcome).resumed
     assert d.account("a", 0).take is None
-    assert not of(effects, AskResend)
-    assert not of(effects, TellVerdict)
+    assert not of(effects, ResendRequest)
+    assert not of(effects, TakeVerdict)
 
 
 def test_it_can_be_asked_at_once_and_takes_after_what_is_carried() -> None:
@@ -132,7 +131,7 @@ def test_it_can_be_asked_at_once_and_takes_after_what_is_carried() -> None:
     come_back(d, "a", 7)
     effects = d.report("a", 9)
     assert asked(effects) == {0: ["a"]}
-    assert only(effects, AskTake).tick == 1_000_000_001
+    assert only(effects, TakeRequest).tick == 1_000_000_001
     carry(d, "a", 9, 6, 6)
     (merge,) = of(d.take("a", 0, 10, start=6), Merge)
     assert merge.version == Version(2, 6)
@@ -164,11 +163,11 @@ def test_progress_goes_on_where_it_was() -> None:
 def test_a_run_that_had_its_tokens_ends_with_all_who_were_in_it() -> None:
     d = second_term(total_tokens=TOKENS)
     effects = come_back(d, "a", 7)
-    assert only(effects, StopStepping).island == "a"
+    assert only(effects, Stop).island == "a"
     assert d.state.phase == "stopping"
     effects = come_back(d, "b", 5)
-    assert only(effects, Welcome).island == only(effects, StopStepping).island == "b"
-    assert only(d.hello("c"), Refuse).code == "finished"
+    assert only(effects, Welcome).island == only(effects, Stop).island == "b"
+    assert only(d.hello("c"), Refused).code == "finished"
     for name, steps in (("a", 7), ("b", 5)):
         carry(d, name, steps, steps - 2, steps)
         d.report(name, steps, phase="stopped")
@@ -228,7 +227,7 @@ def test_who_was_let_in_by_another_coordinator_of_this_term_is_not_known() -> No
     first is there for the second: its versions are not those of this one."""
     d = second_term()
     before = d.state
-    refuse = only(come_back(d, "a", 4, term=2), Refuse)
+    refuse = only(come_back(d, "a", 4, term=2), Refused)
     assert refuse.code == "other_term"
     assert "in its term 2" in refuse.message
     assert "incarnation 2" in refuse.message

@@ -4,9 +4,11 @@ import json
 import os
 import shlex
 import signal
+from collections.abc import Iterator
 
 import pytest
 from interruption import until_it_is_raised
+from plants import planted
 
 from diloco_jax.cli import main
 from diloco_jax.simulation.faults import play
@@ -30,22 +32,28 @@ def test_nothing_violated_is_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_violation_is_exit_1_and_its_command_repeats_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plant = ["--plant", "stale_deltas_are_merged"]
-    arguments = ["simulate", "faults", "--seeds", "1", *plant, "--json"]
-    assert main(arguments) == 1
+    with planted("stale_deltas_are_merged"):
+        assert main(["simulate", "faults", "--seeds", "1", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["violations"][0]
     assert (found["seed"], found["invariant"]) == (0, "stale")
     diloco, *again = shlex.split(found["command"])
     assert diloco == "diloco"
     assert json.loads(again[again.index("--schedule") + 1]) == found["shortest"]
-    assert main(again) == 1
+    with planted("stale_deltas_are_merged"):
+        assert main(again) == 1
     told = capsys.readouterr().err
     assert "violates stale" in told
     assert "again: diloco simulate faults" in told
 
 
-PLANTED = ["simulate", "faults", "--plant", "fenced_ones_come_in"]
-"""Seeds 1 and 2 violate two invariants; of 1 to 17, six violate the second one."""
+FAULTS = ["simulate", "faults"]
+
+
+@pytest.fixture
+def fenced_ones_come_in() -> Iterator[None]:
+    """Seeds 1 and 2 violate two invariants; of 1 to 17, six violate the second one."""
+    with planted("fenced_ones_come_in"):
+        yield
 
 
 def interrupt() -> None:
@@ -67,24 +75,25 @@ def interrupted_at_3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(play, "play_seed", played)
 
 
-@pytest.mark.usefixtures("interrupted_at_3")
+@pytest.mark.usefixtures("fenced_ones_come_in", "interrupted_at_3")
 def test_ctrl_c_leaves_what_was_found_and_where_to_go_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main([*PLANTED, "--json"]) == 1
+    assert main([*FAULTS, "--json"]) == 1
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert [found["seed"] for found in report["violations"]] == [1, 2]
     assert (report["schedules"], report["next_seed"]) == (3, 3)
     assert "seed 2 violates fenced" in err
     assert err.endswith("\nerror: interrupted\n")
-    assert main(PLANTED) == 1
+    assert main(FAULTS) == 1
     told = capsys.readouterr().err
     assert told.count("seed 2 violates fenced") == 1
     assert "3 schedules in" in told
     assert "2 violations\nto go on: --first-seed 3\nerror: interrupted" in told
 
 
+@pytest.mark.usefixtures("fenced_ones_come_in")
 def test_ctrl_c_while_a_schedule_is_shortened_leaves_its_seed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,13 +102,14 @@ def test_ctrl_c_while_a_schedule_is_shortened_leaves_its_seed(
         return schedule
 
     monkeypatch.setattr(play, "shortest", shortest)
-    assert main(PLANTED) == 1
+    assert main(FAULTS) == 1
     told = capsys.readouterr().err
     assert "seed 1 violates durable" in told
-    assert "--seeds 1 --first-seed 1 --plant fenced_ones_come_in" in told
+    assert "--seeds 1 --first-seed 1" in told
     assert "1 violations\nto go on: --first-seed 2\nerror: interrupted" in told
 
 
+@pytest.mark.usefixtures("fenced_ones_come_in")
 def test_a_violation_is_told_as_soon_as_it_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,16 +121,17 @@ def test_a_violation_is_told_as_soon_as_it_is_found(
         return play_seed(seed)
 
     monkeypatch.setattr(play, "play_seed", played)
-    assert main([*PLANTED, "--seeds", "3"]) == 1
+    assert main([*FAULTS, "--seeds", "3"]) == 1
     assert "seed 1 violates durable" in told[2]
     assert "violates" not in told[1]
 
 
+@pytest.mark.usefixtures("fenced_ones_come_in")
 def test_violations_of_an_invariant_are_shortened_up_to_a_number(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(play, "SHORTENED", 2)
-    assert main([*PLANTED, "--seeds", "8", "--first-seed", "2", "--json"]) == 1
+    assert main([*FAULTS, "--seeds", "8", "--first-seed", "2", "--json"]) == 1
     out, err = capsys.readouterr()
     found = json.loads(out)["violations"]
     assert [one["seed"] for one in found] == [2, 4, 8]
@@ -137,7 +148,6 @@ def test_violations_of_an_invariant_are_shortened_up_to_a_number(
         (["--seeds", "9" * 20], "seeds = " + "9" * 20),
         (["--first-seed", "-1"], "first_seed = -1"),
         (["--schedule", "{}"], "--schedule is not a schedule"),
-        (["--plant", "x"], "--plant 'x' is not known"),
         *(
             (["--schedule", json.dumps({**SCHEDULE, **changes})], message)
             for changes, message in (

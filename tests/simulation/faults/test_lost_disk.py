@@ -134,7 +134,7 @@ def test_it_would_be_if_an_island_opened_it_again() -> None:
         ]
         begin_term(boundary, step)
         for take in takes:
-            boundary._arrays.reopen(take.fragment)
+            boundary._arrays.judge(take.fragment, "reopened")
             account = books._accounts[take.fragment]
             account.start, account.unsettled = take.start, False
             books._new = [

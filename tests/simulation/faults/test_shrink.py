@@ -1,7 +1,8 @@
 """A schedule that fails becomes shorter, as long as it still fails."""
 
+from plants import planted
+
 from diloco_jax.simulation.faults.draw import draw
-from diloco_jax.simulation.faults.plant import planted
 from diloco_jax.simulation.faults.play import play, play_seed
 from diloco_jax.simulation.faults.schedule import Schedule
 from diloco_jax.simulation.faults.shrink import PLAYS, shortest

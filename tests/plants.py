@@ -1,6 +1,6 @@
-"""Faults planted into the code, to show that every invariant can fail.
+"""Break the product on purpose, to show that every invariant of `faults/` can fail.
 
-Each is one function of the product that does less, or more, than it should, while a
+Each plant replaces one function by one that does less, or more, than it should, while a
 schedule is played.
 """
 
@@ -13,7 +13,6 @@ from unittest import mock
 
 from msgspec.structs import replace
 
-from diloco_jax.config import ConfigError, suggest
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.island.arrivals import Arrival
 from diloco_jax.protocol.coordinator import (
@@ -27,9 +26,10 @@ from diloco_jax.protocol.coordinator import (
     schedule,
     takes,
 )
-from diloco_jax.protocol.coordinator.events import Note, Persist, Progress
+from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import with_fragment
 from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.messages import Progress
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.records import Merged
 from diloco_jax.protocol.values import Version
@@ -116,7 +116,10 @@ def _tells_what_it_counts_now(report: Callable[..., Any]) -> Callable[..., Any]:
         state, effects = report(config, *arguments)
         tokens = ledger.progress_tokens(config, state)
         return state, [
-            replace(e, tokens=tokens) if isinstance(e, Progress) else e for e in effects
+            replace(e, message=replace(e.message, tokens=tokens))
+            if isinstance(e, Tell) and isinstance(e.message, Progress)
+            else e
+            for e in effects
         ]
 
     return broken
@@ -181,7 +184,7 @@ def _writes_last(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asks_once(ask_again: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda f, name: (f, [])
+    return lambda f, fleet, name: (f, [])
 
 
 def _leaves_a_gap(regrant: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,15 +242,7 @@ PLANTS = {
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """With this fault in the code; "" is none. Raises ConfigError for unknown names."""
-    if not name:
-        yield
-        return
-    if name not in PLANTS:
-        raise ConfigError(
-            f"--plant {name!r} is not known{suggest(name, list(PLANTS))}; there are "
-            f"{', '.join(PLANTS)}"
-        )
+    """Break the code by this fault as long as the context lasts."""
     plant = PLANTS[name]
     broken = plant.broken(getattr(plant.owner, plant.name))
     with mock.patch.object(plant.owner, plant.name, broken):

@@ -1,0 +1,52 @@
+"""The outer optimizer of a run whose config leaves it open, by merges per fragment.
+
+The measurements behind every number are in docs/design/outer_presets.md.
+"""
+
+from __future__ import annotations
+
+import math
+
+from diloco_jax.config.outer import OuterConfig
+from diloco_jax.core.choices import MergeRule
+
+SHORT = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
+"""For runs of few merges, in which momentum was no better, or worse."""
+
+GENTLE = OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6)
+"""Momentum that goes as far as the islands went, 0.4 / (1 - 0.6), and no further."""
+GENTLE_FROM_MERGES = 80.0
+GENTLE_FROM_MERGES_OF = {"muon": 160.0}
+"""Where the inner optimizer needs more merges before momentum helps."""
+
+PUBLISHED_MOMENTUM = 0.9
+PUBLISHED_RATES = ((1, 0.4), (4, 0.6), (math.inf, 0.8))
+"""Outer learning rate of the plain mean with up to so many islands (arXiv
+2503.09799)."""
+PUBLISHED_FROM_MERGES = 200.0
+PUBLISHED_FROM_STEPS = 24
+"""Shortest cycle: in a shorter one successive deltas are alike, and momentum adds them
+up to several times the way that the islands went."""
+
+
+def preset(
+    *,
+    merges_per_fragment: float,
+    steps_per_cycle: int,
+    islands: int,
+    merge: MergeRule,
+    inner: str,
+) -> OuterConfig:
+    """Choose the outer optimizer for a run like that. inner: its optimizer's name."""
+    if merges_per_fragment < GENTLE_FROM_MERGES_OF.get(inner, GENTLE_FROM_MERGES):
+        return SHORT
+    if (
+        merge == "rda"
+        or merges_per_fragment < PUBLISHED_FROM_MERGES
+        or steps_per_cycle < PUBLISHED_FROM_STEPS
+    ):
+        return GENTLE
+    rate = next(rate for up_to, rate in PUBLISHED_RATES if islands <= up_to)
+    return OuterConfig(
+        optimizer="nesterov", learning_rate=rate, momentum=PUBLISHED_MOMENTUM
+    )

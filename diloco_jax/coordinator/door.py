@@ -1,0 +1,54 @@
+"""What a message must hold beyond its types before anything is computed from it."""
+
+from __future__ import annotations
+
+from diloco_jax.protocol import messages
+from diloco_jax.wire.errors import RemoteProtocolError
+
+HIGHEST_TERM = 2**20
+HIGHEST_NUMBER = 2**48
+SHORTEST_MEDIAN_S = 1e-9
+"""Speeds of shorter steps would not be finite numbers."""
+OF_NO_FRAGMENT = ("granted", "progress", "restored")
+
+
+def check_hello(hello: messages.Hello) -> None:
+    """Raises RemoteProtocolError if numbers or their products are absurd."""
+    _check_tokens(hello, hello.steps)
+    for term, number in hello.versions:
+        if not (0 < term <= HIGHEST_TERM and 0 <= number <= HIGHEST_NUMBER):
+            raise RemoteProtocolError(
+                f"island {hello.island!r} has version ({term}, {number}), the highest "
+                f"are ({HIGHEST_TERM}, {HIGHEST_NUMBER}); start it again"
+            )
+
+
+def check_report(
+    hello: messages.Hello, report: messages.Report, fragments: int
+) -> None:
+    """Likewise, or if a record is of a fragment that the run does not have. hello: that
+    of the session."""
+    _check_tokens(hello, max(report.steps, report.measures.steps))
+    if 0 < (median_s := report.measures.median_step_seconds) < SHORTEST_MEDIAN_S:
+        raise RemoteProtocolError(
+            f"island {hello.island!r} says that its steps take {median_s} s, no step "
+            f"takes less than {SHORTEST_MEDIAN_S}; start it again"
+        )
+    for record in report.records:
+        if record.fragment >= fragments or (
+            record.fragment < 0 and record.kind not in OF_NO_FRAGMENT
+        ):
+            raise RemoteProtocolError(
+                f"record {record.seq} ({record.kind}) of island {hello.island!r} is of "
+                f"fragment {record.fragment}, the run has {fragments}; start the "
+                f"island with the run's config.json"
+            )
+
+
+def _check_tokens(hello: messages.Hello, steps: int) -> None:
+    if steps * hello.tokens_per_step > messages.MAX_TOKENS:
+        raise RemoteProtocolError(
+            f"island {hello.island!r} has made {steps} steps of "
+            f"{hello.tokens_per_step} tokens, the limit is {messages.MAX_TOKENS} "
+            f"tokens; start it again"
+        )

@@ -1,0 +1,141 @@
+"""What holds fragments in the lead's own process: parameters, and deltas on their way.
+
+Merges are computed one by one on a thread of their own; a result comes back as an
+event. From then on its deltas are not needed any more, and its publish waits for the
+log.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.store import Merged, Store
+from diloco_jax.observability.metrics import Metrics
+from diloco_jax.protocol.coordinator.events import (
+    Commit,
+    Drop,
+    Forget,
+    Merge,
+    MergeComputed,
+)
+from diloco_jax.protocol.values import DeltaKey
+
+
+class StoreHolder:
+    """The `Holder` of the service's engine.
+
+    post: queues an event for the engine's thread, and what to do there just ahead of
+    it. failed: called with what went wrong in a merge.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        inbox: Inbox,
+        metrics: Metrics,
+        post: Callable[[MergeComputed | None, Callable[[], None]], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._store, self._inbox, self._metrics = store, inbox, metrics
+        self._post, self._failed = post, failed
+        self._merger = ThreadPoolExecutor(1, "diloco-merge")
+        self._computed: dict[int, Merged] = {}
+        self._closing = False
+
+    def warm_up(self, compiled: Callable[[], None]) -> None:
+        """Compiles what merges need, ahead of the first one. compiled: called on the
+        engine's thread once that is done."""
+        future = self._merger.submit(self._store.warm_up, lambda: self._closing)
+
+        def done(future: Future[None]) -> None:
+            if self._succeeded(future):
+                self._post(None, compiled)
+
+        future.add_done_callback(done)
+
+    def close(self) -> None:
+        """Waits for the merge under way; begins no other."""
+        self._closing = True
+        self._merger.shutdown(wait=True, cancel_futures=True)
+
+    def published(self, fragment: int) -> bytes:
+        """The encoded publish of a merge that is computed and not committed yet."""
+        return self._computed[fragment].payload
+
+    def merge(self, merge: Merge) -> None:
+        """See Holder."""
+        keys = _keys(merge)
+        payloads = [self._inbox.payload(key) for key in keys]
+        started = time.monotonic()
+        future = self._merger.submit(
+            self._store.merge,
+            merge.fragment,
+            merge.version,
+            merge.contributions,
+            payloads,
+            share=merge.share,
+            final=merge.final,
+        )
+
+        def done(future: Future[Merged]) -> None:
+            if not self._succeeded(future):
+                return
+            merged = future.result()
+
+            def keep() -> None:
+                self._computed[merge.fragment] = merged
+                for key in keys:
+                    self._inbox.drop(key)
+                self._measured(merge, merged, time.monotonic() - started)
+
+            computed = MergeComputed(
+                fragment=merge.fragment, version=merge.version, digest=merged.digest
+            )
+            self._post(computed, keep)
+
+        future.add_done_callback(done)
+
+    def commit(self, commit: Commit) -> None:
+        """See Holder."""
+        self._store.commit(commit.fragment, self._computed.pop(commit.fragment))
+
+    def drop(self, drop: Drop) -> None:
+        """See Holder."""
+        self._inbox.drop(drop.delta)
+
+    def forget(self, forget: Forget) -> None:
+        """See Holder."""
+        self._inbox.drop_island(forget.island, forget.before, frozenset(forget.kept))
+
+    def _succeeded(self, future: Future[Merged] | Future[None]) -> bool:
+        if future.cancelled():
+            return False
+        if (failure := future.exception()) is None:
+            return True
+        self._failed(failure)
+        return False
+
+    def _measured(self, merge: Merge, merged: Merged, seconds: float) -> None:
+        self._metrics.append(
+            {
+                "kind": "merge",
+                "time": time.time(),
+                "fragment": merge.fragment,
+                "version": merge.version.number,
+                "islands": [c.island for c in merge.contributions],
+                "tokens": sum(c.tokens for c in merge.contributions),
+                "share": merge.share,
+                "norm": merged.norm,
+                "seconds": seconds,
+            }
+        )
+
+
+def _keys(merge: Merge) -> list[DeltaKey]:
+    return [
+        DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
+        for c in merge.contributions
+    ]

@@ -1,0 +1,75 @@
+"""The flags that libtpu gets: by TPU generation, and by the version of libtpu.
+
+libtpu reads them once per process, from LIBTPU_INIT_ARGS, when jax first looks for TPUs
+or compiles for them: set them before jax is imported. This module imports no jax.
+`docs/results/plan.md` compares the candidates.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import MutableMapping
+from importlib import metadata
+
+VARIABLE = "LIBTPU_INIT_ARGS"
+SPARSE_CORE = (
+    "--xla_tpu_enable_sparse_core_collective_offload_all_gather=true",
+    "--xla_tpu_enable_sparse_core_collective_offload_2d_all_gather=true",
+    "--xla_tpu_enable_sparse_core_collective_offload_3d_all_gather=true",
+    "--xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true",
+    "--xla_tpu_enable_sparse_core_collective_offload_all_reduce=true",
+    "--xla_tpu_use_tc_device_shape_on_sc=true",
+    "--xla_sc_disable_megacore_partitioning=true",
+    "--xla_enable_async_all_gather=true",
+)
+"""SparseCores carry out collectives beside the matrix products. Continuation fusion,
+which can do the same, is refused by libtpu 0.0.50.1, since it may give wrong results on
+all generations but v5e."""
+Flags = tuple[str, ...]
+FLAGS: dict[str, tuple[tuple[tuple[int, ...], Flags], ...]] = {
+    "v5p": (((0, 0, 42), SPARSE_CORE),),
+    "v6e": (((0, 0, 42), SPARSE_CORE),),
+}
+"""By generation: the first version of libtpu that gets these flags, newest first. Older
+versions, and generations that are not here, get none."""
+
+
+def flags_of(generation: str, version: str) -> Flags:
+    """Flags for this generation; none where they were never tried.
+
+    generation: "v6e"; version: of libtpu, "0.0.42.1"; either may be empty.
+    """
+    here = tuple(map(int, re.findall(r"\d+", version)))
+    for since, flags in FLAGS.get(generation, ()):
+        if here >= since:
+            return flags
+    return ()
+
+
+def installed_version() -> str:
+    """The version of libtpu; empty if it is not installed."""
+    try:
+        return metadata.version("libtpu")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def generation_of(topology: str) -> str:
+    """The generation of a topology such as "v5p:4x4x4"; empty for an empty one."""
+    return topology.partition(":")[0]
+
+
+def set_flags(generation: str, environment: MutableMapping[str, str]) -> None:
+    """Adds the generation's flags to the environment. Flags that are set stay."""
+    told = environment.get(VARIABLE, "").split()
+    names = {flag.split("=")[0] for flag in told}
+    flags = flags_of(generation, installed_version())
+    missing = [flag for flag in flags if flag.split("=")[0] not in names]
+    if missing:
+        environment[VARIABLE] = " ".join([*told, *missing])
+
+
+def in_force(environment: MutableMapping[str, str]) -> str:
+    """What compiles for TPUs in that environment, for messages."""
+    version, flags = installed_version() or "none", environment.get(VARIABLE, "")
+    return f"libtpu {version}, {VARIABLE} = {flags!r}"

@@ -1,0 +1,316 @@
+"""A coordinator without network and threads, and peers that are only messages."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+
+from diloco_jax.config import Placement, RunConfig, SyncConfig, shared_fields
+from diloco_jax.coordinator import summary
+from diloco_jax.coordinator.gatherer import Gatherer
+from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.lead import Lead
+from diloco_jax.coordinator.likeness import Likeness
+from diloco_jax.coordinator.rooms import Rooms
+from diloco_jax.coordinator.roster import Roster
+from diloco_jax.coordinator.service import Service
+from diloco_jax.coordinator.sessions import Sessions
+from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.coordinator.store import Merged
+from diloco_jax.core.codec import get_codec
+from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.faults import Faults
+from diloco_jax.observability.metrics import Metrics
+from diloco_jax.observability.tape import Tape
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.coordinator import ledger
+from diloco_jax.protocol.coordinator.events import Timer
+from diloco_jax.protocol.coordinator.state import State, initial
+from diloco_jax.protocol.values import Version
+from diloco_jax.wire import encoding
+from diloco_jax.wire.encoding import decoded
+from diloco_jax.wire.errors import Refused, WireError
+from diloco_jax.wire.server import FetchSource
+
+SHAPES = {"w": (4, 4), "v": (4, 2)}
+PLAN = plan_fragments(SHAPES, {"w": ("embed", "mlp"), "v": ("embed", "mlp")}, 2)
+RUN = RunConfig(
+    sequence_length=4,
+    total_tokens=6000,
+    sync=SyncConfig(fragments=2, steps_per_cycle=4, overlap_steps=1),
+)
+ADMITTED: dict[str, int | None] = {"a": 2, "b": 4, "c": None}
+CONFIG = policy_config(RUN, Placement(), "r", PLAN.sizes, ADMITTED)
+LAYOUTS = [PayloadLayout.of(get_codec("f32"), pieces) for pieces in PLAN.fragments]
+
+
+class Stream:
+    """Stands in for `wire.session.Session`: what is sent is encoded, and counted."""
+
+    peer = "test"
+
+    def __init__(self, hello: messages.Hello) -> None:
+        self.hello = hello
+        self.refused: list[Refused] = []
+
+    def send(self, message: messages.FromCoordinator) -> None:
+        encoding.from_coordinator(encoding.encode(message))
+
+    def close(self, refused: Refused | None = None) -> None:
+        self.refused += [refused] if refused else []
+
+    def fail(self, error: WireError) -> None:
+        """Likewise, with an error."""
+
+
+class Store:
+    """Stands in for the coordinator's: merges nothing."""
+
+    layouts_up = LAYOUTS
+
+    def merge(self, *arguments: Any, **options: Any) -> Merged:
+        return Merged(
+            version=Version(),
+            theta={},
+            anchor={},
+            outer_state=None,
+            payload=b"",
+            digest="d",
+            norm=1.0,
+        )
+
+    def commit(self, fragment: int, merged: Merged) -> None:
+        """Nothing is published."""
+
+    def is_finite(self, fragment: int, payload: Any) -> bool:
+        return bool(payload[0] == 0)
+
+    def fetch(self, *arguments: Any) -> FetchSource:
+        return FetchSource(version=Version(), full=True, count=0, buffers=(), total=0)
+
+
+class AtOnce:
+    """An executor without a thread."""
+
+    def submit(self, work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        future: Future[Any] = Future()
+        future.set_result(work(*arguments, **options))
+        return future
+
+
+class Coordinator:
+    """The real service and engine, without network and threads."""
+
+    def __init__(self, folder: Any) -> None:
+        self.roster = Roster(folder / f"roster-{time.monotonic_ns()}")
+        self.tape = Tape(folder / f"tape-{time.monotonic_ns()}.jsonl")
+        self.sessions = Sessions()
+        inbox = Inbox(LAYOUTS, Rooms(1 << 20))
+        store: Any = Store()
+        log: Any = SimpleNamespace(append=lambda line, payload: json.dumps(line))
+        metrics = SimpleNamespace(append=lambda line: json.dumps(line, allow_nan=False))
+        self.lead = Lead(
+            CONFIG,
+            initial(CONFIG),
+            store=store,
+            inbox=inbox,
+            log=log,
+            tape=self.tape,
+            metrics=cast(Metrics, metrics),
+            sessions=self.sessions,
+            faults=Faults(()),
+            housekeeping=self.keep_house,
+        )
+        self.lead._holder._merger = cast(Any, AtOnce())
+        self.handlers = Service(
+            Likeness(RUN, PLAN),
+            lead=self.lead,
+            store=store,
+            inbox=inbox,
+            sessions=self.sessions,
+            roster=self.roster,
+            metrics=cast(Metrics, metrics),
+            status=dict,
+        )
+
+    @property
+    def state(self) -> State:
+        return self.lead.state
+
+    def keep_house(self, lead: Lead) -> None:
+        """What the coordinator's process does twice a second, at an end, and for a
+        snapshot; and the books balance."""
+        self.roster.save()
+        shown = {"alerts": [], "now": 1e9}
+        status = summary.status(CONFIG, self.state, self.roster, seconds=1.0, **shown)
+        json.dumps(status, allow_nan=False)
+        result = summary.summary(
+            CONFIG, self.state, self.roster, wall_seconds=1.0, **shown
+        )
+        json.dumps(result, allow_nan=False)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=State)
+        assert ledger.check(CONFIG, self.state) == []
+
+    def run(self) -> None:
+        while not self.lead._queue.empty():
+            self.lead._turn()
+
+
+class Gathering:
+    """The real gatherer, likewise."""
+
+    def __init__(self) -> None:
+        self.handlers = Gatherer(RUN, CONFIG, PLAN, frozenset(ADMITTED))
+        self.thread = self.handlers._thread
+        self.state = initial(CONFIG)
+
+    @property
+    def over(self) -> bool:
+        return self.thread.state.phase == "over"
+
+    def run(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                event, before, peer, _ = self.thread._queue.get_nowait()
+                peer = peer or self.handlers._peer(event)
+                self.thread._handle(event, before, peer)
+        self.thread._handle(Timer(), None, None)
+        json.dumps(self.handlers.status(), allow_nan=False)
+
+
+class Peer:
+    """An island that is nothing but its messages; honest, unless told otherwise."""
+
+    def __init__(self, name: str, made: Coordinator | Gathering) -> None:
+        self.name, self.made = name, made
+        self.stream: Stream | None = None
+        self.seq = 0
+
+    def say(self, kind: str, changed: dict[str, Any]) -> None:
+        """Raises what the coordinator answers with."""
+        if kind == "Cut":
+            if self.stream is not None:
+                self.made.handlers.disconnect(cast(Any, self.stream))
+        elif kind == "Take":
+            self.take(changed)
+        elif kind == "Hello":
+            self.hello(changed)
+        elif kind in ("Report", "Goodbye"):
+            island = self.made.state.islands.get(self.name)
+            if self.stream is None or island is None or island.status == "gone":
+                self.hello({})
+                self.made.run()
+            default = (
+                self.report() if kind == "Report" else {"reason": "stopped", "text": ""}
+            )
+            message = self.decode(kind, {**default, **changed})
+            self.made.handlers.receive(cast(Any, self.stream), message)
+        elif kind == "UploadStart":
+            self.upload(changed)
+        else:
+            default = {**self.identity(), "want": (1, 0), "have": None}
+            request = decoded(
+                encoding.fetch_request, raw(kind, {**default, **changed}), "p"
+            )
+            self.made.handlers.fetch(request)
+
+    def hello(self, changed: dict[str, Any]) -> None:
+        sequences = ADMITTED.get(self.name) or 3
+        default = {
+            "run_id": "",
+            "fingerprint": RUN.fingerprint(),
+            "run": shared_fields(RUN),
+            "plan": PLAN.digest(),
+            "island": self.name,
+            "island_config": {"batch_size": sequences},
+            "incarnation": self.incarnation(),
+            "session": "s",
+            "environment": {"jax": "0", "devices": 1},
+            "tokens_per_step": sequences * RUN.sequence_length,
+            "sequences_per_step": sequences,
+            "phase": "training",
+            "steps": self.steps(),
+            "step_seconds": 0.1,
+        }
+        message = self.decode("Hello", {**default, **changed})
+        self.stream = Stream(message)
+        self.made.handlers.connect(message, cast(Any, self.stream))
+
+    def report(self) -> dict[str, Any]:
+        return {"phase": "training", "steps": self.steps(), "step_seconds": 0.1}
+
+    def steps(self) -> int:
+        island = self.made.state.islands.get(self.name)
+        return 0 if island is None or island.status == "gone" else island.steps
+
+    def incarnation(self) -> int:
+        """The next one, where the last one ended."""
+        island = self.made.state.islands.get(self.name)
+        if island is None:
+            return 1
+        return island.incarnation + (island.status == "gone")
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "run_id": "r",
+            "island": self.name,
+            "incarnation": self.incarnation(),
+            "session": "s",
+            "fragment": 0,
+        }
+
+    def take(self, changed: dict[str, Any]) -> None:
+        """Two steps, then all that it is asked for."""
+        island = self.made.state.islands.get(self.name)
+        if self.stream is None or island is None or island.status == "gone":
+            self.hello({})
+            return
+        self.seq = max(self.seq, island.records_through)
+        asked, records_of_takes = [], []
+        for fragment in self.made.state.fragments:
+            account = fragment.accounts[self.name]
+            if account.take is not None and account.take.end is None:
+                self.seq += 1
+                asked.append((fragment.index, account.take.tick))
+                record = {
+                    "seq": self.seq,
+                    "kind": "took",
+                    "step": self.steps() + 2,
+                    "fragment": fragment.index,
+                    "tick": account.take.tick,
+                    "start": account.start,
+                    "version": tuple(fragment.version),
+                }
+                records_of_takes.append({**record, **changed})
+        self.say("Report", {"steps": self.steps() + 2, "records": records_of_takes})
+        self.made.run()
+        for number, tick in asked:
+            self.upload({"fragment": number, "tick": tick})
+
+    def upload(self, changed: dict[str, Any]) -> None:
+        total = LAYOUTS[0].total_bytes
+        default = {**self.identity(), "tick": 1, "offset": 0, "length": total}
+        fields = {**default, "total": total, **changed}
+        if changed.get("fragment") == 1:
+            total = LAYOUTS[1].total_bytes
+            fields = {**fields, "length": total, "total": total}
+        start = decoded(encoding.upload_start, raw("UploadStart", fields), "p")
+        place = self.made.handlers.upload_begin(start)
+        place[:] = bytes(len(place))
+        self.made.handlers.upload_end(start, place)
+
+    def decode(self, kind: str, fields: dict[str, Any]) -> Any:
+        return decoded(encoding.from_island, raw(kind, fields), "p")
+
+
+def raw(kind: str, fields: dict[str, Any]) -> bytes:
+    return msgspec.msgpack.encode({"type": kind, **fields})

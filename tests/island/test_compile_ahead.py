@@ -1,0 +1,54 @@
+"""What does not compile ends an island for good, with the flags that were in force."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from diloco_jax import libtpu
+from diloco_jax.config import Config, ConfigError
+from diloco_jax.island import host
+from diloco_jax.island.device.build import compile_ahead
+
+
+class Refused:
+    """Programs that the compiler does not take."""
+
+    def lower_all(self, *args):
+        return [self]
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError("FAILED_PRECONDITION: Continuation fusion")
+
+
+def test_a_refusal_names_the_flags_in_force(monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_mine=1")
+    monkeypatch.setattr(libtpu, "installed_version", lambda: "0.0.50.1")
+    with pytest.raises(ConfigError, match="Continuation fusion") as refused:
+        compile_ahead(Refused(), Refused(), {}, 8)
+    assert "libtpu 0.0.50.1, LIBTPU_INIT_ARGS = '--xla_mine=1'" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("platform", "hosts", "ahead"),
+    [("tpu", None, True), ("cpu", None, False), ("cpu", "several", True)],
+)
+def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
+    monkeypatch, platform, hosts, ahead
+):
+    class RunsError(Exception):
+        pass
+
+    def warm(zeros):
+        raise RunsError
+
+    here = SimpleNamespace(
+        _hosts=hosts,
+        _trainer=Refused(),
+        _exchange=SimpleNamespace(lower_all=lambda params: [], warm=warm),
+        _zeros={},
+        config=Config(),
+    )
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    with pytest.raises(ConfigError if ahead else RunsError):
+        host.Host.compile(here)

@@ -1,0 +1,88 @@
+"""State machines: moves go by the tables, and what makes no move is named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from kit import Driver
+
+from diloco_jax.protocol.coordinator.machines import (
+    EXPECTED,
+    FRAGMENT,
+    MACHINES,
+    TAKE,
+    IllegalMoveError,
+    Machine,
+    ignored,
+    take_state,
+)
+from diloco_jax.protocol.coordinator.state import Take
+
+PAGE = Path(__file__).parents[3] / "docs" / "design" / "architecture.md"
+
+
+def test_a_move_that_no_table_has_is_a_mistake() -> None:
+    assert FRAGMENT.move("idle", "tick") == "open"
+    with pytest.raises(IllegalMoveError, match=r"'idle': no move 'commit', only tick"):
+        FRAGMENT.move("idle", "commit")
+    with pytest.raises(IllegalMoveError, match="'bytes' led to 'taken', it leads to"):
+        TAKE.check("asked", "bytes", "taken")
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_every_state_can_be_reached(machine: Machine[str]) -> None:
+    first, *others = machine.moves
+    reached, found = {first}, {first}
+    while found:
+        found = {s for f in found for s in machine.moves[f].values()} - reached
+        reached |= found
+    assert reached == {first, *others}
+
+
+def test_the_fields_of_a_take_are_one_state() -> None:
+    assert take_state(None) == "none"
+    asked = Take(tick=1)
+    assert take_state(asked) == "asked"
+    for fields, state in (
+        ({"end": 2}, "taken"),
+        ({"arrived": True}, "arrived"),
+        ({"end": 2, "arrived": True}, "ready"),
+        ({"end": 2, "arrived": True, "refused": "stale"}, "refused"),
+    ):
+        assert take_state(Take(tick=1, **fields)) == state  # type: ignore[arg-type]
+
+
+def test_what_a_lossy_wire_brings_is_expected_and_anything_else_is_not() -> None:
+    d = Driver()
+    d.join("a")
+    d.report("a", 2)
+    d.take("a", 0, 2)
+    d.arrive("a", 0, 1)
+    assert [(i.state, i.message) for i in d.ignored] == [("ready", "bytes")]
+    assert d.ignored[0].expected
+    d.computed(0)
+    before = d.state
+    d.computed(0)
+    assert d.state == before
+    assert (d.ignored[-1].machine, d.ignored[-1].expected) == ("fragment", False)
+
+
+def test_every_expectation_has_its_reason() -> None:
+    assert all(EXPECTED.values())
+    assert not ignored("take", "asked", "nonsense").expected
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_the_drawings_are_the_tables(machine: Machine[str]) -> None:
+    page = PAGE.read_text()
+    start = page.index(f"<!-- machine: {machine.name} -->")
+    drawing = page[start : page.index("```\n", page.index("stateDiagram", start))]
+    arrows = re.findall(r"^ *(\w+) --> (\w+): ([\w ]+)$", drawing, re.MULTILINE)
+    drawn = {(before, move.strip(), after) for before, after, move in arrows}
+    assert drawn == {
+        (before, move, after)
+        for before, moves in machine.moves.items()
+        for move, after in moves.items()
+    }
