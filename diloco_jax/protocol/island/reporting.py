@@ -7,8 +7,6 @@ each connection: those that were sent on another one may be lost with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from diloco_jax.protocol.island.status import Status
 from diloco_jax.protocol.messages import MAX_RECORDS, Report
 from diloco_jax.protocol.values import Phase, Record
@@ -48,23 +46,19 @@ class Reporting:
         """Time of the next report, if there is no news before it."""
         return self._said_at + self._report_s
 
-    def reports(self, status: Status, unsent: tuple[Record, ...]) -> Iterator[Report]:
+    def reports(self, status: Status, unsent: tuple[Record, ...]) -> list[Report]:
         """The reports to send now, at least one: together they have all records that
         were not sent yet."""
-        while True:
-            records, unsent = (
-                unsent[:MAX_RECORDS],
-                unsent[MAX_RECORDS:],
-            )
-            yield Report(
+        return [
+            Report(
                 phase=status.phase,
                 steps=status.steps,
                 step_seconds=status.measures.median_step_seconds,
-                records=records,
+                records=unsent[first : first + MAX_RECORDS],
                 measures=status.measures,
             )
-            if not unsent:
-                return
+            for first in range(0, max(len(unsent), 1), MAX_RECORDS)
+        ]
 
     def sent(self, report: Report, now: float) -> None:
         """Notes that a report is on its way."""
