@@ -249,9 +249,14 @@ def _pace(run: Any, goal: Any, warm: bool = False) -> Any:
     return Pace(run, goal, warm=warm)
 
 
+def _share_done(pace: Any, *facts: int) -> float:
+    return pace._goal.share_done(*facts)
+
+
 REPLACED: Mapping[str, Callable[..., Any]] = {
     "Books.__init__": _books,
     "Pace.__init__": _pace,
+    "Pace.share_done": _share_done,
 }
 """Called instead of a function, a class or a method, with its arguments."""
 
@@ -288,21 +293,19 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 HALF = "protocol.island."
+# Where these were before, they had other arguments: of what they decided then, calls of
+# books and pace are compared.
 CLASSES: Mapping[str, Hooked] = {
     "Conversation": Hooked((HALF + "conversation.Conversation",)),
     "Fetching": Hooked((HALF + "fetching.Fetching",)),
     "Reporting": Hooked((HALF + "reporting.Reporting",)),
-    "Ahead": Hooked((HALF + "decision.Ahead", "island.decisions.Ahead")),
+    "Ahead": Hooked((HALF + "decision.Ahead",)),
     "Pace": Hooked(("island.pace.Pace",)),
     "Books": Hooked((HALF + "books.Books", "island.books.Books")),
     "Boundary": Hooked(
-        (HALF + "boundary.Boundary", "island.boundary.Boundary"),
+        (HALF + "boundary.Boundary",),
         ports=("arrays", "incoming", "outgoing", "data"),
     ),
-    # Not there any more: the conversation has what they decided.
-    "Mailbox": Hooked(()),
-    "Inbound": Hooked(()),
-    "LiveDecisions": Hooked(()),
 }
 EVENTS = ("step", "new_term.step")
 """Functions whose calls are events, and whose results are effects."""
