@@ -234,7 +234,33 @@ NEW_RESULTS: Mapping[str, Rewrite] = {
     M + "Published": lambda value, call: [],
     "protocol.new_term.events.Postpone": _postponed,
 }
-REPLACED: Mapping[str, Callable[..., Any]] = {}
+
+
+def _books(versions: Sequence[Any], rule: Any) -> Any:
+    from diloco_jax.island.traits import adopt_traits
+    from diloco_jax.protocol.island.books import Books
+
+    return Books(versions, adopt_traits(rule) if isinstance(rule, str) else rule)
+
+
+def _pace(run: Any, goal: Any, warm: bool = False) -> Any:
+    from diloco_jax.island.pace import Pace
+    from diloco_jax.protocol.island.stopping import Goal
+
+    if isinstance(goal, int):
+        goal = Goal(total_tokens=run.total_tokens, tokens_per_step=goal)
+    return Pace(run, goal, warm=warm)
+
+
+def _share_done(pace: Any, *facts: int) -> float:
+    return pace._goal.share_done(*facts)
+
+
+REPLACED: Mapping[str, Callable[..., Any]] = {
+    "Books.__init__": _books,
+    "Pace.__init__": _pace,
+    "Pace.share_done": _share_done,
+}
 """Called instead of a function, a class or a method, with its arguments."""
 
 
@@ -269,15 +295,19 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
         "policy.gathering.first_state",
     ),
 }
+HALF = "protocol.island."
+# Where these were before, they had other arguments: of what they decided then, calls of
+# books and pace are compared.
 CLASSES: Mapping[str, Hooked] = {
-    "Mailbox": Hooked(("island.mailbox.Mailbox",)),
-    "Inbound": Hooked(("island.network.inbound.Inbound",), ports=("targets",)),
-    "LiveDecisions": Hooked(("island.decisions.LiveDecisions",), ports=("save_due",)),
-    "Ahead": Hooked(("island.decisions.Ahead",)),
+    "Conversation": Hooked((HALF + "conversation.Conversation",)),
+    "Fetching": Hooked((HALF + "fetching.Fetching",)),
+    "Reporting": Hooked((HALF + "reporting.Reporting",)),
+    "Ahead": Hooked((HALF + "decision.Ahead",)),
     "Pace": Hooked(("island.pace.Pace",)),
-    "Books": Hooked(("island.books.Books",)),
+    "Books": Hooked((HALF + "books.Books", "island.books.Books")),
     "Boundary": Hooked(
-        ("island.boundary.Boundary",), ports=("arrays", "data", "outgoing")
+        (HALF + "boundary.Boundary",),
+        ports=("arrays", "incoming", "outgoing", "data"),
     ),
 }
 EVENTS = ("step", "new_term.step")

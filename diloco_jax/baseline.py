@@ -21,7 +21,7 @@ from diloco_jax.data.windows import Windows
 from diloco_jax.evaluation import as_json, whole_validation
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState
-from diloco_jax.island.pace import Pace
+from diloco_jax.island.pace import Pace, goal_of
 
 
 def run(
@@ -44,7 +44,7 @@ def run(
     per_step = batch_size * run.sequence_length
     steps = -(-run.total_tokens // per_step)
     settings = dataclasses.replace(run.inner, learning_rate=rate)
-    pace = Pace(dataclasses.replace(run, inner=settings), per_step)
+    pace = Pace(dataclasses.replace(run, inner=settings), goal_of(run, batch_size))
     for step in range(steps):
         positions = np.arange(step * batch_size, (step + 1) * batch_size)
         batch = trainer.put_batch(windows.batch(positions))

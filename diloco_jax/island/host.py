@@ -13,14 +13,11 @@ import jax
 
 from diloco_jax import checkpoint, compilation
 from diloco_jax.config import Config
-from diloco_jax.core.adopt import RULES
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
 from diloco_jax.faults import Faults
-from diloco_jax.island.books import Books
-from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.decisions import Decisions
 from diloco_jax.island.device.build import (
@@ -33,13 +30,17 @@ from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import Arrival, Mailbox
+from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.network.fetcher import Fetcher
 from diloco_jax.island.network.identity import Identity
 from diloco_jax.island.network.sender import Sender
+from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.timing import Timing
+from diloco_jax.island.traits import adopt_traits
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
+from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles
@@ -124,35 +125,45 @@ class Host:
         self.compile_seconds = time.monotonic() - began
 
     def loop(
-        self, arrivals: list[Arrival], decisions: Decisions, faults: Faults
+        self, versions: list[Version], decisions: Decisions, faults: Faults
     ) -> Loop:
-        """The train loop, beginning at these anchors: one arrival in full for every
-        fragment, in order."""
-        rule = RULES.find(self.config.run.sync.adopt)
-        anchors = {a.fragment: a.anchor or () for a in arrivals}
-        versions = [a.version for a in arrivals]
+        """The train loop, beginning at the anchors of these versions, by fragment;
+        they have arrived in full."""
+        run, incoming = self.config.run, self.mailbox.arrivals
+        anchors = {
+            fragment: incoming.pick(fragment, version).anchor or ()
+            for fragment, version in enumerate(versions)
+        }
         restored = self.checkpoints.restore(
             self.plan, self._trainer, self._exchange, versions
         )
         replica = join(self.plan, self._trainer, self._exchange, anchors, restored)
         self._meet("ready")
-        books = Books(versions, rule)
+        books = Books(versions, adopt_traits(run.sync.adopt))
         books.begin()
         if restored is not None:
             books.restored(restored.incarnation, restored.steps, restored.residuals)
+        goal = goal_of(run, self.island.batch_size)
         return Loop(
             config=self.config,
             name=self.name,
             replica=replica,
-            boundary=Boundary(books, replica, self.data, self.sender, rule),
+            boundary=Boundary(
+                books,
+                goal,
+                arrays=replica,
+                incoming=incoming,
+                outgoing=self.sender,
+                data=self.data,
+            ),
             data=self.data,
             mailbox=self.mailbox,
             decisions=decisions,
+            pace=Pace(run, goal, warm=restored is not None),
             timing=Timing(self.compile_seconds),
             evaluator=self._evaluator,
             send_anchor=self._send_anchor,
             checkpoints=self.checkpoints,
-            warm=restored is not None,
             faults=faults,
         )
 

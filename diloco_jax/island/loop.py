@@ -17,16 +17,18 @@ from diloco_jax.config import Config
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import Faults
-from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.decisions import Decisions
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.evaluate import Evaluator
-from diloco_jax.island.mailbox import Ending, Inbox, Mailbox, Status
+from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.pace import Pace
+from diloco_jax.island.refused_takes import log_refused
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.model import Metrics
-from diloco_jax.protocol.values import Phase, Version
+from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.decision import Decision, Ending
+from diloco_jax.protocol.values import Version
 
 logger = logging.getLogger(__name__)
 
@@ -45,27 +47,23 @@ class Loop:
     data: LeasedStream
     mailbox: Mailbox
     decisions: Decisions
+    pace: Pace
     timing: Timing
     evaluator: Evaluator
     send_anchor: Callable[[int, Version], None]
     """Of a fragment, at that version, to a coordinator that lost its state."""
     checkpoints: Checkpoints | None = None
-    warm: bool = False
-    """It begins with the moments of a checkpoint."""
     faults: Faults = dataclasses.field(default_factory=Faults)
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
-        run, island = self.config.run, self.config.island(self.name)
         self._deadlines = self.config.placement.deadlines
-        self._step_seconds = island.step_seconds
+        self._step_seconds = self.config.island(self.name).step_seconds
         self._patience_s = 3 * self.config.placement.outage_budget_s
-        tokens_per_step = island.batch_size * run.sequence_length
-        self._pace = Pace(run, tokens_per_step, warm=self.warm)
         self._step = 0
-        self._seen = Inbox()
-        """What came in last."""
+        self._seen = Decision()
+        """The last one."""
         self._last_metrics: Metrics | None = None
         self._waiting: tuple[tuple[str, int], float] | None = None
         """For what, after how many answers, and since when."""
@@ -101,7 +99,7 @@ class Loop:
     def _train_step(self, batch: Any) -> None:
         with self.timing.step():
             began = self.clock()
-            rate = self._pace.learning_rate(self._step, self.boundary.others_tokens)
+            rate = self.pace.learning_rate(self._step, self.boundary.others_tokens)
             self.timing.learning_rate = rate
             metrics = self.replica.step(batch, rate)
             # One step late: by now the device has the next one to do.
@@ -142,21 +140,20 @@ class Loop:
     # ---- a boundary -------------------------------------------------------------
 
     def _at_boundary(self) -> bool:
-        """Acts on what came in; returns whether a step follows."""
+        """Acts on what came in; returns True if a step follows."""
         again = True
         while again:
-            stepping = self._may_step()
-            self._post("training" if stepping else "stopped")
+            self._post()
+            stepping = self.boundary.may_step(self._step)
             self._seen = self.decisions.at(self._step, stepping=stepping)
-            self.boundary.act(self._seen, self._step)
+            log_refused(self.boundary.act(self._seen, self._step))
             for fragment in self._seen.anchors:
                 self.send_anchor(fragment, self.boundary.books.version(fragment))
             if self._seen.save or self._seen.leaving:
                 self._save(final=self._seen.leaving)
             again = self._seen.again
-        stepping = self._may_step()
-        self._post("training" if stepping else "stopped")
-        return stepping
+        self._post()
+        return self.boundary.may_step(self._step)
 
     def _save(self, *, final: bool = False) -> None:
         if self.checkpoints is None:
@@ -177,22 +174,11 @@ class Loop:
             return list(range(len(books.versions())))  # All are about to be taken.
         return [take.fragment for take in books.outstanding()]
 
-    def _post(self, phase: Phase) -> None:
-        status = Status(
-            phase=phase,
-            steps=self._step,
-            outstanding=self.boundary.books.outstanding(),
-            versions=tuple(self.boundary.books.versions()),
-            measures=self.timing.measures(),
-        )
+    def _post(self) -> None:
+        status = self.boundary.status(self._step, self.timing.measures())
         self.mailbox.post(status, self.boundary.books.drain())
 
     # ---- ends and waits ---------------------------------------------------------
-
-    def _may_step(self) -> bool:
-        """Until the run has its tokens, by the coordinator's count or by ours."""
-        done = self._pace.share_done(self._step, self.boundary.others_tokens)
-        return not self._seen.stop and done < 1
 
     def _wait_for_data(self) -> Ending | None:
         self.decisions.wait(DATA_POLL_S)

@@ -24,6 +24,7 @@ from diloco_jax import environment, libtpu
 from diloco_jax.config import Config, ConfigError, shared_fields
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import parse_faults
+from diloco_jax.island.arrivals import NotHereError
 from diloco_jax.island.decisions import Decisions, LiveDecisions
 from diloco_jax.island.environment import prepare_island
 from diloco_jax.island.host import Host
@@ -31,7 +32,6 @@ from diloco_jax.island.hosts.follower import Follower
 from diloco_jax.island.hosts.following import (
     Begin,
     LeadDecisions,
-    Order,
     Orders,
     Refusal,
     lead_of,
@@ -46,13 +46,15 @@ from diloco_jax.island.hosts.world import (
     leave_world,
 )
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import Arrival, Ending, Status
 from diloco_jax.island.network.identity import Identity
-from diloco_jax.island.network.inbound import Targets
-from diloco_jax.island.network.link import Link, ending_of
+from diloco_jax.island.network.link import Link, Targets, ending_of
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.preemption import Preemption
-from diloco_jax.protocol.messages import Hello, Welcome
+from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.hello import Introduction, hello
+from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.messages import Hello, ResendRequest, Welcome
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
 
 logger = logging.getLogger(__name__)
@@ -107,7 +109,7 @@ def run(
             ending = Ending(EXIT_CONFIG, str(error))
         except Refused as refused:
             ending = ending_of(refused)
-        except (WireError, HostsError, TimeoutError) as error:
+        except (WireError, HostsError, NotHereError, TimeoutError) as error:
             # Asked to end, or refused on the control stream, while it was joining.
             ending = island.mailbox.ending or Ending(EXIT_FAILED, str(error))
         except Exception as error:
@@ -177,14 +179,14 @@ class Island:
         lead = lead_of(self._host.island.hosts) if script is None else 0
         self._tell_begin(welcome.run_id, lead)
         try:
-            arrivals = self._join(welcome)
+            versions = self._join(welcome)
         except Refused as refused:
             self._tell_refused(refused, "joined")
             raise
-        self._tell_joined(arrivals)
+        self._tell_joined(versions)
         faults = parse_faults(self._config.placement.faults, self._config.islands)
         self._loop = self._host.loop(
-            arrivals,
+            versions,
             self._led(script or self._live(), lead),
             faults.for_who(self._name, self._incarnation),
         )
@@ -227,7 +229,7 @@ class Island:
 
     # ---- joining ----------------------------------------------------------------
 
-    def _join(self, welcome: Welcome) -> list[Arrival]:
+    def _join(self, welcome: Welcome) -> list[Version]:
         """Builds, compiles and fetches every fragment, while reports go on."""
         host, mailbox = self._host, self.mailbox
         host.build(
@@ -246,42 +248,34 @@ class Island:
         self._link.start(Targets(want=receiver.want, resend=self._resend))
         host.compile()
         began = time.monotonic()
-        arrivals = receiver.fetch_all()
+        versions = receiver.fetch_all()
         seconds = time.monotonic() - began
         logger.info(
             "compiled in %.1f s, fetched %d fragments in %.1f s (%.1f MB/s)",
             host.compile_seconds,
-            len(arrivals),
+            len(versions),
             seconds,
             mailbox.traffic()["bytes_join"] / max(seconds, 1e-3) / 1e6,
         )
-        return arrivals
+        return versions
 
-    def _hello(self, status: Status, sequences_granted: int) -> Hello:
+    def _hello(self, status: Status) -> Hello:
         run, island = self._config.run, self._host.island
-        return Hello(
-            run_id=self._link.run_id,
-            fingerprint=run.fingerprint(),
-            run=shared_fields(run),
-            plan=self._host.plan.digest(),
-            island=self._name,
-            island_config=dataclasses.asdict(island),
-            incarnation=self._incarnation,
-            session=self._session,
-            environment={**environment.describe()},
-            tokens_per_step=island.batch_size * run.sequence_length,
-            sequences_per_step=island.batch_size,
-            phase=status.phase,
-            steps=status.steps,
-            step_seconds=status.measures.median_step_seconds,
-            outstanding=status.outstanding,
-            sequences_granted=sequences_granted,
-            records_through=status.records_through,
-            term=self._link.term,
-            versions=status.versions,
-            tokens=status.tokens,
-            next_position=status.next_position,
-            lead=lead_of(island.hosts),
+        return hello(
+            Introduction(
+                island=self._name,
+                incarnation=self._incarnation,
+                session=self._session,
+                fingerprint=run.fingerprint(),
+                run=shared_fields(run),
+                plan=self._host.plan.digest(),
+                island_config=dataclasses.asdict(island),
+                environment={**environment.describe()},
+                tokens_per_step=island.batch_size * run.sequence_length,
+                sequences_per_step=island.batch_size,
+                lead=lead_of(island.hosts),
+            ),
+            status,
         )
 
     # ---- the other hosts ----------------------------------------------------------
@@ -324,15 +318,14 @@ class Island:
             ]
             self._refused = None not in heard
 
-    def _tell_joined(self, arrivals: list[Arrival]) -> None:
+    def _tell_joined(self, versions: list[Version]) -> None:
         if self._hosts is not None:
-            versions = [arrival.version for arrival in arrivals]
             self._hosts.tell("joined", msgspec.msgpack.encode(versions))
 
     def _resend(self, fragment: int, tick: int) -> None:
         self._host.sender.resend(fragment, tick)
         if self._orders is not None:
-            self._orders.give(Order(fragment=fragment, resend_tick=tick))
+            self._orders.give(ResendRequest(fragment=fragment, tick=tick))
 
     def _watch_for_leave(self) -> None:
         """Another host was asked to end, as before a preemption: so is the island."""

@@ -19,9 +19,9 @@ from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout, tiles_of
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.kinds import index_of, kind_of
 from diloco_jax.island.device.placing import Region, abstract, assemble, needed, zeros
-from diloco_jax.island.mailbox import Arrival
 
 
 class Exchange:

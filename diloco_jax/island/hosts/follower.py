@@ -17,7 +17,6 @@ from diloco_jax.config import Config, ConfigError, differences
 from diloco_jax.faults import parse_faults
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts.following import (
-    Arrivals,
     Begin,
     FollowDecisions,
     OrderThread,
@@ -25,9 +24,9 @@ from diloco_jax.island.hosts.following import (
 )
 from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import Ending
 from diloco_jax.island.network.identity import Identity
 from diloco_jax.models.plan import other_model
+from diloco_jax.protocol.island.decision import Ending
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.errors import Refused
 
@@ -48,7 +47,6 @@ class Follower:
         """Reads the corpus; raises ConfigError or SecurityError."""
         self._host = Host(config, name, coordinator_address, workdir)
         self._hosts = hosts
-        self._arrivals = Arrivals()
         self._orders: OrderThread | None = None
         self._loop: Loop | None = None
         self._refused = False
@@ -77,7 +75,6 @@ class Follower:
             self.mailbox,
             host.fetcher.fetch,
             host.sender.resend,
-            self._arrivals,
             deadlines,
         )
         self._orders.start()
@@ -85,13 +82,10 @@ class Follower:
         compile_s = config.placement.compile_budget_s
         joined = self._hear_unless_refused("joined", compile_s)
         versions = msgspec.msgpack.decode(joined, type=list[Version])
-        arrivals = [self._arrivals.take(f, v) for f, v in enumerate(versions)]
-        decisions = FollowDecisions(
-            hosts, self.mailbox, self._arrivals, begin.lead, deadlines.budget_s
-        )
+        decisions = FollowDecisions(hosts, self.mailbox, begin.lead, deadlines.budget_s)
         faults = parse_faults(config.placement.faults, config.islands)
         self._loop = host.loop(
-            arrivals,
+            versions,
             decisions,
             faults.for_who(host.name, begin.incarnation, hosts.index),
         )

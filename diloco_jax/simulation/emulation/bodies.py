@@ -20,14 +20,14 @@ from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.coordinator.store import Merged, Store
 from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.books import Outcome
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.reasons import Refusal
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.emulation.history import Diary

@@ -2,7 +2,7 @@
 
 An anchor's value is a digest over all publishes that made it. Of an island's local
 value it is known which of its own steps have an effect in (local - base), which is
-what its next delta holds (see `core.adopt`): `island.books` must say the same.
+what its next delta holds (see `core.adopt`): `protocol.island.books` must say the same.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
-from diloco_jax.island.books import Facts, Outcome
-from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.island.adopt_traits import AdoptTraits
+from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.reasons import NON_FINITE, Refusal
 from diloco_jax.protocol.records import Durable, Merged
 from diloco_jax.protocol.values import FIRST_VERSION, DeltaKey, Version
@@ -137,7 +138,7 @@ class DigestBody:
 
     def __init__(
         self,
-        rule: Facts,
+        rule: AdoptTraits,
         adopted: Adopted,
         trained: Callable[[int, np.ndarray], None],
     ) -> None:

@@ -24,8 +24,9 @@ from diloco_jax.config.fields import (
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.adopt import RULES
 from diloco_jax.families import check_member
-from diloco_jax.island.books import Facts
+from diloco_jax.island.traits import adopt_traits
 from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.island.adopt_traits import AdoptTraits
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
 
@@ -131,9 +132,9 @@ class Schedule(
         return run, policy_config(run, placement, "run", sizes, batches)
 
     @property
-    def rule(self) -> Facts:
+    def rule(self) -> AdoptTraits:
         """The adopt rule."""
-        return RULES.find(self.adopt)
+        return adopt_traits(self.adopt)
 
     @property
     def pacing_s(self) -> float:

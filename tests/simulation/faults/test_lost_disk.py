@@ -7,8 +7,8 @@ from unittest import mock
 
 from msgspec.structs import replace
 
-from diloco_jax.island.boundary import Boundary
 from diloco_jax.protocol.coordinator import ledger
+from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.faults.kinds import (
     AnyFault,

@@ -3,8 +3,7 @@
 Per fragment: the anchor's version, the first step that is in no take yet, and the
 outstanding take. Steps count from 0; a take at step s covers the half-open interval
 [start, s). Every change is a `Record`, which the coordinator puts on the tape and from
-which it keeps its ledger. No arrays here: `exchange.py` does to them what the outcomes
-say.
+which it keeps its ledger. No arrays here: the shell does to them what the outcomes say.
 
 A fragment is *unsettled* from its take until the adoption of a version that may have
 it: its local value is anchor - delta + later steps, so a second take would count the
@@ -17,8 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from diloco_jax.protocol.island.adopt_traits import AdoptTraits
 from diloco_jax.protocol.reasons import NON_FINITE, OVERLAP, STALE
 from diloco_jax.protocol.values import (
     FIRST_VERSION,
@@ -31,7 +31,7 @@ from diloco_jax.protocol.values import (
 )
 
 Outcome = Literal["none", "settled", "reopened", "dropped", "reset"]
-"""What a verdict means for the arrays of the fragment.
+"""The consequence of a verdict for the arrays of the fragment.
 
 none: nothing. settled: the delta is merged, the residual after it stands. reopened: as
 if the take had not been. dropped: the steps are lost, the residual before it returns; a
@@ -39,24 +39,8 @@ kept delta leaves the local value with the next version.
 reset: as dropped, and the local value, which is unusable or has steps in it that the
 anchor has too, goes back to the anchor."""
 
-Adoption = Literal["none", "adopted", "kept"]
+AdoptOutcome = Literal["none", "adopted", "kept"]
 """none: the version is not newer. kept: adopted, beside the delta of the last take."""
-
-
-class Facts(Protocol):
-    """The facts that an adopt rule states about itself (`core/adopt/rule.py`)."""
-
-    @property
-    def adopts_first(self) -> bool:
-        """At a boundary that has both, a fragment is adopted before it is taken."""
-
-    @property
-    def keeps_pending(self) -> bool:
-        """A version that has not the last delta is adopted beside it."""
-
-    @property
-    def loses_steps(self) -> bool:
-        """An adoption undoes the steps since the take."""
 
 
 @dataclasses.dataclass
@@ -79,9 +63,9 @@ class Books:
     versions: those of the anchors that the incarnation begins with, by fragment.
     """
 
-    def __init__(self, versions: Sequence[Version], rule: Facts) -> None:
+    def __init__(self, versions: Sequence[Version], traits: AdoptTraits) -> None:
         self._accounts = [_Account(version, start=0) for version in versions]
-        self._rule = rule
+        self.traits = traits
         self._next_seq = 1
         self._new: list[Record] = []
 
@@ -95,7 +79,7 @@ class Books:
         return self._accounts[fragment].version
 
     def versions(self) -> list[Version]:
-        """Of all anchors, by fragment."""
+        """Versions of all anchors, by fragment."""
         return [account.version for account in self._accounts]
 
     def outstanding(self) -> tuple[Outstanding, ...]:
@@ -103,7 +87,7 @@ class Books:
         return tuple(a.take for a in self._accounts if a.take is not None)
 
     def must_wait(self, fragment: int) -> bool:
-        """Whether a take must wait for an adoption: the last one is merged, or was too
+        """True if a take must wait for an adoption: the last one is merged, or was too
         old."""
         account = self._accounts[fragment]
         return account.take is None and account.unsettled
@@ -137,20 +121,20 @@ class Books:
         )
         return take
 
-    def adopt(self, fragment: int, version: Version, step: int) -> Adoption:
+    def adopt(self, fragment: int, version: Version, step: int) -> AdoptOutcome:
         """Notes an adoption, and says which."""
         account = self._accounts[fragment]
         if version <= account.version:
             return "none"
         account.version = version
         late = account.late == account.tick and version <= account.pending_at
-        account.kept = self._rule.keeps_pending and account.unsettled and late
+        account.kept = self.traits.keeps_pending and account.unsettled and late
         if account.kept:
             tick = account.tick
             self._record("adopted", step, fragment=fragment, version=version, tick=tick)
             return "kept"
         account.unsettled = False
-        if self._rule.loses_steps:
+        if self.traits.loses_steps:
             account.start = step
         self._record("adopted", step, fragment=fragment, version=version)
         return "adopted"

@@ -2,15 +2,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.core.adopt import RULES
-from diloco_jax.island.books import Books
+from diloco_jax.island.traits import adopt_traits
+from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.values import Span, Version
 
 V = [Version(1, n) for n in range(100)]
 
 
+def books_of(versions, rule):
+    return Books(versions, adopt_traits(rule))
+
+
 def test_takes_follow_each_other_without_gap():
-    books = Books([V[0]], RULES.find("rebase"))
+    books = books_of([V[0]], "rebase")
     assert books.take(0, 1, 4).start == 0
     assert books.settle(0, 1, "merged", "", 5) == "settled"
     assert books.adopt(0, V[1], 6) == "adopted"
@@ -19,7 +23,7 @@ def test_takes_follow_each_other_without_gap():
 
 
 def test_repeated_tick_and_outstanding_take_are_ignored():
-    books = Books([V[0]], RULES.find("rebase"))
+    books = books_of([V[0]], "rebase")
     assert books.take(0, 1, 4) is not None
     assert books.take(0, 2, 5) is None
     books.settle(0, 1, "merged", "", 5)
@@ -29,7 +33,7 @@ def test_repeated_tick_and_outstanding_take_are_ignored():
 
 
 def test_take_waits_for_the_adoption_of_the_merged_one():
-    books = Books([V[0]], RULES.find("rebase"))
+    books = books_of([V[0]], "rebase")
     books.take(0, 1, 4)
     assert not books.must_wait(0)
     books.settle(0, 1, "merged", "", 5)
@@ -39,14 +43,14 @@ def test_take_waits_for_the_adoption_of_the_merged_one():
 
 
 def test_pending_take_stays_outstanding():
-    books = Books([V[0]], RULES.find("rebase"))
+    books = books_of([V[0]], "rebase")
     books.take(0, 1, 4)
     assert books.settle(0, 1, "pending", "", 5) == "none"
     assert [(t.fragment, t.tick) for t in books.outstanding()] == [(0, 1)]
 
 
 def test_a_version_that_a_pending_delta_is_not_in_is_adopted_beside_it():
-    books = Books([V[0]], RULES.find("keep"))
+    books = books_of([V[0]], "keep")
     books.take(0, 1, 4)
     books.settle(0, 1, "pending", "", 5, V[1])
     assert books.adopt(0, V[1], 6) == "kept"
@@ -60,7 +64,7 @@ def test_a_version_that_a_pending_delta_is_not_in_is_adopted_beside_it():
 
 def test_verdicts_may_be_ahead_of_the_versions_they_came_with():
     """Both versions were merged before the island had the first one."""
-    books = Books([V[0]], RULES.find("keep"))
+    books = books_of([V[0]], "keep")
     books.take(0, 1, 4)
     books.settle(0, 1, "pending", "", 5, V[1])
     books.settle(0, 1, "merged", "", 5, V[2])
@@ -70,7 +74,7 @@ def test_verdicts_may_be_ahead_of_the_versions_they_came_with():
 
 
 def test_a_version_that_may_have_the_delta_takes_its_place():
-    books = Books([V[0]], RULES.find("keep"))
+    books = books_of([V[0]], "keep")
     books.take(0, 1, 4)
     books.settle(0, 1, "pending", "", 5, V[1])
     assert books.adopt(0, V[2], 6) == "adopted"
@@ -80,7 +84,7 @@ def test_a_version_that_may_have_the_delta_takes_its_place():
 
 def test_what_is_known_of_a_take_before_it_is_made_counts():
     """It was asked for, and the merge did not wait."""
-    books = Books([V[0]], RULES.find("keep"))
+    books = books_of([V[0]], "keep")
     books.settle(0, 1, "pending", "", 3, V[1])
     books.take(0, 1, 4)
     assert books.adopt(0, V[1], 6) == "kept"
@@ -88,7 +92,7 @@ def test_what_is_known_of_a_take_before_it_is_made_counts():
 
 def test_a_kept_delta_that_is_stale_leaves_with_the_next_version():
     """Open again, it would grow for as long as the island is late."""
-    books = Books([V[0]], RULES.find("keep"))
+    books = books_of([V[0]], "keep")
     books.take(0, 1, 4)
     books.settle(0, 1, "pending", "", 5, V[1])
     books.adopt(0, V[1], 6)
@@ -99,7 +103,7 @@ def test_a_kept_delta_that_is_stale_leaves_with_the_next_version():
 
 
 def test_a_kept_delta_without_steps_keeps_nobody_waiting():
-    books = Books([V[0]], RULES.find("keep"))
+    books = books_of([V[0]], "keep")
     books.settle(0, 1, "pending", "", 0, V[1])
     books.take(0, 1, 0)
     assert books.adopt(0, V[1], 0) == "kept"
@@ -108,7 +112,7 @@ def test_a_kept_delta_without_steps_keeps_nobody_waiting():
 
 
 def test_what_was_known_of_one_take_is_not_of_the_next():
-    books = Books([V[0]], RULES.find("keep"))
+    books = books_of([V[0]], "keep")
     books.take(0, 1, 4)
     books.settle(0, 1, "pending", "", 5, V[1])
     assert books.settle(0, 1, "refused", "stale", 5, V[1]) == "reopened"
@@ -119,7 +123,7 @@ def test_what_was_known_of_one_take_is_not_of_the_next():
 
 
 def test_that_one_take_was_kept_says_nothing_of_the_next():
-    books = Books([V[0]], RULES.find("keep"))
+    books = books_of([V[0]], "keep")
     books.take(0, 1, 4)
     books.settle(0, 1, "pending", "", 5, V[1])
     assert books.adopt(0, V[1], 6) == "kept"
@@ -130,14 +134,14 @@ def test_that_one_take_was_kept_says_nothing_of_the_next():
 
 @pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend"])
 def test_other_rules_take_a_pending_delta_out(rule):
-    books = Books([V[0]], RULES.find(rule))
+    books = books_of([V[0]], rule)
     books.take(0, 1, 4)
     books.settle(0, 1, "pending", "", 5, V[1])
     assert books.adopt(0, V[1], 6) == "adopted"
 
 
 def test_refusal_before_an_adoption_opens_the_steps_again():
-    books = Books([V[0]], RULES.find("rebase"))
+    books = books_of([V[0]], "rebase")
     books.take(0, 1, 4)
     assert books.settle(0, 1, "refused", "stale", 6) == "reopened"
     assert not books.must_wait(0), "no newer version is known"
@@ -146,7 +150,7 @@ def test_refusal_before_an_adoption_opens_the_steps_again():
 
 
 def test_after_a_stale_take_the_next_one_waits_for_the_newer_version():
-    books = Books([V[0]], RULES.find("rebase"))
+    books = books_of([V[0]], "rebase")
     books.take(0, 1, 4)
     assert books.settle(0, 1, "refused", "stale", 6, V[2]) == "reopened"
     assert books.must_wait(0)
@@ -157,7 +161,7 @@ def test_after_a_stale_take_the_next_one_waits_for_the_newer_version():
 
 
 def test_refusal_after_an_adoption_loses_the_steps():
-    books = Books([V[0]], RULES.find("rebase"))
+    books = books_of([V[0]], "rebase")
     books.take(0, 1, 4)
     books.adopt(0, V[1], 5)
     assert books.settle(0, 1, "refused", "stale", 6) == "dropped"
@@ -165,14 +169,14 @@ def test_refusal_after_an_adoption_loses_the_steps():
 
 
 def test_a_take_without_steps_waits_for_no_newer_version():
-    books = Books([V[0]], RULES.find("rebase"))
+    books = books_of([V[0]], "rebase")
     books.take(0, 1, 0)
     assert books.settle(0, 1, "refused", "empty", 0, V[2]) == "reopened"
     assert not books.must_wait(0)
 
 
 def test_non_finite_refusal_starts_from_the_anchor():
-    books = Books([V[0]], RULES.find("rebase"))
+    books = books_of([V[0]], "rebase")
     books.take(0, 1, 4)
     assert books.settle(0, 1, "refused", "non_finite", 6) == "reset"
     assert books.take(0, 2, 8).start == 6
@@ -180,7 +184,7 @@ def test_non_finite_refusal_starts_from_the_anchor():
 
 
 def test_what_overlaps_is_not_opened_again_with_the_same_start():
-    books = Books([V[0]], RULES.find("rebase"))
+    books = books_of([V[0]], "rebase")
     books.take(0, 1, 4)
     assert books.settle(0, 1, "refused", "overlap", 6) == "reset"
     assert books.take(0, 2, 8).start == 6
@@ -190,7 +194,7 @@ def test_what_overlaps_is_not_opened_again_with_the_same_start():
 
 
 def test_an_incarnation_says_what_it_begins_with():
-    books = Books([V[3], V[1]], RULES.find("rebase"))
+    books = books_of([V[3], V[1]], "rebase")
     books.begin()
     begins = [(r.kind, r.step, r.fragment, r.version) for r in books.drain()]
     assert begins == [("adopted", 0, 0, V[3]), ("adopted", 0, 1, V[1])]
@@ -198,7 +202,7 @@ def test_an_incarnation_says_what_it_begins_with():
 
 
 def test_overwrite_loses_the_steps_since_the_take():
-    books = Books([V[0]], RULES.find("overwrite"))
+    books = books_of([V[0]], "overwrite")
     books.take(0, 1, 4)
     books.settle(0, 1, "merged", "", 6)
     books.adopt(0, V[1], 6)
@@ -206,7 +210,7 @@ def test_overwrite_loses_the_steps_since_the_take():
 
 
 def test_old_versions_are_not_adopted():
-    books = Books([V[3]], RULES.find("rebase"))
+    books = books_of([V[3]], "rebase")
     assert books.adopt(0, V[3], 1) == "none"
     assert books.adopt(0, V[2], 1) == "none"
     assert books.adopt(0, Version(2, 0), 1) == "adopted"
@@ -214,7 +218,7 @@ def test_old_versions_are_not_adopted():
 
 
 def test_records_are_numbered_from_one_and_drained_once():
-    books = Books([V[0]], RULES.find("rebase"))
+    books = books_of([V[0]], "rebase")
     books.granted(Span(8, 16), 0)
     books.progress(1000, 2)
     first = books.drain()
@@ -240,7 +244,7 @@ ACTION = st.tuples(
 def test_intervals_tile_the_steps(rule, script):
     """Follows only the records, as the coordinator does: each step is merged, lost,
     outstanding or open, once."""
-    books = Books([V[0], V[0]], RULES.find(rule))
+    books = books_of([V[0], V[0]], rule)
     step, tick, versions = 0, 0, [0, 0]
     settled = [0, 0]  # [0, settled) is merged or lost, by the ledger's rules.
     outstanding = [None, None]
@@ -288,7 +292,7 @@ def test_intervals_tile_the_steps(rule, script):
 
 
 def test_a_delta_that_a_new_term_dropped_is_kept_beside_no_version():
-    books = Books([V[0]], RULES.find("keep"))
+    books = books_of([V[0]], "keep")
     books.take(0, 1, 4)
     books.settle(0, 1, "pending", "", 5, V[1])
     books.new_term(6)
@@ -296,7 +300,7 @@ def test_a_delta_that_a_new_term_dropped_is_kept_beside_no_version():
 
 
 def test_a_new_term_drops_takes_for_good_and_says_what_is_for_its_books():
-    books = Books([V[3], V[4], V[5]], RULES.find("rebase"))
+    books = books_of([V[3], V[4], V[5]], "rebase")
     books.take(0, 1, 4)
     books.take(1, 2, 6)
     books.adopt(1, V[5], 7)
