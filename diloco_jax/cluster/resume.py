@@ -104,7 +104,7 @@ def finished(workdir: Path) -> dict[str, Any]:
     return summary if summary.get("phase") == "done" else {}
 
 
-class Replacement:
+class ReplacedFiles:
     """The files of the workdir that a resumed run writes anew: made, the new
     `config.json` is there, the old summary and the address of a coordinator that was
     killed are not. `undo` is for a start that failed."""

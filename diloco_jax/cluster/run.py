@@ -20,7 +20,7 @@ from diloco_jax.cluster.beginning import Beginning
 from diloco_jax.cluster.cluster import Cluster
 from diloco_jax.cluster.processes import kill_group, log_tail, start_child
 from diloco_jax.cluster.resume import (
-    Replacement,
+    ReplacedFiles,
     finished,
     resumed_config,
     tell_resumed,
@@ -137,7 +137,7 @@ def _processes(
 ) -> int:
     """Starts, watches and stops everything; the exit code of the run so far."""
     resume = begun is None
-    change = Replacement(cluster.config, cluster.workdir) if resume else None
+    change = ReplacedFiles(cluster.config, cluster.workdir) if resume else None
     try:
         cluster.start(interrupt)
     except Exception as error:

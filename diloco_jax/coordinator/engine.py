@@ -54,7 +54,7 @@ class Log(Protocol):
         """Says what a person should look at."""
 
 
-class Sender(Protocol):
+class Messenger(Protocol):
     """Who is connected."""
 
     def tell(self, session: str, message: FromCoordinator) -> None:
@@ -80,7 +80,7 @@ class Holder(Protocol):
         """Frees what earlier incarnations of an island sent."""
 
 
-class Gatherer(Protocol):
+class AnchorHolder(Protocol):
     """What holds the anchors of a lost state, as they come in."""
 
     def discard(self, discard: Discard) -> None:
@@ -102,10 +102,10 @@ class Engine(Generic[S, E]):
         config: PolicyConfig,
         state: S,
         *,
-        sender: Sender,
+        sender: Messenger,
         log: Log | None = None,
         holder: Holder | None = None,
-        gatherer: Gatherer | None = None,
+        gatherer: AnchorHolder | None = None,
     ) -> None:
         """log, holder: of the usual half; gatherer: of the half that gathers."""
         self.config, self.state = config, state

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.inbox import Inbox
-from diloco_jax.coordinator.store import Merged, Store
+from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol.coordinator.events import (
     Commit,
@@ -44,7 +44,7 @@ class StoreHolder:
         self._store, self._inbox, self._metrics = store, inbox, metrics
         self._post, self._failed, self._note = post, failed, note
         self._merger = ThreadPoolExecutor(1, "diloco-merge")
-        self._computed: dict[int, Merged] = {}
+        self._computed: dict[int, ComputedMerge] = {}
         self._closing = False
 
     def warm_up(self, compiled: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ class StoreHolder:
             final=merge.final,
         )
 
-        def done(future: Future[Merged]) -> None:
+        def done(future: Future[ComputedMerge]) -> None:
             if not self._succeeded(future):
                 return
             merged = future.result()
@@ -120,7 +120,7 @@ class StoreHolder:
         """See Holder."""
         self._inbox.drop_island(forget.island, forget.before, frozenset(forget.kept))
 
-    def _succeeded(self, future: Future[Merged] | Future[None]) -> bool:
+    def _succeeded(self, future: Future[ComputedMerge] | Future[None]) -> bool:
         if future.cancelled():
             return False
         if (failure := future.exception()) is None:
@@ -128,7 +128,7 @@ class StoreHolder:
         self._failed(failure)
         return False
 
-    def _measured(self, merge: Merge, merged: Merged, seconds: float) -> None:
+    def _measured(self, merge: Merge, merged: ComputedMerge, seconds: float) -> None:
         self._metrics.append(
             {
                 "kind": "merge",

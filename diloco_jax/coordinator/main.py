@@ -41,7 +41,7 @@ from diloco_jax.models.inner import build_inner
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
-from diloco_jax.protocol.coordinator.events import Resumed
+from diloco_jax.protocol.coordinator.events import RunResumed
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.wire import addresses
 from diloco_jax.wire.server import Handlers, Server
@@ -351,7 +351,7 @@ class Coordinator:
         self._facts.write(self._workdir)
         self._roster.save()
         # Before any hello.
-        self.lead.post(Resumed(steps=steps))
+        self.lead.post(RunResumed(steps=steps))
 
     def _keep_house(self, lead: Lead) -> None:
         now = time.monotonic()

@@ -32,7 +32,7 @@ RATE_OVER_S = 5.0
 """Fragments travel in bursts: over less, a rate says nothing."""
 
 
-class Member(msgspec.Struct, kw_only=True):
+class MeasuredIsland(msgspec.Struct, kw_only=True):
     """One island. Times are unix seconds; `past` sums the ended incarnations."""
 
     tokens_per_step: int
@@ -90,11 +90,11 @@ class Roster:
     def __init__(self, path: Path | None = None) -> None:
         """path: where `save` keeps it; what is there already is read."""
         self._path = path
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, MeasuredIsland] = {}
         if path is not None and path.exists():
             try:
                 self.members = msgspec.msgpack.decode(
-                    path.read_bytes(), type=dict[str, Member]
+                    path.read_bytes(), type=dict[str, MeasuredIsland]
                 )
             except msgspec.DecodeError as error:
                 raise ConfigError(
@@ -125,7 +125,7 @@ class Roster:
         run when the coordinator lost its state."""
         member = self.members.get(hello.island)
         if member is None:
-            member = self.members[hello.island] = Member(
+            member = self.members[hello.island] = MeasuredIsland(
                 tokens_per_step=hello.tokens_per_step,
                 first_seen=now,
                 last_seen=now,
@@ -244,7 +244,7 @@ class Roster:
             active=tuple(active),
         )
 
-    def _fold(self, member: Member) -> None:
+    def _fold(self, member: MeasuredIsland) -> None:
         member.active += _activity(member.current)
         while len(member.active) > INTERVALS_KEPT:
             first, second, *rest = member.active
@@ -255,7 +255,7 @@ class Roster:
         member.adopted = {}
 
 
-def _made(member: Member) -> tuple[int, float]:
+def _made(member: MeasuredIsland) -> tuple[int, float]:
     """Tokens of all its steps, and what these take undisturbed."""
     now = member.current
     return (
@@ -264,7 +264,7 @@ def _made(member: Member) -> tuple[int, float]:
     )
 
 
-def _mean_step(member: Member) -> tuple[float, float]:
+def _mean_step(member: MeasuredIsland) -> tuple[float, float]:
     """Tokens and undisturbed seconds of a step, over all incarnations: they may differ
     in their batches, as where a run goes on with others."""
     tokens, seconds = _made(member)

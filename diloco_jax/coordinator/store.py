@@ -51,7 +51,7 @@ BLOCK_BYTES = 4 << 20
 Arrays = tuple[jax.Array, ...]
 
 
-class Merged(NamedTuple):
+class ComputedMerge(NamedTuple):
     """A computed merge that is not visible yet."""
 
     version: Version
@@ -181,7 +181,7 @@ class Store:
         *,
         share: float = 1.0,
         final: bool,
-    ) -> Merged:
+    ) -> ComputedMerge:
         """The outer step of one fragment from these deltas; changes nothing yet.
 
         Args:
@@ -223,7 +223,7 @@ class Store:
             change, moved = publish.publish(self._down, new, old)
             changes.append(np.asarray(change))
             anchor.append(moved)
-        return Merged(
+        return ComputedMerge(
             version=version,
             theta=theta,
             anchor=tuple(anchor),
@@ -236,7 +236,7 @@ class Store:
             sample=tuple(measuring.sample),
         )
 
-    def commit(self, fragment: int, merged: Merged) -> None:
+    def commit(self, fragment: int, merged: ComputedMerge) -> None:
         """Makes a computed merge the current version."""
         with self._lock:
             state = self._fragments[fragment]

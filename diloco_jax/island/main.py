@@ -30,7 +30,7 @@ from diloco_jax.island.environment import prepare_island
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts.follower import Follower
 from diloco_jax.island.hosts.following import (
-    Begin,
+    HostsBegin,
     LeadDecisions,
     Orders,
     Refusal,
@@ -78,13 +78,13 @@ def run(
       incarnation: counts the attempts of this island, from 1; that of host 0 counts.
       where: the hosts of the island meet, if it has several.
     """
-    island: Island | Follower
+    island: LeadingHost | Follower
     try:
         hosts = _meet(config, name, where or WorldAddress())
         if hosts is not None and hosts.index > 0:
             island = Follower(config, name, coordinator_address, workdir, hosts)
         else:
-            island = Island(
+            island = LeadingHost(
                 config, name, coordinator_address, workdir, incarnation, hosts
             )
     except (ConfigError, SecurityError) as error:
@@ -98,7 +98,7 @@ def run(
         config.placement.notice_s,
         island.asked_to_end if isinstance(island, Follower) else None,
     )
-    if isinstance(island, Island) and preemption.expected:
+    if isinstance(island, LeadingHost) and preemption.expected:
         island.asked_to_end = preemption.notice
     with _ended_by_signals(island):
         try:
@@ -128,7 +128,7 @@ def run(
     return ending.exit_code
 
 
-class Island:
+class LeadingHost:
     """The host that leads: start, run, stop, close are called once, in this order."""
 
     def __init__(
@@ -291,7 +291,7 @@ class Island:
     def _tell_begin(self, run_id: str, lead: int) -> None:
         if self._hosts is None:
             return
-        begin = Begin(
+        begin = HostsBegin(
             run_id=run_id,
             incarnation=self._incarnation,
             session=self._session,
@@ -350,7 +350,7 @@ def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
 
 
 @contextlib.contextmanager
-def _ended_by_signals(island: Island | Follower) -> Iterator[None]:
+def _ended_by_signals(island: LeadingHost | Follower) -> Iterator[None]:
     """Inside, SIGTERM and Ctrl-C end the island at its next step boundary, with a
     goodbye; a second Ctrl-C ends it at once. What was ignored before still is, as by
     processes in the background of a script."""

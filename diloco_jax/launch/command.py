@@ -15,7 +15,7 @@ from diloco_jax.launch import gke, tpu_vm
 from diloco_jax.launch.calls import CommandError
 from diloco_jax.launch.certificates import prepare_certificates
 from diloco_jax.launch.order import COORDINATOR, Order, make_order
-from diloco_jax.launch.record import Record
+from diloco_jax.launch.record import LaunchRecord
 from diloco_jax.launch.submit import Submitter
 from diloco_jax.paths import absolute
 
@@ -67,7 +67,7 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     order = make_order(config, path, options.on)
     _check_owners(order, options.only)
     workdir = Path(absolute(config.placement.workdir or f"runs/{order.name}"))
-    record = Record(workdir / "launch.json", options.on)
+    record = LaunchRecord(workdir / "launch.json", options.on)
     own = config.placement.certificates
     certificates = Path(absolute(own)) if own else workdir / "certificates"
     folder = workdir / "launch"

@@ -11,7 +11,7 @@ from diloco_jax.files import write_json
 from diloco_jax.launch.resources import Resource
 
 
-class Record:
+class LaunchRecord:
     """The backend, and what was made there, oldest first."""
 
     def __init__(self, path: Path, on: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from diloco_jax.launch.calls import attempt, call, failure
-from diloco_jax.launch.record import Record
+from diloco_jax.launch.record import LaunchRecord
 from diloco_jax.launch.resources import Command, Deployment, Owned, Resource
 
 
@@ -23,7 +23,7 @@ class _HasOwner(Protocol):
 Item = TypeVar("Item", bound=_HasOwner)
 
 
-class Step(NamedTuple):
+class LaunchStep(NamedTuple):
     """A command that changes something."""
 
     command: Command
@@ -43,7 +43,7 @@ class Submitter:
     def __init__(
         self,
         deployment: Deployment,
-        record: Record,
+        record: LaunchRecord,
         *,
         only: tuple[str, ...],
         show: Callable[[str], None],
@@ -92,7 +92,7 @@ class Submitter:
 
     # ---- what there is to do ----------------------------------------------------
 
-    def _missing(self, resources: Iterable[Resource]) -> list[Step]:
+    def _missing(self, resources: Iterable[Resource]) -> list[LaunchStep]:
         steps = []
         for resource in resources:
             # What processes read has to be right for whomever this is limited to.
@@ -106,12 +106,12 @@ class Submitter:
                 self._record.add(resource, known)
                 if resource.content != known:
                     *first, last = resource.update
-                    steps += [Step(command) for command in first]
-                    steps.append(Step(last, makes=resource))
+                    steps += [LaunchStep(command) for command in first]
+                    steps.append(LaunchStep(last, makes=resource))
                 continue
             if state and resource.delete is not None:
-                steps.append(Step(resource.delete, deletes=resource.what))
-            steps.append(Step(resource.create, makes=resource))
+                steps.append(LaunchStep(resource.delete, deletes=resource.what))
+            steps.append(LaunchStep(resource.create, makes=resource))
         return steps
 
     def _state(self, resource: Resource) -> str:
@@ -130,8 +130,8 @@ class Submitter:
     def _chosen(self, items: Iterable[Item]) -> list[Item]:
         return [item for item in items if not self._only or item.owner in self._only]
 
-    def _steps(self, items: Iterable[Owned]) -> list[Step]:
-        return [Step(item.command) for item in self._chosen(items)]
+    def _steps(self, items: Iterable[Owned]) -> list[LaunchStep]:
+        return [LaunchStep(item.command) for item in self._chosen(items)]
 
     # ---- doing it ---------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Submitter:
             if not self._dry_run:
                 call(command)
 
-    def _carry_out(self, steps: list[Step]) -> None:
+    def _carry_out(self, steps: list[LaunchStep]) -> None:
         for step in steps:
             self._show(shlex.join(step.command.arguments))
         if self._dry_run or not steps:
@@ -163,10 +163,10 @@ class Submitter:
                 self._record.remove(step.deletes)
 
 
-def _deletions(entries: list[dict[str, Any]]) -> list[Step]:
+def _deletions(entries: list[dict[str, Any]]) -> list[LaunchStep]:
     """Newest first."""
     return [
-        Step(
+        LaunchStep(
             Command(tuple(entry["delete"]), entry["deadline_s"]), deletes=entry["what"]
         )
         for entry in reversed(entries)

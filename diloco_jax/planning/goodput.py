@@ -22,19 +22,23 @@ from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.protocol.coordinator import schedule
 from diloco_jax.simulation.fleets.failures import FailureModel, Segment, undisturbed
-from diloco_jax.simulation.fleets.fleet import TIME_BUDGET_STEPS, Exchange, Fleet
+from diloco_jax.simulation.fleets.fleet import (
+    TIME_BUDGET_STEPS,
+    ExchangeTerms,
+    VirtualFleet,
+)
 from diloco_jax.simulation.virtual.steps import durations
 
 CYCLES, STEPS = 6, 300
 """Simulated, of the slowest island: the more of both."""
-LATENCY_S = Exchange.latency_seconds
+LATENCY_S = ExchangeTerms.latency_seconds
 """Of a link, one way."""
 OUTAGE_STEPS = 50
 """Length of a simulated outage; what a real one takes longer is lost in full."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
+class SimulatedIsland:
     """An island, as the simulator sees it."""
 
     chips: int
@@ -66,13 +70,13 @@ class ExpectedGoodput:
 def expected_goodput(
     sync: SyncConfig,
     params: int,
-    machines: dict[str, Machine],
+    machines: dict[str, SimulatedIsland],
     merge_seconds: float,
     assumptions: Assumptions,
 ) -> ExpectedGoodput:
     """merge_seconds: from the last delta of a merge to its publish."""
     assumptions.validate()
-    exchange = Exchange(
+    exchange = ExchangeTerms(
         cycle=sync.steps_per_cycle,
         fragments=sync.fragments,
         overlap=sync.overlap_steps,
@@ -120,9 +124,9 @@ def expected_goodput(
 
 
 def _simulate(
-    exchange: Exchange,
+    exchange: ExchangeTerms,
     sync: SyncConfig,
-    machines: dict[str, Machine],
+    machines: dict[str, SimulatedIsland],
     outages: dict[str, tuple[float, float]],
     horizon: float,
     spread: float,
@@ -131,7 +135,7 @@ def _simulate(
     pace = schedule.pace(sync.quorum, [m.step_seconds for m in machines.values()])
     # The fleet's time budget is so many steps: not less than some round trips.
     pace = max(pace, 20 * LATENCY_S / TIME_BUDGET_STEPS)
-    fleet = Fleet(exchange, sync, pace)
+    fleet = VirtualFleet(exchange, sync, pace)
     # The same step times with and without outages.
     rngs = np.random.default_rng(0).spawn(len(machines))
     for (name, machine), rng in zip(machines.items(), rngs, strict=True):

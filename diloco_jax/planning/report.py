@@ -16,7 +16,7 @@ from diloco_jax.planning.coordinator import (
     MERGE_CORE_SECONDS_PER_GB,
     plan_coordinator,
 )
-from diloco_jax.planning.goodput import Machine, expected_goodput
+from diloco_jax.planning.goodput import SimulatedIsland, expected_goodput
 from diloco_jax.planning.network import island_network
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.results import PlannedIsland, RunPlan
@@ -57,7 +57,7 @@ def plan_run(
     """versions: of what compiled. Raises ConfigError."""
     run, sync = resolve_outer(config).run, config.run.sync
     machines = {
-        name: Machine(
+        name: SimulatedIsland(
             chips=island.chips,
             tokens_per_step=island.tokens_per_step,
             step_seconds=max(

@@ -174,7 +174,7 @@ class Leaving(_OfIncarnation, frozen=True, kw_only=True):
     asked: tuple[Asked, ...]
 
 
-class Refused(_OfIncarnation, frozen=True, kw_only=True):
+class DeltaRefused(_OfIncarnation, frozen=True, kw_only=True, tag="refused"):
     """A delta is not merged."""
 
     fragment: int
@@ -205,7 +205,7 @@ class Absent(_OfIncarnation, frozen=True, kw_only=True):
     why: AbsentFor
 
 
-Noted = Fact | Tick | Skipped | Leaving | Refused | TurnedAway | Resumed | Absent
+Noted = Fact | Tick | Skipped | Leaving | DeltaRefused | TurnedAway | Resumed | Absent
 
 
 def line(record: Written) -> dict[str, Any]:

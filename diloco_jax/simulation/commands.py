@@ -177,7 +177,7 @@ def faults_command(arguments: Sequence[str]) -> int:
     from diloco_jax.simulation.faults import command, play
 
     config, output = _parse("faults", arguments, command.FaultsConfig(), Output())
-    report = play.Report()
+    report = play.FaultsReport()
     try:
         with _bar("faults") as progress:
             report = command.check_faults(

@@ -24,7 +24,7 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.coordinator.store import Merged
+from diloco_jax.coordinator.store import ComputedMerge
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.merge.measures import MergeMeasures
@@ -78,8 +78,8 @@ class Store:
 
     layouts_up = LAYOUTS
 
-    def merge(self, *arguments: Any, **options: Any) -> Merged:
-        return Merged(
+    def merge(self, *arguments: Any, **options: Any) -> ComputedMerge:
+        return ComputedMerge(
             version=Version(),
             theta={},
             anchor={},
@@ -92,7 +92,7 @@ class Store:
             sample=(),
         )
 
-    def commit(self, fragment: int, merged: Merged) -> None:
+    def commit(self, fragment: int, merged: ComputedMerge) -> None:
         """Nothing is published."""
 
     def is_finite(self, fragment: int, payload: Any) -> bool:

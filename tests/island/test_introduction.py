@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from diloco_jax.config import Config
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.island.main import Island
+from diloco_jax.island.main import LeadingHost
 from diloco_jax.protocol.island.status import Status
 
 PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)
@@ -22,7 +22,7 @@ def test_it_says_what_the_island_is() -> None:
         _session="s",
         _host=SimpleNamespace(island=config.island("a"), plan=PLAN),
     )
-    hello = Island._hello(cast(Any, island), Status(run_id="r", steps=7))
+    hello = LeadingHost._hello(cast(Any, island), Status(run_id="r", steps=7))
     assert (hello.run_id, hello.island, hello.incarnation) == ("r", "a", 3)
     assert (hello.session, hello.steps) == ("s", 7)
     assert hello.fingerprint == config.run.fingerprint()

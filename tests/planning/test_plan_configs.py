@@ -10,7 +10,7 @@ from diloco_jax.launch.order import slice_of
 from diloco_jax.planning.options import Assumptions, PlanOptions
 from diloco_jax.planning.report import fragments_of
 from diloco_jax.simulation.fleets.failures import FailureModel
-from diloco_jax.simulation.fleets.fleet import Exchange
+from diloco_jax.simulation.fleets.fleet import ExchangeTerms
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CLOUD = ("--launch.project", "some-project", "--launch.image", "registry/image:1")
@@ -59,6 +59,6 @@ def test_the_reference_cases_are_what_they_are_called(name, topologies):
 
 def test_assumptions_are_those_of_the_simulator_where_it_has_them():
     assert Assumptions().mtbi_years == FailureModel().mtbi_years
-    assert Assumptions().link_gbit_per_s == Exchange().link_gbit_per_s
+    assert Assumptions().link_gbit_per_s == ExchangeTerms().link_gbit_per_s
     options = PlanOptions(mtbi_years=2.0, json=True)
     assert options.assumptions == Assumptions(mtbi_years=2.0)

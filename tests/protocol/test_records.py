@@ -80,7 +80,7 @@ NOTED = {
         **WHO,
         "asked": [{"fragment": 1, "tick": 7}],
     },
-    records.Refused: {
+    records.DeltaRefused: {
         "kind": "refused",
         **WHO,
         "fragment": 1,

@@ -36,13 +36,13 @@ from diloco_jax.protocol.island.stopping import Goal
 from diloco_jax.protocol.messages import Published, Report, Welcome
 from diloco_jax.protocol.values import Record, Span, Version
 from diloco_jax.simulation.replay.island import ReplayedIsland
-from diloco_jax.simulation.replay.pipe import Adopt, Step
-from diloco_jax.simulation.replay.recording import Life, Who, Written
+from diloco_jax.simulation.replay.pipe import Adopt, MakeStep
+from diloco_jax.simulation.replay.recording import Life, TapedRecord, Who
 from diloco_jax.simulation.virtual.body import NoBody
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
 from diloco_jax.simulation.virtual.line import Line, LineSpeed
-from diloco_jax.simulation.virtual.merging import Fetched
+from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 WAIT_S = 60.0
 STEPS = 12
@@ -215,10 +215,10 @@ class Service:
     def arrived(self, key: Any, encoded: Any) -> None:
         raise AssertionError("nothing was asked for")
 
-    def fetch(self, fragment: int, have: Version | None) -> Fetched:
+    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch:
         if have is not None:
             self.fetched.append(fragment)
-        return Fetched(self.versions[fragment], 0, None)
+        return VirtualFetch(self.versions[fragment], 0, None)
 
     def publish(self) -> None:
         """A new version of every fragment, told in the order of their numbers."""
@@ -260,7 +260,7 @@ def replayed(service: Service, steps: int = STEPS) -> list[Any]:
         who=Who("a", 1),
         config=ISLAND,
         environment={},
-        records=[Written(n, record) for n, record in enumerate(records, start=1)],
+        records=[TapedRecord(n, record) for n, record in enumerate(records, start=1)],
     )
     life.saves.add(steps)
     worker = Worker()
@@ -342,7 +342,7 @@ def test_what_a_report_holds_is_the_protocols(monkeypatch: pytest.MonkeyPatch) -
 def test_the_end_of_steps_is_the_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service().run()
     assert (trained(), service.island.steps) == (STEPS, STEPS)
-    assert kinds(replayed(service)).count(Step) == STEPS
+    assert kinds(replayed(service)).count(MakeStep) == STEPS
 
     def half(goal: Goal, step: int, others_tokens: int, *, stop: bool) -> bool:
         return not stop and goal.share_done(step, others_tokens) < 0.5
@@ -350,6 +350,6 @@ def test_the_end_of_steps_is_the_protocols(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Goal, "may_step", half)
     half_way = Service().run()
     assert (trained(), half_way.island.steps) == (STEPS // 2, STEPS // 2)
-    assert kinds(replayed(half_way, STEPS // 2)).count(Step) == STEPS // 2
+    assert kinds(replayed(half_way, STEPS // 2)).count(MakeStep) == STEPS // 2
     with pytest.raises(TapeError, match="did step 6 although the run had its tokens"):
         replayed(service)

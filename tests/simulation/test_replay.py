@@ -29,8 +29,8 @@ from diloco_jax.simulation.replay.recording import (
     Life,
     RecordedMerge,
     Recording,
+    TapedRecord,
     Who,
-    Written,
 )
 
 WHO = Who("a", 1)
@@ -73,7 +73,7 @@ def recording(tmp_path, monkeypatch):
         who=WHO,
         config=IslandConfig(batch_size=1),
         environment=here,
-        records=[Written(4, begins), Written(5, took)],
+        records=[TapedRecord(4, begins), TapedRecord(5, took)],
     )
     part = Contribution(
         island="a", incarnation=1, tick=1, start=0, end=1, tokens=16, base=Version()

@@ -25,7 +25,7 @@ from diloco_jax.protocol.island.decision import Adoption, Decision
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
 from diloco_jax.protocol.values import Span, Version
 from diloco_jax.simulation.replay.island import ReplayedIsland
-from diloco_jax.simulation.replay.recording import Life, Who, Written
+from diloco_jax.simulation.replay.recording import Life, TapedRecord, Who
 from diloco_jax.simulation.replay.worker import Copies
 
 ISLAND = IslandConfig(batch_size=2)
@@ -139,7 +139,7 @@ class Lived:
             config=dataclasses.replace(ISLAND, step_seconds=0.3),
             environment={},
             records=[
-                Written(n, record) for n, record in enumerate(self.records, start=1)
+                TapedRecord(n, record) for n, record in enumerate(self.records, start=1)
             ],
         )
 
@@ -236,6 +236,6 @@ FIRST_GRANT, SECOND_TAKE = 2, 3
 def test_a_record_that_does_not_fit_is_named(number, change, bad):
     life = live(RUN).life()
     line, record = life.records[number]
-    life.records[number] = Written(line, replace(record, **change))
+    life.records[number] = TapedRecord(line, replace(record, **change))
     with pytest.raises(TapeError, match=bad):
         repeated(life, RUN).delta(0, 1)

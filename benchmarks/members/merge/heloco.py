@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from diloco_jax.core.merge.mean import MEAN, Sums
+from diloco_jax.core.merge.mean import MEAN, MeanSums
 from diloco_jax.core.merge.rule import Fold, Shape
 
 MOMENTUM = 0.9
@@ -46,18 +46,18 @@ class Heloco(Fold):
         """No momentum."""
         return Memory(jnp.zeros(shape, jnp.float32))
 
-    def init(self, shape: Shape) -> Sums:
+    def init(self, shape: Shape) -> MeanSums:
         """Zeros."""
         return MEAN.init(shape)
 
     def add(
-        self, sums: Sums, delta: jax.Array, weight: jax.Array, state: Memory
-    ) -> Sums:
+        self, sums: MeanSums, delta: jax.Array, weight: jax.Array, state: Memory
+    ) -> MeanSums:
         """Adds w times the corrected delta."""
         return MEAN.add(sums, corrected(delta, state.momentum), weight, ())
 
     def finish(
-        self, sums: Sums, share: jax.Array, state: Memory
+        self, sums: MeanSums, share: jax.Array, state: Memory
     ) -> tuple[jax.Array, Memory]:
         """The mean, which the momentum follows."""
         merged, _ = MEAN.finish(sums, share, ())

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from diloco_jax.core.merge.rule import Fold, Shape, State
 
 
-class Sums(NamedTuple):
+class MeanSums(NamedTuple):
     """Sums over the deltas so far."""
 
     total: jax.Array
@@ -22,18 +22,18 @@ class Sums(NamedTuple):
 class Mean(Fold):
     """See `Fold`."""
 
-    def init(self, shape: Shape) -> Sums:
+    def init(self, shape: Shape) -> MeanSums:
         """Zeros."""
-        return Sums(jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.float32))
+        return MeanSums(jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.float32))
 
     def add(
-        self, sums: Sums, delta: jax.Array, weight: jax.Array, state: State
-    ) -> Sums:
+        self, sums: MeanSums, delta: jax.Array, weight: jax.Array, state: State
+    ) -> MeanSums:
         """Adds w d."""
-        return Sums(sums.total + weight * delta, sums.weight + weight)
+        return MeanSums(sums.total + weight * delta, sums.weight + weight)
 
     def finish(
-        self, sums: Sums, share: jax.Array, state: State
+        self, sums: MeanSums, share: jax.Array, state: State
     ) -> tuple[jax.Array, State]:
         """sum w d / sum w."""
         return sums.total / sums.weight * share, state

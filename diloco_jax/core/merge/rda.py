@@ -23,7 +23,7 @@ CANCELLED = 1e-5
 """A sum of unit vectors shorter than this share of its weights is rounding error."""
 
 
-class Sums(NamedTuple):
+class RdaSums(NamedTuple):
     """Sums over the deltas so far."""
 
     total: jax.Array
@@ -41,21 +41,21 @@ class Rda(Fold):
 
     keeps_length = True
 
-    def init(self, shape: Shape) -> Sums:
+    def init(self, shape: Shape) -> RdaSums:
         """Zeros."""
         zero = jnp.zeros((), jnp.float32)
-        return Sums(jnp.zeros(shape, jnp.float32), zero, zero, zero)
+        return RdaSums(jnp.zeros(shape, jnp.float32), zero, zero, zero)
 
     def add(
-        self, sums: Sums, delta: jax.Array, weight: jax.Array, state: State
-    ) -> Sums:
+        self, sums: RdaSums, delta: jax.Array, weight: jax.Array, state: State
+    ) -> RdaSums:
         """Adds length and direction."""
         # jnp.sum adds pairwise: 50 M elements are right to 1e-7, where a dot product of
         # that length is off by 1e-3 in some libraries.
         norm = jnp.sqrt(jnp.sum(jnp.square(delta)))
         directed = norm > 0
         scale = jnp.where(directed, weight / jnp.where(directed, norm, 1.0), 0.0)
-        return Sums(
+        return RdaSums(
             sums.total + scale * delta,
             sums.weighted_norm + weight * norm,
             sums.weight + weight,
@@ -63,7 +63,7 @@ class Rda(Fold):
         )
 
     def finish(
-        self, sums: Sums, share: jax.Array, state: State
+        self, sums: RdaSums, share: jax.Array, state: State
     ) -> tuple[jax.Array, State]:
         """The mean length in the mean direction."""
         length = jnp.sqrt(self.direction_square(sums))
@@ -71,12 +71,12 @@ class Rda(Fold):
         factor = wanted / jnp.where(self.cancelled(sums), 1.0, length)
         return sums.total * factor, state
 
-    def cancelled(self, sums: Sums) -> jax.Array:
+    def cancelled(self, sums: RdaSums) -> jax.Array:
         """True where the deltas cancel or are zero."""
         length = jnp.sqrt(self.direction_square(sums))
         return length <= CANCELLED * sums.directed_weight
 
-    def direction_square(self, sums: Sums) -> jax.Array:
+    def direction_square(self, sums: RdaSums) -> jax.Array:
         """|sum w unit(d)|^2."""
         return jnp.sum(jnp.square(sums.total))
 

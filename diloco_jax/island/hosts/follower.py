@@ -17,8 +17,8 @@ from diloco_jax.config import Config, ConfigError, differences
 from diloco_jax.faults import parse_faults
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts.following import (
-    Begin,
     FollowDecisions,
+    HostsBegin,
     OrderThread,
     Refusal,
 )
@@ -59,7 +59,7 @@ class Follower:
         config, deadlines = host.config, host.deadlines
         patience_s = config.placement.outage_budget_s + deadlines.pin_s
         told = self._hear_unless_refused("begin", patience_s)
-        begin = msgspec.msgpack.decode(told, type=Begin)
+        begin = msgspec.msgpack.decode(told, type=HostsBegin)
         self._check(begin)
         host.build(
             Identity(
@@ -124,7 +124,7 @@ class Follower:
         """Frees sockets and threads."""
         self._host.close()
 
-    def _check(self, begin: Begin) -> None:
+    def _check(self, begin: HostsBegin) -> None:
         run, island = self._host.config.run, dataclasses.asdict(self._host.island)
         lines = differences(island, begin.island)
         if run.fingerprint() != begin.fingerprint:

@@ -43,7 +43,7 @@ def lead_of(hosts: int) -> int:
     return LEAD if hosts > 1 else 0
 
 
-class Begin(msgspec.Struct, frozen=True, kw_only=True):
+class HostsBegin(msgspec.Struct, frozen=True, kw_only=True):
     """What host 0 knows and the others need before they build anything."""
 
     run_id: str

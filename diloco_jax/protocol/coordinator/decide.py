@@ -36,7 +36,7 @@ from diloco_jax.protocol.coordinator.events import (
     MergeComputed,
     Note,
     Persist,
-    Resumed,
+    RunResumed,
     Said,
     Tell,
     Timer,
@@ -79,7 +79,7 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             state, effects = members.goodbye(state, event, goodbye)
         case Disconnected():
             state, effects = members.disconnected(state, event)
-        case Resumed():
+        case RunResumed():
             state, effects = members.resumed(state, event)
         case DeltaArrived():
             state, effects = _arrived(config, state, event, now)

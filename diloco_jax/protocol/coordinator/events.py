@@ -62,7 +62,7 @@ class Disconnected(msgspec.Struct, frozen=True, kw_only=True):
     session: str
 
 
-class Resumed(msgspec.Struct, frozen=True, kw_only=True):
+class RunResumed(msgspec.Struct, frozen=True, kw_only=True):
     """The run goes on after it was stopped: every process that was in it has ended.
 
     `steps` is what each last reported, by name and incarnation, where that is known.
@@ -71,7 +71,7 @@ class Resumed(msgspec.Struct, frozen=True, kw_only=True):
     steps: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
 
 
-Event = Hello | Said | DeltaArrived | MergeComputed | Disconnected | Resumed | Timer
+Event = Hello | Said | DeltaArrived | MergeComputed | Disconnected | RunResumed | Timer
 
 # ---- effects ------------------------------------------------------------------
 

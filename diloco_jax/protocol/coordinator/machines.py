@@ -29,7 +29,7 @@ class IllegalMoveError(AssertionError):
     """A move that no table has."""
 
 
-class Machine(NamedTuple, Generic[S]):
+class StateMachine(NamedTuple, Generic[S]):
     """moves: by state, the state that each move leads to."""
 
     name: str
@@ -59,7 +59,7 @@ TakeState = Literal["none", "asked", "taken", "arrived", "ready", "refused"]
 IslandState = Literal["unknown", "live", "absent", "gone"]
 RunState = Literal["running", "stopping", "flushing", "done"]
 
-FRAGMENT: Machine[FragmentState] = Machine(
+FRAGMENT: StateMachine[FragmentState] = StateMachine(
     "fragment",
     {
         "idle": {"tick": "open", "flush": "done", "recover": "idle"},
@@ -69,7 +69,7 @@ FRAGMENT: Machine[FragmentState] = Machine(
     },
 )
 
-TAKE: Machine[TakeState] = Machine(
+TAKE: StateMachine[TakeState] = StateMachine(
     "take",
     {
         "none": {"ask": "asked", "record": "taken"},
@@ -83,7 +83,7 @@ TAKE: Machine[TakeState] = Machine(
 """With the end of its incarnation a take is gone from any state, left behind if it is
 ready. A record without a request is of a take that was asked for before a crash."""
 
-ISLAND: Machine[IslandState] = Machine(
+ISLAND: StateMachine[IslandState] = StateMachine(
     "island",
     {
         "unknown": {"join": "live"},
@@ -93,7 +93,7 @@ ISLAND: Machine[IslandState] = Machine(
     },
 )
 
-RUN: Machine[RunState] = Machine(
+RUN: StateMachine[RunState] = StateMachine(
     "run",
     {
         "running": {"stop": "stopping"},
@@ -103,7 +103,7 @@ RUN: Machine[RunState] = Machine(
     },
 )
 
-MACHINES: tuple[Machine[str], ...] = (FRAGMENT, TAKE, ISLAND, RUN)  # type: ignore[assignment]
+MACHINES: tuple[StateMachine[str], ...] = (FRAGMENT, TAKE, ISLAND, RUN)  # type: ignore[assignment]
 
 EXPECTED: Mapping[tuple[str, str, str], str] = {
     ("take", "none", "bytes"): "its verdict was told while they were on their way",

@@ -28,7 +28,7 @@ from diloco_jax.protocol.coordinator.events import (
     Forget,
     Note,
     Persist,
-    Resumed,
+    RunResumed,
     Said,
     Tell,
 )
@@ -118,7 +118,7 @@ def expire(state: State, now: float) -> Step:
     return state, effects
 
 
-def resumed(state: State, event: Resumed) -> Step:
+def resumed(state: State, event: RunResumed) -> Step:
     """Ends every incarnation that was there when the run was stopped; islands come
     back, if at all, with higher ones."""
     effects: list[Effect] = []

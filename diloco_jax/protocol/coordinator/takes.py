@@ -314,7 +314,7 @@ def _refusal(
     fragment: int, name: str, incarnation: int, tick: int, reason: RefusalReason
 ) -> Note:
     return Note(
-        record=records.Refused(
+        record=records.DeltaRefused(
             island=name,
             incarnation=incarnation,
             fragment=fragment,

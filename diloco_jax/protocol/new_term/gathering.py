@@ -45,7 +45,7 @@ heard of it: a grant lasts for an outage budget, so hardly two came between the 
 report of an island that offers and the end."""
 
 
-class Asked(NamedTuple):
+class AwaitedAnchor(NamedTuple):
     """Who is to send a fragment, and until when."""
 
     island: str
@@ -59,7 +59,7 @@ class Got(NamedTuple):
     version: Version
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class Offering(msgspec.Struct, frozen=True, kw_only=True):
     """Who offered. `gone_at`: when it is not waited for any more, unless it is heard of
     before."""
 
@@ -84,8 +84,8 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float
     phase: Literal["waiting", "fetching", "over"] = "waiting"
     known: Known = msgspec.field(default_factory=Known)
-    members: Mapping[str, Member] = msgspec.field(default_factory=dict)
-    asked: Mapping[int, Asked] = msgspec.field(default_factory=dict)
+    members: Mapping[str, Offering] = msgspec.field(default_factory=dict)
+    asked: Mapping[int, AwaitedAnchor] = msgspec.field(default_factory=dict)
     failed: frozenset[tuple[str, int]] = frozenset()
     """(island, fragment) that did not come in time."""
     got: Mapping[int, Got] = msgspec.field(default_factory=dict)
@@ -190,7 +190,7 @@ def _offered(
         )
     if not state.members:
         state = replace(state, deadline=now + LEASES_AWAITED * config.lease_s)
-    member = Member(offer=offer, gone_at=now + config.lease_s)
+    member = Offering(offer=offer, gone_at=now + config.lease_s)
     members = {**state.members, offer.island: member}
     welcome = Welcome(run_id=offer.run_id, term=0, resumed=True, versions=())
     effects: list[Effect] = [Tell(session=offer.session, message=welcome)]
@@ -265,7 +265,7 @@ def _fetch(config: PolicyConfig, state: Gathering, now: float) -> Step:
             if _version(state, name, fragment) == highest:
                 busy.add(name)
                 until = now + config.outage_budget_s
-                asked_now = {**state.asked, fragment: Asked(name, until)}
+                asked_now = {**state.asked, fragment: AwaitedAnchor(name, until)}
                 state = replace(state, asked=asked_now)
                 session = member.offer.session
                 request = AnchorRequest(fragment=fragment)
@@ -308,7 +308,7 @@ def _higher(known: Known, offer: Hello) -> Known:
     )
 
 
-def _may_come(member: Member, now: float) -> bool:
+def _may_come(member: Offering, now: float) -> bool:
     return now < member.gone_at
 
 

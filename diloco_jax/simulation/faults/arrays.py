@@ -23,7 +23,7 @@ from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.reasons import NON_FINITE, Refusal
 from diloco_jax.protocol.records import Durable, Merged
 from diloco_jax.protocol.values import FIRST_VERSION, DeltaKey, Version
-from diloco_jax.simulation.virtual.merging import Fetched
+from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 FIRST_ANCHOR = b"first"
 
@@ -104,14 +104,14 @@ class Anchors:
         self.anchors[fragment] = self.anchors[fragment].next(publish)
         self._publishes[fragment].append((version, publish))
 
-    def fetch(self, fragment: int, want: Version, have: Version | None) -> Fetched:
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
         """See Merging."""
         anchor = self.anchors[fragment]
         chain = [p for v, p in self._publishes[fragment] if have and v > have]
         missed = anchor.version.number - have.number if have else 0
         if have and chain and (have.term, len(chain)) == (anchor.version.term, missed):
-            return Fetched(anchor.version, 0, chain)
-        return Fetched(anchor.version, 0, anchor)
+            return VirtualFetch(anchor.version, 0, chain)
+        return VirtualFetch(anchor.version, 0, anchor)
 
 
 @dataclasses.dataclass
@@ -148,13 +148,13 @@ class DigestBody:
         self._locals: dict[int, _Local] = {}
         self._steps = 0
 
-    def begin(self, fetched: Mapping[int, Fetched]) -> None:
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
         """See Body."""
         for fragment, whole in fetched.items():
             self._locals[fragment] = _Local(whole.data)
             self._adopted(fragment, whole.data, kept=False)
 
-    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
+    def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
         """See Body."""
         if isinstance(fetched.data, Anchor):
             return Arrival(

@@ -8,8 +8,8 @@ from diloco_jax.config import ConfigError
 from diloco_jax.config.fields import AT_LEAST_1, NOT_NEGATIVE, check_bounds, setting
 from diloco_jax.simulation.faults.play import (
     SHORTENED,
+    FaultsReport,
     Found,
-    Report,
     Violation,
     check,
     check_schedule,
@@ -44,8 +44,8 @@ class FaultsConfig:
 
 
 def check_faults(
-    config: FaultsConfig, progress: Progress, found: Found, report: Report
-) -> Report:
+    config: FaultsConfig, progress: Progress, found: Found, report: FaultsReport
+) -> FaultsReport:
     """Plays what the config says. Raises ConfigError for what it cannot.
 
     report: to be filled and returned, see `play.check`.
@@ -71,7 +71,7 @@ def violation_text(found: Violation) -> str:
     return "\n".join([*lines, f"  again: {found.command}"])
 
 
-def text(report: Report) -> str:
+def text(report: FaultsReport) -> str:
     """For people, at the end, whether or not it was reached."""
     faults = ", ".join(f"{kind} {n}" for kind, n in sorted(report.faults.items()))
     told = (

@@ -16,7 +16,7 @@ from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.network import Way
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
-    IslandPlan,
+    DrawnIsland,
     Schedule,
 )
 
@@ -46,7 +46,7 @@ def draw(seed: int) -> Schedule:
     fragments = rng.choice([1, 2, 2, 3])
     schedule = Schedule(
         islands={
-            name: IslandPlan(
+            name: DrawnIsland(
                 step_s=rng.choice([0.8, 1.0, 1.0, 1.5, 2.5]),
                 batch_size=rng.randint(1, 3),
                 join_s=round(rng.uniform(0, JOIN_S), 1),

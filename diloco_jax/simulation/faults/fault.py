@@ -10,7 +10,7 @@ def _tag(name: str) -> str:
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
 
 
-class Fault(
+class DrawnFault(
     msgspec.Struct,
     frozen=True,
     kw_only=True,

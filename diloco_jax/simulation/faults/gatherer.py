@@ -26,7 +26,7 @@ from diloco_jax.simulation.faults.arrays import Anchor
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.connection import Connection
 from diloco_jax.simulation.virtual.coordinator import Peers
-from diloco_jax.simulation.virtual.merging import Fetched
+from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Opened:
     """Of those that were there until the end."""
 
 
-class Gatherer:
+class VirtualGatherer:
     """postponed: told of connections that it ends, for islands to come again. done:
     called once, with the new term or None: it gave up."""
 
@@ -92,7 +92,7 @@ class Gatherer:
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """Likewise."""
 
-    def fetch(self, fragment: int, have: Version | None) -> Fetched:
+    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch:
         """There is nothing to fetch."""
         raise AssertionError(f"fragment {fragment} is fetched from one without state")
 

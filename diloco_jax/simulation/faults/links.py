@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diloco_jax.simulation.faults.gatherer import Gatherer
+from diloco_jax.simulation.faults.gatherer import VirtualGatherer
 from diloco_jax.simulation.faults.network import FaultyLine, Network, Way
 from diloco_jax.simulation.faults.processes import FaultyCoordinator, FaultyIsland
 from diloco_jax.simulation.faults.schedule import LEASE_S, RETRY_S
@@ -17,7 +17,7 @@ class Links:
     def __init__(self, clock: Clock, networks: dict[str, Network]) -> None:
         self.clock, self.networks = clock, networks
         self.coordinator: FaultyCoordinator | None = None
-        self.gatherer: Gatherer | None = None
+        self.gatherer: VirtualGatherer | None = None
         """A coordinator that has lost its state, instead."""
         self.islands: dict[str, FaultyIsland] = {}
         """The newest incarnation by name."""

@@ -19,7 +19,7 @@ from diloco_jax.simulation.faults.draw import FAULTS, draw
 from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.schedule import Schedule
 from diloco_jax.simulation.faults.shrink import shortest
-from diloco_jax.simulation.faults.world import World
+from diloco_jax.simulation.faults.world import FaultyWorld
 from diloco_jax.simulation.progress import Progress, nobody
 
 CYCLES = 3
@@ -41,7 +41,7 @@ class Wrong(NamedTuple):
 class Played(NamedTuple):
     """What became of a schedule. wrong: None if everything held."""
 
-    world: World
+    world: FaultyWorld
     wrong: Wrong | None
 
     @property
@@ -53,7 +53,7 @@ class Played(NamedTuple):
 
 def play(schedule: Schedule) -> Played:
     """Plays it to its end, or to the first violation."""
-    world = World(schedule)
+    world = FaultyWorld(schedule)
     try:
         world.play()
     except ViolationError as violation:
@@ -94,7 +94,7 @@ Found = Callable[[Violation], None]
 
 
 @dataclasses.dataclass(kw_only=True)
-class Report:
+class FaultsReport:
     """Of many schedules."""
 
     schedules: int = 0
@@ -129,8 +129,8 @@ def check(
     *,
     found: Found = lambda violation: None,
     shorten: bool = True,
-    report: Report | None = None,
-) -> Report:
+    report: FaultsReport | None = None,
+) -> FaultsReport:
     """Plays what these seeds draw.
 
     Args:
@@ -138,7 +138,7 @@ def check(
       report: to be filled and returned; it holds what was found if this is
         interrupted.
     """
-    report = report or Report()
+    report = report or FaultsReport()
     by_invariant: dict[str, list[int]] = {}
     with _quiet():
         for index, seed in enumerate(seeds):
@@ -167,9 +167,9 @@ def check(
 
 def check_schedule(
     schedule: Schedule, *, found: Found = lambda violation: None
-) -> Report:
+) -> FaultsReport:
     """Plays one, as it is."""
-    report = Report()
+    report = FaultsReport()
     with _quiet():
         began = time.perf_counter()
         played = play(schedule)
@@ -186,7 +186,7 @@ def check_schedule(
     return report
 
 
-def _add(report: Report, played: Played) -> None:
+def _add(report: FaultsReport, played: Played) -> None:
     report.schedules += 1
     report.merges += sum(played.world.merges)
     report.crashes += played.world.crashes

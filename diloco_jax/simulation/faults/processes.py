@@ -15,7 +15,7 @@ from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.records import Durable
 from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
 from diloco_jax.simulation.faults.disk import DiskError
-from diloco_jax.simulation.faults.gatherer import Gatherer
+from diloco_jax.simulation.faults.gatherer import VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
@@ -112,7 +112,7 @@ class FaultyIsland(VirtualIsland):
     def send_anchor(self, fragment: int) -> None:
         """See VirtualIsland."""
         line, gatherer = self.line, self._coordinator
-        if line is None or not isinstance(gatherer, Gatherer):
+        if line is None or not isinstance(gatherer, VirtualGatherer):
             return
         anchor = self.body.anchor(fragment)
         line.upload(0, lambda: gatherer.anchor(self.who, fragment, anchor))

@@ -59,7 +59,7 @@ FAULT_SECONDS = Bound(0, PATIENCE_S)
 """Of all other fields."""
 
 
-class IslandPlan(
+class DrawnIsland(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
@@ -85,7 +85,7 @@ class Schedule(
 ):
     """All that a played run depends on. Times count from its begin."""
 
-    islands: dict[str, IslandPlan]
+    islands: dict[str, DrawnIsland]
     faults: tuple[AnyFault, ...] = ()
     total_tokens: int
     fragment_sizes: tuple[int, ...] = (2, 1)

@@ -17,8 +17,8 @@ from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import Anchors, first_anchors, loaded
 from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
-from diloco_jax.simulation.faults.fault import Fault, Restart
-from diloco_jax.simulation.faults.gatherer import Gatherer, Opened
+from diloco_jax.simulation.faults.fault import DrawnFault, Restart
+from diloco_jax.simulation.faults.gatherer import Opened, VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.links import Links
@@ -44,7 +44,7 @@ SNAPSHOT_S = 0.7
 """What writing one takes, beside the run."""
 
 
-class World(Links):
+class FaultyWorld(Links):
     """Plays one schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -66,10 +66,10 @@ class World(Links):
         self._not_over = len(schedule.faults)
         self._has_healed = False
         self._calls = 0
-        self._crash: tuple[Fault, Restart] | None = None
+        self._crash: tuple[DrawnFault, Restart] | None = None
         self._effects_left = 0
-        self._disk_failure: tuple[Fault, Restart] | None = None
-        self._snapshot_failures: list[Fault] = []
+        self._disk_failure: tuple[DrawnFault, Restart] | None = None
+        self._snapshot_failures: list[DrawnFault] = []
 
     def play(self) -> None:
         """Until the run is over. Raises ViolationError."""
@@ -101,7 +101,7 @@ class World(Links):
         if not fault.strike(self):
             self.clock.after(RETRY_S, functools.partial(self._strike, fault))
 
-    def begun(self, fault: Fault, lasts_s: float) -> bool:
+    def begun(self, fault: DrawnFault, lasts_s: float) -> bool:
         """A fault happens now; returns True."""
         self.struck[fault.kind] += 1
         self.clock.after(lasts_s, self._over)
@@ -186,7 +186,7 @@ class World(Links):
 
     def _gather(self) -> None:
         """It has lost its state: islands' anchors are all there is."""
-        self.gatherer = Gatherer(
+        self.gatherer = VirtualGatherer(
             self.config,
             frozenset(self.schedule.islands),
             self.clock,
@@ -244,7 +244,7 @@ class World(Links):
         start = functools.partial(self._start_coordinator, restart.clock_s)
         self.clock.after(restart.down_s, start)
 
-    def crash_after(self, fault: Fault, restart: Restart, effects: int) -> bool:
+    def crash_after(self, fault: DrawnFault, restart: Restart, effects: int) -> bool:
         """Arms a crash before the next but so many effect."""
         if self._crash is not None:
             return False
@@ -263,7 +263,7 @@ class World(Links):
         return False
 
     def fail_append(
-        self, fault: Fault, restart: Restart, appends: int, written_share: float
+        self, fault: DrawnFault, restart: Restart, appends: int, written_share: float
     ) -> bool:
         """Arms a failure of the next but so many append."""
         if self._disk_failure is not None:
@@ -278,7 +278,7 @@ class World(Links):
         self.crash_coordinator(restart)
         self.begun(fault, max(restart.down_s, restart.noticed_s))
 
-    def fail_snapshot(self, fault: Fault) -> None:
+    def fail_snapshot(self, fault: DrawnFault) -> None:
         """Arms a failure of the next snapshot."""
         self._snapshot_failures.append(fault)
 

@@ -54,7 +54,7 @@ PROGRESS_CALLS = 200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Exchange:
+class ExchangeTerms:
     """What islands and coordinator exchange, how often and how fast."""
 
     cycle: int = setting(
@@ -123,7 +123,7 @@ class _Member:
     until: float = math.inf
 
 
-class Fleet:
+class VirtualFleet:
     """Islands and their coordinator.
 
     sync: of the run; cycle, fragments and overlap as in `exchange`.
@@ -133,7 +133,7 @@ class Fleet:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: ExchangeTerms,
         sync: SyncConfig,
         step_seconds: float,
         total_tokens: int = ENDLESS_TOKENS,

@@ -34,7 +34,7 @@ from diloco_jax.simulation.fleets.checks import (
     steps_in_reach,
 )
 from diloco_jax.simulation.fleets.failures import FailureModel, segments
-from diloco_jax.simulation.fleets.fleet import Exchange, Fleet
+from diloco_jax.simulation.fleets.fleet import ExchangeTerms, VirtualFleet
 from diloco_jax.simulation.progress import Progress, nobody, part
 from diloco_jax.simulation.virtual.steps import durations, lockstep_share
 
@@ -80,7 +80,7 @@ class GoodputConfig:
         "the highest run as bounds.",
     )
     failures: FailureModel = dataclasses.field(default_factory=FailureModel)
-    exchange: Exchange = dataclasses.field(default_factory=Exchange)
+    exchange: ExchangeTerms = dataclasses.field(default_factory=ExchangeTerms)
 
     def validate(self) -> None:
         """Raise ConfigError naming field, value and remedy."""
@@ -186,7 +186,7 @@ def _decoupled(
     config: GoodputConfig, rng: np.random.Generator, progress: Progress
 ) -> GoodputSample:
     sync = config.exchange.sync(config.quorum, config.grace)
-    fleet = Fleet(config.exchange, sync, config.step_seconds)
+    fleet = VirtualFleet(config.exchange, sync, config.step_seconds)
     chips = config.chips / config.islands
     for name, own in zip(range(config.islands), rng.spawn(config.islands), strict=True):
         failing, varying = own.spawn(2)

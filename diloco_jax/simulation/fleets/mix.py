@@ -32,7 +32,7 @@ from diloco_jax.simulation.fleets.checks import (
     steps_in_reach,
 )
 from diloco_jax.simulation.fleets.failures import undisturbed
-from diloco_jax.simulation.fleets.fleet import Exchange, Fleet
+from diloco_jax.simulation.fleets.fleet import ExchangeTerms, VirtualFleet
 from diloco_jax.simulation.progress import Progress, nobody, part
 from diloco_jax.simulation.virtual.steps import durations, lockstep_share
 
@@ -62,7 +62,7 @@ class MixConfig:
     )
     hours: float = setting(6.0, POSITIVE, help="Simulated hours.")
     seed: int = setting(0, NOT_NEGATIVE, help="Seed of the step times.")
-    exchange: Exchange = dataclasses.field(default_factory=Exchange)
+    exchange: ExchangeTerms = dataclasses.field(default_factory=ExchangeTerms)
 
     def validate(self) -> None:
         """Raise ConfigError naming field, value and remedy."""
@@ -151,7 +151,7 @@ def _decoupled(
     progress: Progress,
 ) -> MixRow:
     sync = config.exchange.sync(quorum, grace)
-    fleet = Fleet(config.exchange, sync, config.step_seconds)
+    fleet = VirtualFleet(config.exchange, sync, config.step_seconds)
     means = config.mean_step_seconds()
     rngs = np.random.default_rng(config.seed).spawn(len(means))
     for (island, mean), rng in zip(means.items(), rngs, strict=True):

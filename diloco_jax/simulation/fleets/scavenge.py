@@ -30,7 +30,11 @@ from diloco_jax.simulation.fleets.checks import (
     steps_in_reach,
 )
 from diloco_jax.simulation.fleets.failures import undisturbed
-from diloco_jax.simulation.fleets.fleet import TOKENS_PER_STEP, Exchange, Fleet
+from diloco_jax.simulation.fleets.fleet import (
+    TOKENS_PER_STEP,
+    ExchangeTerms,
+    VirtualFleet,
+)
 from diloco_jax.simulation.progress import Progress, nobody, part
 from diloco_jax.simulation.virtual.steps import durations
 
@@ -73,7 +77,7 @@ class ScavengeConfig:
         6.0, POSITIVE, help="Simulated hours of the run without extra islands."
     )
     seed: int = setting(0, NOT_NEGATIVE, help="Seed of the step times.")
-    exchange: Exchange = dataclasses.field(default_factory=Exchange)
+    exchange: ExchangeTerms = dataclasses.field(default_factory=ExchangeTerms)
 
     def validate(self) -> None:
         """Raise ConfigError naming field, value and remedy."""
@@ -157,7 +161,7 @@ def _training_seconds(config: ScavengeConfig, extra: float) -> float:
     each = round(config.hours * 3600 / config.step_seconds)
     tokens = config.islands * each * TOKENS_PER_STEP
     sync = config.exchange.sync(config.quorum, config.grace)
-    fleet = Fleet(config.exchange, sync, config.step_seconds, tokens)
+    fleet = VirtualFleet(config.exchange, sync, config.step_seconds, tokens)
     chance = np.random.default_rng(config.seed)
 
     def join(name: str) -> None:

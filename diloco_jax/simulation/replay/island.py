@@ -24,8 +24,8 @@ from diloco_jax.protocol.island.decision import Adoption, Decision
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
 from diloco_jax.protocol.reasons import NON_FINITE
 from diloco_jax.protocol.values import Record, Span, Verdict, Version
-from diloco_jax.simulation.replay.pipe import Begin, RemoteReplica, Worker
-from diloco_jax.simulation.replay.published import Published
+from diloco_jax.simulation.replay.pipe import BeginCopy, RemoteReplica, Worker
+from diloco_jax.simulation.replay.published import PublishedVersions
 from diloco_jax.simulation.replay.recording import Life
 
 
@@ -40,7 +40,7 @@ class ReplayedIsland:
         life: Life,
         run: RunConfig,
         windows: Windows,
-        published: Published,
+        published: PublishedVersions,
         worker: Worker,
         source: ReplayedIsland | None = None,
     ) -> None:
@@ -52,7 +52,7 @@ class ReplayedIsland:
         self._moments: dict[int, list[bytes]] = {}
         self._books = Books(versions, adopt_traits(run.sync.adopt))
         self._books.begin()
-        begin = Begin(
+        begin = BeginCopy(
             who=life.who,
             island=life.config,
             anchors=[self._anchor(f, version) for f, version in enumerate(versions)],

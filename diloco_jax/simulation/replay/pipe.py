@@ -50,13 +50,13 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     address: str = ""
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True):
+class PipeCommand(msgspec.Struct, frozen=True, kw_only=True):
     """To the model copy of one incarnation."""
 
     who: Who
 
 
-class Begin(Command, frozen=True, kw_only=True, tag=True):
+class BeginCopy(PipeCommand, frozen=True, kw_only=True, tag=True):
     """It joins with these anchors, in full, by fragment."""
 
     island: IslandConfig
@@ -67,20 +67,20 @@ class Begin(Command, frozen=True, kw_only=True, tag=True):
     """Of a checkpoint, as `Residual` gives them, by fragment; zeros elsewhere."""
 
 
-class Step(Command, frozen=True, kw_only=True, tag=True):
+class MakeStep(PipeCommand, frozen=True, kw_only=True, tag=True):
     """One inner step; batch: int32 [B, T + 1], row-major, little-endian."""
 
     batch: bytes
     learning_rate: float
 
 
-class Take(Command, frozen=True, kw_only=True, tag=True):
+class TakeDelta(PipeCommand, frozen=True, kw_only=True, tag=True):
     """Answered with the fragment's encoded delta, as it is uploaded."""
 
     fragment: int
 
 
-class Adopt(Command, frozen=True, kw_only=True, tag=True):
+class Adopt(PipeCommand, frozen=True, kw_only=True, tag=True):
     """Encoded publishes, oldest first, lead to the version. keep: see
     `boundary.Arrays`."""
 
@@ -90,29 +90,31 @@ class Adopt(Command, frozen=True, kw_only=True, tag=True):
     keep: bool
 
 
-class Judge(Command, frozen=True, kw_only=True, tag=True):
+class Judge(PipeCommand, frozen=True, kw_only=True, tag=True):
     """What became of the outstanding take: see `boundary.Arrays`."""
 
     fragment: int
     outcome: Outcome
 
 
-class Moments(Command, frozen=True, kw_only=True, tag=True):
+class Moments(PipeCommand, frozen=True, kw_only=True, tag=True):
     """Answered with the inner optimizer's state, by leaf, encoded by msgpack."""
 
 
-class Residual(Command, frozen=True, kw_only=True, tag=True):
+class Residual(PipeCommand, frozen=True, kw_only=True, tag=True):
     """Answered with the fragment's residual, as if no take were outstanding, like an
     anchor in full; empty without error feedback."""
 
     fragment: int
 
 
-class End(Command, frozen=True, kw_only=True, tag=True):
+class End(PipeCommand, frozen=True, kw_only=True, tag=True):
     """The incarnation is not needed any more."""
 
 
-AnyCommand = Setup | Begin | Step | Take | Adopt | Judge | Moments | Residual | End
+AnyCommand = (
+    Setup | BeginCopy | MakeStep | TakeDelta | Adopt | Judge | Moments | Residual | End
+)
 
 decode = msgspec.msgpack.Decoder(AnyCommand).decode
 
@@ -207,18 +209,18 @@ class _Process:
 class RemoteReplica:
     """The model copy of one incarnation, in a worker; also `boundary.Arrays`."""
 
-    def __init__(self, worker: Worker, begin: Begin) -> None:
+    def __init__(self, worker: Worker, begin: BeginCopy) -> None:
         self._worker, self._who = worker, begin.who
         worker.send(begin)
 
     def step(self, batch: npt.NDArray[np.int32], learning_rate: float) -> None:
         """One inner step on int32 [B, T + 1]."""
         octets = batch.astype("<i4").tobytes()
-        self._send(Step, batch=octets, learning_rate=learning_rate)
+        self._send(MakeStep, batch=octets, learning_rate=learning_rate)
 
     def take(self, fragment: int) -> bytes:
         """The fragment's encoded delta."""
-        return self._worker.ask(Take(who=self._who, fragment=fragment))
+        return self._worker.ask(TakeDelta(who=self._who, fragment=fragment))
 
     def moments(self) -> list[bytes]:
         """The inner optimizer's state, by leaf."""

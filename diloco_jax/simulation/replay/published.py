@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from diloco_jax.coordinator.store import Arrays, Merged
+from diloco_jax.coordinator.store import Arrays, ComputedMerge
 from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.simulation.replay.recording import Life, Recording
 
@@ -15,7 +15,7 @@ Key = tuple[int, Version]
 """Fragment and version."""
 
 
-class Published:
+class PublishedVersions:
     """Anchors for the incarnations that begin with them, encoded publishes for those
     that adopt them and for a coordinator that comes back.
 
@@ -37,7 +37,7 @@ class Published:
         for fragment, anchor in enumerate(first):
             self._keep_anchor((fragment, FIRST_VERSION), anchor)
 
-    def keep(self, fragment: int, merged: Merged) -> None:
+    def keep(self, fragment: int, merged: ComputedMerge) -> None:
         """A merge was committed."""
         key = (fragment, merged.version)
         self._keep_anchor(key, merged.anchor)

@@ -42,7 +42,7 @@ class Who(NamedTuple):
         return f"island {self.island}, incarnation {self.incarnation}"
 
 
-class Restored(NamedTuple):
+class RestoredFrom(NamedTuple):
     """What an incarnation began with, besides anchors."""
 
     who: Who
@@ -51,7 +51,7 @@ class Restored(NamedTuple):
     fragments: tuple[int, ...]
 
 
-class Written(NamedTuple):
+class TapedRecord(NamedTuple):
     """A record of an island and its line on the tape."""
 
     line: int
@@ -88,7 +88,7 @@ class Life:
     who: Who
     config: IslandConfig
     environment: Environment
-    records: list[Written] = dataclasses.field(default_factory=list)
+    records: list[TapedRecord] = dataclasses.field(default_factory=list)
     saves: set[int] = dataclasses.field(default_factory=set)
     """Steps after which a later incarnation needs its moments."""
 
@@ -102,12 +102,12 @@ class Life:
             versions.append(record.version)
         return versions
 
-    def restored(self) -> Restored | None:
+    def restored(self) -> RestoredFrom | None:
         """What it took over of an earlier incarnation: it says so next."""
         told = [r for _, r in self.records if r.kind == "restored"]
         if not told:
             return None
-        return Restored(
+        return RestoredFrom(
             who=Who(self.who.island, told[0].start),
             steps=told[0].value,
             fragments=tuple(r.fragment for r in told[1:]),

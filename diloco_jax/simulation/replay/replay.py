@@ -31,7 +31,7 @@ from diloco_jax import checkpoint, compilation, environment, run_files
 from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.notes import Environment
-from diloco_jax.coordinator.store import Merged, Store
+from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.windows import Windows
 from diloco_jax.files import require_writable
@@ -41,7 +41,7 @@ from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.values import FIRST_VERSION
 from diloco_jax.simulation.replay.island import ReplayedIsland
 from diloco_jax.simulation.replay.pipe import Worker
-from diloco_jax.simulation.replay.published import Published
+from diloco_jax.simulation.replay.published import PublishedVersions
 from diloco_jax.simulation.replay.recording import (
     RecordedMerge,
     Recording,
@@ -139,7 +139,7 @@ class Replay(contextlib.ExitStack):
         self._store = _new_store(recording)
         self._versions = [FIRST_VERSION] * len(self._store.plan.fragments)
         first = [tuple(anchor) for anchor in self._store.arrays()["anchor"]]
-        self._published = Published(recording, first)
+        self._published = PublishedVersions(recording, first)
         self._workers: dict[str, Worker] = {}
         self._islands: dict[Who, ReplayedIsland] = {}
         self._needs = Counter(
@@ -250,7 +250,7 @@ class Replay(contextlib.ExitStack):
             self._workers[alike] = self.enter_context(worker)
         return self._workers[alike]
 
-    def _commit(self, merge: RecordedMerge, merged: Merged) -> None:
+    def _commit(self, merge: RecordedMerge, merged: ComputedMerge) -> None:
         self._store.commit(merge.fragment, merged)
         self._versions[merge.fragment] = merge.version
         self._published.keep(merge.fragment, merged)

@@ -24,8 +24,8 @@ from diloco_jax.simulation.replay.recording import (
     RecordedMerge,
     Recording,
     Recovery,
+    TapedRecord,
     Who,
-    Written,
     read_begun,
     refuse_term,
 )
@@ -158,7 +158,7 @@ class _Reader:
             )
         # A coordinator that came back is told again what it had not confirmed.
         if told.seq == len(known) + 1:
-            known.append(Written(self._line, told))
+            known.append(TapedRecord(self._line, told))
 
     def _merged(self, record: records.Merged) -> None:
         fragment, version = record.fragment, record.version

@@ -39,14 +39,14 @@ from diloco_jax.models.plan import build_plan
 from diloco_jax.simulation.replay.pipe import (
     Adopt,
     AnyCommand,
-    Begin,
+    BeginCopy,
     End,
     Judge,
+    MakeStep,
     Moments,
     Residual,
     Setup,
-    Step,
-    Take,
+    TakeDelta,
     decode,
 )
 from diloco_jax.simulation.replay.recording import Who
@@ -99,16 +99,16 @@ class Copies:
     def carry_out(self, command: AnyCommand) -> bytes | bytearray | None:
         """One command; returns the answer, if it has one."""
         match command:
-            case Begin(who=who):
+            case BeginCopy(who=who):
                 # Islands that compute alike share what is compiled.
                 alike = dataclasses.replace(
                     command.island, step_seconds=0.0, stands_for=""
                 )
                 model, trainer = self._trainer_of(alike)
                 self._copies[who] = _Copy(self._run, model, trainer, command)
-            case Step(who=who):
+            case MakeStep(who=who):
                 self._copies[who].step(command)
-            case Take(who=who):
+            case TakeDelta(who=who):
                 return self._copies[who].take(command.fragment)
             case Adopt(who=who):
                 self._copies[who].adopt(command)
@@ -137,7 +137,7 @@ class _Copy:
     """The model copy of one incarnation."""
 
     def __init__(
-        self, run: RunConfig, model: Model, trainer: Trainer, begin: Begin
+        self, run: RunConfig, model: Model, trainer: Trainer, begin: BeginCopy
     ) -> None:
         self._sequences = trainer.batch_size
         self._exchange, _ = build_exchange(run, model, trainer)
@@ -154,7 +154,7 @@ class _Copy:
         self.replica = join(plan, trainer, self._exchange, placed, restored)
         self._last_metrics: Metrics | None = None
 
-    def step(self, step: Step) -> None:
+    def step(self, step: MakeStep) -> None:
         batch = np.frombuffer(step.batch, "<i4").reshape(self._sequences, -1)
         metrics = self.replica.step(batch, step.learning_rate)
         # As in the loop: at most one step ahead of the device.

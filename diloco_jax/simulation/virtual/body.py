@@ -11,16 +11,16 @@ import numpy as np
 from diloco_jax.island.arrivals import Arrival
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.island.boundary import Arrays
-from diloco_jax.simulation.virtual.merging import Fetched
+from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 
 class Body(Arrays, Protocol):
     """An island's model copy, and how it is stepped; or nothing (`NoBody`)."""
 
-    def begin(self, fetched: Mapping[int, Fetched]) -> None:
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
         """Joins with these anchors, in full, by fragment."""
 
-    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
+    def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
         """A later version, ready to be adopted."""
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
@@ -30,10 +30,10 @@ class Body(Arrays, Protocol):
 class NoBody:
     """A body without arrays."""
 
-    def begin(self, fetched: Mapping[int, Fetched]) -> None:
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
         """See Body."""
 
-    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
+    def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
         """See Body."""
         return Arrival(fragment=fragment, version=fetched.version)
 

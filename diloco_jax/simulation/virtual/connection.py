@@ -11,13 +11,13 @@ from diloco_jax.protocol.island.status import Status
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.virtual.line import Line
-from diloco_jax.simulation.virtual.merging import Fetched
+from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.virtual.island import VirtualIsland
 
 
-class Service(Protocol):
+class VirtualService(Protocol):
     """What an island is connected to: a `coordinator.VirtualCoordinator`, or one that
     does not serve yet, since it gathers anchors."""
 
@@ -38,7 +38,7 @@ class Service(Protocol):
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """All bytes of a delta."""
 
-    def fetch(self, fragment: int, have: Version | None) -> Fetched:
+    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch:
         """The newest version of a fragment."""
 
 

@@ -30,7 +30,7 @@ from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused, Welcom
 from diloco_jax.protocol.records import Durable, Noted
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.virtual.clock import Clock, Due
-from diloco_jax.simulation.virtual.merging import Fetched, Merging
+from diloco_jax.simulation.virtual.merging import Merging, VirtualFetch
 
 
 class Peer(Protocol):
@@ -96,7 +96,7 @@ class Peers:
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class VirtualLog:
     """The `Log` of an engine in virtual time; there is no tape."""
 
     write: Callable[[Durable], None]
@@ -145,7 +145,7 @@ class VirtualCoordinator(Engine[State, Event]):
             config,
             state,
             sender=self.peers,
-            log=Written(persist, alert),
+            log=VirtualLog(persist, alert),
             holder=self,
         )
         self.clock, self.merging = clock, merging
@@ -184,7 +184,7 @@ class VirtualCoordinator(Engine[State, Event]):
         refusal = self.merging.put(key, encoded)
         self.hear(DeltaArrived(**key._asdict(), refusal=refusal))
 
-    def fetch(self, fragment: int, have: Version | None) -> Fetched:
+    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch:
         """The newest version of a fragment."""
         version = self.state.fragments[fragment].version
         return self.merging.fetch(fragment, version, have)

@@ -10,12 +10,12 @@ from diloco_jax.protocol.island.conversation import Conversation
 from diloco_jax.protocol.island.fetching import Fetching
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.virtual.body import Body
-from diloco_jax.simulation.virtual.connection import Service
+from diloco_jax.simulation.virtual.connection import VirtualService
 from diloco_jax.simulation.virtual.line import Line
-from diloco_jax.simulation.virtual.merging import Fetched
+from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 
-class Fetches:
+class VirtualFetches:
     """Fetches of one incarnation.
 
     came: told when something arrived.
@@ -29,9 +29,9 @@ class Fetches:
         self._running = False
         """The join is over, and what is published is fetched."""
         self._conversation, self._body, self._came = conversation, body, came
-        self._source: tuple[Service, Line] | None = None
+        self._source: tuple[VirtualService, Line] | None = None
         self._fetching: Fetching | None = None
-        self._joined: dict[int, Fetched] = {}
+        self._joined: dict[int, VirtualFetch] = {}
         self._waiting: Arrival | None = None
         """Fetched, and without room so far."""
 
@@ -45,7 +45,7 @@ class Fetches:
         self._fetching = Fetching(versions)
 
     @property
-    def joined(self) -> Mapping[int, Fetched] | None:
+    def joined(self) -> Mapping[int, VirtualFetch] | None:
         """Every fragment in full; None before they are here."""
         fetching = self._fetching
         return self._joined if fetching is not None and fetching.joined else None
@@ -59,7 +59,7 @@ class Fetches:
         """Ends all fetches."""
         self._source = None
 
-    def connect(self, service: Service, line: Line) -> None:
+    def connect(self, service: VirtualService, line: Line) -> None:
         """Goes on on another line: what was under way on the one before is lost."""
         self._source = service, line
         if self._fetching is not None:
@@ -95,7 +95,7 @@ class Fetches:
             self._conversation.arrived(fragment, arrival.version, chain)
             self.fetch()
 
-    def _fetched(self, fragment: int, fetched: Fetched) -> None:
+    def _fetched(self, fragment: int, fetched: VirtualFetch) -> None:
         if self._source is None:
             return
         assert self._fetching is not None

@@ -37,8 +37,8 @@ from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.simulation.virtual.body import Body
 from diloco_jax.simulation.virtual.clock import Clock, Due
-from diloco_jax.simulation.virtual.connection import Connection, Service
-from diloco_jax.simulation.virtual.fetches import Fetches
+from diloco_jax.simulation.virtual.connection import Connection, VirtualService
+from diloco_jax.simulation.virtual.fetches import VirtualFetches
 from diloco_jax.simulation.virtual.line import Line
 from diloco_jax.simulation.virtual.reports import Reports
 
@@ -89,10 +89,10 @@ class VirtualIsland:
         self._goal = goal_of(run, spec.batch_size)
         self._pace = Pace(run, self._goal)
         self._conversation = told = Conversation()
-        self._fetches = Fetches(told, body, self._came)
+        self._fetches = VirtualFetches(told, body, self._came)
         self._reports = Reports(told, clock, report_s, self._say)
         self._ahead = Ahead(spec.lead)
-        self._coordinator: Service | None = None
+        self._coordinator: VirtualService | None = None
         self._compiled = False
         self._outgoing: dict[tuple[int, int], Any] = {}
         self._measures = Measures()
@@ -102,7 +102,7 @@ class VirtualIsland:
 
     # ---- its life ---------------------------------------------------------------
 
-    def connect(self, coordinator: Service, line: Line) -> None:
+    def connect(self, coordinator: VirtualService, line: Line) -> None:
         """Says hello on a new connection, for the first time or again."""
         self._coordinator, self.line = coordinator, line
         self._fetches.connect(coordinator, line)

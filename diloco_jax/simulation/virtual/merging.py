@@ -10,7 +10,7 @@ from diloco_jax.protocol.reasons import Refusal
 from diloco_jax.protocol.values import DeltaKey, Version
 
 
-class Fetched(NamedTuple):
+class VirtualFetch(NamedTuple):
     """A fragment on its way to an island."""
 
     version: Version
@@ -37,7 +37,7 @@ class Merging(Protocol):
     def commit(self, fragment: int, version: Version) -> None:
         """Makes the computed merge the current version."""
 
-    def fetch(self, fragment: int, want: Version, have: Version | None) -> Fetched:
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
         """What leads from `have` to `want`, or the newest version in full."""
 
 
@@ -68,9 +68,9 @@ class NoArrays:
     def commit(self, fragment: int, version: Version) -> None:
         """See Merging."""
 
-    def fetch(self, fragment: int, want: Version, have: Version | None) -> Fetched:
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
         """See Merging."""
         if have is None or have.term != want.term:
-            return Fetched(want, self._bytes_full[fragment], None)
+            return VirtualFetch(want, self._bytes_full[fragment], None)
         behind = want.number - have.number
-        return Fetched(want, behind * self._bytes_down[fragment], None)
+        return VirtualFetch(want, behind * self._bytes_down[fragment], None)
