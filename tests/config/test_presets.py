@@ -11,7 +11,7 @@ LONG: dict[str, Any] = {
     "merges_per_fragment": 200.0,
     "steps_per_cycle": 24,
     "islands": 8,
-    "merge": "mean",
+    "keeps_length": False,
     "inner": "adamw",
 }
 
@@ -51,7 +51,7 @@ def test_the_rate_follows_the_length_of_a_mean(islands: int, rate: float) -> Non
 
 @pytest.mark.parametrize("islands", [1, 8, 99])
 def test_what_is_as_long_as_one_delta_goes_no_further(islands: int) -> None:
-    run = {**LONG, "merges_per_fragment": 1e6, "merge": "rda", "islands": islands}
+    run = {**LONG, "merges_per_fragment": 1e6, "keeps_length": True, "islands": islands}
     assert chosen(**run) == ("nesterov", 0.4, 0.6)
 
 

@@ -119,6 +119,7 @@ def test_figures_are_those_of_shapes_and_formulas(toy, name):
 
 
 TOO_LARGE = """
+import dataclasses
 from diloco_jax.config import *
 from diloco_jax.models.presets import preset
 def config():
