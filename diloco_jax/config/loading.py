@@ -27,7 +27,9 @@ from diloco_jax.options import NoOptions, parse_with_config
 from diloco_jax.paths import expand
 
 # What Python says of a keyword argument that a class does not have.
-UNKNOWN_FIELD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+UNKNOWN_FIELD = re.compile(
+    r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'"
+)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
