@@ -40,6 +40,7 @@ E, M = "protocol.coordinator.events.", "protocol.messages."
 NAMES: Mapping[str, str] = {
     "policy.values": "protocol.values",
     "policy.records": "protocol.records",
+    "policy.records.Refused": "protocol.records.DeltaRefused",
     "policy.events": "protocol.coordinator.events",
     "policy.state": "protocol.coordinator.state",
     "policy.gathering": "protocol.new_term.gathering",

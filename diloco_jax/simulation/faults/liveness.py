@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,9 +34,7 @@ def merges_within_s(schedule: Schedule) -> float:
     awaited_s = LEASE_S + Deadlines(LEASE_S).reunion_s
     back_s = awaited_s + RESTART_S + RETRY_S + joins_s + schedule.transfer_s
     cycles_s = 2 * schedule.steps_per_cycle * schedule.pacing_s
-    agreed_s = 2 * max(p.lead for p in schedule.islands.values()) * schedule.slowest_s
-    merged_s = schedule.slowest_s + schedule.transfer_s + schedule.merge_s
-    return back_s + cycles_s + merged_s + agreed_s
+    return back_s + cycles_s + _merged_s(schedule) + _agreed_s(schedule)
 
 
 def takes_within_s(schedule: Schedule) -> float:
@@ -57,13 +56,18 @@ def over_within_s(schedule: Schedule) -> float:
     its last take. An island whose take is still open is not asked, but its next delta
     is the longer for it, and a take is settled by the second merge: so the steps of K
     islands, the slowest at worst, count in at least every other cycle. If islands
-    lose what they did between take and adoption, one step of a cycle may be all
-    that is left.
+    lose what they did between take and adoption, one step may be all that is left,
+    and waiting makes no delta longer: one step in the cycles in which a take is open,
+    and one more.
     """
     rates = sorted(plan.batch_size / plan.step_s for plan in schedule.islands.values())
-    tokens_per_s = SEQUENCE_LENGTH * sum(rates[: schedule.quorum]) / 2
+    tokens_per_s = SEQUENCE_LENGTH * sum(rates[: schedule.quorum])
     if schedule.rule.loses_steps:
-        tokens_per_s /= schedule.steps_per_cycle
+        cycle_s = schedule.steps_per_cycle * schedule.pacing_s
+        open_s = _agreed_s(schedule) + _merged_s(schedule)
+        tokens_per_s /= schedule.steps_per_cycle * (1 + math.ceil(open_s / cycle_s))
+    else:
+        tokens_per_s /= 2
     anew_s = schedule.total_tokens / tokens_per_s
     return merges_within_s(schedule) + anew_s + LEASE_S + Deadlines(LEASE_S).flush_s
 
@@ -97,3 +101,13 @@ def expect_end(clock: Clock, within_s: float) -> None:
         raise ViolationError(NAME, f"the run is not over after {within_s:.1f} s")
 
     clock.after(within_s, must_be_over)
+
+
+def _agreed_s(schedule: Schedule) -> float:
+    """What the hosts of an island need to agree on a take and on an adoption."""
+    return 2 * max(p.lead for p in schedule.islands.values()) * schedule.slowest_s
+
+
+def _merged_s(schedule: Schedule) -> float:
+    """A step of the slowest island, a transfer and a merge."""
+    return schedule.slowest_s + schedule.transfer_s + schedule.merge_s
