@@ -118,7 +118,7 @@ def test_a_coordinator_that_came_back_knows_what_it_leased() -> None:
 
 @pytest.mark.parametrize(
     ("steps", "granted", "shown"),
-    [(10, 10, ""), (11, 10, "11 steps of 1"), (90, 101, "of 100 that all islands")],
+    [(10, 10, ""), (11, 10, "11 steps of 1"), (90, 101, "granted at most 100")],
 )
 def test_what_an_earlier_term_leased_is_bounded_too(
     steps: int, granted: int, shown: str
