@@ -1,12 +1,12 @@
-"""What a run is, as frozen values.
+"""The config of a run, as frozen values.
 
-`RunConfig` is what all islands must agree on: it has one fingerprint. `IslandConfig`
-is announced by each island at join. `Placement` says where processes live and what
-goes wrong on purpose; it concerns nobody but this machine. A `configs/*.py` file is a
+All islands must agree on the `RunConfig`, which has one fingerprint. Each island
+announces its `IslandConfig` at join. `Placement` says where processes run and which
+faults to inject; it concerns only this machine. A `configs/*.py` file defines a
 function `config()` that returns a `Config`.
 
-Bounds and help stand on the field (`fields.setting`); `validation` holds the rules
-between fields, `presets` what is chosen where a config leaves it open.
+Bounds and help stand on the field (`fields.setting`), rules between fields in
+`validation`, and choices for open fields in `presets`.
 """
 
 from diloco_jax.config.config import Config

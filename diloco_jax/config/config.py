@@ -1,4 +1,4 @@
-"""A run, its islands and where they live, in one value."""
+"""A run, its islands and their placement, in one value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diloco_jax.errors import ConfigError, suggest
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A run, its islands by name, and where they live."""
+    """A run, its islands by name, and their placement."""
 
     run: RunConfig = RunConfig()
     islands: dict[str, IslandConfig] = dataclasses.field(

@@ -1,4 +1,4 @@
-"""What it is trained on."""
+"""The data of a run."""
 
 from __future__ import annotations
 

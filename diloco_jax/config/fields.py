@@ -1,4 +1,4 @@
-"""What stands on a field besides its type: bounds, help text, and how it is given.
+"""Facts about a field besides its type: bounds, help text, and its option.
 
 `setting` declares a field, `check_fields` holds its value to what was declared, and
 `options` shows the same text as the help of a command-line option.
@@ -21,7 +21,7 @@ T = TypeVar("T")
 LARGEST = 2**63 - 1
 """The largest whole number that a message holds."""
 LONGEST_S = 1e9
-"""Longer than any run, and short enough for every clock."""
+"""Seconds that are longer than any run, and short enough for every clock."""
 
 
 class Bound(NamedTuple):
@@ -30,9 +30,9 @@ class Bound(NamedTuple):
     low: float = 0
     high: float = LARGEST
     above: bool = False
-    """The lowest value itself is outside."""
+    """True if the lowest value itself is outside."""
     below: bool = False
-    """The highest value itself is outside."""
+    """True if the highest value itself is outside."""
 
     def holds(self, value: float) -> bool:
         """Tell whether the value is inside; False for NaN."""
@@ -73,7 +73,7 @@ def setting(
     Args:
       default: its value where none is given; a dict is copied for every instance.
       bound: the range of a number; None, where the type allows it, is always inside.
-      help: what people read, also as the help of the option; one paragraph.
+      help: text for people, also the help of the option; one paragraph.
       local: the value concerns one machine and stays out of the fingerprint.
       code: the value is code whose folder is local to a machine.
       group: heading under which the help lists the option; empty = its section's.

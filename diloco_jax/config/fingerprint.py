@@ -1,4 +1,4 @@
-"""What two configs have in common: the fields that count, and where they differ."""
+"""Comparison of two configs: the fields that count, and their differences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shared_fields(config: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             value = shared_fields(value)
         elif isinstance(value, tuple):
-            # As it is when it is read from JSON or a message.
+            # JSON and messages give lists.
             value = [list(v) if isinstance(v, tuple) else v for v in value]
         elif field.metadata.get("code") and value is not None:
             value = value.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""How an island trains between merges."""
+"""The inner optimizer, which trains an island between merges."""
 
 from __future__ import annotations
 

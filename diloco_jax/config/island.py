@@ -1,4 +1,4 @@
-"""What one island computes with."""
+"""The mesh, batch and kernels of one island."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AnchorMemory = Literal["device", "pinned_host"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IslandConfig:
-    """One island: what it computes with. Islands may differ in all of it."""
+    """Mesh, batch and kernels of one island. Islands may differ in all of them."""
 
     batch_size: int = setting(
         8,

@@ -9,7 +9,7 @@ from diloco_jax.config.fields import AT_LEAST_1, setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """Where diloco launch puts the run, and how its machines are bought."""
+    """Settings of diloco launch: places of the run and purchase of its machines."""
 
     project: str = setting("", help="Project id of the cloud.")
     name: str = setting(

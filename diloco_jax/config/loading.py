@@ -1,4 +1,4 @@
-"""From a path to a `Config`, and to `config.json` and back.
+"""Reads a `Config` from a path, and writes and reads `config.json`.
 
 A configs file is a Python file with a function `config()` that returns a `Config`.
 Where a path to a config is asked for, the `config.json` of a run will do as well.
@@ -26,7 +26,7 @@ from diloco_jax.files import write_json
 from diloco_jax.options import NoOptions, parse_with_config
 from diloco_jax.paths import expand
 
-# What Python says of a keyword argument that a class does not have.
+# Python's message about a keyword argument that a class does not have.
 UNKNOWN_FIELD = re.compile(
     r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'"
 )
@@ -85,8 +85,8 @@ def write_config_json(config: Config, path: str | Path) -> None:
 
 
 def read_config_json(path: str | Path) -> Config:
-    """Read what `write_config_json` wrote; ConfigError if there is no such file, on
-    unknown fields or wrong types."""
+    """Read a file of `write_config_json`; ConfigError if there is no such file, or it
+    has unknown fields or wrong types."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"there is no {path}; give the workdir of a run")
@@ -119,7 +119,7 @@ def _refuse_unknown(expected: Any, value: Any, where: str, path: Path) -> None:
 
 
 def _reason(error: BaseException, path: Path) -> str:
-    """Tell where in a configs file an error came from, and what is wrong."""
+    """Name the line of a configs file where an error arose, and the error."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     where = f" in line {lines[-1]}" if lines else ""

@@ -1,4 +1,4 @@
-"""What is trained."""
+"""The model of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a merged delta does to the global parameters."""
+"""The outer optimizer, which applies a merged delta to the global parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 from diloco_jax.config.fields import BELOW_1, NOT_NEGATIVE, POSITIVE, setting
 
 OPEN = ("optimizer", "learning_rate", "momentum")
-"""Fields that may be left open, and are filled in when the run is created."""
+"""Fields that may be left open; they are filled in when the run is created."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class OuterConfig:
         return any(getattr(self, name) is None for name in OPEN)
 
     def filled(self, chosen: OuterConfig) -> OuterConfig:
-        """Take from `chosen` what this one leaves open."""
+        """Fill the fields that this one leaves open from `chosen`."""
         missing = {
             name: getattr(chosen, name) for name in OPEN if getattr(self, name) is None
         }

@@ -1,4 +1,5 @@
-"""Where processes live, how long they wait, and what is broken on purpose."""
+"""The placement of a run: where processes run, how long they wait, which faults to
+inject."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ PROCESSES = "process"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where processes live, how long they wait, and what is broken on purpose."""
+    """Addresses, folders, deadlines and injected faults of the processes."""
 
     workdir: str = setting(
         "", help="Folder of the run; empty = runs/CONFIG-TIME in the current folder."

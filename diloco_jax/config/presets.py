@@ -10,22 +10,21 @@ import math
 from diloco_jax.config.outer import OuterConfig
 
 SHORT = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
-"""For runs of few merges, in which momentum was no better, or worse."""
+"""Preset for runs of few merges, in which momentum was no better, or worse."""
 
 GENTLE = OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6)
-"""Momentum that goes as far as the islands went, 0.4 / (1 - 0.6), and no further."""
+"""Preset whose momentum goes exactly as far as the islands went, 0.4 / (1 - 0.6)."""
 GENTLE_FROM_MERGES = 80.0
 GENTLE_FROM_MERGES_OF = {"muon": 160.0}
-"""Where the inner optimizer needs more merges before momentum helps."""
+"""Merges from which momentum helps, for inner optimizers that need more of them."""
 
 PUBLISHED_MOMENTUM = 0.9
 PUBLISHED_RATES = ((1, 0.4), (4, 0.6), (math.inf, 0.8))
-"""Outer learning rate of the plain mean with up to so many islands (arXiv
-2503.09799)."""
+"""(most islands, outer learning rate) for the plain mean (arXiv 2503.09799)."""
 PUBLISHED_FROM_MERGES = 200.0
 PUBLISHED_FROM_STEPS = 24
-"""Shortest cycle: in a shorter one successive deltas are alike, and momentum adds them
-up to several times the way that the islands went."""
+"""Shortest cycle in steps: in a shorter one successive deltas are alike, and momentum
+adds them up to several times the islands' own distance."""
 
 
 def preset(
@@ -36,11 +35,11 @@ def preset(
     keeps_length: bool,
     inner: str,
 ) -> OuterConfig:
-    """Choose the outer optimizer for a run like that.
+    """Choose the outer optimizer for such a run.
 
     Args:
-      keeps_length: what its merge rule says of itself.
-      inner: the name of the inner optimizer.
+      keeps_length: the merge rule's `keeps_length`.
+      inner: name of the inner optimizer.
     """
     if merges_per_fragment < GENTLE_FROM_MERGES_OF.get(inner, GENTLE_FROM_MERGES):
         return SHORT

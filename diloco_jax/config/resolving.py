@@ -1,4 +1,4 @@
-"""What a run decides once, when it is created: digest, outer optimizer, whole paths."""
+"""Choices made once, when a run is created: digest, outer optimizer, absolute paths."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T", bound=Any)
 def resolve(config: Config, *, text_is_here: bool = False) -> Config:
     """Fill in the corpus digest and the outer optimizer, and make paths absolute.
 
-    Other fields that are set are left alone, so resolving twice changes nothing. Reads
-    the corpus if its digest is not known, or it must be on this machine; raises
-    ConfigError if it cannot, if it is another one, or too short for the run.
+    Fields that are set are left alone, so resolving twice changes nothing. Reads the
+    corpus if its digest is unknown or the corpus must be on this machine. Raises
+    ConfigError if the corpus cannot be read, differs, or is too short for the run.
     """
     config = with_absolute_paths(config)
     run = config.run
@@ -35,7 +35,7 @@ def resolve(config: Config, *, text_is_here: bool = False) -> Config:
 
 
 def resolve_outer(config: Config) -> Config:
-    """Fill in what the outer optimizer leaves open, from `presets`."""
+    """Fill in the open fields of the outer optimizer, from `presets`."""
     outer = config.run.outer
     if not outer.is_open:
         return config

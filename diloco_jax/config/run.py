@@ -1,4 +1,4 @@
-"""What all islands of a run must agree on."""
+"""The settings that all islands of a run must agree on."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from diloco_jax.config.outer import OuterConfig
 from diloco_jax.config.sync import SyncConfig
 
 SEED = Bound(0, 2**32 - 1)
-"""The bits that keys of jax.random take of a seed."""
+"""Range of a seed: the bits of it that keys of jax.random use."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All that islands must agree on."""
+    """Settings that all islands must agree on."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

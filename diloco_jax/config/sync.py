@@ -1,4 +1,4 @@
-"""How the islands' work is put together."""
+"""The synchronization settings: cycles, merges, adoptions and codecs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GraceWindow = Literal["alike", "overlap"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """How the islands' work is put together."""
+    """Settings for combining the islands' work."""
 
     steps_per_cycle: int = setting(
         24,
@@ -73,8 +73,8 @@ class SyncConfig:
     )
     partial_merges: PartialMerges = setting(
         "scaled",
-        help="How far a merge goes that some live islands are not in: scaled by the "
-        "share of all tokens per second that is in it, or in full.",
+        help="Length of a merge that lacks some live islands: scaled by its share of "
+        "all tokens per second, or in full.",
     )
     merge: str = setting(
         "rda",
@@ -100,7 +100,7 @@ class SyncConfig:
         help='Encoding of deltas: "f32", "bf16", "int8" or "int4".',
     )
     codec_down: str = setting(
-        "int8", code=True, help="Encoding of merged fragments: likewise."
+        "int8", code=True, help="Encoding of merged fragments: the same choices."
     )
     error_feedback: bool = setting(
         True, help="Add what the encoding of a delta lost to the island's next one."

@@ -1,8 +1,8 @@
-"""What must fit together in a config, beyond each field's own bounds.
+"""Rules between the fields of a config, beyond each field's own bounds.
 
-Only what the values themselves tell. What it takes to read the text is checked by
-`resolving.resolve`, and what it takes to build the model by the coordinator, both
-before anything of a run is written.
+The rules here need only the values themselves. `resolving.resolve` checks that the text
+can be read, and the coordinator that the model can be built, both before a run writes
+any file.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from diloco_jax.config.placement import Placement
 
 LANES = 128
-"""The attention kernel for TPUs works on whole blocks of tokens, a multiple of this
-long."""
+"""Tokens of a block of the attention kernel for TPUs, which needs whole blocks."""
 
 
 def validate(config: Config) -> None:
@@ -161,8 +160,8 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
     _port("bind", placement.bind)
     if placement.advertise and not _port("advertise", placement.advertise):
         raise ConfigError(
-            f"placement.advertise = {placement.advertise!r} has port 0, which nobody "
-            f"can dial; give the port at which islands reach the coordinator"
+            f"placement.advertise = {placement.advertise!r} has port 0, which no "
+            f"island can dial; give the port at which islands reach the coordinator"
         )
     for fault in parse_faults(placement.faults, islands).faults:
         if fault.step < 1:

@@ -1,8 +1,8 @@
 """Inner optimizers by their names in optax and optax.contrib.
 
-An island takes updates at learning rate 1, times a rate that follows the run. So one
-fits if its learning rate is no more than a factor of its updates, and if gradients,
-state and parameters are all that an update needs. `check` tries both on small arrays.
+An island takes updates at learning rate 1, times a rate that follows the run. So an
+optimizer fits if its learning rate is only a factor of its updates, and if an update
+needs only gradients, state and parameters. `check` tries both on small arrays.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ OURS = {
     "mask": "the parameter's axes",
     "weight_decay_mask": "the parameter's axes",
 }
-"""What says it, by the parameter of an optax function."""
+"""Setting that gives the value, by the parameter of an optax function."""
 MASKS = ("mask", "weight_decay_mask")
 
 AXES = {"matrix": (LAYERS, "embed", "mlp"), "vector": ("embed",)}
 SHAPES = {"matrix": (3, 4, 6), "vector": (4,)}
 STEPS, SMALLER_RATE = 3, 0.25
 RELATIVE, ABSOLUTE = 1e-2, 1e-4
-"""Between two ways that differ in rounding alone."""
+"""Tolerances between two computations that differ only in rounding."""
 
 
 def find(name: str, remedy: str) -> Callable[..., optax.GradientTransformation]:
-    """The function that makes it; ValueError with the nearest name, and the remedy, if
-    optax has none that takes a learning rate."""
+    """Return optax's function of that name; ValueError with the nearest name and the
+    remedy if optax has none that takes a learning rate."""
     for module in (optax, optax.contrib):
         exported: Any = getattr(module, name, None)
         if _is_optimizer(name, exported):
@@ -76,17 +76,17 @@ def from_optax(
     weight_decay: float,
     decays: Any,
 ) -> optax.GradientTransformation:
-    """The optimizer of this name, with all of our settings that it takes.
+    """Return the optimizer of this name, with all of our settings that it takes.
 
     Args:
-      arguments: more of what it takes.
-      weight_decay: by its own rule if that takes a mask; else apart from it, as AdamW
-        has it.
-      decays: nested like the parameters; whether each decays.
+      arguments: further arguments of the optax function.
+      weight_decay: applied by the optimizer if its decay takes a mask; otherwise
+        added to its updates, as in AdamW.
+      decays: nested like the parameters; True where a parameter decays.
 
     Raises:
-      ValueError: unknown name or argument, one that is missing, or a dtype that the
-        optimizer gives no choice of.
+      ValueError: an unknown name, an unknown or missing argument, or a moment dtype
+        that the optimizer cannot set.
     """
     try:
         function = find(name, "choose 'adamw', 'lion', 'sgd', 'muon'")
@@ -121,7 +121,7 @@ def call(
     own: Mapping[str, Any],
     arguments: Mapping[str, Argument],
 ) -> optax.GradientTransformation:
-    """function(**own, **arguments); ValueError if they do not go together."""
+    """Call function(**own, **arguments); ValueError if they do not fit together."""
     takes = inspect.signature(function).parameters
     for argument, value in arguments.items():
         said = OURS.get(argument, "another field" if argument in own else "")
@@ -154,7 +154,7 @@ def call(
 
 
 def check(name: str, arguments: Mapping[str, Argument], make: Make) -> None:
-    """Raises ValueError if the optimizer does not fit, as the module says."""
+    """Raise ValueError if the optimizer does not fit (see the module's docstring)."""
     try:
         scaled = _train(make(AXES, 1.0), SMALLER_RATE)
         itself = _train(make(AXES, SMALLER_RATE), 1.0)
@@ -170,7 +170,7 @@ def check(name: str, arguments: Mapping[str, Argument], make: Make) -> None:
 
 
 def _train(optimizer: optax.GradientTransformation, scale: float) -> list[Any]:
-    """Where some steps end."""
+    """Return the parameters after some steps."""
     rng = np.random.default_rng(0)
 
     def draw(*steps: int) -> dict[str, Any]:

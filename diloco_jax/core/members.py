@@ -1,8 +1,8 @@
 """Members of the open families: codecs, merge rules, outer optimizers and the like.
 
-A family is a table of names. What is not in it is named by where it is, as
-"package.module:name" or "path/to/file.py:name". A member is imported when it is asked
-for, so a config is read, and refused, where JAX is not loaded.
+A family is a table of names. A member outside the table is named by its location,
+"package.module:name" or "path/to/file.py:name". A member is imported only on demand,
+so a config can be read, and refused, without loading JAX.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Family(Generic[M]):
     """The members of one family, of type `M`."""
 
     kind: str
-    """The word for a member in messages: "codec"."""
+    """Word for a member in messages: "codec"."""
     table: Mapping[str, str]
-    """Where the bundled members are, by name: "package.module:name"."""
+    """Location of each bundled member, by name: "package.module:name"."""
     checker: str
-    """Where the function is that tries a member on a tiny piece, and raises what is
-    wrong with it. It is for members from outside: the table's have tests."""
+    """Location of the function that tries an outside member on a tiny piece, and raises
+    an error if it is unfit. Bundled members have tests instead."""
     otherwise: str = ""
-    """Where the function is that makes a member of a name outside the table."""
+    """Location of the function that makes a member from a name outside the table."""
 
     def find(self, name: str) -> M:
-        """The member of that name.
+        """Return the member of that name.
 
         Raises:
           ValueError: there is none; or its file cannot be executed.
@@ -46,10 +46,10 @@ class Family(Generic[M]):
         return cast(M, _find(self, name))
 
     def check(self, name: str) -> None:
-        """Tries the member that is named, unless it is in the table.
+        """Try the named member, unless it is in the table.
 
         Raises:
-          ValueError: there is none, or it is unfit; names the line at fault.
+          ValueError: there is none, or it is unfit; the text names the line at fault.
         """
         if name in self.table:
             return
@@ -76,10 +76,10 @@ def _find(family: Family[Any], name: str) -> Any:
 
 
 def load(reference: str) -> Any:
-    """Import what "package.module:name" or "path/to/file.py:name" names.
+    """Import the object named by "package.module:name" or "path/to/file.py:name".
 
     Raises:
-      ValueError: module, file or name is not there, or the file cannot be executed.
+      ValueError: module, file or name is missing, or the file cannot be executed.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name:
@@ -94,13 +94,13 @@ def load(reference: str) -> Any:
 
 
 def said(error: Exception) -> str:
-    """An exception in one line."""
+    """Describe an exception in one line."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}{f': {lines[0]}' if lines else ''}"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` or the empty string."""
+    """Return `; did you mean 'x'?`, or "" if no known name is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -127,7 +127,7 @@ def _import(place: str, name: str) -> ModuleType:
 
 @functools.cache
 def _execute(path: Path) -> ModuleType:
-    """A file as a module, once."""
+    """Execute a file as a module, once."""
     name = f"diloco_file_{path}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "what ends in .py is a module"
@@ -146,7 +146,7 @@ def _execute(path: Path) -> ModuleType:
 
 
 def _line(error: Exception, reference: str) -> str:
-    """Where in the file that is named the error came from, or ""."""
+    """Return the line of the named file where the error arose, or ""."""
     place = reference.rpartition(":")[0]
     path = str(Path(place).expanduser().absolute())
     if not place.endswith(".py") and place in sys.modules:
@@ -157,7 +157,7 @@ def _line(error: Exception, reference: str) -> str:
 
 
 def _defined(member: Any) -> str:
-    """In which line of its file a member begins, or ""."""
+    """Return the line of its file at which a member begins, or ""."""
     try:
         found = member if inspect.isfunction(member) else type(member)
         return f"line {inspect.getsourcelines(found)[1]}: "

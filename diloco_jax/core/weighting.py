@@ -1,4 +1,4 @@
-"""Weightings: how much a delta counts in a merge, by its tokens and inner steps."""
+"""Weightings: the weight of a delta in a merge, by its tokens and inner steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Weighting(Protocol):
     """A member of the family: a function."""
 
     def __call__(self, tokens: int, steps: int) -> float:
-        """The weight, finite and above 0, of a delta with so many of both, each at
-        least 1; only ratios of weights matter."""
+        """Return the weight of a delta with that many tokens and steps, both at least
+        1. It must be finite and above 0; only ratios of weights matter."""
 
 
 WEIGHTINGS: Family[Weighting] = Family(
@@ -28,28 +28,28 @@ WEIGHTINGS: Family[Weighting] = Family(
 
 
 def weight(weighting: Weighting, tokens: int, steps: int) -> float:
-    """Weight of a delta that holds so many tokens and inner steps; 0 if it is empty."""
+    """Return the weight of a delta of that many tokens and inner steps; 0 if empty."""
     return weighting(tokens, steps) if steps > 0 and tokens > 0 else 0.0
 
 
 def tokens(tokens: int, steps: int) -> float:
-    """Its tokens."""
+    """Return the delta's tokens."""
     return float(tokens)
 
 
 def tokens_times_rate(tokens: int, steps: int) -> float:
-    """tokens * (tokens / steps), quantity times quality: as in Decoupled DiLoCo (arXiv
-    2604.21428)."""
+    """Return tokens * (tokens / steps), quantity times quality, as in Decoupled DiLoCo
+    (arXiv 2604.21428)."""
     return tokens * (tokens / steps)
 
 
 def uniform(tokens: int, steps: int) -> float:
-    """The same for every island."""
+    """Return the same weight for every delta."""
     return 1.0
 
 
 def check(weighting: Weighting) -> None:
-    """Tries a weighting from outside the package; raises what is wrong with it."""
+    """Try a weighting from outside the package; raise an error if it is unfit."""
     for tokens, steps in ((1, 1), (600, 3), (10**12, 10**6)):
         found = weighting(tokens, steps)
         if not isinstance(found, int | float) or not 0 < found < math.inf:

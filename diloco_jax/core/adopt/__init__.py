@@ -1,7 +1,7 @@
 """Adopt rules: how an island takes over a published piece.
 
 Each fragment on an island has a base: a take sets base = local, an adoption sets
-base = anchor. What `local` has moved away from its base since is not in any delta yet.
+base = anchor. The difference local - base since then is not in any delta yet.
 """
 
 from __future__ import annotations

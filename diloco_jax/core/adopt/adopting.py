@@ -17,6 +17,6 @@ def adopt(
     anchor: jax.Array,
     alpha: jax.Array | float,
 ) -> jax.Array:
-    """The piece's new local values, f32[shape]: see `AdoptRule.adopt`. `rule` is
+    """Return the piece's new local values, f32[shape]: see `AdoptRule.adopt`. `rule` is
     static; nothing is donated."""
     return rule.adopt(local, base, anchor, alpha)

@@ -21,7 +21,7 @@ class Blend(AdoptRule):
     def adopt(
         self, local: jax.Array, base: jax.Array, anchor: jax.Array, alpha: Alpha
     ) -> jax.Array:
-        """Some of both."""
+        """Return a weighted mean of both."""
         return alpha * local + (1 - alpha) * anchor
 
 

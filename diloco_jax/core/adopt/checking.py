@@ -1,4 +1,4 @@
-"""Tries an adopt rule from outside the package on a tiny piece."""
+"""Checks an adopt rule from outside the package on a tiny piece."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FACTS = ("adopts_first", "keeps_pending", "loses_steps")
 
 
 def check(rule: AdoptRule) -> None:
-    """Raises what is wrong with it."""
+    """Raise an error that says what is wrong with the rule, if anything is."""
     for fact in FACTS:
         if not isinstance(getattr(rule, fact, None), bool):
             raise ValueError(

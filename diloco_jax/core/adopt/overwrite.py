@@ -22,7 +22,7 @@ class Overwrite(AdoptRule):
     def adopt(
         self, local: jax.Array, base: jax.Array, anchor: jax.Array, alpha: Alpha
     ) -> jax.Array:
-        """The anchor alone."""
+        """Return the anchor."""
         return anchor
 
 

@@ -1,4 +1,4 @@
-"""The adopt rule "rebase": anchor + (local - base), so no step is lost by it."""
+"""The adopt rule "rebase": anchor + (local - base), which loses no step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rebase(AdoptRule):
     def adopt(
         self, local: jax.Array, base: jax.Array, anchor: jax.Array, alpha: Alpha
     ) -> jax.Array:
-        """The anchor, and what the island has done since."""
+        """Return the anchor plus the island's change since its base."""
         return moved(local, base, anchor)
 
 

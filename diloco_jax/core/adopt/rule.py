@@ -1,4 +1,4 @@
-"""Adopt rules: what a member of the family says. JAX is not needed to read it."""
+"""Adopt rules: the interface of a member of the family. It reads without JAX."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ if TYPE_CHECKING:
 
 
 class AdoptRule(Protocol):
-    """How an island takes over a published piece."""
+    """A way for an island to adopt a published piece."""
 
     adopts_first: bool = True
-    """At a boundary that has both, a fragment is adopted before it is taken."""
+    """True if a boundary with both adopts a fragment before taking it."""
     keeps_pending: bool = False
-    """A version that the last delta is known not to be in moves local and base alike
-    (`moved`), so that the island trains on from its own delta, too, until a version has
-    it. Costs a base of every fragment whose delta is late."""
+    """True if a version known to lack the last delta moves local and base alike
+    (`moved`), so that the island keeps its own delta until a version contains it. Costs
+    a base for every fragment whose delta is late."""
     loses_steps: bool = False
-    """The steps since the take have no effect after an adoption, so that the next delta
-    does not hold them."""
+    """True if an adoption undoes the steps since the take, so that the next delta does
+    not hold them."""
 
     def adopt(
         self, local: jax.Array, base: jax.Array, anchor: jax.Array, alpha: Alpha
     ) -> jax.Array:
-        """The piece's new local values, f32[shape].
+        """Return the piece's new local values, f32[shape].
 
         Args:
           local: the island's values now.
-          base: its values at its last take, or the anchor it adopted since.
+          base: the island's values at its last take, or the anchor adopted since.
           anchor: the version to adopt.
           alpha: `sync.blend_alpha`.
         """
 
 
 def moved(value: jax.Array, before: jax.Array, anchor: jax.Array) -> jax.Array:
-    """anchor + (value - before), f32[shape]: as far from the new anchor as it was from
-    the one before."""
+    """Return anchor + (value - before), f32[shape]: the value as far from the new
+    anchor as it was from the old one."""
     return anchor + (value - before)

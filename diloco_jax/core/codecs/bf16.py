@@ -12,19 +12,19 @@ class BFloat16:
     """See `TileCodec`."""
 
     def tile_bytes(self, elements: int) -> int:
-        """2 per element."""
+        """Return 2 bytes per element."""
         return 2 * elements
 
     def encode(self, tiles: jax.Array) -> jax.Array:
-        """The rounded values."""
+        """Round the values and write them as octets."""
         return to_octets(round_to_bf16(tiles), jnp.bfloat16)
 
     def decode(self, octets: jax.Array, elements: int) -> jax.Array:
-        """The rounded values."""
+        """Return the rounded values."""
         return from_octets(octets, jnp.bfloat16)
 
     def largest_error(self, tiles: jax.Array) -> jax.Array:
-        """Half a step of a significand of 8 bits."""
+        """Return half a step of an 8-bit significand."""
         return jnp.abs(tiles) * 2.0**-8
 
 

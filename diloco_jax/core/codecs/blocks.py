@@ -1,4 +1,4 @@
-"""Integers with a scale per block of a tile: what "int8" and "int4" share.
+"""Integers with a scale per block of a tile: the common part of "int8" and "int4".
 
 An encoded tile is its integers and then one bf16 scale per block of consecutive
 elements. An integer times a bf16 scale is exact in f32, so all machines decode the same
@@ -16,30 +16,30 @@ from diloco_jax.core.codecs.octets import from_octets, round_to_bf16, to_octets
 
 
 class BlockCodec:
-    """A `TileCodec` of integers from -peak to peak; a subclass says how they lie."""
+    """A `TileCodec` of integers from -peak to peak; a subclass defines their layout."""
 
     def __init__(self, block: int, peak: int) -> None:
-        """block: elements that have one scale."""
+        """block: number of elements that share one scale."""
         self.block, self.peak = block, peak
 
     def payload_bytes(self, elements: int) -> int:
-        """Bytes of so many integers."""
+        """Return the bytes of that many integers."""
         raise NotImplementedError
 
     def pack(self, octets: jax.Array) -> jax.Array:
-        """uint8[..., elements] two's complement -> uint8[..., payload_bytes]."""
+        """Pack two's complement uint8[..., elements] -> uint8[..., payload_bytes]."""
         raise NotImplementedError
 
     def unpack(self, payload: jax.Array) -> jax.Array:
-        """The inverse of `pack`; more elements may follow."""
+        """Invert `pack`; more elements may follow."""
         raise NotImplementedError
 
     def tile_bytes(self, elements: int) -> int:
-        """The integers, and 2 per block."""
+        """Return the bytes of the integers, plus 2 per block."""
         return self.payload_bytes(elements) + 2 * -(-elements // self.block)
 
     def encode(self, tiles: jax.Array) -> jax.Array:
-        """Rounds to the nearest integer, in units of the block's scale."""
+        """Round to the nearest integer, in units of the block's scale."""
         elements = tiles.shape[-1]
         blocks = self._to_blocks(tiles)
         # NaNs are made infinite: a compiled maximum may pass over a NaN.
@@ -56,7 +56,7 @@ class BlockCodec:
         return jnp.concatenate([payload, to_octets(scale, jnp.bfloat16)], axis=-1)
 
     def decode(self, octets: jax.Array, elements: int) -> jax.Array:
-        """Integers times scales."""
+        """Multiply integers by scales."""
         cut = self.payload_bytes(elements)
         scale = from_octets(octets[..., cut:], jnp.bfloat16)
         payload = self.unpack(octets[..., :cut])[..., :elements]
@@ -65,14 +65,14 @@ class BlockCodec:
         return blocks.reshape(*octets.shape[:-1], -1)[..., :elements]
 
     def largest_error(self, tiles: jax.Array) -> jax.Array:
-        """Half a scale; a little more, since the scale is rounded."""
+        """Return half a scale, or slightly more because the scale is rounded."""
         blocks = jnp.abs(self._to_blocks(tiles))
         largest = jnp.max(blocks, axis=-1, keepdims=True) / self.peak * 0.51
         spread = jnp.broadcast_to(largest, blocks.shape)
         return spread.reshape(*tiles.shape[:-1], -1)[..., : tiles.shape[-1]]
 
     def _to_blocks(self, tiles: jax.Array) -> jax.Array:
-        """[..., n] -> [..., ceil(n / block), block], the end filled with zeros."""
+        """Reshape [..., n] -> [..., ceil(n / block), block], padded with zeros."""
         missing = -tiles.shape[-1] % self.block
         tiles = jnp.pad(tiles, [(0, 0)] * (tiles.ndim - 1) + [(0, missing)])
         return tiles.reshape(*tiles.shape[:-1], -1, self.block)

@@ -1,4 +1,4 @@
-"""Tries a codec from outside the package on a tiny array."""
+"""Checks a codec from outside the package on a tiny array."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TILES, ELEMENTS = 3, 40
 
 
 def check(codec: TileCodec) -> None:
-    """Raises what is wrong with it."""
+    """Raise an error that says what is wrong with the codec, if anything is."""
     nbytes = codec.tile_bytes(ELEMENTS)
     if not isinstance(nbytes, int) or nbytes < 1:
         raise ValueError(f"tile_bytes({ELEMENTS}) = {nbytes!r}; it must be an int > 0")

@@ -1,12 +1,12 @@
-"""Arrays as bytes, in tiles that know nothing of a mesh.
+"""Arrays as bytes, in tiles that do not depend on a mesh.
 
-An array is cut into a grid of equal tiles (`tiles.py`), and each tile is encoded for
+An array is cut into a grid of equal tiles (`tiles.py`), and each tile is encoded by
 itself: f32[shape] <-> uint8[*grid, tile_bytes]. So an encode or decode that is sharded
 on tile boundaries needs no communication, and the bytes do not depend on the sharding.
-How a tile is encoded is up to the member of the family; its bytes have a fixed number.
+The member of the family decides how to encode a tile, in a fixed number of bytes.
 
 Values below the smallest normal f32 are zeros on both sides, because some devices and
-compilers flush them and others do not. What was not finite must decode as not finite.
+compilers flush them and others do not. A value that is not finite must decode as one.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 class TileCodec(Protocol):
     """A member of the family. All arrays end in the axis of one tile.
 
-    Every machine must decode the same bits, fused with its surroundings or not: take
-    products that are exact in f32, and no sums.
+    Every machine must decode the same bits, fused with other operations or not: use
+    only products that are exact in f32, and no sums.
     """
 
     def tile_bytes(self, elements: int) -> int:
-        """Bytes of an encoded tile with that many elements."""
+        """Return the bytes of an encoded tile with that many elements."""
 
     def encode(self, tiles: jax.Array) -> jax.Array:
-        """f32[..., elements], free of subnormals -> uint8[..., tile_bytes]."""
+        """Encode f32[..., elements], free of subnormals -> uint8[..., tile_bytes]."""
 
     def decode(self, octets: jax.Array, elements: int) -> jax.Array:
-        """uint8[..., tile_bytes] -> f32[..., elements], free of subnormals."""
+        """Decode uint8[..., tile_bytes] -> f32[..., elements], free of subnormals."""
 
     def largest_error(self, tiles: jax.Array) -> jax.Array:
-        """By how much an element may change at most, f32[..., elements]; for tests."""
+        """Return the largest change of each element, f32[..., elements]; for tests."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,24 +58,24 @@ class Codec:
         return CODECS.find(self.name)
 
     def tile_bytes(self, elements: int) -> int:
-        """Bytes of an encoded tile with that many elements."""
+        """Return the bytes of an encoded tile with that many elements."""
         return self.member.tile_bytes(elements)
 
     def encoded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(*grid, tile_bytes) of an array with that shape."""
+        """Return (*grid, tile_bytes) of an array with that shape."""
         grid = TileGrid.of(shape)
         return (*grid.grid, self.tile_bytes(grid.elements))
 
     def encode(self, x: ArrayLike) -> jax.Array:
-        """f32[shape] -> uint8[*grid, tile_bytes]."""
+        """Encode f32[shape] -> uint8[*grid, tile_bytes]."""
         encoded: jax.Array = _encode(self, x)
         return encoded
 
     def decode(self, encoded: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
-        """uint8[*grid, tile_bytes] -> f32[shape]; `shape` is what was encoded.
+        """Decode uint8[*grid, tile_bytes] -> f32[shape], the shape before encoding.
 
         Raises:
-          ValueError: `encoded` has not the shape that `shape` encodes to.
+          ValueError: `encoded` does not have the shape that `shape` encodes to.
         """
         if encoded.shape != self.encoded_shape(shape):
             raise ValueError(
@@ -86,13 +86,13 @@ class Codec:
         return decoded
 
     def decode_tiles(self, encoded: ArrayLike, elements: int) -> jax.Array:
-        """uint8[n, tile_bytes] -> f32[n, elements]: some of an array's tiles."""
+        """Decode some of an array's tiles, uint8[n, tile_bytes] -> f32[n, elements]."""
         decoded: jax.Array = _decode_tiles(self, encoded, elements)
         return decoded
 
 
 def get_codec(name: str) -> Codec:
-    """The codec of that name; ValueError with the known ones if there is none."""
+    """Return the codec of that name; ValueError with the known names if unknown."""
     CODECS.find(name)
     return Codec(name)
 
@@ -101,14 +101,14 @@ def get_codec(name: str) -> Codec:
 def encode_with_feedback(
     codec: Codec, x: jax.Array, residual: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Encodes x + residual; returns (encoded, what the encoding lost).
+    """Encode x + residual; return (encoded, new residual that the encoding lost).
 
     Nothing is donated: the old residual is needed again if the delta is refused.
 
     Args:
       codec: static.
       x: f32[shape].
-      residual: f32[shape], what earlier encodings lost; zeros at first.
+      residual: f32[shape], the loss of earlier encodings; zeros at first.
     """
     total = x + residual
     encoded = codec.encode(total)
@@ -116,13 +116,13 @@ def encode_with_feedback(
 
 
 def square_sum(codec: Codec, encoded: ArrayLike, shape: tuple[int, ...]) -> float:
-    """Sum of the squares of what is decoded; inf or NaN if that, or the sum, is not
-    finite in f32. Waits for the result."""
+    """Return the sum of the squares of the decoded values; inf or NaN if a value or the
+    sum is not finite in f32. Waits for the result."""
     return float(_square_sum(codec, encoded, tuple(shape)))
 
 
 def flush_subnormals(x: jax.Array) -> jax.Array:
-    """x with everything below the smallest normal f32 replaced by +0."""
+    """Return x with everything below the smallest normal f32 replaced by +0."""
     return jnp.where(jnp.abs(x) < SMALLEST_NORMAL, 0.0, x)
 
 

@@ -12,19 +12,19 @@ class Float32:
     """See `TileCodec`."""
 
     def tile_bytes(self, elements: int) -> int:
-        """4 per element."""
+        """Return 4 bytes per element."""
         return 4 * elements
 
     def encode(self, tiles: jax.Array) -> jax.Array:
-        """The values themselves."""
+        """Write the values as octets, unchanged."""
         return to_octets(tiles, jnp.float32)
 
     def decode(self, octets: jax.Array, elements: int) -> jax.Array:
-        """The values themselves."""
+        """Return the values unchanged."""
         return from_octets(octets, jnp.float32)
 
     def largest_error(self, tiles: jax.Array) -> jax.Array:
-        """None."""
+        """Return zeros."""
         return jnp.zeros_like(tiles)
 
 

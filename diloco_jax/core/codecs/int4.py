@@ -15,18 +15,18 @@ class Int4(BlockCodec):
     """See `BlockCodec`."""
 
     def payload_bytes(self, elements: int) -> int:
-        """Two elements in each."""
+        """Return half a byte per element, rounded up."""
         return -(-elements // 2)
 
     def pack(self, octets: jax.Array) -> jax.Array:
-        """First half low, second half high."""
+        """Pack the first half of the elements low, the second half high."""
         missing = octets.shape[-1] % 2
         octets = jnp.pad(octets, [(0, 0)] * (octets.ndim - 1) + [(0, missing)])
         low, high = jnp.split(octets, 2, axis=-1)
         return (low & 0xF) | (high << 4)
 
     def unpack(self, payload: jax.Array) -> jax.Array:
-        """The inverse of `pack`, up to the filled end; signs are extended."""
+        """Invert `pack`, up to padding at the end; signs are extended."""
         nibbles = jnp.concatenate([payload & 0xF, payload >> 4], axis=-1)
         return (nibbles ^ 8) - 8
 

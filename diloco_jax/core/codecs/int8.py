@@ -11,15 +11,15 @@ class Int8(BlockCodec):
     """See `BlockCodec`."""
 
     def payload_bytes(self, elements: int) -> int:
-        """One per element."""
+        """Return one byte per element."""
         return elements
 
     def pack(self, octets: jax.Array) -> jax.Array:
-        """As they are."""
+        """Return the octets unchanged."""
         return octets
 
     def unpack(self, payload: jax.Array) -> jax.Array:
-        """As they are."""
+        """Return the payload unchanged."""
         return payload
 
 

@@ -1,4 +1,4 @@
-"""Floats as octets, little-endian: what codecs are made of."""
+"""Floats as little-endian octets: the building blocks of codecs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from diloco_jax.core.codecs.codec import flush_subnormals
 
 
 def to_octets(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """f32[..., n] -> uint8[..., n * width of dtype]."""
+    """Convert f32[..., n] -> uint8[..., n * width of dtype]."""
     octets = lax.bitcast_convert_type(x.astype(dtype), jnp.uint8)
     return octets.reshape(*x.shape[:-1], -1)
 
 
 def from_octets(octets: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The inverse of `to_octets`; subnormals are zeros."""
+    """Invert `to_octets`; subnormals become zeros."""
     width = jnp.dtype(dtype).itemsize
     octets = octets.reshape(*octets.shape[:-1], -1, width)
     values = lax.bitcast_convert_type(octets, dtype).astype(jnp.float32)
@@ -24,6 +24,6 @@ def from_octets(octets: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 def round_to_bf16(x: jax.Array) -> jax.Array:
-    """x rounded to the nearest bf16, as f32."""
+    """Return x rounded to the nearest bf16, as f32."""
     # A cast to bf16 and back may be optimised away; this operation may not.
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)

@@ -1,4 +1,4 @@
-"""Merge rules: how the deltas of several islands become one."""
+"""Merge rules: ways to combine the deltas of several islands into one."""
 
 from __future__ import annotations
 

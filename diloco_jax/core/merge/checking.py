@@ -1,4 +1,4 @@
-"""Tries a merge rule from outside the package on tiny pieces."""
+"""Checks a merge rule from outside the package on tiny pieces."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from diloco_jax.core.merge.merging import Plain, merge_piece, start
 from diloco_jax.core.merge.rule import MergeRule
 
 SHAPES = ((64, 64), (5,))
-"""Four tiles, and one."""
+"""Shapes of the pieces: of four tiles, and of one."""
 ISLANDS = 3
 KINDS = ("fold", "elementwise", "whole")
 
 
 def check(rule: MergeRule) -> None:
-    """Raises what is wrong with it."""
+    """Raise an error that says what is wrong with the rule, if anything is."""
     needs = getattr(rule, "needs", None)
     if needs not in KINDS:
         raise ValueError(

@@ -23,19 +23,19 @@ class Mean(Fold):
     """See `Fold`."""
 
     def init(self, shape: Shape) -> MeanSums:
-        """Zeros."""
+        """Return zeros."""
         return MeanSums(jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.float32))
 
     def add(
         self, sums: MeanSums, delta: jax.Array, weight: jax.Array, state: State
     ) -> MeanSums:
-        """Adds w d."""
+        """Add w d."""
         return MeanSums(sums.total + weight * delta, sums.weight + weight)
 
     def finish(
         self, sums: MeanSums, share: jax.Array, state: State
     ) -> tuple[jax.Array, State]:
-        """sum w d / sum w."""
+        """Return sum w d / sum w, times `share`."""
         return sums.total / sums.weight * share, state
 
 

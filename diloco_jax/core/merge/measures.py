@@ -1,8 +1,8 @@
-"""Four numbers about a merge: how the deltas agree, and how far the step goes.
+"""Four measures of a merge: the agreement of the deltas, and the length of the step.
 
 They cost no pass over a fragment and no copy of it. Lengths and, where the rule has
-it, |sum w unit(d)|^2 come from the merge itself; all else is of a fixed 1/64 of the
-tiles, at least one per piece.
+it, |sum w unit(d)|^2 come from the merge itself. All else is computed from a fixed 1/64
+of the tiles, at least one per piece.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from diloco_jax.core.merge.merging import Deltas, MergedPiece
 from diloco_jax.core.tiles import ArrayLike, TileGrid
 
 SAMPLED = 64
-"""Every so many tiles of a piece, one is looked at."""
+"""Number of a piece's tiles per sampled tile."""
 
 Sample = npt.NDArray[np.float32]
 """f32[rows, *tile]: the sampled tiles of a piece."""
 
 
 class MergeMeasures(NamedTuple):
-    """One merge of one fragment. None: there is no such number."""
+    """Measures of one merge of one fragment. None: the measure does not exist."""
 
     pairwise_cosine: float | None = None
     """Mean cosine of two islands' deltas, weighted by both weights; by piece, averaged
-    by size. None of fewer than two deltas."""
+    by size. None for fewer than two deltas."""
     cosine_to_last: float | None = None
-    """Between the merged delta and the fragment's one before; None of the first one
-    that a process computes."""
+    """Cosine of the merged delta and the fragment's previous one; None for the first
+    merge that a process computes."""
     length_ratio: float | None = None
-    """Length of the merged delta, over the weighted mean of the deltas' lengths."""
+    """Length of the merged delta over the weighted mean of the deltas' lengths."""
     step_ratio: float | None = None
-    """Length of the outer step, over that of the merged delta."""
+    """Length of the outer step over that of the merged delta."""
 
 
 class Measuring:
-    """Looks at the pieces of one merge, in order."""
+    """Measures the pieces of one merge, in order."""
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """weights: those of the deltas."""
+        """weights: the weights of the deltas."""
         total = math.fsum(weights)
         self.sample: list[Sample] = []
         """Sampled tiles of the merged delta, by piece."""
@@ -53,7 +53,7 @@ class Measuring:
         self._cosines: list[tuple[float, int]] = []
 
     def add(self, deltas: Deltas, piece: MergedPiece) -> None:
-        """The next piece."""
+        """Add the next piece."""
         merged = np.asarray(piece.delta)
         self.sample.append(sample(merged))
         squares = np.array([float(square) for square in piece.squares])
@@ -80,10 +80,10 @@ class Measuring:
         before: Sequence[ArrayLike],
         after: Sequence[ArrayLike],
     ) -> MergeMeasures:
-        """The four numbers.
+        """Return the four measures.
 
         Args:
-          last: `sample` of the fragment's merge before; empty if it is not known.
+          last: `sample` of the fragment's previous merge; empty if unknown.
           before, after: the global parameters around the outer step, by piece.
         """
         size = sum(size for _, size in self._cosines)
@@ -104,7 +104,7 @@ class Measuring:
 
 
 def sample(x: npt.NDArray[Any]) -> Sample:
-    """The sampled tiles of an array; copies no others."""
+    """Return the sampled tiles of an array; no others are copied."""
     grid = TileGrid.of(x.shape)
     rank, count = len(grid.grid), math.prod(grid.grid)
     if not rank:
@@ -118,18 +118,18 @@ def sample(x: npt.NDArray[Any]) -> Sample:
 
 
 def sampled(deltas: Deltas, island: int) -> npt.NDArray[np.float32]:
-    """The sampled tiles of a delta, f32[rows, elements]; decodes no others."""
+    """Return the sampled tiles of a delta, f32[rows, elements]; decode no others."""
     return np.asarray(deltas.tiles(island, slice(None, None, SAMPLED)))
 
 
 def sample_bytes(shape: tuple[int, ...]) -> int:
-    """Bytes of the sampled tiles of an array of f32."""
+    """Return the bytes of the sampled tiles of an f32 array."""
     grid = TileGrid.of(shape)
     return 4 * grid.elements * math.ceil(math.prod(grid.grid) / SAMPLED)
 
 
 def _direction_square(deltas: Deltas, weights: npt.NDArray[Any]) -> float:
-    """|sum w unit(d)|^2, over the sampled tiles."""
+    """Return |sum w unit(d)|^2 over the sampled tiles."""
     along: Any = 0.0
     for island, weight in enumerate(weights):
         if weight > 0:

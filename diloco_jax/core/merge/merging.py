@@ -1,7 +1,7 @@
-"""Merges the deltas of one piece by a rule, and decodes no more of them than it needs.
+"""Merges the deltas of one piece by a rule, decoding only the parts that it needs.
 
-Deltas are taken in the order given: callers sort by island name, and arrival order does
-not matter.
+Deltas are summed in the given order. Callers sort them by island name, so the order of
+arrival does not matter.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from diloco_jax.core.merge.rule import (
 from diloco_jax.core.tiles import ArrayLike, TileGrid
 
 MOST_SQUARES = 1e36
-"""Sum of a delta's squares: what is computed of it in f32 is far from overflowing."""
+"""Largest sum of a delta's squares: f32 results of it are far from overflowing."""
 BLOCK_ELEMENTS = 1 << 22
-"""About what an elementwise rule is given at a time, of all deltas together."""
+"""Approximate elements per block of an elementwise rule, over all deltas."""
 
 
 class Deltas(Protocol):
-    """One piece's deltas, by island. What is asked for is made then, and not kept."""
+    """One piece's deltas, by island. Values are computed on demand, and not kept."""
 
     @property
     def shape(self) -> Shape:
-        """The shape of each delta."""
+        """Shape of each delta."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, island: int) -> ArrayLike:
-        """f32[shape]."""
+        """Return the island's delta, f32[shape]."""
 
     def tiles(self, island: int, rows: slice) -> ArrayLike:
-        """f32[rows, elements]: those of its tiles, in the order of the grid."""
+        """Return these of its tiles, f32[rows, elements], in the order of the grid."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """`Deltas` as they came: uint8[*grid, tile_bytes] each."""
+    """`Deltas` as they arrived: uint8[*grid, tile_bytes] each."""
 
     codec: Codec
     shape: Shape
@@ -65,7 +65,7 @@ class Encoded:
         return self.codec.decode(self.encoded[island], self.shape)
 
     def tiles(self, island: int, rows: slice) -> ArrayLike:
-        """Decodes no others."""
+        """Decode only these tiles."""
         encoded = self.encoded[island]
         chosen = encoded.reshape(-1, encoded.shape[-1])[rows]
         return self.codec.decode_tiles(chosen, TileGrid.of(self.shape).elements)
@@ -79,7 +79,7 @@ class Plain:
 
     @property
     def shape(self) -> Shape:
-        """The shape of each."""
+        """Shape of each delta."""
         return tuple(self.arrays[0].shape)
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class Plain:
         return self.arrays[island]
 
     def tiles(self, island: int, rows: slice) -> ArrayLike:
-        """Cuts all, and returns some."""
+        """Split the whole delta, and return these tiles."""
         grid = TileGrid.of(self.shape)
         tiles: ArrayLike = grid.split(self.arrays[island])
         return tiles.reshape(-1, grid.elements)[rows]
@@ -103,7 +103,7 @@ class MergedPiece(NamedTuple):
     state: State
     """The rule's state, for the next merge."""
     squares: list[jax.Array]
-    """f32 by island: sum of the squares of its delta."""
+    """f32 by island: sum of the squares of the island's delta."""
     direction_square: jax.Array | None
     """|sum of w unit(d)|^2, if the rule knows it."""
 
@@ -115,18 +115,18 @@ def merge_piece(
     share: float = 1.0,
     state: State = (),
 ) -> MergedPiece:
-    """The merged delta of one piece. Waits for the result under some rules.
+    """Merge the deltas of one piece. Waits for the result under some rules.
 
     Args:
       rule: see `rule_for`.
       deltas: by island in the order of the sum.
       weights: one per delta, finite and >= 0; only their ratios matter.
-      share: of the islands' work that these deltas hold, above 0 and at most 1.
-      state: what the last merge of the piece returned; `start(rule, shape)` at first.
+      share: share of the islands' work in these deltas, above 0 and at most 1.
+      state: from the last merge of the piece; `start(rule, shape)` at first.
 
     Raises:
       ValueError: no deltas, not one weight per delta, weights that are negative or
-        not finite or all zero, a share out of bounds.
+        not finite or all zero, or a share out of bounds.
     """
     total = math.fsum(weights)
     if len(deltas) != len(weights) or not weights:
@@ -154,35 +154,35 @@ def merge_deltas(
     rule: MergeRule,
     share: float = 1.0,
 ) -> jax.Array:
-    """`merge_piece` of arrays, f32[shape] each, by a rule without history."""
+    """Merge arrays, f32[shape] each, by `merge_piece` and a rule without state."""
     state = start(rule, tuple(deltas[0].shape)) if deltas else ()
     return merge_piece(rule, Plain(deltas), weights, share, state).delta
 
 
 def rule_for(piece: Piece, rule: MergeRule, *, final: bool = False) -> MergeRule:
-    """The rule that this piece is merged by, in the last merge of a run if `final`."""
+    """Return the rule for this piece, in the last merge of a run if `final`."""
     by_mean = piece.embedding and rule.embeddings_by_mean
     return MEAN if by_mean or (final and rule.flush_by_mean) else rule
 
 
 def start(rule: MergeRule, shape: Shape) -> State:
-    """The state of a rule before the first merge of a piece."""
+    """Return the state of a rule before the first merge of a piece."""
     return () if rule.needs == "elementwise" else rule.start(shape)
 
 
 def recovered(rule: MergeRule, state: State, change: jax.Array) -> State:
-    """The state after a merge of which only the published change is left."""
+    """Return the state after a merge of which only the published change is left."""
     return state if rule.needs == "elementwise" else rule.recovered(state, change)
 
 
 def state_bytes(rule: MergeRule, shape: Shape) -> int:
-    """Bytes of a rule's state of a piece."""
+    """Return the bytes of a rule's state for a piece."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda: start(rule, shape)))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def merging_bytes(rule: MergeRule, islands: int, elements: int) -> int:
-    """Memory that the merge of a piece takes, beside its result."""
+    """Return the memory for the merge of a piece, without its result."""
     arrays = {
         "fold": 3,  # The sums, a delta, and the next one.
         "elementwise": 1 + math.ceil(2 * BLOCK_ELEMENTS / elements),
@@ -198,7 +198,7 @@ def _fold(
     squares: list[jax.Array] = []
     for island, weight in enumerate(weights):
         if island > 1:
-            # Else deltas would be decoded far ahead of the sums, all of them in memory.
+            # Otherwise all deltas would be decoded ahead of the sums, into memory.
             jax.block_until_ready(squares[island - 2])  # type: ignore[no-untyped-call]
         sums, square = _add(rule, sums, deltas[island], weight, state)
         squares.append(square)
@@ -246,7 +246,7 @@ def _init(rule: Fold, shape: Shape) -> Any:
 def _add(
     rule: Fold, sums: Any, delta: jax.Array, weight: jax.Array, state: State
 ) -> tuple[Any, jax.Array]:
-    """The sums are donated, the delta is not."""
+    """Add one delta to the sums, which are donated; the delta is not."""
     return rule.add(sums, delta, weight, state), jnp.sum(jnp.square(delta))
 
 
@@ -276,7 +276,7 @@ def _merge_whole(
 
 
 def _required(merged: jax.Array, shape: Shape) -> jax.Array:
-    """Return what a rule made; ValueError if it is no delta of that shape."""
+    """Return a rule's result; ValueError if it is no delta of that shape."""
     if (merged.shape, merged.dtype) != (shape, jnp.float32):
         raise ValueError(
             f"a merge rule made {merged.dtype}{list(merged.shape)} of deltas of float32"

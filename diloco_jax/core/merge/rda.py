@@ -42,16 +42,16 @@ class Rda(Fold):
     keeps_length = True
 
     def init(self, shape: Shape) -> RdaSums:
-        """Zeros."""
+        """Return zeros."""
         zero = jnp.zeros((), jnp.float32)
         return RdaSums(jnp.zeros(shape, jnp.float32), zero, zero, zero)
 
     def add(
         self, sums: RdaSums, delta: jax.Array, weight: jax.Array, state: State
     ) -> RdaSums:
-        """Adds length and direction."""
-        # jnp.sum adds pairwise: 50 M elements are right to 1e-7, where a dot product of
-        # that length is off by 1e-3 in some libraries.
+        """Add length and direction."""
+        # jnp.sum adds pairwise: 50 M elements are accurate to 1e-7, while a dot product
+        # of that length is off by 1e-3 in some libraries.
         norm = jnp.sqrt(jnp.sum(jnp.square(delta)))
         directed = norm > 0
         scale = jnp.where(directed, weight / jnp.where(directed, norm, 1.0), 0.0)
@@ -65,19 +65,19 @@ class Rda(Fold):
     def finish(
         self, sums: RdaSums, share: jax.Array, state: State
     ) -> tuple[jax.Array, State]:
-        """The mean length in the mean direction."""
+        """Return the mean length in the mean direction, times `share`."""
         length = jnp.sqrt(self.direction_square(sums))
         wanted = share * sums.weighted_norm / sums.weight
         factor = wanted / jnp.where(self.cancelled(sums), 1.0, length)
         return sums.total * factor, state
 
     def cancelled(self, sums: RdaSums) -> jax.Array:
-        """True where the deltas cancel or are zero."""
+        """Return True where the deltas cancel or are zero."""
         length = jnp.sqrt(self.direction_square(sums))
         return length <= CANCELLED * sums.directed_weight
 
     def direction_square(self, sums: RdaSums) -> jax.Array:
-        """|sum w unit(d)|^2."""
+        """Return |sum w unit(d)|^2."""
         return jnp.sum(jnp.square(sums.total))
 
 

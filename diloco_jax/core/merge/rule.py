@@ -6,7 +6,7 @@
 
 All methods are pure functions of arrays that `jax.jit` can trace. Weights are shares:
 they are not negative, and their sum is 1. A rule need not inherit from these classes,
-which only have what most rules say alike.
+which only hold the defaults of most rules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 
 Shape = tuple[int, ...]
 State = Any
-"""A pytree of arrays that a rule keeps of a piece from merge to merge."""
+"""A pytree of arrays that a rule keeps for a piece from merge to merge."""
 
 
 class Described(Protocol):
@@ -25,16 +25,16 @@ class Described(Protocol):
 
     needs: Literal["fold", "elementwise", "whole"]
     keeps_length: bool = False
-    """A merged delta is as long as the deltas are, however little they agree: the
-    presets of the outer optimizer go by it."""
+    """True if a merged delta is as long as the deltas, however little they agree; the
+    presets of the outer optimizer depend on it."""
     keeps_equal: bool = True
-    """Deltas that are equal are merged to that very delta."""
+    """True if equal deltas are merged to that same delta."""
     embeddings_by_mean: bool = True
-    """Pieces with a vocabulary axis are merged by the weighted mean."""
+    """True if pieces with a vocabulary axis are merged by the weighted mean."""
     flush_by_mean: bool = True
-    """So is everything in the last merge of a run."""
+    """True if the last merge of a run merges all pieces by the weighted mean."""
     extra_copies: int = 0
-    """f32 arrays as large as a piece that a merge needs beside the deltas: for
+    """Number of f32 arrays of a piece's size that a merge needs besides the deltas, for
     `diloco plan`."""
 
 
@@ -53,23 +53,23 @@ class Fold(Described, Protocol):
         return state
 
     def init(self, shape: Shape) -> Any:
-        """The sums of no deltas, a pytree."""
+        """Return the sums of no deltas, a pytree."""
 
     def add(self, sums: Any, delta: jax.Array, weight: jax.Array, state: State) -> Any:
-        """The sums with one delta, f32[shape], more."""
+        """Return the sums with one more delta, f32[shape]."""
 
     def finish(
         self, sums: Any, share: jax.Array, state: State
     ) -> tuple[jax.Array, State]:
-        """(`share` times the merged delta, the state for the next merge)."""
+        """Return (`share` times the merged delta, the state for the next merge)."""
 
     def cancelled(self, sums: Any) -> jax.Array | None:
-        """True where `finish` has no usable result and the mean must be taken; None if
-        it always has one."""
+        """Return True where `finish` has no usable result and the mean must be taken;
+        None if it always has one."""
         return None
 
     def direction_square(self, sums: Any) -> jax.Array | None:
-        """|sum of w unit(d)|^2, if it can be told from the sums."""
+        """Return |sum of w unit(d)|^2, if the sums determine it."""
         return None
 
 
@@ -81,7 +81,7 @@ class Elementwise(Described, Protocol):
     def merge(
         self, deltas: jax.Array, weights: jax.Array, share: jax.Array
     ) -> jax.Array:
-        """f32[M, ...], f32[M] -> f32[...]: `share` times the merged elements."""
+        """Merge f32[M, ...], f32[M] -> f32[...], times `share`."""
 
 
 class Whole(Described, Protocol):
@@ -101,8 +101,8 @@ class Whole(Described, Protocol):
     def merge(
         self, deltas: jax.Array, weights: jax.Array, share: jax.Array, state: State
     ) -> tuple[jax.Array, State]:
-        """f32[M, *shape], f32[M] -> (`share` times the merged delta f32[shape], the
-        state for the next merge)."""
+        """Merge f32[M, *shape], f32[M] -> (`share` times the merged delta f32[shape],
+        the state for the next merge)."""
 
 
 MergeRule = Fold | Elementwise | Whole

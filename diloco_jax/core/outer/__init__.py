@@ -1,4 +1,4 @@
-"""Outer optimizers: what a merged delta does to the global parameters."""
+"""Outer optimizers: they apply a merged delta to the global parameters."""
 
 from __future__ import annotations
 

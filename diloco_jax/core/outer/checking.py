@@ -1,4 +1,4 @@
-"""Tries an outer optimizer from outside the package on a tiny fragment."""
+"""Checks an outer optimizer from outside the package on a tiny fragment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 2
 
 
 def check(optimizer: OuterOptimizer) -> None:
-    """Raises what is wrong with it."""
+    """Raise an error that says what is wrong with the optimizer, if anything is."""
     tx = optimizer(MOMENTUM)
     if not isinstance(tx, optax.GradientTransformation):
         raise ValueError(

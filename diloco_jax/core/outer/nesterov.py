@@ -19,12 +19,12 @@ class Nesterov:
     """See `Invertible`."""
 
     def __call__(self, momentum: float) -> optax.GradientTransformation:
-        """Keeps b."""
+        """Make the optimizer, whose state is b."""
         trace = optax.trace(momentum, nesterov=True)
         return optax.chain(trace, optax.scale(-1.0))
 
     def delta_of(self, updates: Arrays, state: Any, momentum: float) -> Arrays:
-        """d = (-u - mu^2 b) / (1 + mu)."""
+        """Return d = (-u - mu^2 b) / (1 + mu)."""
         mu, trace = momentum, state[0].trace
         deltas: Arrays = jax.tree.map(
             lambda u, b: (-u - mu**2 * b) / (1 + mu), updates, trace

@@ -15,8 +15,8 @@ MOMENTA = ("momentum", "b1")
 
 
 def find(name: str) -> OuterOptimizer:
-    """Find an optimizer of optax. `outer.momentum` is its `momentum` or its `b1`; all
-    else is as optax has it.
+    """Find an optimizer of optax. `outer.momentum` is its `momentum` or its `b1`; other
+    arguments keep optax's defaults.
 
     Raises:
       ValueError: optax has none of that name that takes a learning rate.

@@ -1,8 +1,7 @@
-"""The outer step: what a merged delta does to the global parameters.
+"""The outer step, which applies a merged delta to the global parameters.
 
-One fragment at a time, a tuple of f32 piece arrays. The merged delta plays the
-gradient of an optimizer of the family, behind a guard of its length and before a
-learning rate.
+A step takes one fragment, a tuple of f32 piece arrays. The merged delta is the gradient
+of an optimizer of the family, after a guard of its length and before a learning rate.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class OuterSettings:
     momentum: float = 0.0
     """Ignored by optimizers that have none."""
     warmup_merges: int = 0
-    """Merges before the first one at the full learning rate; it rises in a line."""
+    """Merges before the first at the full learning rate, which rises linearly."""
     norm_guard: float = 0.0
     """Longest merged delta, in running means of their norms; 0 = any."""
 
@@ -59,10 +58,10 @@ class OuterSettings:
 
 @functools.cache
 def make_outer(settings: OuterSettings) -> optax.GradientTransformation:
-    """The optax transformation; equal settings give the same object, so that jitted
+    """Return the optax transformation. Equal settings give the same object, so jitted
     functions that take it as a static argument compile once.
 
-    Its state is a dict: "guard" where there is one, "optimizer" and "rate".
+    Its state is a dict: "guard" if there is one, "optimizer" and "rate".
     """
     optimizer = OPTIMIZERS.find(settings.optimizer)
     links = [
@@ -79,7 +78,7 @@ def make_outer(settings: OuterSettings) -> optax.GradientTransformation:
 def outer_step(
     tx: optax.GradientTransformation, theta: Arrays, state: Any, merged: Arrays
 ) -> tuple[Arrays, Any]:
-    """One merge of one fragment: (Theta', state'). Theta and the state are donated.
+    """Apply one merge of one fragment; return (Theta', state'). Donates both.
 
     Args:
       tx: from `make_outer`, static.
@@ -93,45 +92,45 @@ def outer_step(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def flush_step(theta: Arrays, mean_delta: Arrays) -> Arrays:
-    """The last merge of a run: learning rate 1, no momentum. Theta is donated."""
+    """Apply the last merge of a run: learning rate 1, no momentum. Donates Theta."""
     return tuple(t - d for t, d in zip(theta, mean_delta, strict=True))
 
 
 def advance_over_publish(settings: OuterSettings, state: Any, change: Arrays) -> Any:
-    """The optimizer's state after a merge of which only the published change is known.
+    """Return the state after a merge of which only the published change is known.
 
     After a crash Theta = A for the merges since the snapshot, and their deltas are
-    gone. The rule: take the published change, A_v - A_{v-1}, for the optimizer's step,
+    gone. The rule: take the published change, A_v - A_{v-1}, as the optimizer's step,
     solve that step for its delta, and advance the optimizer, the merge count and the
-    norm guard by it. Exact but for what the codec and the downward error feedback moved
-    between publishes. Where the optimizer does not say how its step is solved
-    (`is_invertible`), it and the guard stay as they were, and the merge is counted.
+    norm guard by it. This is exact except for the change that codec and downward error
+    feedback moved between publishes. If the optimizer's step cannot be solved
+    (`is_invertible`), only the merge count advances.
 
     Args:
-      settings: those the state belongs to.
-      state: before the merge.
+      settings: the settings of the state.
+      state: the state before the merge.
       change: A_v - A_{v-1}, one f32 array per piece.
     """
     return _advance(settings, state, change)
 
 
 def is_invertible(settings: OuterSettings) -> bool:
-    """True if the optimizer's state follows a published change."""
+    """Tell whether the optimizer's state can be advanced by a published change."""
     return hasattr(OPTIMIZERS.find(settings.optimizer), "delta_of")
 
 
 class GuardState(NamedTuple):
-    """Of `norm_guard`: merges seen, and the mean norm of what it let through."""
+    """State of `norm_guard`: merges seen, and the mean norm of its outputs."""
 
     merges: jax.Array
     mean_norm: jax.Array
 
 
 def norm_guard(factor: float) -> optax.GradientTransformation:
-    """Shortens an update longer than factor * the mean norm of those before it.
+    """Shorten an update longer than factor * the mean norm of earlier updates.
 
     The norm is over the whole fragment. The first `GUARD_AFTER_MERGES` updates pass
-    as they are; a shortened one enters the mean with its shortened norm.
+    unchanged; a shortened update enters the mean with its shortened norm.
     """
 
     def init(params: Any) -> GuardState:

@@ -1,4 +1,4 @@
-"""Outer optimizers: what a member of the family is."""
+"""Outer optimizers: the interface of a member of the family."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ Arrays = tuple[jax.Array, ...]
 
 
 class OuterOptimizer(Protocol):
-    """Makes an optax optimizer, to which merged deltas are the gradients.
+    """A maker of an optax optimizer that takes merged deltas as gradients.
 
-    A function will do; `delta_of` is for those that want their state to survive a crash
-    of the coordinator to the last merge.
+    A function will do. An optimizer with `delta_of` keeps its state up to the last
+    merge through a crash of the coordinator.
     """
 
     def __call__(self, momentum: float) -> optax.GradientTransformation:
-        """The optimizer at learning rate 1, whose updates are added to the parameters.
-        momentum: `outer.momentum`, which it may ignore."""
+        """Make the optimizer at learning rate 1; its updates are added to the
+        parameters. momentum: `outer.momentum`, which it may ignore."""
 
 
 class Invertible(OuterOptimizer, Protocol):
-    """An optimizer whose step tells the merged delta that it came from."""
+    """An optimizer whose step determines its merged delta."""
 
     def delta_of(self, updates: Arrays, state: Any, momentum: float) -> Arrays:
-        """The delta to which the optimizer, in that state, makes these updates."""
+        """Return the delta from which the optimizer, in that state, makes these
+        updates."""

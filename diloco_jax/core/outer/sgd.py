@@ -14,11 +14,11 @@ class Sgd:
     """See `Invertible`."""
 
     def __call__(self, momentum: float) -> optax.GradientTransformation:
-        """Ignores the momentum."""
+        """Make the optimizer; the momentum is ignored."""
         return optax.scale(-1.0)
 
     def delta_of(self, updates: Arrays, state: Any, momentum: float) -> Arrays:
-        """d = -u."""
+        """Return d = -u."""
         deltas: Arrays = jax.tree.map(lambda u: -u, updates)
         return deltas
 

@@ -1,4 +1,4 @@
-"""The facts about an adopt rule that books and boundaries go by."""
+"""The facts about an adopt rule that books and boundaries depend on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class AdoptTraits(msgspec.Struct, frozen=True, kw_only=True):
     """One rule's facts; the rule itself is mathematics (`core/adopt.py`)."""
 
     adopts_first: bool
-    """A boundary that has both adopts a fragment before it takes it."""
+    """True if a boundary with both adopts a fragment before taking it."""
     keeps_pending: bool
-    """A version that the last delta is known not to be in is adopted beside it."""
+    """True if a version known to lack the last delta is adopted beside that delta."""
     loses_steps: bool
-    """An adoption undoes the steps since the take."""
+    """True if an adoption undoes the steps since the take."""

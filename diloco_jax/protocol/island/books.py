@@ -1,15 +1,15 @@
 """The books of one incarnation: which of its steps are in which take.
 
-Per fragment: the anchor's version, the first step that is in no take yet, and the
-outstanding take. Steps count from 0; a take at step s covers the half-open interval
-[start, s). Every change is a `Record`, which the coordinator puts on the tape and from
-which it keeps its ledger. No arrays here: the shell does to them what the outcomes say.
+The books hold, per fragment, the anchor's version, the first step that is in no take
+yet, and the outstanding take. Steps count from 0; a take at step s covers the half-open
+interval [start, s). Every change is a `Record`: the coordinator puts it on the tape and
+keeps its ledger from it. There are no arrays here: the shell applies the outcomes.
 
-A fragment is *unsettled* from its take until the adoption of a version that may have
-it: its local value is anchor - delta + later steps, so a second take would count the
-first one's steps again. A version that certainly has not the delta, since the
-coordinator called it pending there, is adopted beside it under a rule that keeps it
-(docs/design/pending_deltas.md).
+A fragment is *unsettled* from its take until the adoption of a version that may contain
+the take. Until then its local value is anchor - delta + later steps, so a second take
+would count the first one's steps again. A version at which the coordinator called the
+delta pending certainly lacks it. Such a version is adopted beside the delta, under a
+rule that keeps the delta (docs/design/pending_deltas.md).
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from diloco_jax.protocol.values import (
 Outcome = Literal["none", "settled", "reopened", "dropped", "reset"]
 """The consequence of a verdict for the arrays of the fragment.
 
-none: nothing. settled: the delta is merged, the residual after it stands. reopened: as
-if the take had not been. dropped: the steps are lost, the residual before it returns; a
+none: nothing. settled: the delta is merged, and its residual stays. reopened: the take
+is undone. dropped: the steps are lost, and the residual from before the take returns; a
 kept delta leaves the local value with the next version.
-reset: as dropped, and the local value, which is unusable or has steps in it that the
-anchor has too, goes back to the anchor."""
+reset: as dropped, and the local value returns to the anchor, because it is unusable or
+repeats steps of the anchor."""
 
 AdoptOutcome = Literal["none", "adopted", "kept"]
-"""none: the version is not newer. kept: adopted, beside the delta of the last take."""
+"""Result of an adoption. none: the version is not newer. kept: adopted beside the delta
+of the last take."""
 
 
 @dataclasses.dataclass
@@ -51,16 +52,16 @@ class _Account:
     take: Outstanding | None = None
     unsettled: bool = False
     late: int = -1
-    """Tick of a take, made or to be made, that is in no version up to `pending_at`."""
+    """Tick of a take, made or requested, that is in no version up to `pending_at`."""
     pending_at: Version = FIRST_VERSION
     kept: bool = False
-    """The last take is in the local value beside a version that has it not."""
+    """True if the local value has the last take beside a version that lacks it."""
 
 
 class Books:
     """Intervals, outstanding takes and records of one incarnation.
 
-    versions: those of the anchors that the incarnation begins with, by fragment.
+    versions: of the anchors that the incarnation begins with, by fragment.
     """
 
     def __init__(self, versions: Sequence[Version], traits: AdoptTraits) -> None:
@@ -70,32 +71,33 @@ class Books:
         self._new: list[Record] = []
 
     def begin(self) -> None:
-        """Notes what the incarnation begins with: every fragment, adopted at step 0."""
+        """Note every fragment that the incarnation begins with, adopted at step 0."""
         for fragment, account in enumerate(self._accounts):
             self._record("adopted", 0, fragment=fragment, version=account.version)
 
     def version(self, fragment: int) -> Version:
-        """Version of the fragment's anchor."""
+        """Return the version of the fragment's anchor."""
         return self._accounts[fragment].version
 
     def versions(self) -> list[Version]:
-        """Versions of all anchors, by fragment."""
+        """Return the versions of all anchors, by fragment."""
         return [account.version for account in self._accounts]
 
     def outstanding(self) -> tuple[Outstanding, ...]:
-        """Takes without a final verdict."""
+        """Return the takes without a final verdict."""
         return tuple(a.take for a in self._accounts if a.take is not None)
 
     def must_wait(self, fragment: int) -> bool:
-        """True if a take must wait for an adoption: the last one is merged, or was too
-        old."""
+        """Tell whether a take must wait for an adoption because the last take is
+        merged, or was too old."""
         account = self._accounts[fragment]
         return account.take is None and account.unsettled
 
     def take(self, fragment: int, tick: int, step: int) -> Outstanding | None:
-        """Opens a take of [start, step); None if this request is to be ignored.
+        """Open a take of [start, step); None if this request is to be ignored.
 
-        Ignored are a repeated tick and a fragment with an outstanding take.
+        A request is ignored if its tick repeats or the fragment has an outstanding
+        take.
         """
         account = self._accounts[fragment]
         if account.take is not None or tick == account.tick:
@@ -122,7 +124,7 @@ class Books:
         return take
 
     def adopt(self, fragment: int, version: Version, step: int) -> AdoptOutcome:
-        """Notes an adoption, and says which."""
+        """Note an adoption and return its outcome."""
         account = self._accounts[fragment]
         if version <= account.version:
             return "none"
@@ -148,8 +150,8 @@ class Books:
         step: int,
         version: Version = FIRST_VERSION,
     ) -> Outcome:
-        """Notes the verdict on a take, told at that version of the fragment; "none"
-        unless it ends the outstanding one."""
+        """Note the verdict on a take, sent at that version of the fragment; return
+        "none" unless the verdict ends the outstanding take."""
         account = self._accounts[fragment]
         take = account.take
         if verdict == "pending":
@@ -174,9 +176,9 @@ class Books:
         return "dropped"
 
     def new_term(self, step: int) -> list[Outstanding]:
-        """Drops all outstanding takes and returns them: a coordinator that lost its
-        state cannot know whether they are in the anchors with which it began anew.
-        Notes from which step on this incarnation's steps are for its new books."""
+        """Drop all outstanding takes and return them: a coordinator that lost its state
+        cannot know whether they are in the anchors of the new term. Note the step from
+        which the new books hold this incarnation's steps."""
         dropped = []
         for fragment, account in enumerate(self._accounts):
             account.late = -1
@@ -188,16 +190,16 @@ class Books:
         return dropped
 
     def granted(self, span: Span, step: int) -> None:
-        """Notes positions of data that came in."""
+        """Note granted positions of data."""
         self._record("granted", step, start=span.start, stop=span.stop)
 
     def progress(self, others_tokens: int, step: int) -> None:
-        """Notes the others' tokens on which the learning rate is based from here."""
+        """Note the others' tokens on which the learning rate is based from now on."""
         self._record("progress", step, value=others_tokens)
 
     def restored(self, incarnation: int, steps: int, fragments: Iterable[int]) -> None:
-        """Notes that the incarnation begins with the moments that an earlier one had
-        after so many steps, and with its residuals of these fragments."""
+        """Note that the incarnation begins with an earlier one's moments after `steps`
+        steps, and with its residuals of these fragments."""
         self._record("restored", 0, start=incarnation, value=steps)
         for fragment in fragments:
             self._record(
@@ -205,7 +207,7 @@ class Books:
             )
 
     def drain(self) -> tuple[Record, ...]:
-        """Records since the last call, oldest first."""
+        """Return the records since the last call, oldest first."""
         new, self._new = tuple(self._new), []
         return new
 

@@ -1,9 +1,9 @@
-"""The order of things between two steps: one for all shells.
+"""The order of actions between two steps, the same for all shells.
 
-Grants, progress and a new term first, then verdicts, then adoptions and takes in the
-order of the adopt rule. The train loop, the virtual islands of the simulator and replay
-act through `Boundary`; what stands behind `Arrays`, `Incoming`, `Outgoing` and `Data`
-differs.
+Grants, progress and a new term come first, then verdicts, then adoptions and takes in
+the order of the adopt rule. The train loop, the simulator's virtual islands and replay
+all act through `Boundary`, each with its own `Arrays`, `Incoming`, `Outgoing` and
+`Data`.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from diloco_jax.protocol.values import Span, Version
 
 
 class Arrays(Protocol):
-    """A model copy, as far as boundaries change it; see `replica.Replica`."""
+    """The boundary's view of a model copy; see `replica.Replica`."""
 
     def take(self, fragment: int) -> Any:
-        """The fragment's encoded delta."""
+        """Return the fragment's encoded delta."""
 
     def adopt(self, arrival: Any, *, keep: bool) -> None:
-        """Takes over a published fragment. keep: the last take is not in it, and stays
-        in the local values."""
+        """Adopt a published fragment. keep: the last take is not in it, and stays in
+        the local values."""
 
     def judge(self, fragment: int, outcome: Outcome) -> None:
-        """The outstanding take is merged (settled), as if it had not been (reopened),
-        lost (dropped), or lost with the local values, which go back to the anchor
-        (reset)."""
+        """Apply the outcome of the outstanding take: merged (settled), undone
+        (reopened), lost (dropped), or lost with the local values, which return to the
+        anchor (reset)."""
 
 
 class Incoming(Protocol):
-    """Where published fragments wait until a decision has them adopted."""
+    """Published fragments that wait for a decision to adopt them."""
 
     def pick(self, fragment: int, version: Version) -> Any:
-        """All that leads to this version, for `Arrays.adopt`; waits no longer."""
+        """Remove and return all that leads to this version, for `Arrays.adopt`."""
 
 
 class Outgoing(Protocol):
-    """Where encoded deltas go; neither call waits."""
+    """Sender of encoded deltas; neither call waits."""
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
-        """Sends an encoded delta, and keeps it until `forget`."""
+        """Send an encoded delta, and keep it until `forget`."""
 
     def forget(self, fragment: int, tick: int) -> None:
-        """The verdict on a take is final."""
+        """Drop a delta: the verdict on its take is final."""
 
 
 class Data(Protocol):
     """`data.stream.LeasedStream`, or `data.positions.LeasedPositions`."""
 
     def grant(self, span: Span) -> None:
-        """Adds positions after those granted before."""
+        """Add positions after those granted before."""
 
 
 class RefusedTake(NamedTuple):
-    """A take that is not merged, and what became of its steps; for people."""
+    """A take that is not merged, and the outcome for its steps; for people."""
 
     fragment: int
     tick: int
@@ -92,11 +92,11 @@ class Boundary:
         self._arrays, self._data = arrays, data
         self._incoming, self._outgoing = incoming, outgoing
         self._takes: dict[int, _Due] = {}
-        """Takes that are put off, or wait for an adoption, by fragment."""
+        """Takes that are delayed or wait for an adoption, by fragment."""
 
     def act(self, decision: Decision, step: int) -> list[RefusedTake]:
-        """Acts on a decision, at the boundary before `step`; returns what a person may
-        want to know."""
+        """Act on a decision, at the boundary before `step`; return the refused takes,
+        for people."""
         self._stop = decision.stop
         for span in decision.grants:
             self.books.granted(span, step)
@@ -106,7 +106,7 @@ class Boundary:
             self.books.progress(self.others_tokens, step)
         if decision.term:
             self._begin_term(step)
-        # A refusal known before an adoption resets the base that it goes by.
+        # A refusal before an adoption resets the base that the adoption uses.
         judged = [self._settle(verdict, step) for verdict in decision.verdicts]
         for request in decision.takes:
             self._request(request, step)
@@ -119,11 +119,11 @@ class Boundary:
         return [refused for refused in judged if refused is not None]
 
     def may_step(self, step: int) -> bool:
-        """True if `step` is to be made after this boundary."""
+        """Tell whether `step` is to be made after this boundary."""
         return self._goal.may_step(step, self.others_tokens, stop=self._stop)
 
     def status(self, step: int, measures: Measures) -> Status:
-        """The status after this boundary."""
+        """Return the status after this boundary."""
         return Status(
             phase="training" if self.may_step(step) else "stopped",
             steps=step,
@@ -140,14 +140,14 @@ class Boundary:
 
     def _request(self, request: TakeRequest, step: int) -> None:
         before = self._takes.get(request.fragment)
-        # Asked again for what is put off already: it is not put off once more.
+        # A repeated request for a delayed take does not delay it again.
         if before is None or before.tick != request.tick:
             due = _Due(request.tick, step + request.after)
             self._takes[request.fragment] = due
 
     def _take(self, step: int) -> None:
-        """Makes the takes that are due: after as many steps as they were put off, or
-        at once when no steps follow, and not before the adoption that they wait for."""
+        """Make the takes that are due: after their delay in steps, or at once if no
+        steps follow, but not before the adoption that they wait for."""
         last = not self.may_step(step)
         for fragment, due in list(self._takes.items()):
             if (due.step > step and not last) or self.books.must_wait(fragment):

@@ -1,9 +1,9 @@
-"""An island's conversation with the coordinator: what was said, and what follows.
+"""An island's conversation with the coordinator: messages in, decisions out.
 
-`receive` takes what the coordinator says, `decide` makes of it the decision for the
-next step boundary, `status` and `unsent` have what the island says. Bounded: one take
-request and one adoption per fragment, verdicts on takes that are outstanding, records
-until the coordinator has them (takes, grants and adoptions end when it is away).
+`receive` takes the coordinator's messages, `decide` turns them into the decision for
+the next step boundary, and `status` and `unsent` return the island's part. The state is
+bounded: one take request and one adoption per fragment, verdicts on outstanding takes,
+and records until the coordinator has them (while it is away, few new ones arise).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.protocol.values import Record, Span, Version
 
 MAX_CHAIN = 8
-"""Publishes of one fragment that may wait for the loop."""
+"""Most publishes of one fragment that may wait for the loop."""
 
 
 class Wanted(NamedTuple):
-    """A version that is to be fetched, if it is not here."""
+    """A version to fetch if the island does not have it."""
 
     fragment: int
     version: Version
 
 
 Errand = Wanted | ResendRequest
-"""Bulk work that a message asks for; the shell does it."""
+"""Bulk work that a message asks the shell to do."""
 
 
 class Conversation:
@@ -50,7 +50,7 @@ class Conversation:
 
     def __init__(self) -> None:
         self.has_news = False
-        """Something came in since the last decision that the loop should look at."""
+        """True if a message for the loop arrived since the last decision."""
         self.stop = self.leaving = self.may_leave = self.finished = False
         self.ending: Ending | None = None
         self._run_id, self._term, self._new_term = "", 0, 0
@@ -66,14 +66,14 @@ class Conversation:
         self._anchors: list[int] = []
         self._others_tokens = self._tokens = self._heard = 0
         self.posted = Status()
-        """The loop's last one."""
+        """The loop's last status."""
         self._records: list[Record] = []
         self._records_through = 0
 
     # ---- what comes in ----------------------------------------------------------
 
     def receive(self, message: FromCoordinator) -> tuple[Errand, ...]:
-        """Notes a message, in the order received; returns the bulk work it asks for.
+        """Note a message, in the order received; return the bulk work it asks for.
 
         Raises ValueError if a grant before this one is missing.
         """
@@ -85,7 +85,7 @@ class Conversation:
             case ResendRequest():
                 return (message,)
             case Published(fragment=fragment, version=version):
-                # The verdict first: a refusal resets the base before the adoption.
+                # The verdict comes first: a refusal resets the base before an adoption.
                 if message.verdict != "none":
                     self._judge(
                         TakeVerdict(
@@ -117,31 +117,31 @@ class Conversation:
         return ()
 
     def has_room(self, fragment: int, publishes: int | None) -> bool:
-        """True if so many publishes, or with None an anchor in full, may arrive."""
+        """Tell whether that many publishes, or with None a full anchor, may arrive."""
         waiting = self._waiting.get(fragment, 0)
         return not waiting or publishes is None or waiting + publishes <= MAX_CHAIN
 
     def arrived(self, fragment: int, version: Version, publishes: int | None) -> None:
-        """Notes a version that is here, for all hosts, and ready to be adopted."""
+        """Note a version that all hosts have and that is ready to be adopted."""
         before = self._waiting.get(fragment, 0)
         self._waiting[fragment] = 0 if publishes is None else before + publishes
         self._adoptions[fragment] = self._arrived[fragment] = version
         self.has_news = True
 
     def leave(self) -> None:
-        """Notes that the island is about to leave: no more steps, takes are
-        answered."""
+        """Note that the island is about to leave: it makes no more steps, but answers
+        take requests."""
         self.leaving = self.has_news = True
 
     def end(self, ending: Ending) -> None:
-        """Ends the loop at its next boundary; the first reason stands."""
+        """End the loop at its next boundary; the first reason stands."""
         self.ending = self.ending or ending
         self.has_news = True
 
     # ---- the loop ---------------------------------------------------------------
 
     def decide(self) -> Decision:
-        """The decision for the next boundary; what is in it is not decided again."""
+        """Return the decision for the next boundary, each part of it only once."""
         decision = Decision(
             takes=tuple(self._takes.values()),
             adoptions=tuple(Adoption(f, v) for f, v in self._adoptions.items()),
@@ -162,14 +162,15 @@ class Conversation:
         return decision
 
     def post(self, status: Status, records: tuple[Record, ...] = ()) -> None:
-        """Notes where the loop is, and what happened up to there."""
+        """Note the loop's status and its new records."""
         self.posted = status
         self._records.extend(records)
 
     # ---- what goes out ----------------------------------------------------------
 
     def status(self) -> Status:
-        """The last one posted, with versions that wait for the next boundary."""
+        """Return the last posted status, with versions that wait for the next boundary
+        included."""
         current = self.current()
         versions = [
             max(version, self._arrived.get(fragment, version))
@@ -178,7 +179,7 @@ class Conversation:
         return replace(current, versions=tuple(versions))
 
     def current(self) -> Status:
-        """As `status`, but for versions: this is asked for at every boundary."""
+        """Return `status` without the waiting versions; called at every boundary."""
         return replace(
             self.posted,
             run_id=self._run_id,
@@ -191,23 +192,23 @@ class Conversation:
 
     @property
     def newest_record(self) -> int:
-        """Number of the newest record that is not acknowledged; 0: there is none."""
+        """Number of the newest unacknowledged record; 0: there is none."""
         return self._records[-1].seq if self._records else 0
 
     def unsent(self, sent_through: int) -> tuple[Record, ...]:
-        """The records after that number."""
+        """Return the records after that number."""
         return tuple(r for r in self._records if r.seq > sent_through)
 
     def forget_records(self) -> None:
-        """Drops the records: another host of the island reports them."""
+        """Drop the records: another host of the island reports them."""
         self._records = []
 
     # ---- one message ------------------------------------------------------------
 
     def _welcome(self, welcome: Welcome) -> tuple[Errand, ...]:
         if 0 < self._term < welcome.term:
-            # The coordinator lost its state, and began anew from anchors: what was
-            # asked for and judged before, and is not decided yet, is of no account.
+            # The coordinator lost its state and began anew from anchors: earlier
+            # requests and verdicts that are not decided yet no longer count.
             self._new_term = welcome.term
             self._takes, self._verdicts = {}, []
             self.stop, self.has_news = False, True
@@ -215,8 +216,8 @@ class Conversation:
         return tuple(Wanted(f, v) for f, v in enumerate(welcome.versions))
 
     def _request(self, request: TakeRequest) -> None:
-        """The newest request for a fragment replaces an older one, which may come late,
-        and a second time."""
+        """Note a take request unless a newer one for its fragment came before: requests
+        may come late, and twice."""
         fragment, tick = request.fragment, request.tick
         if tick >= self._newest_tick.get(fragment, tick):
             self._takes[fragment] = request
@@ -229,11 +230,11 @@ class Conversation:
         self.has_news = True
 
     def _grant(self, offset: int, span: Span) -> None:
-        """A grant may be repeated: what is here already is skipped."""
+        """Note a grant; positions of a repeated grant are skipped."""
         if offset > self._granted:
             raise ValueError(
                 f"data was granted from sequence {offset} on, but only "
-                f"{self._granted} are here; a grant is missing, ask again from "
+                f"{self._granted} have arrived; a grant is missing, ask again from "
                 f"{self._granted}"
             )
         fresh = Span(span.start + self._granted - offset, span.stop)
@@ -244,8 +245,8 @@ class Conversation:
             self.has_news = True
 
     def _progress(self, message: Progress) -> None:
-        """No news: the learning rate follows it at the next boundary, whenever that
-        is."""
+        """Note the progress, which is no news: the learning rate follows it at the next
+        boundary, whenever that is."""
         through = message.records_through
         self._heard += 1
         self._others_tokens = message.tokens - message.own_tokens

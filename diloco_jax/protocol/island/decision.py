@@ -1,7 +1,7 @@
 """An island's decision at one step boundary: one value without arrays.
 
-Host 0 decides it from what it was told; the other hosts, the tape's replay and the
-simulator act on the same value. Arrays wait in the shell, by fragment and version.
+Host 0 makes it from the messages it received. The other hosts, the tape's replay and
+the simulator act on the same value. Arrays wait in the shell, by fragment and version.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diloco_jax.protocol.values import Span, Version
 
 
 class Ending(NamedTuple):
-    """Why the loop must end now: `text` for people, `reason` for the books."""
+    """Reason for the loop to end now: `text` for people, `reason` for the books."""
 
     exit_code: int
     text: str
@@ -25,7 +25,7 @@ class Ending(NamedTuple):
 
 
 class Adoption(NamedTuple):
-    """A version that is here, for all hosts of the island."""
+    """A version that all hosts of the island have."""
 
     fragment: int
     version: Version
@@ -35,22 +35,22 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything to act upon at one boundary."""
 
     takes: tuple[TakeRequest, ...] = ()
-    """The newest request for each fragment, with its own `after`."""
+    """The newest take request for each fragment, with its own `after`."""
     adoptions: tuple[Adoption, ...] = ()
     verdicts: tuple[TakeVerdict, ...] = ()
     grants: tuple[Span, ...] = ()
     anchors: tuple[int, ...] = ()
     """Fragments whose anchors are to be sent."""
     term: int = 0
-    """A new term began, and with it new books; 0: none did."""
+    """The new term, which begins new books; 0: no term began."""
     others_tokens: int = 0
     """Tokens of the other islands, and of this one's earlier incarnations."""
     heard: int = 0
-    """How often the coordinator has answered so far."""
+    """Number of the coordinator's answers so far."""
     again: bool = False
-    """Look once more before the next step."""
+    """Decide once more before the next step."""
     save: bool = False
-    """Write a checkpoint of what is after this boundary."""
+    """Write a checkpoint of the state after this boundary."""
     stop: bool = False
     """The run has its tokens, or the island is about to leave: no more steps."""
     leaving: bool = False
@@ -61,7 +61,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The loop must end."""
 
     def is_news(self, now: Decision) -> bool:
-        """True if it changes anything for an island that acted on `now` last."""
+        """Tell whether it changes anything for an island that acted on `now` last."""
         return bool(
             self.takes
             or self.adoptions
@@ -75,15 +75,15 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Ahead:
-    """Decisions that take effect `lead` boundaries later, by when all hosts of the
-    island have them."""
+    """Decisions that take effect `lead` boundaries later, when all hosts of the island
+    have them."""
 
     def __init__(self, lead: int) -> None:
         self._decided = collections.deque([Decision()] * lead)
         self._now = Decision()
 
     def next(self, fresh: Decision) -> Decision:
-        """The decision for this boundary, at which `fresh` is made."""
+        """Return the decision for this boundary, at which `fresh` is made."""
         self._decided.append(fresh)
         self._now = self._decided.popleft()
         return self._now

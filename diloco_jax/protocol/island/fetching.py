@@ -1,8 +1,8 @@
-"""The order of an island's fetches, and the version that each goes on from.
+"""The order of an island's fetches, and the version that each continues from.
 
-A join fetches every fragment in full, JOIN_FETCHES at a time. After it, fetches go one
-at a time: first the fragment that lags most, from the version that is here on, or in
-full where that chain is not kept any more.
+A join fetches every fragment in full, JOIN_FETCHES at a time. After the join, fetches
+run one at a time, the fragment that lags most first. A fetch continues from the
+island's version, or is in full if the coordinator no longer keeps that chain.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from diloco_jax.protocol.values import Version
 
 JOIN_FETCHES = 4
-"""Fragments fetched at a time by a join."""
+"""Most fragments that a join fetches at a time."""
 NOTHING = Version(0, 0)
 
 
@@ -23,16 +23,16 @@ class Fetch(NamedTuple):
     fragment: int
     want: Version
     have: Version | None
-    """The version to go on from; None: in full."""
+    """The version to continue from; None: in full."""
     accepted: Version | None
-    """The newest version that all hosts have; what came after it is not to be used."""
+    """The newest version that all hosts have; publishes after it must not be used."""
 
 
 class Fetching:
-    """The versions that are wanted, under way and here. Not thread-safe."""
+    """The versions that are wanted, under way and received. Not thread-safe."""
 
     def __init__(self, versions: Sequence[Version]) -> None:
-        """versions: those to join with, or newer ones."""
+        """versions: the versions to join with, or newer ones."""
         self._wanted = list(versions)
         self._have: list[Version | None] = [None] * len(versions)
         self._accepted: dict[int, Version] = {}
@@ -40,16 +40,16 @@ class Fetching:
 
     @property
     def joined(self) -> bool:
-        """True once every fragment has been here."""
+        """True once every fragment was received."""
         return len(self._accepted) == len(self._wanted)
 
     def want(self, fragment: int, version: Version) -> None:
-        """Notes a published version; older ones than known are ignored."""
+        """Note a published version; versions older than a known one are ignored."""
         self._wanted[fragment] = max(self._wanted[fragment], version)
 
     def next(self) -> Fetch | None:
-        """Begins the next fetch; None if as many as may be are under way, or nothing
-        lags. Each ends with `got`, `failed` or `gone`."""
+        """Begin the next fetch; None if nothing lags or no more fetches may run at a
+        time. Each fetch ends with `got`, `failed` or `gone`."""
         limit = 1 if self.joined else JOIN_FETCHES
         lagging = [f for f in range(len(self._wanted)) if self._lags(f)]
         if not lagging or len(self._under_way) >= limit:
@@ -57,30 +57,30 @@ class Fetching:
         return self._begin(min(lagging, key=self.order))
 
     def again(self, fragment: int) -> Fetch:
-        """Begins a fetch anew that failed during a join."""
+        """Begin a failed fetch of a join anew."""
         return self._begin(fragment)
 
     def order(self, fragment: int) -> Version:
-        """Sorts the fragments that lag: the lowest goes first."""
+        """Return the sort key of a lagging fragment: the lowest goes first."""
         return self._have[fragment] or NOTHING
 
     def got(self, fragment: int, version: Version) -> None:
-        """Notes a version that all hosts have now."""
+        """Note a version that all hosts have now."""
         self._under_way.discard(fragment)
         self._have[fragment] = self._accepted[fragment] = version
 
     def failed(self, fragment: int) -> None:
-        """Notes that a fetch brought nothing."""
+        """Note that a fetch brought nothing."""
         self._under_way.discard(fragment)
 
     def gone(self, fragment: int) -> None:
-        """Notes that the chain is not kept any more, or the version was overtaken: the
-        next fetch is in full."""
+        """Note that the chain is no longer kept, or the version was overtaken: the next
+        fetch is in full."""
         self._under_way.discard(fragment)
         self._have[fragment] = None
 
     def disconnected(self) -> None:
-        """Notes that everything under way is lost."""
+        """Note that all fetches under way are lost."""
         self._under_way.clear()
 
     def _begin(self, fragment: int) -> Fetch:

@@ -1,4 +1,4 @@
-"""The first message of an island on every connection."""
+"""An island's first message on every connection."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from diloco_jax.protocol.messages import Hello
 
 
 class Introduction(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a hello that stays the same for the life of an incarnation; see
-    `Hello` for its fields."""
+    """The part of a hello that is constant during an incarnation; see `Hello` for its
+    fields."""
 
     island: str
     incarnation: int
@@ -28,7 +28,7 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hello(who: Introduction, status: Status) -> Hello:
-    """The hello of an incarnation that is at `status`."""
+    """Return the hello of an incarnation with this status."""
     return Hello(
         island=who.island,
         incarnation=who.incarnation,

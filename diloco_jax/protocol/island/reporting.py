@@ -1,8 +1,8 @@
-"""The cadence of an island's reports on a connection, and what a report says.
+"""The cadence and content of an island's reports on one connection.
 
-An island reports what is new, but not more often than every `min_interval_s`, and
-says at least every `report_s` that it lives. Records go along in order, each once on
-each connection: those that were sent on another one may be lost with it.
+An island reports news at most once every `min_interval_s`, and reports at least every
+`report_s` to show that it is alive. Records are sent in order, each once on each
+connection: records sent on a lost connection may be lost with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MIN_REPORT_INTERVAL_S = 0.02
 
 
 class Reporting:
-    """Keeps what was said on one connection, and when it was said last."""
+    """The last report on one connection, and the time at which it was sent."""
 
     def __init__(
         self,
@@ -23,32 +23,32 @@ class Reporting:
         now: float,
         min_interval_s: float = MIN_REPORT_INTERVAL_S,
     ) -> None:
-        """now: seconds on any clock, of which all later ones are."""
+        """now: seconds on any clock, the same for all later times."""
         self._report_s, self._min_interval_s = report_s, min_interval_s
         self.sent_through = 0
-        """Number of the last record that was sent."""
+        """Number of the last sent record."""
         self._said: tuple[Phase, int] | None = None
         self._said_at = now - min_interval_s
 
     def has_news(self, status: Status, newest_record: int) -> bool:
-        """True if phase, steps or records were not said yet. newest_record: its number,
-        0 if there is none."""
+        """Tell whether phase, steps or records are not reported yet. newest_record: the
+        number of the newest record; 0 if there is none."""
         said = (status.phase, status.steps) == self._said
         return not said or newest_record > self.sent_through
 
     @property
     def news_due_at(self) -> float:
-        """Time from which on news may be reported."""
+        """Time from which news may be reported."""
         return self._said_at + self._min_interval_s
 
     @property
     def alive_due_at(self) -> float:
-        """Time of the next report, if there is no news before it."""
+        """Time of the next report if no news comes before it."""
         return self._said_at + self._report_s
 
     def reports(self, status: Status, unsent: tuple[Record, ...]) -> list[Report]:
-        """The reports to send now, at least one: together they have all records that
-        were not sent yet."""
+        """Return the reports to send now, at least one; together they carry all unsent
+        records."""
         return [
             Report(
                 phase=status.phase,
@@ -61,7 +61,7 @@ class Reporting:
         ]
 
     def sent(self, report: Report, now: float) -> None:
-        """Notes that a report is on its way."""
+        """Note that a report was sent."""
         self._said, self._said_at = (report.phase, report.steps), now
         if report.records:
             self.sent_through = report.records[-1].seq

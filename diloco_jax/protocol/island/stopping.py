@@ -6,17 +6,17 @@ import msgspec
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """The run's tokens, and those of one step of this island."""
+    """Tokens of the run, and of one step of this island."""
 
     total_tokens: int
     tokens_per_step: int
 
     def share_done(self, step: int, others_tokens: int) -> float:
-        """Share of the run's tokens that is done before `step`. Can be too high for a
-        moment, when another island's steps were lost."""
+        """Return the share of the run's tokens that is done before `step`. It is too
+        high for a moment after another island lost steps."""
         return (others_tokens + step * self.tokens_per_step) / self.total_tokens
 
     def may_step(self, step: int, others_tokens: int, *, stop: bool) -> bool:
-        """True if `step` is to be made. stop: the coordinator said that the run has its
-        tokens, or the island is about to leave."""
+        """Tell whether `step` is to be made. stop: the coordinator said that the run
+        has its tokens, or the island is about to leave."""
         return not stop and self.share_done(step, others_tokens) < 1

@@ -27,7 +27,9 @@ def test_a_move_that_no_table_has_is_a_mistake() -> None:
     assert FRAGMENT.move("idle", "tick") == "open"
     with pytest.raises(IllegalMoveError, match=r"'idle': no move 'commit', only tick"):
         FRAGMENT.move("idle", "commit")
-    with pytest.raises(IllegalMoveError, match="'bytes' led to 'taken', it leads to"):
+    with pytest.raises(
+        IllegalMoveError, match="'bytes' led to 'taken', but must lead to"
+    ):
         TAKE.check("asked", "bytes", "taken")
 
 

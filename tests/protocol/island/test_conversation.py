@@ -112,7 +112,7 @@ def test_a_grant_that_is_repeated_counts_once(told):
 
 def test_a_grant_that_is_missing_is_an_error(told):
     says.grant(told, Span(0, 8))
-    with pytest.raises(ValueError, match="from sequence 9 on, but only 8 are here"):
+    with pytest.raises(ValueError, match="from sequence 9 on, but only 8 have arrived"):
         says.grant(told, Span(9, 16), offset=9)
 
 
