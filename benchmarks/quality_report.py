@@ -34,6 +34,9 @@ PUBLISHED_GAPS = {
 """Percent over data-parallel by parameters and islands: synchronous, 20 tokens per
 parameter, H = 30, each at its own best batch size (arXiv 2503.09799, table 4)."""
 FINDINGS = Path(__file__).with_name("quality_findings.md")
+"""The page: answers first."""
+DETAILS = Path(__file__).with_name("quality_details.md")
+"""All that was found; it stands in the appendix, before the rows."""
 ISLANDS = (1, 2, 4, 8, 16)
 COLORS = {2: "C0", 4: "C1", 8: "C2"}
 BOUNDS = (
@@ -66,7 +69,7 @@ Gap = tuple[float, float, float, int]
 
 
 def write(out: Path, doc: str | None, runs: Runs) -> int:
-    """Writes quality.md, its plot and raw numbers; returns the exit code."""
+    """Writes quality.md, its appendix, plot and raw numbers; returns the exit code."""
     tables: dict[str, list[dict[str, str]]] = {}
     checks: list[support.Check] = []
     for size in SIZES:
@@ -82,24 +85,25 @@ def write(out: Path, doc: str | None, runs: Runs) -> int:
         checks += _checks(size, losses)
     _plot(out / "quality.png", runs)
     done = ", ".join(_done(runs, size) for size in SIZES)
-    plot = "![Gap to data-parallel by islands, tokens and H](quality.png)"
-    found = told(FINDINGS.read_text(), runs)
-    text = f"{doc}\nDone so far: {done}.\n\n{plot}\n\n{found}"
+    (out / "quality.md").write_text(told(FINDINGS, runs))
+    done = support.wrapped(f"Done so far: {done}.")
+    text = f"Appendix. {doc}\n{done}\n\n{told(DETAILS, runs)}"
     return support.write_results(
-        out, "quality", text, tables, checks, {"runs": list(runs)}
+        out, "quality", text, tables, checks, {"runs": list(runs)}, "quality_appendix"
     )
 
 
-def told(text: str, runs: Runs) -> str:
-    """The text with `{size; row; against}` replaced by what was found; `against` is
-    the row's own if it is left out. Raises SystemExit naming one that is no row."""
+def told(template: Path, runs: Runs) -> str:
+    """The text with `{size; row; against}` replaced by what was found, and wrapped;
+    `against` is the row's own if it is left out. Raises SystemExit naming one that is
+    no row."""
 
     def fill(match: re.Match[str]) -> str:
         size, name, *rest = match[1].split("; ")
         known = (*rows(SIZES[size]), *rates(SIZES[size])) if size in SIZES else ()
         by_name = {row.name: row for row in known}
         if unknown := {name, *rest} - by_name.keys():
-            raise SystemExit(f"{FINDINGS.name}: {match[0]}: no {unknown} at {size!r}")
+            raise SystemExit(f"{template.name}: {match[0]}: no {unknown} at {size!r}")
         against = rest[0] if rest else by_name[name].against
         compared = difference(_losses(runs, size), name, against)
         if compared is None:
@@ -108,7 +112,8 @@ def told(text: str, runs: Runs) -> str:
         interval = f" ± {half:.1f}" if half < float("inf") else ""
         return f"{mean:+.1f} %{interval} ({pairs})"
 
-    return re.sub(r"\{([^{}]+)\}", fill, text)
+    text = re.sub(r"\{([^{}]+)\}", fill, template.read_text())
+    return support.wrapped(text)
 
 
 def _done(runs: Runs, size: str) -> str:

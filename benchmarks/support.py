@@ -12,9 +12,11 @@ import collections
 import contextlib
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -166,8 +168,9 @@ def write_results(
     tables: Mapping[str, Iterable[Mapping[str, Any]]],
     checks: Sequence[Check],
     raw: Mapping[str, Any],
+    page: str = "",
 ) -> int:
-    """Writes NAME.md and raw/NAME.json under `out`; returns the exit code.
+    """Writes NAME.md, or PAGE.md, and raw/NAME.json under `out`; returns the exit code.
 
     doc: the script's docstring, which becomes title and introduction. tables: rows by
     heading; a row is a mapping of column to value.
@@ -189,7 +192,7 @@ def write_results(
     text += [f"## {head}\n\n{markdown_table(rows)}" for head, rows in sections.items()]
     text.append(f"Raw numbers: [raw/{name}.json](raw/{name}.json).")
     (out / "raw").mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.md").write_text("\n\n".join(text) + "\n")
+    (out / f"{page or name}.md").write_text("\n\n".join(text) + "\n")
     checked = [dataclasses.asdict(check) for check in checks]
     write_json({**facts, "checks": checked, **raw}, out / "raw" / f"{name}.json")
     print(markdown_table(bounds), file=sys.stderr)
@@ -205,6 +208,44 @@ def markdown_table(rows: Iterable[Mapping[str, Any]]) -> str:
     cells = [columns, ["---"] * len(columns)]
     cells += [[str(row.get(column, "")) for column in columns] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def wrapped(markdown: str, width: int = 100) -> str:
+    """The text with its prose wrapped; tables, code and headings stay as they are."""
+    out: list[str] = []
+    prose: list[str] = []
+
+    def flush() -> None:
+        if prose:
+            text = " ".join(line.strip() for line in prose)
+            indent = prose[0][: len(prose[0]) - len(prose[0].lstrip())]
+            mark = re.match(r"([-*]|\d+\.) ", text)
+            rest = indent + " " * len(mark[0] if mark else "")
+            out.extend(
+                textwrap.wrap(
+                    text,
+                    width,
+                    initial_indent=indent,
+                    subsequent_indent=rest,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            )
+            prose.clear()
+
+    in_code = False
+    for line in markdown.splitlines():
+        fence = line.lstrip().startswith("```")
+        if in_code or fence or line.lstrip()[:1] in ("", "|", "#", "<", "!"):
+            flush()
+            out.append(line)
+            in_code ^= fence
+            continue
+        if re.match(r" *([-*]|\d+\.) ", line):
+            flush()
+        prose.append(line)
+    flush()
+    return "\n".join(out) + "\n" * markdown.endswith("\n")
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:

@@ -57,7 +57,23 @@ def test_every_row_can_be_run_and_compared(size):
 
 
 def test_the_page_on_quality_says_what_its_raw_results_hold():
-    from quality_report import FINDINGS, told
+    from quality_report import DETAILS, FINDINGS, told
 
     runs = json.loads((RESULTS / "raw" / "quality.json").read_bytes())["runs"]
-    assert told(FINDINGS.read_text(), runs) in (RESULTS / "quality.md").read_text()
+    assert told(FINDINGS, runs) == (RESULTS / "quality.md").read_text()
+    assert told(DETAILS, runs) in (RESULTS / "quality_appendix.md").read_text()
+
+
+def test_wrapping_changes_prose_alone():
+    from support import wrapped
+
+    long = "word " * 30
+    text = f"{long}\n\n- {long}\n  on\n- b\n\n| {long} |\n\n```\n{long}\n```\n"
+    lines = wrapped(text).splitlines()
+    assert f"| {long} |" in lines
+    assert long in lines
+    prose = [line for line in lines if line not in (f"| {long} |", long)]
+    assert max(map(len, prose)) <= 100
+    assert any(line.endswith("word on") for line in prose), "it goes on with the item"
+    assert "- b" in lines
+    assert wrapped(wrapped(text)) == wrapped(text)

@@ -1,0 +1,117 @@
+"""The pages lead to each other, fit a screen, and name what exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+WORDS = DOCS / "design" / "words.md"
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(DOCS.rglob("*.md")),
+    *sorted((ROOT / "launch").rglob("*.md")),
+]
+GENERATED = re.compile(r"results/(?!quickstart|unequal|mixed|quality\.md|checkpoints)")
+MAX_COLUMNS = 100
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def links_of(page: Path) -> list[tuple[str, str]]:
+    """Path (empty: the page itself) and heading of each link into the repository."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    found = re.findall(r"\]\(([^()\s#]*)#?([^()\s]*)\)", text)
+    return [(path, head) for path, head in found if ":" not in path]
+
+
+def headings_of(page: Path) -> set[str]:
+    """Names under which a link reaches a heading."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
+
+
+def reachable(start: Path) -> set[Path]:
+    found, todo = {start}, [start]
+    while todo:
+        page = todo.pop()
+        for path, _ in links_of(page):
+            target = (page.parent / path).resolve()
+            if target.suffix == ".md" and target.is_file() and target not in found:
+                found.add(target)
+                todo.append(target)
+    return found
+
+
+def test_every_page_is_reachable_from_the_index():
+    orphans = set(DOCS.rglob("*.md")) - reachable(DOCS / "index.md")
+    assert not orphans, [name_of(page) for page in orphans]
+
+
+def test_the_readme_links_the_index():
+    assert ("docs/index.md", "") in links_of(README)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_leads_somewhere(page):
+    for path, heading in links_of(page):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        if heading and target.suffix == ".md":
+            assert heading in headings_of(target), f"{path}#{heading}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_prose_is_wrapped(page):
+    """Tables, code and what a benchmark writes may be wider."""
+    text = re.sub(r"^(```|~~~).*?^\1$", "", page.read_text(), flags=re.M | re.S)
+    if page == README:
+        text = page.read_text()
+    if GENERATED.search(name_of(page)):
+        return
+    wide = [
+        line
+        for line in text.splitlines()
+        if len(line) > MAX_COLUMNS and (page == README or line.lstrip()[:1] != "|")
+    ]
+    assert not wide
+
+
+def test_the_readme_is_one_screen():
+    assert len(README.read_text().splitlines()) <= 120
+
+
+def test_the_glossary_names_modules_that_exist():
+    named = re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", WORDS.read_text())
+    assert len(named) > 30
+    for path in named:
+        if path != "diloco_jax/":
+            assert (ROOT / "diloco_jax" / path).exists(), path
+
+
+def test_a_class_name_that_stands_twice_is_explained():
+    found = subprocess.run(
+        ["git", "grep", "-hoE", "^class [A-Z][A-Za-z]+", "--", "diloco_jax/*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    counts: dict[str, int] = defaultdict(int)
+    for line in found.stdout.splitlines():
+        counts[line.removeprefix("class ")] += 1
+    _, _, section = WORDS.read_text().partition("## Class names that stand for two")
+    firsts = re.findall(r"^\| ([A-Z][A-Za-z, ]*) \|", section, re.M)
+    explained = {name for cell in firsts for name in cell.split(", ")}
+    assert {name for name, count in counts.items() if count > 1} <= explained
