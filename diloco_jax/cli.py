@@ -36,7 +36,7 @@ MEMBERS = ("coordinator", "island")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Run one command; return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):

@@ -13,7 +13,7 @@ OF_NO_FRAGMENT = ("granted", "progress", "restored")
 
 
 def check_hello(hello: messages.Hello) -> None:
-    """Raises RemoteProtocolError if numbers or their products are absurd."""
+    """Raise RemoteProtocolError if numbers or their products are absurd."""
     _check_tokens(hello, hello.steps)
     for term, number in hello.versions:
         if not (0 < term <= HIGHEST_TERM and 0 <= number <= HIGHEST_NUMBER):

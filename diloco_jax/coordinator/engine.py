@@ -42,49 +42,49 @@ class Log(Protocol):
     """What is written down. A half that gathers writes nothing."""
 
     def persist(self, record: Durable) -> None:
-        """Writes a record; durable when this returns."""
+        """Write a record; durable when this returns."""
 
     def note(self, record: Noted) -> None:
-        """Writes a record to the tape."""
+        """Write a record to the tape."""
 
     def ignored(self, ignored: Ignored) -> None:
         """Counts a message that made no move."""
 
     def alert(self, text: str) -> None:
-        """Says what a person should look at."""
+        """Say what a person should look at."""
 
 
 class Messenger(Protocol):
     """Who is connected."""
 
     def tell(self, session: str, message: FromCoordinator) -> None:
-        """Sends a message; nothing happens if the session is not connected."""
+        """Send a message; nothing happens if the session is not connected."""
 
     def postpone(self, session: str, message: str) -> None:
-        """Ends a session with this reason; the island comes again."""
+        """End a session with this reason; the island comes again."""
 
 
 class Holder(Protocol):
     """What holds fragments and deltas."""
 
     def merge(self, merge: Merge) -> None:
-        """Begins a merge; its result comes as a `MergeComputed`."""
+        """Begin a merge; its result comes as a `MergeComputed`."""
 
     def commit(self, commit: Commit) -> None:
-        """Makes a computed merge the fragment's version."""
+        """Make a computed merge the fragment's version."""
 
     def drop(self, drop: Drop) -> None:
-        """Frees a delta; unknown ones are ignored."""
+        """Free a delta; unknown ones are ignored."""
 
     def forget(self, forget: Forget) -> None:
-        """Frees what earlier incarnations of an island sent."""
+        """Free what earlier incarnations of an island sent."""
 
 
 class AnchorHolder(Protocol):
     """What holds the anchors of a lost state, as they come in."""
 
     def discard(self, discard: Discard) -> None:
-        """Frees what came of an anchor."""
+        """Free what came of an anchor."""
 
     def open(self, opened: Open) -> None:
         """All anchors are here: a new term begins with them."""
@@ -116,27 +116,27 @@ class Engine(Generic[S, E]):
         self._log, self._holder, self._gatherer = log, holder, gatherer
 
     def step(self, event: E, now: float) -> None:
-        """Applies one event at time `now`: decides, then acts, in order."""
+        """Apply one event at time `now`: decides, then acts, in order."""
         for effect in self.decide(event, now):
             self.carry_out(effect)
             if self.dead:
                 return
 
     def decide(self, event: E, now: float) -> list[AnyEffect]:
-        """Decides upon an event; nothing of it is visible yet."""
+        """Decide upon an event; nothing of it is visible yet."""
         effects: list[AnyEffect]
         self.state, effects = self._decide(self.config, self.state, event, now)
         return effects
 
     def turn_away(self, island: str, session: str, refused: Refused) -> None:
-        """Ends a session for a reason of the shell's own."""
+        """End a session for a reason of the shell's own."""
         if self._log is not None:
             note = TurnedAway(island=island, code=refused.code, message=refused.message)
             self._log.note(note)
         self._sender.tell(session, refused)
 
     def carry_out(self, effect: AnyEffect) -> None:
-        """Carries out one effect."""
+        """Carry out one effect."""
         match effect:
             case Tell(session=session, message=message):
                 self._sender.tell(session, message)

@@ -95,7 +95,7 @@ class Gatherer:
         )
 
     def gather(self) -> Gathered:
-        """Waits for islands, until a deadline, and for their anchors.
+        """Wait for islands, until a deadline, and for their anchors.
 
         Raises ConfigError that says why there will be no term.
         """

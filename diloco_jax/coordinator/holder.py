@@ -48,7 +48,7 @@ class StoreHolder:
         self._closing = False
 
     def warm_up(self, compiled: Callable[[], None]) -> None:
-        """Compiles what merges need, ahead of the first one. compiled: called on the
+        """Compile what merges need, ahead of the first one. compiled: called on the
         engine's thread once that is done."""
         future = self._merger.submit(self._store.warm_up, lambda: self._closing)
 
@@ -59,7 +59,7 @@ class StoreHolder:
         future.add_done_callback(done)
 
     def close(self) -> None:
-        """Waits for the merge under way; begins no other."""
+        """Wait for the merge under way; begins no other."""
         self._closing = True
         self._merger.shutdown(wait=True, cancel_futures=True)
 

@@ -130,7 +130,7 @@ class Inbox:
             spare = self._rooms.on_disk(missing)
 
     def end(self, start: UploadStart, place: memoryview) -> bool:
-        """A stripe is in the place that `begin` gave; returns True once, when the delta
+        """A stripe is in the place that `begin` gave; return True once, when the delta
         is complete."""
         with self._lock:
             assembly = self._deltas.get(_key(start))
@@ -224,14 +224,14 @@ class Inbox:
         return assembly.room.place
 
     def drop(self, key: DeltaKey) -> None:
-        """Frees a delta, if it is here."""
+        """Free a delta, if it is here."""
         with self._lock:
             self._deltas.pop(key, None)
 
     def drop_island(
         self, island: str, before: int, kept: Collection[DeltaKey] = ()
     ) -> None:
-        """Frees what incarnations of an island below `before` sent, but for `kept`."""
+        """Free what incarnations of an island below `before` sent, but for `kept`."""
         with self._lock:
             for key in [k for k in self._deltas if k.island == island]:
                 if key.incarnation < before and key not in kept:

@@ -52,14 +52,14 @@ class RecordLog:
             _sync_folder(made)
 
     def append(self, record: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Writes a record and its payload; on disk when this returns."""
+        """Write a record and its payload; on disk when this returns."""
         with naming(_path(self._folder, self.segment)):
             self._file.write(frame(record, payload))
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def rotate(self) -> int:
-        """Starts the next segment; returns the number of the one that ended."""
+        """Start the next segment; return the number of the one that ended."""
         ended = self.segment
         self._file.close()
         self.segment += 1
@@ -68,13 +68,13 @@ class RecordLog:
         return ended
 
     def forget(self, through: int) -> None:
-        """Deletes the segments that the oldest snapshot has made superfluous."""
+        """Delete the segments that the oldest snapshot has made superfluous."""
         for number in _segments(self._folder):
             if number <= through:
                 _path(self._folder, number).unlink()
 
     def close(self) -> None:
-        """Closes the newest segment."""
+        """Close the newest segment."""
         with naming(_path(self._folder, self.segment)):
             self._file.close()
 

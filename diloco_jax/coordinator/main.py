@@ -60,7 +60,7 @@ REFRESH_S = 0.5
 
 
 def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> int:
-    """Serves one run until it is over; returns the exit code.
+    """Serve one run until it is over; return the exit code.
 
     Args:
       config: resolved and validated.
@@ -90,7 +90,7 @@ class Coordinator:
     def __init__(
         self, config: Config, workdir: Path, *, init: bool, resume: bool = False
     ) -> None:
-        """Prepares or finds the run in `workdir`, once it is sure to be served."""
+        """Prepare or finds the run in `workdir`, once it is sure to be served."""
         self._config, self._workdir = config, workdir
         self._init, self._resume = init, resume
         self._open = contextlib.ExitStack()
@@ -125,7 +125,7 @@ class Coordinator:
         self._interrupted = False
 
     def start(self) -> None:
-        """Loads or makes the state, and serves. Without any, and without --init, it
+        """Load or makes the state, and serves. Without any, and without --init, it
         waits for islands that have it."""
         config, workdir = self._config, self._workdir
         run, placement = config.run, config.placement
@@ -208,7 +208,7 @@ class Coordinator:
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
 
     def run(self) -> int:
-        """Decides until the run is over or the process is asked to end."""
+        """Decide until the run is over or the process is asked to end."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._asked_to_end)
@@ -217,7 +217,7 @@ class Coordinator:
         return EXIT_DONE if over else EXIT_FAILED
 
     def conclude(self) -> int:
-        """Writes the last snapshot and the summary; returns the exit code. Not after a
+        """Write the last snapshot and the summary; return the exit code. Not after a
         failure: then only what was durable counts."""
         self._server.stop(self._deadlines.stop_s / 5)
         self._roster.save()
@@ -242,7 +242,7 @@ class Coordinator:
         return EXIT_DONE
 
     def _sum_up(self) -> None:
-        """Writes the summary, unless the run was over before and left it."""
+        """Write the summary, unless the run was over before and left it."""
         digest = self.store.digest()
         left = workdirs.read_summary(self._workdir)
         if self._over and left.get("parameters_digest") == digest:
@@ -264,7 +264,7 @@ class Coordinator:
         files.write_json(result, self._workdir / run_files.SUMMARY)
 
     def close(self) -> None:
-        """Ends service and closes the files; also after a start that failed."""
+        """End service and closes the files; also after a start that failed."""
         self._open.close()
 
     def _serve(self, handlers: Handlers) -> None:
@@ -386,7 +386,7 @@ class Coordinator:
         )
 
     def _save(self, number: int, state: State, arrays: dict[str, Any]) -> None:
-        """Writes snapshot `number`, then deletes the log that is superfluous now. State
+        """Write snapshot `number`, then deletes the log that is superfluous now. State
         and arrays are those of the moment at which the log was rotated."""
         self._snapshots.save(number, state, arrays)
         self._log.forget(self._snapshots.oldest())

@@ -201,7 +201,7 @@ class Roster:
         return self._path.stat().st_mtime if self._path.exists() else time.time()
 
     def save(self) -> None:
-        """Replaces the file, atomically."""
+        """Replace the file, atomically."""
         assert self._path is not None
         scratch = self._path.with_suffix(".tmp")
         with naming(self._path):
@@ -209,7 +209,7 @@ class Roster:
         os.replace(scratch, self._path)
 
     def measures(self, island: str) -> Measures:
-        """Sums and extremes over all incarnations."""
+        """Sum and extremes over all incarnations."""
         member = self.members[island]
         return _sum(member.past, member.current)
 

@@ -45,7 +45,7 @@ class Sessions:
             stream.fail(errors.Busy(message))
 
     def gone(self, stream: Session) -> bool:
-        """A stream ended; returns whether its session is without one now."""
+        """A stream ended; return whether its session is without one now."""
         name = stream.hello.session
         with self._lock:
             if self._waiting.get(name) is stream:

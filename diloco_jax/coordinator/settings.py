@@ -45,7 +45,7 @@ def admitted(config: Config) -> dict[str, int | None]:
 
 
 def require_room(config: Config, plan: FragmentPlan) -> None:
-    """Raises ConfigError if the deltas of all islands for one fragment do not find
+    """Raise ConfigError if the deltas of all islands for one fragment do not find
     room: at the end of a run it is merged from all of them."""
     codec = get_codec(config.run.sync.codec_up)
     largest = max(PayloadLayout.of(codec, p).total_bytes for p in plan.fragments)

@@ -38,7 +38,7 @@ class Snapshots:
         config: PolicyConfig,
         whose: dict[str, Any],
     ) -> None:
-        """Opens the folder, and makes it if it is missing. whose: see `checkpoint`."""
+        """Open the folder, and makes it if it is missing. whose: see `checkpoint`."""
         self._manager = checkpoint.open_folder(folder, placement.snapshots_kept)
         self._keep, self._every_s = placement.snapshots_kept, placement.snapshot_every_s
         self._folder = folder
@@ -99,7 +99,7 @@ class Snapshots:
         return arrays, msgspec.convert(facts["state"], State)
 
     def save(self, number: int, state: State, arrays: dict[str, Any]) -> None:
-        """Writes snapshot `number`; durable when this returns. One at a time."""
+        """Write snapshot `number`; durable when this returns. One at a time."""
         trained = checkpoint.trained(
             sum(fragment.merges for fragment in state.fragments),
             ledger.trained_tokens(self._config, state),
@@ -169,7 +169,7 @@ class Snapshots:
         return True
 
     def close(self) -> None:
-        """Frees the folder, unless a snapshot hangs: nobody waits for that one."""
+        """Free the folder, unless a snapshot hangs: nobody waits for that one."""
         if not self._writing():
             self._manager.close()
 

@@ -86,7 +86,7 @@ class _Fragment:
     """Anchors that somebody fetches in full, and until when they are kept."""
 
     def expire_pins(self, now: float) -> None:
-        """Frees those that nobody can be fetching any more."""
+        """Free those that nobody can be fetching any more."""
         self.pins = {v: pin for v, pin in self.pins.items() if pin[1] > now}
 
 
@@ -96,7 +96,7 @@ class Store:
     def __init__(
         self, run: RunConfig, plan: FragmentPlan, params: Params, pin_s: float
     ) -> None:
-        """Starts every fragment at version (1, 0) with A = Theta = `params`."""
+        """Start every fragment at version (1, 0) with A = Theta = `params`."""
         self.plan = plan
         self._run = run
         self._pin_s = pin_s
@@ -136,7 +136,7 @@ class Store:
         return self._up_layouts
 
     def warm_up(self, ended: Callable[[], bool] = lambda: False) -> None:
-        """Compiles all that merges need, so that no merge has to wait for it; under a
+        """Compile all that merges need, so that no merge has to wait for it; under a
         rule that sees all deltas at once, all but what depends on their number. ended:
         looked at between two fragments; once true, the rest is not compiled."""
         nothing = Contribution(
@@ -237,7 +237,7 @@ class Store:
         )
 
     def commit(self, fragment: int, merged: ComputedMerge) -> None:
-        """Makes a computed merge the current version."""
+        """Make a computed merge the current version."""
         with self._lock:
             state = self._fragments[fragment]
             state.version = merged.version
@@ -250,7 +250,7 @@ class Store:
     def replay(
         self, fragment: int, version: Version, payload: bytes, *, final: bool
     ) -> None:
-        """Applies a logged publish after a crash: Theta = A, and the states of outer
+        """Apply a logged publish after a crash: Theta = A, and the states of outer
         optimizer and merge rule are advanced by `advance_over_publish` and `recovered`
         (the flush touches neither)."""
         state = self._fragments[fragment]
@@ -333,7 +333,7 @@ class Store:
             }
 
     def load(self, arrays: dict[str, Any], versions: Sequence[Version]) -> None:
-        """Takes over what `arrays` returned, at these versions."""
+        """Take over what `arrays` returned, at these versions."""
         for index, (state, version) in enumerate(
             zip(self._fragments, versions, strict=True)
         ):

@@ -27,7 +27,7 @@ def gather(
     plan: FragmentPlan,
     serve: Callable[[Handlers], None],
 ) -> Gathered:
-    """Waits for islands' anchors; writes nothing.
+    """Wait for islands' anchors; writes nothing.
 
     Args:
       serve: has islands' calls answered.

@@ -63,22 +63,22 @@ class EngineThread(Generic[S, E]):
         before: Before | None = None,
         peer: Disconnected | None = None,
     ) -> None:
-        """Queues an event of now; `before` is called on the engine's thread just
+        """Queue an event of now; `before` is called on the engine's thread just
         ahead. peer: the end of the session whose doing it is, where the event does
         not tell."""
         self._queue.put((event, before, peer, time.monotonic()))
 
     def stop(self) -> None:
-        """Ends `run` after what is queued. Safe in a signal handler."""
+        """End `run` after what is queued. Safe in a signal handler."""
         self._stopping = True
 
     def fail(self, failure: BaseException) -> None:
-        """Ends `run` with what went wrong on another thread."""
+        """End `run` with what went wrong on another thread."""
         self._failure = failure
         self.post(None)
 
     def run(self) -> None:
-        """Decides until `stop`.
+        """Decide until `stop`.
 
         Raises what went wrong elsewhere (`fail`) or while carrying out an effect: the
         process must end then, and start again from what is durable. An event of a peer

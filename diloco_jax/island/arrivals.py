@@ -48,12 +48,12 @@ class Arrivals:
         self._waiting: dict[int, list[Arrival]] = {}
 
     def put(self, arrival: Arrival) -> None:
-        """Keeps it; versions of a fragment come in order."""
+        """Keep it; versions of a fragment come in order."""
         with self._lock:
             self._waiting.setdefault(arrival.fragment, []).append(arrival)
 
     def drop_after(self, fragment: int, accepted: Version | None) -> None:
-        """Drops what came after that version: another host failed to get its part."""
+        """Drop what came after that version: another host failed to get its part."""
         with self._lock:
             self._waiting[fragment] = [
                 arrival

@@ -46,7 +46,7 @@ class Checkpoints:
     """
 
     def __init__(self, config: Config, name: str, folder: Folder) -> None:
-        """Raises ConfigError if a folder that was asked for cannot be written."""
+        """Raise ConfigError if a folder that was asked for cannot be written."""
         placement = config.placement
         self._every_s = placement.checkpoint_every_s
         self._keep = placement.checkpoints_kept
@@ -70,7 +70,7 @@ class Checkpoints:
             storage.require_access(folder)
 
     def open(self, identity: Identity, plan: FragmentPlan, hosts: Hosts | None) -> None:
-        """Looks what is there. All hosts must call it.
+        """Look what is there. All hosts must call it.
 
         Raises ConfigError if there are checkpoints of another run, or if the hosts do
         not see one folder that was asked for; HostsError if one does not answer.
@@ -205,7 +205,7 @@ class Checkpoints:
         self._work.put(lambda: self._write(number, copies, facts))
 
     def close(self, timeout_s: float) -> None:
-        """Waits so long for the final one, if there is one."""
+        """Wait so long for the final one, if there is one."""
         if self._thread.ident is not None:
             self._work.put(None)
             self._thread.join(timeout_s if self._final else 0.0)
@@ -264,7 +264,7 @@ class Checkpoints:
 
 
 def _to_host(trees: Any) -> Any:
-    """Copies in host memory; the copying goes on after this returns, and reads what
+    """Copy in host memory; the copying goes on after this returns, and reads what
     was there before anything that is dispatched later."""
     shardings = jax.tree.map(
         lambda x: x.sharding.with_memory_kind("pinned_host"), trees
@@ -273,6 +273,6 @@ def _to_host(trees: Any) -> Any:
 
 
 def _owned(arrays: Any) -> Any:
-    """Copies that may be donated: on a CPU, what was read may lie in the reader's
+    """Copy that may be donated: on a CPU, what was read may lie in the reader's
     memory."""
     return jax.tree.map(lambda x: x.copy(), arrays)

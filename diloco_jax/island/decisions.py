@@ -23,7 +23,7 @@ class Decisions(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when something may have come in since `at`, or in time."""
+        """Return when something may have come in since `at`, or in time."""
         ...
 
 

@@ -24,7 +24,7 @@ def prepare_island(
     environment: MutableMapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> None:
-    """Makes the process one host of the island; call before importing jax.
+    """Make the process one host of the island; call before importing jax.
 
     libtpu's flags are those of the island's topology, or else of the TPUs that are
     here.
@@ -37,7 +37,7 @@ def prepare_island(
 def prepare_environment(
     devices: int, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Gives the process `devices` virtual CPU devices; call before importing jax.
+    """Give the process `devices` virtual CPU devices; call before importing jax.
 
     Variables of a multi-slice job that it inherited are cleared: an island's world is
     one slice, and with them jax would wait for the others. Real accelerators are not

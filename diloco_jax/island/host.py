@@ -52,7 +52,7 @@ class Host:
     def __init__(
         self, config: Config, name: str, coordinator_address: str, workdir: Path
     ) -> None:
-        """Reads the corpus, and makes the plan of the model's fragments; raises
+        """Read the corpus, and makes the plan of the model's fragments; raises
         ConfigError or SecurityError."""
         folder = checkpoint.island_folder(config.placement, workdir, name)
         self.checkpoints = Checkpoints(config, name, folder)
@@ -102,7 +102,7 @@ class Host:
         )
 
     def compile(self) -> None:
-        """Runs everything once, so that nothing compiles later. On islands of several
+        """Run everything once, so that nothing compiles later. On islands of several
         hosts all of them must come here, and none runs anything before all have
         compiled it: one may find in its cache what another takes minutes for. On TPUs
         all is compiled before anything runs, too: that tells a refusal of the compiler
@@ -179,7 +179,7 @@ class Host:
         self.sender.put_anchor(fragment, version, self._exchange.anchor(fragment))
 
     def close(self) -> None:
-        """Frees sockets and threads; waits a while for a checkpoint."""
+        """Free sockets and threads; waits a while for a checkpoint."""
         self.data.close()
         self.client.close()
         patience_s = max(self.deadlines.stop_s / 2, self.config.placement.notice_s)

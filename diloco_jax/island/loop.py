@@ -69,7 +69,7 @@ class Loop:
         """For what, after how many answers, and since when."""
 
     def run(self) -> Ending:
-        """Trains until the run is over, or something ends this incarnation."""
+        """Train until the run is over, or something ends this incarnation."""
         while True:
             stepping = self._at_boundary()
             if self._seen.ending is not None:
@@ -140,7 +140,7 @@ class Loop:
     # ---- a boundary -------------------------------------------------------------
 
     def _at_boundary(self) -> bool:
-        """Acts on what came in; returns True if a step follows."""
+        """Act on what came in; return True if a step follows."""
         again = True
         while again:
             self._post()

@@ -43,13 +43,13 @@ class Mailbox:
             return decision
 
     def post(self, status: Status, records: tuple[Record, ...] = ()) -> None:
-        """Says where the loop is, together with what happened up to there."""
+        """Say where the loop is, together with what happened up to there."""
         with self._lock:
             self._conversation.post(status, records)
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when something came in after the last `decide`, or in time."""
+        """Return when something came in after the last `decide`, or in time."""
         with self._lock:
             self._changed.wait_for(lambda: self._conversation.has_news, timeout_s)
 
@@ -60,7 +60,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def wait_to_leave(self, timeout_s: float) -> bool:
-        """Returns once it is let go, or ends anyway; False if not in time."""
+        """Return once it is let go, or ends anyway; False if not in time."""
         with self._lock:
             told = self._conversation
             return self._changed.wait_for(
@@ -88,7 +88,7 @@ class Mailbox:
     # ---- the network's side -----------------------------------------------------
 
     def receive(self, message: FromCoordinator) -> tuple[Errand, ...]:
-        """Notes a message of the coordinator; returns the bulk work it asks for.
+        """Note a message of the coordinator; return the bulk work it asks for.
 
         Raises ValueError if a grant before this one is missing.
         """
@@ -98,7 +98,7 @@ class Mailbox:
             return errands
 
     def deliver(self, arrival: Arrival, timeout_s: float) -> bool:
-        """Hands over an arrival; False if the loop did not make room in time."""
+        """Hand over an arrival; False if the loop did not make room in time."""
         fragment, chain = arrival.fragment, arrival.chain
         with self._lock:
             told = self._conversation
@@ -117,13 +117,13 @@ class Mailbox:
             self._conversation.forget_records()
 
     def end(self, exit_code: int, text: str, reason: EndReason = "failed") -> None:
-        """Ends the loop at its next boundary."""
+        """End the loop at its next boundary."""
         with self._lock:
             self._conversation.end(Ending(exit_code, text, reason))
             self._changed.notify_all()
 
     def count(self, **nbytes: int) -> None:
-        """Adds to bytes_up, bytes_down or bytes_join."""
+        """Add to bytes_up, bytes_down or bytes_join."""
         with self._lock:
             for name, value in nbytes.items():
                 self._traffic[name] += value
@@ -134,7 +134,7 @@ class Mailbox:
             return dict(self._traffic)
 
     def count_of(self, host: int, traffic: dict[str, int]) -> None:
-        """Notes the bytes that another host of the island counted so far; they may come
+        """Note the bytes that another host of the island counted so far; they may come
         out of order."""
         with self._lock:
             before = self._traffic_of.get(host, {})
@@ -157,7 +157,7 @@ class Mailbox:
     def wait_for_post(
         self, has_news: Callable[[Status, int], bool], timeout_s: float
     ) -> None:
-        """Returns once there is something to report, or in time. has_news: asked with
+        """Return once there is something to report, or in time. has_news: asked with
         the status and the number of the newest record, see `Reporting`."""
 
         def posted() -> bool:

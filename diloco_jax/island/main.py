@@ -68,7 +68,7 @@ def run(
     incarnation: int,
     where: WorldAddress | None = None,
 ) -> int:
-    """Trains island `name` until the run is over; returns the process's exit code.
+    """Train island `name` until the run is over; return the process's exit code.
 
     Args:
       config: resolved: outer optimizer and corpus digest are filled in.
@@ -140,7 +140,7 @@ class LeadingHost:
         incarnation: int,
         hosts: Hosts | None = None,
     ) -> None:
-        """Reads the corpus; raises ConfigError or SecurityError.
+        """Read the corpus; raises ConfigError or SecurityError.
 
         hosts: of this island, if it has several.
         """
@@ -161,7 +161,7 @@ class LeadingHost:
         self._refused = False
 
     def start(self, script: Decisions | None = None) -> None:
-        """Joins: returns when the first step can be made.
+        """Join: returns when the first step can be made.
 
         script: another source of decisions than what comes in.
         """
@@ -195,7 +195,7 @@ class LeadingHost:
         self._receiver.start()
 
     def run(self) -> Ending:
-        """Trains until the end."""
+        """Train until the end."""
         assert self._loop is not None
         return self._loop.run()
 
@@ -206,7 +206,7 @@ class LeadingHost:
         return self._refused or of_loop
 
     def stop(self, ending: Ending) -> None:
-        """Says goodbye, within `stop_s`; at once where the machine is taken away: what
+        """Say goodbye, within `stop_s`; at once where the machine is taken away: what
         was under way has had the time of the notice."""
         timeout_s = self._deadlines.stop_s / 4
         patience_s = 0.0 if ending.reason == "preempted" else timeout_s
@@ -220,7 +220,7 @@ class LeadingHost:
                 self._hosts.tell("left", b"")
 
     def close(self) -> None:
-        """Frees sockets and threads."""
+        """Free sockets and threads."""
         self._host.close()
 
     def _end(self, who: str) -> None:
@@ -230,7 +230,7 @@ class LeadingHost:
     # ---- joining ----------------------------------------------------------------
 
     def _join(self, welcome: Welcome) -> list[Version]:
-        """Builds, compiles and fetches every fragment, while reports go on."""
+        """Build, compiles and fetches every fragment, while reports go on."""
         host, mailbox = self._host, self.mailbox
         host.build(
             Identity(

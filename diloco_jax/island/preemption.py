@@ -56,7 +56,7 @@ class Preemption:
         return self._notice_s > 0
 
     def notice(self, source: str) -> None:
-        """Ends the loop, once what is open has been sent. Not from a signal handler:
+        """End the loop, once what is open has been sent. Not from a signal handler:
         the mailbox has a lock. The exit code is that of a failure, so that whoever
         supervises the island starts it again."""
         if self._tell_leader is not None:
@@ -71,7 +71,7 @@ class Preemption:
         thread.start()
 
     def watch(self, host: str = "") -> threading.Thread | None:
-        """Starts waiting for the metadata server's notice, beside the loop.
+        """Start waiting for the metadata server's notice, beside the loop.
 
         host: HOST or HOST:PORT of the server; empty = GCE_METADATA_HOST, or the usual
         one. Where none answers, the thread ends and nothing else happens.

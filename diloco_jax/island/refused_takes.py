@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_refused(takes: Iterable[RefusedTake]) -> None:
-    """Logs each with its reason, and what became of its steps."""
+    """Log each with its reason, and what became of its steps."""
     for take in takes:
         # A take without steps is no news: its island was asked twice within a step.
         logger.log(

@@ -72,7 +72,7 @@ class Timing:
         self._losses.append(value)
 
     def skipped(self) -> int:
-        """A step changed nothing; returns how many have by now."""
+        """A step changed nothing; return how many have by now."""
         self._skipped += 1
         return self._skipped
 

@@ -55,7 +55,7 @@ def is_loopback(host: str) -> bool:
 
 
 def require_tls(address: str, *, tls: bool, insecure: bool) -> None:
-    """Raises ConfigError if the address needs TLS, has none and nobody insisted."""
+    """Raise ConfigError if the address needs TLS, has none and nobody insisted."""
     host, _ = parse_address(address)
     if not (tls or insecure or is_loopback(host)):
         raise ConfigError(
@@ -84,7 +84,7 @@ def resolve(address: str) -> str:
 
 
 def require_free(address: str) -> None:
-    """Raises ConfigError if `address` cannot be bound: asked before a run is begun."""
+    """Raise ConfigError if `address` cannot be bound: asked before a run is begun."""
     obstacle = _obstacle(resolve(address))
     if obstacle:
         raise ConfigError(f"cannot bind {address}: {obstacle}")

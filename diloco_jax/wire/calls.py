@@ -26,7 +26,7 @@ class CallSlot:
         self._cancelled = False
 
     def fill(self, call: Any) -> Any:
-        """Puts the call in its place, and returns it."""
+        """Put the call in its place, and return it."""
         with self._lock:
             self._call = call
             cancelled = self._cancelled
@@ -35,7 +35,7 @@ class CallSlot:
         return call
 
     def cancel(self) -> None:
-        """Cancels the call, now or when it comes; harmless if it is done."""
+        """Cancel the call, now or when it comes; harmless if it is done."""
         with self._lock:
             self._cancelled = True
             call = self._call
@@ -80,7 +80,7 @@ class CallGroup:
                 self._slots.discard(slot)
 
     def cancel(self) -> None:
-        """Ends all calls, those to come too."""
+        """End all calls, those to come too."""
         self._cancelled.set()
         with self._lock:
             slots = list(self._slots)
@@ -88,7 +88,7 @@ class CallGroup:
             slot.cancel()
 
     def pause(self, seconds: float) -> bool:
-        """Waits; returns early and True if the group is cancelled."""
+        """Wait; return early and True if the group is cancelled."""
         return self._cancelled.wait(seconds)
 
     def results(self, running: list[futures.Future[Result]]) -> list[Result]:

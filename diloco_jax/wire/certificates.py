@@ -33,7 +33,7 @@ def make_certificates(
     *,
     replace: bool = False,
 ) -> None:
-    """Writes a new authority and both roles' certificates, valid for `days`.
+    """Write a new authority and both roles' certificates, valid for `days`.
 
     `names` are host names and IP addresses at which islands reach the coordinator.
     Raises SecurityError if the folder has an authority already, unless `replace`.
@@ -58,7 +58,7 @@ def make_certificates(
 
 
 def add_names(folder: str | Path, names: Iterable[str], days: int) -> None:
-    """Signs both roles' certificates anew, the coordinator's with further names.
+    """Sign both roles' certificates anew, the coordinator's with further names.
 
     Certificates given out before stay valid. Raises SecurityError if the folder does
     not hold the authority with its key.

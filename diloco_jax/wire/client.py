@@ -37,7 +37,7 @@ class Client:
         bulk_channels: int,
         insecure: bool = False,
     ) -> None:
-        """Raises ConfigError if `address` is malformed or must not go without TLS."""
+        """Raise ConfigError if `address` is malformed or must not go without TLS."""
         addresses.require_tls(address, tls=tls is not None, insecure=insecure)
         self.address = address
         self._tls, self._deadlines = tls, deadlines
@@ -52,7 +52,7 @@ class Client:
         self._streams: list[ControlStream] = []
 
     def open_control(self, hello: messages.Hello) -> ControlStream:
-        """Says hello; returns when the Welcome is here, within about `connect_s`.
+        """Say hello; return when the Welcome is here, within about `connect_s`.
 
         Raises Refused, Busy, ConnectionLost, SecurityError or ProtocolError.
         """
@@ -69,7 +69,7 @@ class Client:
     def upload(
         self, start: bulk.UploadStart, payload: bytes | bytearray | memoryview
     ) -> int:
-        """Sends bytes `offset` to `offset + length` of a payload, in parallel stripes.
+        """Send bytes `offset` to `offset + length` of a payload, in parallel stripes.
 
         Returns the bytes sent, headers included. Raises Refused, ConnectionLost,
         ProtocolError, or Busy if a stripe finds no place for `budget_s`; the whole
@@ -78,7 +78,7 @@ class Client:
         return self._transfers.upload(start, payload)
 
     def fetch(self, request: bulk.FetchRequest, *, max_bytes: int) -> Fetched:
-        """Fetches one version of a fragment whole; the request's offset and length
+        """Fetch one version of a fragment whole; the request's offset and length
         are set here.
 
         A stripe that breaks is resumed after its last good byte, until `pin_s` after
@@ -109,7 +109,7 @@ class Client:
         return state
 
     def close(self) -> None:
-        """Ends streams and transfers and closes all channels, within `stop_s`."""
+        """End streams and transfers and closes all channels, within `stop_s`."""
         deadline = time.monotonic() + self._deadlines.stop_s
         with self._lock:
             streams, self._streams = self._streams, []

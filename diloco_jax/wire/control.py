@@ -49,7 +49,7 @@ class ControlStream:
         self._reader.start()
 
     def await_welcome(self, connect_s: float) -> None:
-        """Waits at most `connect_s` for the answer to the hello.
+        """Wait at most `connect_s` for the answer to the hello.
 
         Raises Refused, Busy, ConnectionLost or ProtocolError, the stream being closed.
         """
@@ -71,7 +71,7 @@ class ControlStream:
             raise
 
     def send(self, message: messages.FromIsland) -> None:
-        """Queues a message and returns at once.
+        """Queue a message and return at once.
 
         Raises LocalProtocolError if it is too large, ConnectionLost if the stream is
         dead or the coordinator reads so slowly that the queue is full.
@@ -118,7 +118,7 @@ class ControlStream:
         return self._reader.is_alive()
 
     def close(self, timeout_s: float) -> None:
-        """Sends what is queued, then ends the stream; cuts it off at `timeout_s`."""
+        """Send what is queued, then ends the stream; cuts it off at `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         self._outbox.close()
         # Nobody may be reading any more, and a full inbox would hold up the end.
@@ -127,7 +127,7 @@ class ControlStream:
         self.cancel()
 
     def cancel(self) -> None:
-        """Ends the stream at once."""
+        """End the stream at once."""
         self._outbox.close(discard=True)
         self._inbox.close(discard=True)
         self._call.cancel()
@@ -155,7 +155,7 @@ class ControlStream:
             self._inbox.close(error)
 
     def _drain(self) -> None:
-        """Reads on without keeping anything, until the coordinator ends the stream."""
+        """Read on without keeping anything, until the coordinator ends the stream."""
         try:
             for _ in self._call:
                 pass

@@ -90,7 +90,7 @@ def status_of(error: WireError) -> tuple[grpc.StatusCode, str]:
 
 
 def abort(context: Any, error: WireError) -> None:
-    """Ends the call of a `grpc.ServicerContext` with `error`; never returns."""
+    """End the call of a `grpc.ServicerContext` with `error`; never returns."""
     code, details = status_of(error)
     if isinstance(error, Refused):
         context.set_trailing_metadata(((CODE_KEY, error.code),))

@@ -31,7 +31,7 @@ SIZE_OPTIONS = (
 
 
 def chunks(payload: memoryview, offset: int = 0) -> Iterator[bytes]:
-    """Cuts bytes into framed chunks, one copy each; `offset` is that of the first."""
+    """Cut bytes into framed chunks, one copy each; `offset` is that of the first."""
     view = payload.cast("B")
     for start in range(0, len(view), CHUNK_BYTES):
         part = view[start : start + CHUNK_BYTES]

@@ -58,7 +58,7 @@ class Handlers(ControlHandlers, Protocol):
         """
 
     def upload_end(self, start: UploadStart, place: memoryview) -> bool:
-        """The stripe is in the place that `upload_begin` gave, checked; returns whether
+        """The stripe is in the place that `upload_begin` gave, checked; return whether
         it was the last."""
 
     def fetch(self, request: FetchRequest) -> FetchSource:
@@ -82,7 +82,7 @@ class Server:
         bulk_channels: int,
         insecure: bool = False,
     ) -> None:
-        """Raises ConfigError if `bind` is malformed or must not go without TLS."""
+        """Raise ConfigError if `bind` is malformed or must not go without TLS."""
         addresses.require_tls(bind, tls=tls is not None, insecure=insecure)
         self._bind, self._handlers, self._tls = bind, handlers, tls
         self._deadlines = deadlines
@@ -97,7 +97,7 @@ class Server:
         self._sessions: dict[int, Session] = {}
 
     def start(self) -> str:
-        """Binds and serves; returns `HOST:PORT` with the port that was bound.
+        """Bind and serves; return `HOST:PORT` with the port that was bound.
 
         Raises ConfigError naming the address if it cannot be bound.
         """
@@ -231,7 +231,7 @@ class Server:
 
     @contextlib.contextmanager
     def _answering(self, context: Any) -> Iterator[None]:
-        """Turns what is raised inside into the status that the peer gets."""
+        """Turn what is raised inside into the status that the peer gets."""
         try:
             yield
         except grpc.RpcError:
@@ -268,7 +268,7 @@ def _store(
     guard: Guard,
     peer: str,
 ) -> None:
-    """Checks an upload's chunks and copies them to their place."""
+    """Check an upload's chunks and copies them to their place."""
     stored = 0
     for frame in requests:
         part = frames.check(
@@ -286,7 +286,7 @@ def _store(
 def _frames(
     buffers: Sequence[bytes | bytearray | memoryview], offset: int, length: int
 ) -> Iterator[bytes]:
-    """Frames bytes `offset` to `offset + length` of buffers laid end to end."""
+    """Frame bytes `offset` to `offset + length` of buffers laid end to end."""
     begin, end = 0, offset + length
     for buffer in buffers:
         view = memoryview(buffer)

@@ -56,7 +56,7 @@ class Session:
         self._outbox = ByteQueue(OUTBOX_BYTES)
 
     def send(self, message: messages.FromCoordinator) -> None:
-        """Queues a message and returns at once; does nothing on a closed session.
+        """Queue a message and return at once; does nothing on a closed session.
 
         A peer that leaves more than `OUTBOX_BYTES` unread is too slow to follow: its
         session ends, and it may come back.
@@ -80,13 +80,13 @@ class Session:
         return self._outbox.held_bytes
 
     def close(self, refused: Refused | None = None) -> None:
-        """Ends the session after what is queued, with a last word if refused."""
+        """End the session after what is queued, with a last word if refused."""
         if refused is not None:
             self.send(messages.Refused(code=refused.code, message=refused.message))
         self._outbox.close()
 
     def fail(self, error: WireError) -> None:
-        """Ends the session after what is queued; the peer is told of the error."""
+        """End the session after what is queued; the peer is told of the error."""
         self._outbox.close(error)
 
     def serve(

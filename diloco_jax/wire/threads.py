@@ -105,7 +105,7 @@ class Guard:
         return self._touched + self.limit_s
 
     def expire(self) -> None:
-        """Ends what is guarded."""
+        """End what is guarded."""
         self.expired = True
         self._on_expiry()
 
@@ -135,7 +135,7 @@ class IdleWatch:
                 self._guards.discard(guard)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread; guards expire no more."""
+        """End the thread; guards expire no more."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -195,7 +195,7 @@ class DaemonPool(futures.Executor):
         return future
 
     def close(self, timeout_s: float) -> None:
-        """Takes no more tasks and waits for those it has, at most `timeout_s`."""
+        """Take no more tasks and waits for those it has, at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with self._condition:
             self._closed = True

@@ -29,7 +29,7 @@ class TlsFiles:
 
     @classmethod
     def load(cls, folder: str | Path, role: Role) -> TlsFiles:
-        """Reads `ca.pem`, `ROLE.pem` and `ROLE.key`.
+        """Read `ca.pem`, `ROLE.pem` and `ROLE.key`.
 
         Raises SecurityError naming the file if one is missing or unreadable, expired,
         not signed by the authority, or not of a pair.

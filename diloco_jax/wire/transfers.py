@@ -126,7 +126,7 @@ class Transfers:
         return fetch.result(wire_bytes)
 
     def cancel(self) -> None:
-        """Ends all transfers, those to come too."""
+        """End all transfers, those to come too."""
         with self._lock:
             self._closed = True
             groups = list(self._groups)
@@ -142,7 +142,7 @@ class Transfers:
     def _send(
         self, method: Any, calls: CallGroup, start: UploadStart, view: memoryview
     ) -> int:
-        """Uploads a stripe; again, and it alone, while the peer is too busy for it.
+        """Upload a stripe; again, and it alone, while the peer is too busy for it.
         Returns the bytes sent, those of all attempts."""
         backoff = Backoff(self._deadlines)
         deadline = time.monotonic() + self._deadlines.budget_s
@@ -226,7 +226,7 @@ class _Fetch:
         stripe: _Stripe,
         on_first_answer: Callable[[], None] | None = None,
     ) -> int:
-        """Fetches a stripe, attempt after attempt; returns the bytes received."""
+        """Fetch a stripe, attempt after attempt; return the bytes received."""
         backoff = Backoff(self._deadlines)
         while True:
             position = stripe.position
@@ -326,7 +326,7 @@ class _Fetch:
 
 
 def stripes(total: int, most: int) -> list[tuple[int, int]]:
-    """Cuts `total` bytes into at most `most` (offset, length) of equal size, each of
+    """Cut `total` bytes into at most `most` (offset, length) of equal size, each of
     at least 1 MiB unless there is only one."""
     number = max(1, min(most, total // MIN_STRIPE_BYTES))
     edges = [total * i // number for i in range(number + 1)]

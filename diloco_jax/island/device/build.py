@@ -35,7 +35,7 @@ def build_trainer(
 def build_exchange(
     run: RunConfig, model: Model, trainer: Trainer
 ) -> tuple[Exchange, Params]:
-    """Takes and adoptions of an island that has no anchors yet, and parameters of
+    """Take and adoptions of an island that has no anchors yet, and parameters of
     zeros that lie as the real ones will."""
     plan, params = build_plan(run, model), trainer.zeros()
     return Exchange(plan, run.sync, params, trainer.anchor_memory), params
@@ -44,7 +44,7 @@ def build_exchange(
 def compile_ahead(
     trainer: Trainer, exchange: Exchange, params: Params, sequence_length: int
 ) -> None:
-    """Compiles all that an island executes, and executes nothing.
+    """Compile all that an island executes, and executes nothing.
 
     params: arrays that lie like the local parameters.
 

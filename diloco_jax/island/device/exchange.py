@@ -218,7 +218,7 @@ class Exchange:
         return {piece.name: anchor for piece, anchor in self._anchors.items()}
 
     def warm(self, params: Params) -> Params:
-        """Compiles everything on `params`, which is donated and comes back unchanged.
+        """Compile everything on `params`, which is donated and comes back unchanged.
 
         Leaves no anchors behind: call `start` afterwards.
         """

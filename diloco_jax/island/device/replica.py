@@ -33,7 +33,7 @@ class Replica:
         return {"params": self.params, "moments": moments, **self._exchange.trees()}
 
     def step(self, batch: Any, learning_rate: float) -> Metrics:
-        """One inner step on a batch of host arrays; returns before it is done."""
+        """One inner step on a batch of host arrays; return before it is done."""
         placed = self._trainer.put_batch(batch)
         self._state, metrics = self._trainer.step(self._state, placed, learning_rate)
         return metrics
@@ -43,7 +43,7 @@ class Replica:
         return self._exchange.take(fragment, self.params)
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
-        """Takes over a published fragment, in place."""
+        """Take over a published fragment, in place."""
         self._replace(self._exchange.adopt(arrival, self.params, keep=keep))
 
     def judge(self, fragment: int, outcome: Outcome) -> None:

@@ -62,7 +62,7 @@ class Trainer:
     def step(
         self, state: TrainState, batch: jax.Array, learning_rate: float
     ) -> tuple[TrainState, Metrics]:
-        """One update; returns at once, the work goes on on the devices.
+        """One update; return at once, the work goes on on the devices.
 
         Args:
           state: consumed.
@@ -114,7 +114,7 @@ class Trainer:
             return self._init_inner(params)
 
     def put_batch(self, batch: np.ndarray) -> jax.Array:
-        """Cuts the leading axis over the mesh."""
+        """Cut the leading axis over the mesh."""
         return place(batch, batch_sharding(self.mesh))
 
     def abstract_state(self) -> TrainState:
@@ -202,7 +202,7 @@ class Trainer:
     def _evaluate(
         self, params: Params, tokens: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Sums, in as many rounds as a step: it takes no more memory than that."""
+        """Sum, in as many rounds as a step: it takes no more memory than that."""
 
         def sums(tokens: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
             batch = {"tokens": tokens, "weights": weights}

@@ -44,7 +44,7 @@ class Follower:
         workdir: Path,
         hosts: Hosts,
     ) -> None:
-        """Reads the corpus; raises ConfigError or SecurityError."""
+        """Read the corpus; raises ConfigError or SecurityError."""
         self._host = Host(config, name, coordinator_address, workdir)
         self._hosts = hosts
         self._orders: OrderThread | None = None
@@ -53,7 +53,7 @@ class Follower:
         self.mailbox = self._host.mailbox
 
     def start(self) -> None:
-        """Joins with host 0; raises HostsError if that says nothing in time, Refused if
+        """Join with host 0; raises HostsError if that says nothing in time, Refused if
         it was, and ConfigError if it has another config."""
         host, hosts = self._host, self._hosts
         config, deadlines = host.config, host.deadlines
@@ -92,7 +92,7 @@ class Follower:
         host.sender.start()
 
     def run(self) -> Ending:
-        """Trains until host 0 ends it."""
+        """Train until host 0 ends it."""
         assert self._loop is not None
         return self._loop.run()
 
@@ -108,7 +108,7 @@ class Follower:
             self._hosts.tell("leave", f"host {self._hosts.index}: {reason}".encode())
 
     def stop(self, ending: Ending) -> None:
-        """Ends the threads, within `stop_s`."""
+        """End the threads, within `stop_s`."""
         timeout_s = self._host.deadlines.stop_s / 4
         if self.ended_together:
             # Host 0 may still need what this one has not sent.
@@ -121,7 +121,7 @@ class Follower:
             self._orders.close(timeout_s)
 
     def close(self) -> None:
-        """Frees sockets and threads."""
+        """Free sockets and threads."""
         self._host.close()
 
     def _check(self, begin: HostsBegin) -> None:

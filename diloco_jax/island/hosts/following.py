@@ -105,7 +105,7 @@ class LeadDecisions:
             self._source.wait(timeout_s)
 
     def _clean_up(self, start: int, step: int) -> None:
-        """Forgets a batch of decisions that everybody acted upon."""
+        """Forget a batch of decisions that everybody acted upon."""
         if start < 0:
             return
         for host in self._hosts.others:
@@ -168,14 +168,14 @@ class Orders:
         self._forgotten = 0
 
     def give(self, order: Order) -> int:
-        """Tells everybody; returns the order's number."""
+        """Tell everybody; return the order's number."""
         with self._lock:
             number = next(self._numbers)
             self._hosts.tell(f"order/{number}", msgspec.msgpack.encode(order))
         return number
 
     def await_answers(self, number: int) -> None:
-        """Returns when every host has done order `number`.
+        """Return when every host has done order `number`.
 
         Raises VersionGone or ConnectionLost if one of them could not get its part,
         HostsError if one does not answer in time.
@@ -199,7 +199,7 @@ class Orders:
             raise ConnectionLost("a host of this island lost the coordinator")
 
     def _forget_through(self, number: int) -> None:
-        """Orders are done in their turn: who answered one has read all before it."""
+        """Order are done in their turn: who answered one has read all before it."""
         with self._lock:
             for read in range(self._forgotten, number + 1):
                 self._hosts.forget(f"order/{read}")
@@ -223,11 +223,11 @@ class OrderThread:
         self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Ends it; an order under way may go on until the process ends."""
+        """End it; an order under way may go on until the process ends."""
         self._closing.set()
         self._thread.join(timeout_s)
 

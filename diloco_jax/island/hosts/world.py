@@ -53,7 +53,7 @@ class Hosts:
         return range(1, self.count)
 
     def tell(self, key: str, value: bytes) -> None:
-        """Sets a key for all hosts to see."""
+        """Set a key for all hosts to see."""
         self._call("key_value_set_bytes", key, value)
 
     def hear(self, key: str, timeout_s: float) -> bytes | None:
@@ -69,7 +69,7 @@ class Hosts:
         return heard
 
     def meet(self, what: str, timeout_s: float, given_up: Callable[[], bool]) -> None:
-        """Returns once every host of the island has come here. A collective waits for
+        """Return once every host of the island has come here. A collective waits for
         the others only so long as its transport has it, which no setting changes.
 
         Args:
@@ -91,7 +91,7 @@ class Hosts:
                     )
 
     def forget(self, key: str) -> None:
-        """Frees a key that nobody needs any more."""
+        """Free a key that nobody needs any more."""
         self._call("key_value_delete", key)
 
     def _call(self, method: str, *arguments: Any) -> None:
@@ -102,7 +102,7 @@ class Hosts:
 
 
 def join_world(where: WorldAddress, count: int, budget_s: float) -> Hosts:
-    """Meets the other hosts; call it before anything else of jax.
+    """Meet the other hosts; call it before anything else of jax.
 
     Args:
       count: hosts of the island, by its config.
@@ -152,7 +152,7 @@ def join_world(where: WorldAddress, count: int, budget_s: float) -> Hosts:
 
 
 def leave_world() -> None:
-    """Ends the membership; waits for the others within their budget."""
+    """End the membership; waits for the others within their budget."""
     try:
         jax.distributed.shutdown()  # type: ignore[no-untyped-call]
     except (RuntimeError, ValueError) as error:
@@ -168,7 +168,7 @@ def end_alone(exit_code: int) -> int:
 
 
 def abandon_world(exit_code: int) -> NoReturn:
-    """Ends this process at once. Leaving in order would wait for the other hosts, and
+    """End this process at once. Leaving in order would wait for the other hosts, and
     abort, which hides the exit code, when they are gone."""
     logging.shutdown()
     sys.stdout.flush()

@@ -31,7 +31,7 @@ class Fetcher:
         self._exchange, self._mailbox = exchange, mailbox
 
     def fetch(self, fetch: Fetch) -> Arrival:
-        """Fetches all that leads from `have` to `want`; A in full if `have` is None, or
+        """Fetch all that leads from `have` to `want`; A in full if `have` is None, or
         too old.
 
         Raises VersionGone if that is not kept any more, or another WireError.

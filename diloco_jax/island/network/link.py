@@ -48,7 +48,7 @@ class Connects(Protocol):
     """What the link needs of a `wire.Client`."""
 
     def open_control(self, hello: Hello) -> ControlStream:
-        """Says hello and waits for the Welcome."""
+        """Say hello and waits for the Welcome."""
         ...
 
 
@@ -128,13 +128,13 @@ class Link:
             self._closing.wait(self._deadlines.retry_max_s)
 
     def start(self, targets: Targets) -> None:
-        """Starts receiving and reporting."""
+        """Start receiving and reporting."""
         self._targets = targets
         for thread in self._threads:
             thread.start()
 
     def close(self, ending: Ending, timeout_s: float) -> None:
-        """Reports what is left, says goodbye and hangs up. Never raises."""
+        """Report what is left, says goodbye and hangs up. Never raises."""
         self._closing.set()
         # At once: the threads may take a while to end, and the machine may be gone.
         first = self._connection
@@ -234,7 +234,7 @@ class Link:
         return stream.welcome
 
     def _do(self, errands: tuple[Errand, ...]) -> None:
-        """Hands bulk work on. A join has no targets yet, and fetches everything."""
+        """Hand bulk work on. A join has no targets yet, and fetches everything."""
         if self._targets is None:
             return
         for errand in errands:
@@ -273,7 +273,7 @@ class Link:
             self._mailbox.end(EXIT_FAILED, f"reporting failed: {error!r}")
 
     def _send_reports(self, connection: _Connection) -> None:
-        """Sends status, and the records that this stream has not had."""
+        """Send status, and the records that this stream has not had."""
         said = connection.reporting
         status, unsent = self._mailbox.report(said.sent_through)
         for report in said.reports(status, unsent):

@@ -52,7 +52,7 @@ class Receiver:
             self._changed.notify_all()
 
     def fetch_all(self) -> list[Version]:
-        """Fetches every fragment in full, at the newest version, which it returns; for
+        """Fetch every fragment in full, at the newest version, which it returns; for
         a join, before `start`.
 
         Raises TimeoutError if a fragment does not come within the pins' lifetime,
@@ -66,11 +66,11 @@ class Receiver:
         return [a.version for a in sorted(arrivals, key=lambda a: a.fragment)]
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread; a fetch may go on until the process ends."""
+        """End the thread; a fetch may go on until the process ends."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -100,7 +100,7 @@ class Receiver:
             self._mailbox.end(EXIT_FAILED, f"the receiver failed: {error!r}")
 
     def _next(self) -> Fetch | None:
-        """Waits for something to fetch; None when closing."""
+        """Wait for something to fetch; None when closing."""
         with self._changed:
             while not self._closing:
                 if (fetch := self._fetching.next()) is not None:
@@ -109,7 +109,7 @@ class Receiver:
             return None
 
     def _join_next(self) -> Arrival:
-        """Fetches the next fragment, until it is here; on several threads at a time."""
+        """Fetch the next fragment, until it is here; on several threads at a time."""
         with self._changed:
             fetch = self._fetching.next()
         assert fetch is not None, "more threads than fetches"

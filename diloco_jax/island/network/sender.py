@@ -36,7 +36,7 @@ class Uploads(Protocol):
     """What the sender needs of a `wire.Client`."""
 
     def upload(self, start: UploadStart, payload: Any) -> int:
-        """Sends a payload; returns the bytes on the wire."""
+        """Send a payload; return the bytes on the wire."""
         ...
 
 
@@ -83,21 +83,21 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def put(self, fragment: int, tick: int, encoded: tuple[Any, ...]) -> None:
-        """Sends a delta: its encoded pieces, uint8[*grid, tile_bytes] each."""
+        """Send a delta: its encoded pieces, uint8[*grid, tile_bytes] each."""
         self._put(_Parcel(fragment, tick, None, encoded))
 
     def put_anchor(
         self, fragment: int, version: Version, encoded: tuple[Any, ...]
     ) -> None:
-        """Sends an anchor, ahead of deltas and once: encoded as these are, in f32."""
+        """Send an anchor, ahead of deltas and once: encoded as these are, in f32."""
         self._put(_Parcel(fragment, -1, version, encoded))
 
     def resend(self, fragment: int, tick: int) -> None:
-        """Sends the delta of this take once more, if it is still here."""
+        """Send the delta of this take once more, if it is still here."""
         with self._changed:
             parcel = self._parcels.get((fragment, False))
             if parcel is not None and parcel.tick == tick:
@@ -112,7 +112,7 @@ class Sender:
                 del self._parcels[fragment, False]
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread; what is being sent may go on until the process ends."""
+        """End the thread; what is being sent may go on until the process ends."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
