@@ -47,8 +47,8 @@ class _Arriving:
                 raise RemoteProtocolError(
                     f"bytes {start.offset} to {start.offset + start.length} of a delta "
                     f"of fragment {start.fragment} from {start.island!r} overlap "
-                    f"{offset} to {offset + length}, which have arrived; the stripes of "
-                    f"a delta are disjoint"
+                    f"{offset} to {offset + length}, which arrived; the stripes of a "
+                    f"delta are disjoint"
                 )
 
 

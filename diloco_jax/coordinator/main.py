@@ -73,8 +73,7 @@ def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> i
         workdir, an address that cannot be bound, snapshots that cannot be written, a
         coordinator that is there already.
     """
-    # Even where the machine has TPUs: those are an island's. This is in time although a
-    # config may have imported jax, which reads JAX_PLATFORMS then.
+    # TPUs here are an island's. JAX_PLATFORMS is too late if a config imported jax.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     coordinator = Coordinator(config, workdir, init=init, resume=resume)
     try:
@@ -199,9 +198,7 @@ class Coordinator:
         )
         if gathered is not None:
             self._server.hand_over(service)
-            self._open.callback(
-                self._server.stop, 0.0
-            )  # Before the files that it writes to.
+            self._open.callback(self._server.stop, 0.0)  # Before its files.
         else:
             self._serve(service)
         address_file = workdir / run_files.ADDRESS
@@ -321,8 +318,7 @@ class Coordinator:
             self.store, state = origin.initialise(
                 config, policy, self._model, plan, self._tape
             )
-        # The log comes after the snapshot that it goes on from: where a log is, the run
-        # has begun.
+        # After the log's snapshot: where a log is, the run has begun.
         number = durable.next_number(
             workdir / run_files.LOG, -1 if found is None else found
         )
@@ -341,8 +337,7 @@ class Coordinator:
         return log
 
     def _begin_again(self) -> None:
-        """Continue a run that was stopped as a whole: its islands are not in it any
-        more, and the time until now does not count."""
+        """Continue a stopped run: without its islands, and without the time until now."""
         stopped_s = max(0.0, time.time() - self._roster.saved_unix())
         steps = self._roster.resume(stopped_s)
         begun = self._facts.begun_unix + stopped_s
