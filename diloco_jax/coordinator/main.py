@@ -337,7 +337,7 @@ class Coordinator:
         return log
 
     def _begin_again(self) -> None:
-        """Continue a stopped run: without its islands, and without the time until now."""
+        """Continue a stopped run without its islands and without the time until now."""
         stopped_s = max(0.0, time.time() - self._roster.saved_unix())
         steps = self._roster.resume(stopped_s)
         begun = self._facts.begun_unix + stopped_s
