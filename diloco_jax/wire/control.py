@@ -26,11 +26,13 @@ logger = logging.getLogger(__name__)
 
 OUTBOX_BYTES = encoding.QUEUED_CONTROL_BYTES
 INBOX_BYTES = encoding.QUEUED_CONTROL_BYTES
-"""When it is full the stream is not read on, and the coordinator's queue fills."""
+"""Bytes of messages before the stream is not read on. The coordinator's queue fills
+then."""
 
 
 class ControlStream:
-    """Messages both ways. `send` never blocks; `receive` has a deadline."""
+    """Exchange messages with the coordinator. `send` never blocks; `receive` has a
+    deadline."""
 
     welcome: messages.Welcome
     """The coordinator's first message."""
@@ -51,7 +53,7 @@ class ControlStream:
     def await_welcome(self, connect_s: float) -> None:
         """Wait at most `connect_s` for the answer to the hello.
 
-        Raises Refused, Busy, ConnectionLost or ProtocolError, the stream being closed.
+        Raises Refused, Busy, ConnectionLost or ProtocolError, and closes the stream.
         """
         try:
             first = self.receive(connect_s)
@@ -73,8 +75,8 @@ class ControlStream:
     def send(self, message: messages.FromIsland) -> None:
         """Queue a message and return at once.
 
-        Raises LocalProtocolError if it is too large, ConnectionLost if the stream is
-        dead or the coordinator reads so slowly that the queue is full.
+        Raises LocalProtocolError if it is too large; ConnectionLost if the stream is
+        dead, or if the queue is full because the coordinator reads too slowly.
         """
         raw = encoding.encode(message)
         if len(raw) > encoding.MAX_CONTROL_BYTES:
@@ -94,10 +96,11 @@ class ControlStream:
             )
 
     def receive(self, timeout_s: float) -> messages.FromCoordinator | None:
-        """The next message, or None after `timeout_s`.
+        """Return the next message, or None after `timeout_s`.
 
         Raises Refused if that is the coordinator's last word, ConnectionLost (or the
-        error that ended it) when the stream is dead and all that came is read.
+        error that ended the stream) when the stream is dead and everything that came is
+        read.
         """
         try:
             raw = self._inbox.get(timeout_s)
@@ -114,14 +117,14 @@ class ControlStream:
 
     @property
     def alive(self) -> bool:
-        """Whether the stream is open still."""
+        """Tell if the stream is still open."""
         return self._reader.is_alive()
 
     def close(self, timeout_s: float) -> None:
-        """Send what is queued, then ends the stream; cuts it off at `timeout_s`."""
+        """Send what is queued, then end the stream; cut it off at `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         self._outbox.close()
-        # Nobody may be reading any more, and a full inbox would hold up the end.
+        # Nothing may be reading any more, and a full inbox would hold up the end.
         self._inbox.close(discard=True)
         self._reader.join(max(0.0, deadline - time.monotonic()))
         self.cancel()
