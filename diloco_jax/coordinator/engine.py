@@ -39,7 +39,7 @@ Decide = Callable[[PolicyConfig, S, E, float], tuple[S, Any]]
 
 
 class Log(Protocol):
-    """What the coordinator writes down. A gathering half writes nothing."""
+    """The written record of the coordinator. A gathering half writes nothing."""
 
     def persist(self, record: Durable) -> None:
         """Write a record; durable when this returns."""

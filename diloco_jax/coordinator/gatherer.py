@@ -182,7 +182,7 @@ class Gatherer:
             "goodput": 0.0,
             "alerts": [
                 f"{NO_STATE}: {len(state.got)} of {self._config.fragments} fragments "
-                f"are here"
+                f"have arrived"
             ],
             "versions": [],
             "islands": {

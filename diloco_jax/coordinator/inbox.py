@@ -181,7 +181,7 @@ class Inbox:
             if len(held) >= DELTAS_AT_ONCE:
                 raise Busy(
                     f"{len(held)} deltas of fragment {key.fragment} of {key.island!r} "
-                    f"are here; come again when they are merged"
+                    f"have arrived; come again when they are merged"
                 )
             return layout.total_bytes
         if assembly.complete or start.part in assembly.parts:

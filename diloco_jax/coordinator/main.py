@@ -133,8 +133,8 @@ class Coordinator:
         self._open.enter_context(lock)
         if gathered is not None and workdirs.holds_run(workdir):
             raise ConfigError(
-                f"{workdir} holds a run again, which it did not when this coordinator "
-                f"came up; start it once more, to go on with that"
+                f"{workdir} holds a run now, but held none when this coordinator came "
+                f"up; start the coordinator again to go on with that run"
             )
         compilation.use_cache(compilation.of_run(workdir))
         self.policy_config = policy_config(
@@ -229,7 +229,7 @@ class Coordinator:
         else:
             logger.error(
                 "a snapshot has not ended within %g s: none is written at the end, and "
-                "the log has what is since the last one%s",
+                "the log has everything since the last one%s",
                 self._patience_s(),
                 "; start the coordinator again, and it writes it" if finished else "",
             )

@@ -55,8 +55,7 @@ class Rooms:
         return Room(np.empty(nbytes, np.uint8), in_memory=True)
 
     def on_disk(self, nbytes: int) -> Room:
-        """Return a room on disk, which may take a while. Raises Busy if the disk is
-        full."""
+        """Return a room on disk, which may take time. Raises Busy if there is none."""
         full = (
             f"{nbytes} bytes more of deltas that wait for their merge exceed "
             f"placement.merge_buffer_bytes = {self._memory}"
@@ -79,5 +78,5 @@ class Rooms:
             raise Busy(f"{full}; no room in {self._disk}: {error}") from error
         if not self._told:
             self._told = True
-            logger.warning("%s: what is beyond is in %s", full, self._disk)
+            logger.warning("%s: further deltas are in %s", full, self._disk)
         return Room(np.frombuffer(place, np.uint8), in_memory=False)

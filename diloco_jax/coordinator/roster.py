@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 INTERVALS_KEPT = 64
 """Activity intervals per island; beyond it, the oldest two become one."""
 STOPPING_S = 60.0
-"""Seconds before the last departure within which a departure counts as the run's
-stop."""
+"""An island last seen within these seconds before the newest sign of life of any
+island was in the run when it stopped."""
 MAX_PAST_TOKENS = 2**62
 """Highest sum of tokens: the file holds whole numbers of 64 bits."""
 RATE_OVER_S = 5.0

@@ -149,8 +149,8 @@ class Service:
         if not finite:
             logger.warning(
                 "the delta of fragment %d, tick %d from %s, incarnation %d, has values "
-                "or a norm that are not finite, all must be: it is not merged; lower "
-                "inner.learning_rate, or start that island again",
+                "or a norm that are not finite, but all must be: it is not merged; "
+                "lower inner.learning_rate, or start that island again",
                 start.fragment,
                 start.tick,
                 start.island,

@@ -79,7 +79,7 @@ class _Fragment:
     outer_state: Any
     merge_state: tuple[Any, ...]
     last: tuple[Sample, ...]
-    """`Merged.sample` of the last merge; empty if another process computed it."""
+    """`Merged.sample` of the last merge; empty if computed elsewhere."""
     digest: str
     publishes: deque[tuple[Version, bytes]]
     pins: dict[Version, tuple[Arrays, float]]

@@ -12,7 +12,7 @@ from diloco_jax.protocol.coordinator import ending, ledger
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 
 SKIPPED_STEPS = 10
-"""Skipped steps in a row from which on there is an alert."""
+"""Skipped steps from which on there is an alert, while the loss is not finite."""
 
 
 def status(

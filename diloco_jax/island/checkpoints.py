@@ -84,7 +84,7 @@ class Checkpoints:
             what = f"the {hosts.count} hosts of island {self._name!r} do not share"
             if self._explicit:
                 raise ConfigError(
-                    f"{what} the folder {self._folder}; give one that they do as "
+                    f"{what} the folder {self._folder}; give a shared one as "
                     f"--checkpoints, such as gs://BUCKET/FOLDER"
                 )
             logger.warning(

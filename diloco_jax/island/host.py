@@ -105,7 +105,7 @@ class Host:
         """Run everything once, so that nothing compiles later. All hosts of an island
         must call it, and none runs anything before all have compiled it: one host may
         find in its cache what takes another minutes. On TPUs, too, all is compiled
-        before anything runs. A refusal of the compiler differs from a failure of the
+        before anything runs. This tells a refusal of the compiler from a failure of the
         machine, which another attempt may cure.
 
         Raises ConfigError for what does not compile.

@@ -191,8 +191,8 @@ class Loop:
         self.decisions.wait(self._deadlines.report_s)
         self.timing.restart()
         if self._seen.leaving:
-            return None  # The process that ends it does so in time.
-        waits = "the run did not finish" if self._seen.stop else "nobody said it ends"
+            return None  # What made it leave ends it in time.
+        waits = "the run did not finish" if self._seen.stop else "no end was announced"
         return self._overdue(waits, self._seen.heard)
 
     def _overdue(self, what: str, heard: int = 0) -> Ending | None:

@@ -8,15 +8,18 @@ from diloco_jax.protocol.island.stopping import Goal
 
 
 def goal_of(run: RunConfig, batch_size: int) -> Goal:
-    """Return the step at which an island of that batch size has the run's tokens."""
+    """Return the goal of an island of that batch size: all of the run's tokens."""
     return Goal(
         total_tokens=run.total_tokens, tokens_per_step=batch_size * run.sequence_length
     )
 
 
 class Pace:
-    """Progress of one incarnation: (the others' tokens that are not lost + own ones) /
-    total_tokens, monotone."""
+    """Learning rates of one incarnation, which follow its progress.
+
+    Progress = (the others' tokens that are not lost + own ones) / total_tokens,
+    monotone.
+    """
 
     def __init__(self, run: RunConfig, goal: Goal, *, warm: bool = False) -> None:
         """warm: the incarnation does not begin with fresh moments."""

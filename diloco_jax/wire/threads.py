@@ -42,8 +42,10 @@ class ByteQueue:
         self._error: WireError | None = None
 
     def put(self, item: bytes, *, wait: bool = False) -> bool:
-        """Add an item; return False if there is no room, unless `wait` is set.
-        QueueClosed if closed."""
+        """Add an item; return False if there is no room, or wait for room with `wait`.
+
+        Raises QueueClosed if the queue is closed.
+        """
         size = len(item) + _ITEM_OVERHEAD_BYTES
         with self._condition:
             while True:

@@ -28,8 +28,8 @@ from diloco_jax.models.layout import Layout
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
-# Mesh axis -> the logical axes of parameters that it may cut. It cuts the first whose
-# tiles end at its shards, and that no other mesh axis cuts.
+# Mesh axis -> the logical axes of parameters that it may cut. It cuts the first one
+# on whose tiles its shards end and that no other mesh axis cuts.
 RULES = {
     "tensor": ("mlp", "heads", "kv_heads", "vocab"),
     "fsdp": ("embed", "mlp", "vocab", "heads", "kv_heads", "head_dim"),

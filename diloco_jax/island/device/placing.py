@@ -94,7 +94,7 @@ def held(arrays: Sequence[jax.Array]) -> list[tuple[Box, jax.Array]]:
 
 def needed(shardings: Sequence[tuple[NamedSharding, tuple[int, ...]]]) -> Part:
     """Return the tiles that this host's devices need of encoded pieces with these
-    shardings and shapes; empty, which means all, if its devices need all of them."""
+    shardings and shapes; empty, which means all, if every device is this host's own."""
     if all(sharding.is_fully_addressable for sharding, _ in shardings):
         return ()
     boxes = dict.fromkeys(

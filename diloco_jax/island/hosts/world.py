@@ -33,7 +33,7 @@ class HostsError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorldAddress:
-    """Where the hosts of an island meet. Empty: jax finds it, on a TPU slice."""
+    """Meeting place of the hosts of an island. Empty: jax finds it, on a TPU slice."""
 
     address: str = ""
     """HOST:PORT of host 0, for `jax.distributed`."""
