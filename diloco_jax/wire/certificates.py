@@ -41,9 +41,10 @@ def make_certificates(
     folder = Path(folder)
     if (folder / "ca.pem").exists() and not replace:
         raise SecurityError(
-            f"{folder / 'ca.pem'} exists: a new authority would shut out every process that "
-            f"has certificates of the old one; add names to it (`diloco certs --add`), choose "
-            f"another folder, or replace it on purpose (`diloco certs --replace`)"
+            f"{folder / 'ca.pem'} exists: a new authority would shut out every process "
+            f"that has certificates of the old one; add names to it (`diloco certs "
+            f"--add`), choose another folder, or replace it on purpose (`diloco certs "
+            f"--replace`)"
         )
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _name("diloco authority")
