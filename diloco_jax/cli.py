@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import sys
@@ -21,22 +20,19 @@ from typing import TypeVar
 from diloco_jax import run_files
 from diloco_jax.config import Config
 from diloco_jax.config.fields import setting
-from diloco_jax.errors import ConfigError, suggest
+from diloco_jax.errors import ConfigError, disk_failure, suggest
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.interrupt import Interruptible
 from diloco_jax.paths import absolute
 
 T = TypeVar("T")
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR)
-"""Of a place that was good before: a workdir is looked at before anything begins."""
 MEMBERS = ("coordinator", "island")
 """Commands that leave a run in order when they are asked to end."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Run one command; return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
@@ -77,13 +73,10 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     except (WireError, StorageAway) as error:
         return _fail(str(error), EXIT_FAILED)
     except OSError as error:
-        if error.errno in FULL:
-            return _fail(
-                f"{_what(error)}: make room there{_goes_on(name)}", EXIT_FAILED
-            )
-        if error.errno in UNUSABLE:
-            return _fail(f"{_what(error)}; check that place", EXIT_FAILED)
-        raise
+        message = disk_failure(error, after=_goes_on(name))
+        if not message:
+            raise
+        return _fail(message, EXIT_FAILED)
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_FAILED)
 
@@ -388,11 +381,6 @@ def _help() -> str:
         "Exit codes: 0 done, 2 bad arguments or config, 3 refused, 1 anything else.",
     ]
     return "\n".join(lines)
-
-
-def _what(error: OSError) -> str:
-    where = f"{error.filename}: " if error.filename is not None else ""
-    return f"{where}{error.strerror}"
 
 
 def _goes_on(name: str) -> str:

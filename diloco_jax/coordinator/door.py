@@ -1,4 +1,4 @@
-"""What a message must hold beyond its types before anything is computed from it."""
+"""Checks of a message beyond its types, before anything is computed from it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from diloco_jax.wire.errors import RemoteProtocolError
 HIGHEST_TERM = 2**20
 HIGHEST_NUMBER = 2**48
 SHORTEST_MEDIAN_S = 1e-9
-"""Speeds of shorter steps would not be finite numbers."""
+"""Shortest median of a step in seconds; the speed of a shorter step would not be
+finite."""
 OF_NO_FRAGMENT = ("granted", "progress", "restored")
 
 
 def check_hello(hello: messages.Hello) -> None:
-    """Raises RemoteProtocolError if numbers or their products are absurd."""
+    """Raise RemoteProtocolError if the numbers of a hello or their products are
+    absurd."""
     _check_tokens(hello, hello.steps)
     for term, number in hello.versions:
         if not (0 < term <= HIGHEST_TERM and 0 <= number <= HIGHEST_NUMBER):
@@ -26,8 +28,8 @@ def check_hello(hello: messages.Hello) -> None:
 def check_report(
     hello: messages.Hello, report: messages.Report, fragments: int
 ) -> None:
-    """Likewise, or if a record is of a fragment that the run does not have. hello: that
-    of the session."""
+    """Raise RemoteProtocolError if a report's numbers are absurd, or if one of its
+    records names a fragment that the run does not have. hello: the session's."""
     _check_tokens(hello, max(report.steps, report.measures.steps))
     if 0 < (median_s := report.measures.median_step_seconds) < SHORTEST_MEDIAN_S:
         raise RemoteProtocolError(

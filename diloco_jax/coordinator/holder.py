@@ -1,8 +1,7 @@
-"""What holds fragments in the lead's own process: parameters, and deltas on their way.
+"""Hold parameters and deltas in the lead's own process.
 
-Merges are computed one by one on a thread of their own; a result comes back as an
-event. From then on its deltas are not needed any more, and its publish waits for the
-log.
+Merges are computed one by one on a thread of their own, and a result comes back as an
+event. The merged deltas are not needed after that; the publish waits for the log.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from diloco_jax.protocol.values import DeltaKey
 class StoreHolder:
     """The `Holder` of the service's engine.
 
-    post: queues an event for the engine's thread, and what to do there just ahead of
-    it. failed: called with what went wrong in a merge. note: writes to the tape.
+    post: queues an event for the engine's thread, with a function to call there just
+    before it. failed: called with the error of a merge. note: writes to the tape.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class StoreHolder:
         self._closing = False
 
     def warm_up(self, compiled: Callable[[], None]) -> None:
-        """Compiles what merges need, ahead of the first one. compiled: called on the
+        """Compile what merges need, ahead of the first merge. compiled: called on the
         engine's thread once that is done."""
         future = self._merger.submit(self._store.warm_up, lambda: self._closing)
 
@@ -59,16 +58,17 @@ class StoreHolder:
         future.add_done_callback(done)
 
     def close(self) -> None:
-        """Waits for the merge under way; begins no other."""
+        """Wait for the merge under way; begin no other."""
         self._closing = True
         self._merger.shutdown(wait=True, cancel_futures=True)
 
     def published(self, fragment: int) -> bytes:
-        """The encoded publish of a merge that is computed and not committed yet."""
+        """Return the encoded publish of a merge that is computed and not committed
+        yet."""
         return self._computed[fragment].payload
 
     def merge(self, merge: Merge) -> None:
-        """See Holder."""
+        """See engine.Holder."""
         keys = _keys(merge)
         payloads = [self._inbox.payload(key) for key in keys]
         started = time.monotonic()
@@ -101,7 +101,7 @@ class StoreHolder:
         future.add_done_callback(done)
 
     def commit(self, commit: Commit) -> None:
-        """See Holder."""
+        """See engine.Holder."""
         merged = self._computed.pop(commit.fragment)
         self._store.commit(commit.fragment, merged)
         self._note(
@@ -113,11 +113,11 @@ class StoreHolder:
         )
 
     def drop(self, drop: Drop) -> None:
-        """See Holder."""
+        """See engine.Holder."""
         self._inbox.drop(drop.delta)
 
     def forget(self, forget: Forget) -> None:
-        """See Holder."""
+        """See engine.Holder."""
         self._inbox.drop_island(forget.island, forget.before, frozenset(forget.kept))
 
     def _succeeded(self, future: Future[ComputedMerge] | Future[None]) -> bool:

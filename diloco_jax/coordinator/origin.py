@@ -1,6 +1,6 @@
-"""Where a coordinator's state comes from: a new run, or what was durable of one.
+"""Make the coordinator's state: for a new run, or from the durable part of an old one.
 
-The third way, from what islands have, is `term.py`.
+The third way, from what islands have, is in `term.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def initialise(
     plan: FragmentPlan,
     tape: Tape,
 ) -> tuple[Store, State]:
-    """A new run: draws the parameters. The tape says so first, since a run with a
+    """Begin a new run: draw the parameters. The tape says so first, since a run with a
     snapshot goes on after a crash."""
     run = config.run
     params = jax.jit(model.init)(jax.random.key(run.seed))
@@ -69,9 +69,9 @@ def recover(
     log: Path,
     tape: Tape,
 ) -> tuple[Store, State, int]:
-    """The run goes on: the newest snapshot that reads, and the records in `log` after
-    it. The tape gets those of them that it lacks, and says where the cut was. Returns
-    the snapshot's number, too."""
+    """Continue the run from the newest snapshot that reads and the records in `log`
+    after it. The tape gets the records that it lacks, and says where the cut was.
+    Return the store, the state and the snapshot's number."""
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), model.shapes())
     pin_s = config.placement.deadlines.pin_s
     store = Store(config.run, plan, zeros, pin_s)
@@ -94,8 +94,8 @@ def recover(
     )
     if untouched:
         logger.warning(
-            "the momentum of outer.optimizer = %r is that of snapshot %d: nobody says "
-            "how it follows from the changes that were published since",
+            "the momentum of outer.optimizer = %r is that of snapshot %d: it cannot "
+            "be inferred from the changes that were published since",
             config.run.outer.optimizer,
             found,
         )

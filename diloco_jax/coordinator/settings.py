@@ -1,4 +1,4 @@
-"""The settings of decisions and of the outer optimizer, from a config."""
+"""Derive the settings of decisions and of the outer optimizer from a config."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def policy_config(
     fragment_sizes: tuple[int, ...],
     admitted: dict[str, int | None] | None = None,
 ) -> PolicyConfig:
-    """Collect what decisions depend on, by name, from a config and its deadlines.
+    """Collect the settings that decisions depend on, by name, from a config and its
+    deadlines.
 
-    fragment_sizes: parameters by fragment. admitted: as `PolicyConfig` has it.
+    fragment_sizes: parameters by fragment. admitted: as in `PolicyConfig`.
     """
     given: dict[str, Any] = {
         "run_id": run_id,
@@ -39,14 +40,15 @@ def policy_config(
 
 
 def admitted(config: Config) -> dict[str, int | None]:
-    """Sequences per step of the islands that may join, by name; None: any number."""
+    """Return the sequences per step of the islands that may join, by name; None: any
+    number."""
     others = dict.fromkeys(config.placement.admit)
     return {**others, **{name: i.batch_size for name, i in config.islands.items()}}
 
 
 def require_room(config: Config, plan: FragmentPlan) -> None:
-    """Raises ConfigError if the deltas of all islands for one fragment do not find
-    room: at the end of a run it is merged from all of them."""
+    """Raise ConfigError if there is no room for one fragment's deltas from all islands:
+    the merge at the end of a run takes all of them."""
     codec = get_codec(config.run.sync.codec_up)
     largest = max(PayloadLayout.of(codec, p).total_bytes for p in plan.fragments)
     needed = largest * len(config.islands)
@@ -60,7 +62,7 @@ def require_room(config: Config, plan: FragmentPlan) -> None:
 
 
 def outer_settings(run: RunConfig) -> OuterSettings:
-    """The outer optimizer of a resolved config."""
+    """Return the outer optimizer's settings in a resolved config."""
     chosen = run.outer
     if chosen.optimizer is None or chosen.learning_rate is None:
         raise ValueError(

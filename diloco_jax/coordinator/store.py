@@ -42,11 +42,11 @@ from diloco_jax.wire.errors import VersionGone
 from diloco_jax.wire.server import FetchSource
 
 RETAINED_PUBLISHES = 4
-"""Encoded publishes per fragment kept for islands that missed some."""
+"""Encoded publishes kept per fragment, for islands that missed some."""
 PINNED_VERSIONS = 2
-"""Anchors per fragment that are kept for joins under way."""
+"""Anchors kept per fragment for joins under way."""
 BLOCK_BYTES = 4 << 20
-"""About what a fetch copies at a time, of parts that lie scattered in memory."""
+"""Bytes that a fetch copies at a time, of parts that lie scattered in memory."""
 
 Arrays = tuple[jax.Array, ...]
 
@@ -59,7 +59,7 @@ class ComputedMerge(NamedTuple):
     anchor: Arrays
     outer_state: Any
     merge_state: tuple[Any, ...]
-    """The merge rule's own, by piece."""
+    """State of the merge rule, by piece."""
     payload: bytes
     digest: str
     norm: float
@@ -71,7 +71,7 @@ class ComputedMerge(NamedTuple):
 
 @dataclasses.dataclass
 class _Fragment:
-    """`digest` is that of `theta`; empty until somebody asks."""
+    """One fragment's arrays. `digest` is that of `theta`; empty until needed."""
 
     version: Version
     theta: Arrays
@@ -79,14 +79,14 @@ class _Fragment:
     outer_state: Any
     merge_state: tuple[Any, ...]
     last: tuple[Sample, ...]
-    """`Merged.sample` of the last merge; empty if this process has not computed it."""
+    """`Merged.sample` of the last merge; empty if computed elsewhere."""
     digest: str
     publishes: deque[tuple[Version, bytes]]
     pins: dict[Version, tuple[Arrays, float]]
-    """Anchors that somebody fetches in full, and until when they are kept."""
+    """Anchors that are being fetched in full, and the time when they expire."""
 
     def expire_pins(self, now: float) -> None:
-        """Frees those that nobody can be fetching any more."""
+        """Free the anchors that no island can be fetching any more."""
         self.pins = {v: pin for v, pin in self.pins.items() if pin[1] > now}
 
 
@@ -96,7 +96,7 @@ class Store:
     def __init__(
         self, run: RunConfig, plan: FragmentPlan, params: Params, pin_s: float
     ) -> None:
-        """Starts every fragment at version (1, 0) with A = Theta = `params`."""
+        """Start every fragment at version (1, 0) with A = Theta = `params`."""
         self.plan = plan
         self._run = run
         self._pin_s = pin_s
@@ -132,13 +132,13 @@ class Store:
 
     @property
     def layouts_up(self) -> Sequence[PayloadLayout]:
-        """Of an encoded delta, by fragment."""
+        """Layouts of an encoded delta, by fragment."""
         return self._up_layouts
 
     def warm_up(self, ended: Callable[[], bool] = lambda: False) -> None:
-        """Compiles all that merges need, so that no merge has to wait for it; under a
-        rule that sees all deltas at once, all but what depends on their number. ended:
-        looked at between two fragments; once true, the rest is not compiled."""
+        """Compile all that merges need, so that no merge has to wait for it. A rule
+        that sees all deltas at once leaves out what depends on their number. ended:
+        asked between two fragments; once it is true, the rest is not compiled."""
         nothing = Contribution(
             island="", incarnation=0, tick=0, start=0, end=1, tokens=1, base=Version()
         )
@@ -163,7 +163,7 @@ class Store:
                 self.merge(fragment, Version(), [nothing], [zeros], final=final)
 
     def is_finite(self, fragment: int, payload: npt.NDArray[np.uint8]) -> bool:
-        """Whether an encoded delta decodes to finite numbers whose norm is, too."""
+        """Tell if an encoded delta decodes to finite numbers with a finite norm."""
         layout = self._up_layouts[fragment]
         arrays = layout.unpack(payload.data)
         squares = sum(
@@ -182,12 +182,12 @@ class Store:
         share: float = 1.0,
         final: bool,
     ) -> ComputedMerge:
-        """The outer step of one fragment from these deltas; changes nothing yet.
+        """Compute the outer step of one fragment from these deltas; change nothing yet.
 
         Args:
           contributions: in the order of the sum, by island name.
           payloads: uint8[payload_bytes] each, in the same order.
-          share: what the merged delta is multiplied by.
+          share: factor of the merged delta.
           final: the flush: weighted mean, learning rate 1, momentum untouched.
         """
         state = self._fragments[fragment]
@@ -237,7 +237,7 @@ class Store:
         )
 
     def commit(self, fragment: int, merged: ComputedMerge) -> None:
-        """Makes a computed merge the current version."""
+        """Make a computed merge the current version."""
         with self._lock:
             state = self._fragments[fragment]
             state.version = merged.version
@@ -250,9 +250,9 @@ class Store:
     def replay(
         self, fragment: int, version: Version, payload: bytes, *, final: bool
     ) -> None:
-        """Applies a logged publish after a crash: Theta = A, and the states of outer
-        optimizer and merge rule are advanced by `advance_over_publish` and `recovered`
-        (the flush touches neither)."""
+        """Apply a logged publish after a crash: Theta = A. `advance_over_publish` and
+        `recovered` advance the states of outer optimizer and merge rule, which the
+        flush leaves alone."""
         state = self._fragments[fragment]
         arrays = self._down_layouts[fragment].unpack(payload)
         anchor = tuple(
@@ -282,11 +282,11 @@ class Store:
         have: Version | None,
         part: Part = (),
     ) -> FetchSource:
-        """That part of the publishes after `have`, if all are retained; else of an
-        anchor's values.
+        """Return a part of the publishes after `have` if all are retained, else that
+        part of an anchor.
 
-        Raises ValueError if there is no such part; VersionGone if the anchor of
-        version `want` is not kept any more.
+        Raises ValueError if there is no such part; VersionGone if the anchor of version
+        `want` is not kept any more.
         """
         layout = self._down_layouts[fragment]
         with self._lock:
@@ -304,7 +304,7 @@ class Store:
         return _source(want, values, count=0)
 
     def params(self) -> Params:
-        """The global parameters Theta as a nested dict (numpy, f32)."""
+        """Return the global parameters Theta as a nested dict (numpy, f32)."""
         with self._lock:
             thetas = [state.theta for state in self._fragments]
         arrays = {
@@ -315,7 +315,7 @@ class Store:
         return from_pieces(self.plan, arrays)
 
     def digest(self) -> str:
-        """16 hex digits over Theta, all fragments of it."""
+        """Return 16 hex digits over the Theta of all fragments."""
         with self._lock:
             for state in self._fragments:
                 state.digest = state.digest or digest_arrays(state.theta)
@@ -323,7 +323,7 @@ class Store:
         return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
     def arrays(self) -> dict[str, Any]:
-        """Everything a snapshot needs, as trees of arrays: each a list by fragment."""
+        """Return what a snapshot needs, as trees of arrays: each a list by fragment."""
         with self._lock:
             return {
                 "theta": [list(state.theta) for state in self._fragments],
@@ -333,7 +333,7 @@ class Store:
             }
 
     def load(self, arrays: dict[str, Any], versions: Sequence[Version]) -> None:
-        """Takes over what `arrays` returned, at these versions."""
+        """Take over what `arrays` returned, at these versions."""
         for index, (state, version) in enumerate(
             zip(self._fragments, versions, strict=True)
         ):
@@ -349,7 +349,7 @@ class Store:
                 state.merge_state = jax.tree.unflatten(treedef, leaves)
 
     def _merge_arrays(self) -> dict[str, Any]:
-        """Those of a merge rule that keeps some."""
+        """Return the arrays of a merge rule that keeps some."""
         leaves = [jax.tree.leaves(state.merge_state) for state in self._fragments]
         return {"merge": leaves} if any(leaves) else {}
 
@@ -389,7 +389,7 @@ def _source(
 
 
 def _blocks(box: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """What does not lie in one place in memory, cut so that a copy of each block, made
+    """Cut an array that is scattered in memory, so that the copy of each block, made
     when it is sent, is small."""
     if box.flags.c_contiguous or not box.size:
         return [box]

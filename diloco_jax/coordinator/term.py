@@ -1,4 +1,4 @@
-"""How a coordinator without its state comes to one: anchors of islands, a new term."""
+"""Begin a new term with the anchors of islands, for a coordinator without its state."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def gather(
     plan: FragmentPlan,
     serve: Callable[[Handlers], None],
 ) -> Gathered:
-    """Waits for islands' anchors; writes nothing.
+    """Wait for islands' anchors; write nothing.
 
     Args:
-      serve: has islands' calls answered.
+      serve: starts to answer islands' calls with the handlers that it is given.
 
     Raises:
-      ConfigError: nobody has them; why, and what can be done.
+      ConfigError: no island has the anchors; says why, and what can be done.
     """
     numbers = policy_config(
         config.run, config.placement, "", plan.sizes, admitted(config)
@@ -57,7 +57,8 @@ def begin(
     plan: FragmentPlan,
     tape: Tape,
 ) -> tuple[Store, State]:
-    """What the new term begins with: Theta = A, without momentum; the tape says so."""
+    """Make the state that the new term begins with: Theta = A, without momentum. The
+    tape says so."""
     opened = gathered.opened
     pin_s = config.placement.deadlines.pin_s
     store = Store(config.run, plan, gathered.params, pin_s)

@@ -1,4 +1,4 @@
-"""Published fragments that are here, until a decision has them adopted."""
+"""Published fragments that have arrived, until a decision has them adopted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diloco_jax.protocol.values import Version
 
 
 class NotHereError(Exception):
-    """A decision has a version adopted that this host has not."""
+    """A decision adopts a version that this host does not have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,11 @@ class Arrival:
 
     @property
     def chain(self) -> int | None:
-        """How many publishes it has; None if it is an anchor in full."""
+        """Publishes in this arrival; None if it is an anchor in full."""
         return None if self.anchor is not None else len(self.publishes)
 
     def followed_by(self, later: Arrival) -> Arrival:
-        """Both as one."""
+        """Return both arrivals as one."""
         if later.anchor is not None:
             return later
         return dataclasses.replace(
@@ -48,12 +48,12 @@ class Arrivals:
         self._waiting: dict[int, list[Arrival]] = {}
 
     def put(self, arrival: Arrival) -> None:
-        """Keeps it; versions of a fragment come in order."""
+        """Keep an arrival; versions of a fragment come in order."""
         with self._lock:
             self._waiting.setdefault(arrival.fragment, []).append(arrival)
 
     def drop_after(self, fragment: int, accepted: Version | None) -> None:
-        """Drops what came after that version: another host failed to get its part."""
+        """Drop the arrivals after that version: another host failed to get its part."""
         with self._lock:
             self._waiting[fragment] = [
                 arrival
@@ -62,7 +62,7 @@ class Arrivals:
             ]
 
     def pick(self, fragment: int, version: Version) -> Arrival:
-        """All that leads to `version`, as one; raises NotHereError."""
+        """Return all arrivals that lead to `version`, as one; raises NotHereError."""
         with self._lock:
             waiting = self._waiting.get(fragment, [])
             due = [a for a in waiting if a.version <= version]

@@ -1,7 +1,7 @@
 """Sources of decisions for the train loop.
 
-The runtime tests have another one, a fixed script (tests/runtime/scripted.py), and
-followers have host 0 (`hosts/following.py`).
+The runtime tests have another source, a fixed script (tests/runtime/scripted.py).
+Followers take their decisions from host 0 (`hosts/following.py`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ class Decisions(Protocol):
     """A source of decisions."""
 
     def at(self, step: int, *, stepping: bool) -> Decision:
-        """The decision for the boundary before `step`; stepping: steps will follow."""
+        """Return the decision for the boundary before `step`; stepping: steps will
+        follow."""
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when something may have come in since `at`, or in time."""
+        """Return when something may have come in since `at`, or in time."""
         ...
 
 
 class LiveDecisions:
-    """Whatever came in by now. Never waits in `at`. save_due: asked if it is time for a
-    checkpoint."""
+    """Decide on what has come in by now; `at` never waits. save_due: asked if it is
+    time for a checkpoint."""
 
     def __init__(self, mailbox: Mailbox, save_due: Callable[[], bool]) -> None:
         self._mailbox, self._save_due = mailbox, save_due

@@ -1,6 +1,6 @@
-"""One host process of an island: what it has, whoever decides for it.
+"""One host process of an island: its parts, whichever host decides for it.
 
-`main.py` makes the one that leads (the only one, on most islands), `follower.py` the
+`main.py` makes the host that leads (the only one, on most islands), `follower.py` the
 others.
 """
 
@@ -52,7 +52,7 @@ class Host:
     def __init__(
         self, config: Config, name: str, coordinator_address: str, workdir: Path
     ) -> None:
-        """Reads the corpus, and makes the plan of the model's fragments; raises
+        """Read the corpus, and make the plan of the model's fragments; raises
         ConfigError or SecurityError."""
         folder = checkpoint.island_folder(config.placement, workdir, name)
         self.checkpoints = Checkpoints(config, name, folder)
@@ -78,8 +78,8 @@ class Host:
         )
 
     def build(self, identity: Identity, hosts: Hosts | None) -> None:
-        """Everything that needs a device. hosts: of the island, if it has several; all
-        of them must come here."""
+        """Build everything that needs a device. hosts: those of the island, if it has
+        several; all of them must call it."""
         run, self._hosts = self.config.run, hosts
         model, self._trainer = build_trainer(run, self.island)
         self.checkpoints.open(identity, self.plan, hosts)
@@ -102,13 +102,14 @@ class Host:
         )
 
     def compile(self) -> None:
-        """Runs everything once, so that nothing compiles later. On islands of several
-        hosts all of them must come here, and none runs anything before all have
-        compiled it: one may find in its cache what another takes minutes for. On TPUs
-        all is compiled before anything runs, too: that tells a refusal of the compiler
-        from a failure of the machine, which another attempt may cure.
+        """Run everything once, so that nothing compiles later. All hosts of an island
+        must call it, and none runs anything before all have compiled it: one host may
+        find in its cache what takes another minutes. On TPUs, too, all is compiled
+        before anything runs. This tells a refusal of the compiler from a failure of the
+        machine, which another attempt may cure.
 
-        Raises ConfigError for what does not compile."""
+        Raises ConfigError for what does not compile.
+        """
         began, trainer = time.monotonic(), self._trainer
         if self._hosts is not None or jax.default_backend() == "tpu":
             compile_ahead(
@@ -127,7 +128,7 @@ class Host:
     def loop(
         self, versions: list[Version], decisions: Decisions, faults: Faults
     ) -> Loop:
-        """The train loop, beginning at the anchors of these versions, by fragment;
+        """Make the train loop, beginning at the anchors of these versions, by fragment;
         they have arrived in full."""
         run, incoming = self.config.run, self.mailbox.arrivals
         anchors = {
@@ -179,7 +180,7 @@ class Host:
         self.sender.put_anchor(fragment, version, self._exchange.anchor(fragment))
 
     def close(self) -> None:
-        """Frees sockets and threads; waits a while for a checkpoint."""
+        """Free sockets and threads; wait a while for a checkpoint."""
         self.data.close()
         self.client.close()
         patience_s = max(self.deadlines.stop_s / 2, self.config.placement.notice_s)

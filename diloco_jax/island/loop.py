@@ -1,8 +1,8 @@
 """The train loop: one page, and it never waits for the network.
 
 At each step boundary: act on what came in, one batch of validation if it is due, then
-the next step. Steps are dispatched ahead of the device by at most one: the metrics of
-a step are read after the next one is dispatched, so the device always has work.
+the next step. Steps are dispatched ahead of the device by at most one: the metrics of a
+step are read after the next one is dispatched, so the device always has work.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from diloco_jax.protocol.values import Version
 logger = logging.getLogger(__name__)
 
 DATA_POLL_S = 0.05
-"""Longest wait for data before the loop looks at its mailbox again."""
+"""Longest wait for data in seconds before the loop looks at its mailbox again."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -51,7 +51,8 @@ class Loop:
     timing: Timing
     evaluator: Evaluator
     send_anchor: Callable[[int, Version], None]
-    """Of a fragment, at that version, to a coordinator that lost its state."""
+    """Sends a fragment's anchor at that version to a coordinator that lost its
+    state."""
     checkpoints: Checkpoints | None = None
     faults: Faults = dataclasses.field(default_factory=Faults)
     clock: Callable[[], float] = time.monotonic
@@ -63,13 +64,13 @@ class Loop:
         self._patience_s = 3 * self.config.placement.outage_budget_s
         self._step = 0
         self._seen = Decision()
-        """The last one."""
+        """The last decision."""
         self._last_metrics: Metrics | None = None
         self._waiting: tuple[tuple[str, int], float] | None = None
-        """For what, after how many answers, and since when."""
+        """Reason of the wait, answers seen when it began, and its start time."""
 
     def run(self) -> Ending:
-        """Trains until the run is over, or something ends this incarnation."""
+        """Train until the run is over, or something ends this incarnation."""
         while True:
             stepping = self._at_boundary()
             if self._seen.ending is not None:
@@ -91,7 +92,7 @@ class Loop:
 
     @property
     def ended_together(self) -> bool:
-        """Whether all hosts of the island ended at this boundary: it was decided."""
+        """True if all hosts of the island ended at this boundary, which was decided."""
         return self._seen.finished or self._seen.ending is not None
 
     # ---- one step ---------------------------------------------------------------
@@ -102,7 +103,7 @@ class Loop:
             rate = self.pace.learning_rate(self._step, self.boundary.others_tokens)
             self.timing.learning_rate = rate
             metrics = self.replica.step(batch, rate)
-            # One step late: by now the device has the next one to do.
+            # One step late: the device has the next one to do by now.
             self._read_metrics()
             self._last_metrics = metrics
             remaining = began + self._step_seconds - self.clock()
@@ -119,7 +120,7 @@ class Loop:
             self._last_metrics = None
 
     def _tell_skipped(self, count: int) -> None:
-        """In ever longer intervals."""
+        """Warn of skipped steps, in ever longer intervals."""
         if count.bit_count() == 1:
             logger.warning(
                 "%d of %d steps had a loss or gradient that is not finite: they "
@@ -140,7 +141,7 @@ class Loop:
     # ---- a boundary -------------------------------------------------------------
 
     def _at_boundary(self) -> bool:
-        """Acts on what came in; returns True if a step follows."""
+        """Act on what came in; return True if a step follows."""
         again = True
         while again:
             self._post()
@@ -168,7 +169,8 @@ class Loop:
         )
 
     def _in_doubt(self) -> list[int]:
-        """Fragments with a take that may be merged after this incarnation's end."""
+        """Return fragments with a take that may be merged after this incarnation's
+        end."""
         books = self.boundary.books
         if self._seen.leaving:
             return list(range(len(books.versions())))  # All are about to be taken.
@@ -189,13 +191,13 @@ class Loop:
         self.decisions.wait(self._deadlines.report_s)
         self.timing.restart()
         if self._seen.leaving:
-            return None  # Whoever had it leave ends it, in time.
-        waits = "the run did not finish" if self._seen.stop else "nobody said it ends"
+            return None  # What made it leave ends it in time.
+        waits = "the run did not finish" if self._seen.stop else "no end was announced"
         return self._overdue(waits, self._seen.heard)
 
     def _overdue(self, what: str, heard: int = 0) -> Ending | None:
-        """An end, once this was waited for so long. heard: how often the coordinator
-        answered, if that makes the time begin anew: its last merges may take long."""
+        """End once it has waited longer than the patience. heard: the coordinator's
+        answers, if they make the time begin anew: its last merges may take long."""
         now, waiting = self.clock(), (what, heard)
         if self._waiting is None or self._waiting[0] != waiting:
             self._waiting = waiting, now

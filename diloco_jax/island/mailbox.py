@@ -1,8 +1,8 @@
 """The conversation with the coordinator, between train loop and network threads.
 
 One lock, held for moments; nothing in here touches the network or a device. The loop
-never waits in `decide` or `post`; only `wait` waits, and the live loop does not call it
-while it trains. What messages mean is the protocol's (`protocol/island/`).
+never waits in `decide` or `post`. Only `wait` waits, and the live loop does not call it
+while it trains. The protocol says what messages mean (`protocol/island/`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from diloco_jax.protocol.values import Record
 
 
 class Mailbox:
-    """Between one train loop and its network threads. All methods are thread-safe."""
+    """Link one train loop and its network threads. All methods are thread-safe."""
 
     def __init__(self) -> None:
         self.arrivals = Arrivals()
-        """The arrays that decisions name."""
+        """Arrays that decisions name."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._conversation = Conversation()
@@ -36,31 +36,32 @@ class Mailbox:
     # ---- the loop's side --------------------------------------------------------
 
     def decide(self) -> Decision:
-        """The decision for the next boundary. Does not wait."""
+        """Return the decision for the next boundary. Does not wait."""
         with self._lock:
             decision = self._conversation.decide()
             self._changed.notify_all()
             return decision
 
     def post(self, status: Status, records: tuple[Record, ...] = ()) -> None:
-        """Says where the loop is, together with what happened up to there."""
+        """Post where the loop is, together with what happened up to there."""
         with self._lock:
             self._conversation.post(status, records)
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when something came in after the last `decide`, or in time."""
+        """Return when something came in after the last `decide`, or in time."""
         with self._lock:
             self._changed.wait_for(lambda: self._conversation.has_news, timeout_s)
 
     def leave(self) -> None:
-        """The island is about to leave: no more steps, takes are answered."""
+        """Announce that the island is about to leave: no more steps, takes are
+        answered."""
         with self._lock:
             self._conversation.leave()
             self._changed.notify_all()
 
     def wait_to_leave(self, timeout_s: float) -> bool:
-        """Returns once it is let go, or ends anyway; False if not in time."""
+        """Return once it is let go, or ends anyway; False if not in time."""
         with self._lock:
             told = self._conversation
             return self._changed.wait_for(
@@ -69,26 +70,27 @@ class Mailbox:
 
     @property
     def stop_asked(self) -> bool:
-        """The run has its tokens, or the island is about to leave: no more steps."""
+        """True if the run has its tokens, or the island is about to leave: no more
+        steps."""
         with self._lock:
             return self._conversation.stop or self._conversation.leaving
 
     @property
     def finished(self) -> bool:
-        """The run is over."""
+        """True once the run is over."""
         with self._lock:
             return self._conversation.finished
 
     @property
     def ending(self) -> Ending | None:
-        """Set when the loop must end at the next boundary; the first reason stands."""
+        """Reason for the loop to end at the next boundary; the first one stands."""
         with self._lock:
             return self._conversation.ending
 
     # ---- the network's side -----------------------------------------------------
 
     def receive(self, message: FromCoordinator) -> tuple[Errand, ...]:
-        """Notes a message of the coordinator; returns the bulk work it asks for.
+        """Note a message of the coordinator; return the bulk work it asks for.
 
         Raises ValueError if a grant before this one is missing.
         """
@@ -98,7 +100,7 @@ class Mailbox:
             return errands
 
     def deliver(self, arrival: Arrival, timeout_s: float) -> bool:
-        """Hands over an arrival; False if the loop did not make room in time."""
+        """Hand over an arrival; False if the loop did not make room in time."""
         fragment, chain = arrival.fragment, arrival.chain
         with self._lock:
             told = self._conversation
@@ -112,30 +114,30 @@ class Mailbox:
             return True
 
     def forget_records(self) -> None:
-        """Another host of the island reports them."""
+        """Drop the records: another host of the island reports them."""
         with self._lock:
             self._conversation.forget_records()
 
     def end(self, exit_code: int, text: str, reason: EndReason = "failed") -> None:
-        """Ends the loop at its next boundary."""
+        """End the loop at its next boundary."""
         with self._lock:
             self._conversation.end(Ending(exit_code, text, reason))
             self._changed.notify_all()
 
     def count(self, **nbytes: int) -> None:
-        """Adds to bytes_up, bytes_down or bytes_join."""
+        """Add to bytes_up, bytes_down or bytes_join."""
         with self._lock:
             for name, value in nbytes.items():
                 self._traffic[name] += value
 
     def traffic(self) -> dict[str, int]:
-        """Bytes that this host counted so far."""
+        """Return the bytes that this host counted so far."""
         with self._lock:
             return dict(self._traffic)
 
     def count_of(self, host: int, traffic: dict[str, int]) -> None:
-        """Notes the bytes that another host of the island counted so far; they may come
-        out of order."""
+        """Note the bytes that another host of the island counted so far; reports may
+        come out of order."""
         with self._lock:
             before = self._traffic_of.get(host, {})
             self._traffic_of[host] = {
@@ -143,13 +145,13 @@ class Mailbox:
             }
 
     def status(self) -> Status:
-        """The last one posted, with the traffic of all hosts so far, and with versions
-        that wait for the next boundary."""
+        """Return the last posted status, with the traffic of all hosts so far, and with
+        versions that wait for the next boundary."""
         with self._lock:
             return self._with_traffic(self._conversation.status())
 
     def report(self, sent_through: int) -> tuple[Status, tuple[Record, ...]]:
-        """The status, and the records after number `sent_through`."""
+        """Return the status, and the records after number `sent_through`."""
         with self._lock:
             told = self._conversation
             return self._with_traffic(told.current()), told.unsent(sent_through)
@@ -157,7 +159,7 @@ class Mailbox:
     def wait_for_post(
         self, has_news: Callable[[Status, int], bool], timeout_s: float
     ) -> None:
-        """Returns once there is something to report, or in time. has_news: asked with
+        """Return once there is something to report, or in time. has_news: asked with
         the status and the number of the newest record, see `Reporting`."""
 
         def posted() -> bool:

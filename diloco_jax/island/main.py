@@ -68,15 +68,15 @@ def run(
     incarnation: int,
     where: WorldAddress | None = None,
 ) -> int:
-    """Trains island `name` until the run is over; returns the process's exit code.
+    """Train island `name` until the run is over; return the process's exit code.
 
     Args:
       config: resolved: outer optimizer and corpus digest are filled in.
       coordinator_address: HOST:PORT.
-      workdir: of this process; holds the compilation cache unless the environment
-        names another.
-      incarnation: counts the attempts of this island, from 1; that of host 0 counts.
-      where: the hosts of the island meet, if it has several.
+      workdir: of this process; holds the compilation cache unless the environment names
+        another.
+      incarnation: number of the attempt of this island, from 1; that of host 0 counts.
+      where: address at which the hosts of the island meet, if it has several.
     """
     island: LeadingHost | Follower
     try:
@@ -121,7 +121,8 @@ def run(
     logger.log(level, "island %s ends: %s", name, ending.text)
     if hosts is not None:
         if island.ended_together:
-            # Who goes first would have the others abort, which hides their exit code.
+            # The first host to leave would make the others abort, which hides their
+            # exit code.
             leave_world()
         if not island.ended_together or ending.exit_code != EXIT_DONE:
             abandon_world(ending.exit_code)
@@ -129,7 +130,7 @@ def run(
 
 
 class LeadingHost:
-    """The host that leads: start, run, stop, close are called once, in this order."""
+    """Lead the hosts: start, run, stop and close are called once, in this order."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class LeadingHost:
         incarnation: int,
         hosts: Hosts | None = None,
     ) -> None:
-        """Reads the corpus; raises ConfigError or SecurityError.
+        """Read the corpus; raises ConfigError or SecurityError.
 
         hosts: of this island, if it has several.
         """
@@ -151,7 +152,8 @@ class LeadingHost:
         self.mailbox = self._host.mailbox
         self._link = Link(self._host.client, self._hello, self.mailbox, self._deadlines)
         self.asked_to_end: Callable[[str], None] = self._end
-        """Called with who asks; ends it at a step boundary, with a goodbye."""
+        """Called with the name of the asker; ends the host at a step boundary, with a
+        goodbye."""
         self._hosts = hosts
         self._orders = (
             Orders(hosts, self.mailbox, self._deadlines.pin_s) if hosts else None
@@ -161,9 +163,9 @@ class LeadingHost:
         self._refused = False
 
     def start(self, script: Decisions | None = None) -> None:
-        """Joins: returns when the first step can be made.
+        """Join; return when the first step can be made.
 
-        script: another source of decisions than what comes in.
+        script: another source of decisions than the live one.
         """
         try:
             welcome = self._link.connect(self._config.placement.outage_budget_s)
@@ -195,19 +197,20 @@ class LeadingHost:
         self._receiver.start()
 
     def run(self) -> Ending:
-        """Trains until the end."""
+        """Train until the end."""
         assert self._loop is not None
         return self._loop.run()
 
     @property
     def ended_together(self) -> bool:
-        """See Loop; also where it was refused, and all hosts know."""
+        """True if all hosts ended together, see Loop; also if it was refused and all
+        hosts know."""
         of_loop = self._loop is not None and self._loop.ended_together
         return self._refused or of_loop
 
     def stop(self, ending: Ending) -> None:
-        """Says goodbye, within `stop_s`; at once where the machine is taken away: what
-        was under way has had the time of the notice."""
+        """Say goodbye, within `stop_s`; at once where the machine is taken away: the
+        notice gave time to finish what was under way."""
         timeout_s = self._deadlines.stop_s / 4
         patience_s = 0.0 if ending.reason == "preempted" else timeout_s
         if self._loop is not None:
@@ -220,7 +223,7 @@ class LeadingHost:
                 self._hosts.tell("left", b"")
 
     def close(self) -> None:
-        """Frees sockets and threads."""
+        """Free sockets and threads."""
         self._host.close()
 
     def _end(self, who: str) -> None:
@@ -230,7 +233,7 @@ class LeadingHost:
     # ---- joining ----------------------------------------------------------------
 
     def _join(self, welcome: Welcome) -> list[Version]:
-        """Builds, compiles and fetches every fragment, while reports go on."""
+        """Build, compile and fetch every fragment, while reports go on."""
         host, mailbox = self._host, self.mailbox
         host.build(
             Identity(
@@ -304,8 +307,8 @@ class LeadingHost:
         threading.Thread(target=self._watch_for_leave, daemon=True).start()
 
     def _tell_refused(self, refused: Refused, instead_of: str) -> None:
-        """The others end as this host does, once they know. instead_of: the key that
-        they wait for."""
+        """Tell the other hosts of a refusal, so that they end as this host does.
+        instead_of: the key that they wait for."""
         if self._hosts is None:
             return
         with contextlib.suppress(HostsError):
@@ -328,7 +331,8 @@ class LeadingHost:
             self._orders.give(ResendRequest(fragment=fragment, tick=tick))
 
     def _watch_for_leave(self) -> None:
-        """Another host was asked to end, as before a preemption: so is the island."""
+        """Watch for another host that was asked to end, as before a preemption: the
+        island ends too."""
         assert self._hosts is not None
         with contextlib.suppress(HostsError):
             while self.mailbox.ending is None:
@@ -342,7 +346,8 @@ def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
     island = config.island(name)
     prepare_island(island)
     if libtpu.VARIABLE in os.environ:
-        # libtpu ends a process whose flags it does not know: then this says which.
+        # libtpu ends a process whose flags it does not know: the log says which they
+        # were.
         logger.info("island %s compiles with %s", name, libtpu.in_force(os.environ))
     if island.hosts == 1:
         return None
@@ -351,9 +356,9 @@ def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
 
 @contextlib.contextmanager
 def _ended_by_signals(island: LeadingHost | Follower) -> Iterator[None]:
-    """Inside, SIGTERM and Ctrl-C end the island at its next step boundary, with a
-    goodbye; a second Ctrl-C ends it at once. What was ignored before still is, as by
-    processes in the background of a script."""
+    """End the island at its next step boundary on SIGTERM or Ctrl-C, with a goodbye; a
+    second Ctrl-C ends it at once. A signal that was ignored before still is, as in a
+    script's background processes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

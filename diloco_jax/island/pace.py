@@ -1,4 +1,4 @@
-"""The learning rate of an island's steps: it follows the run's progress."""
+"""The learning rate of an island's steps, which follows the run's progress."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ from diloco_jax.protocol.island.stopping import Goal
 
 
 def goal_of(run: RunConfig, batch_size: int) -> Goal:
-    """When an island of that batch size has the run's tokens."""
+    """Return the goal of an island of that batch size: all of the run's tokens."""
     return Goal(
         total_tokens=run.total_tokens, tokens_per_step=batch_size * run.sequence_length
     )
 
 
 class Pace:
-    """Progress of one incarnation. Progress = (the others' tokens that are not lost +
-    own ones) / total_tokens, monotone."""
+    """Learning rates of one incarnation, which follow its progress.
+
+    Progress = (the others' tokens that are not lost + own ones) / total_tokens,
+    monotone.
+    """
 
     def __init__(self, run: RunConfig, goal: Goal, *, warm: bool = False) -> None:
-        """warm: it does not begin with fresh moments."""
+        """warm: the incarnation does not begin with fresh moments."""
         self._rewarm_steps = 0 if warm else run.inner.rewarm_steps
         self._inner, self._goal = run.inner, goal
         self._progress = 0.0
 
     def learning_rate(self, step: int, others_tokens: int) -> float:
-        """The rate of `step`, counted from 0. Call it once for every step, in order."""
+        """Return the rate of `step`, counted from 0. Call it once for every step, in
+        order."""
         inner, done = self._inner, self._goal.share_done(step, others_tokens)
         # Monotone, though tokens may be lost elsewhere.
         self._progress = max(self._progress, done)

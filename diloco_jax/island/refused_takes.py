@@ -1,4 +1,4 @@
-"""Tells people of takes that were not merged."""
+"""Tell people about takes that were not merged."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 def log_refused(takes: Iterable[RefusedTake]) -> None:
-    """Logs each with its reason, and what became of its steps."""
+    """Log each take with its reason, and what became of its steps."""
     for take in takes:
-        # A take without steps is no news: its island was asked twice within a step.
+        # A take without steps is no news: the island was asked twice within a step.
         logger.log(
             logging.DEBUG if take.reason == "empty" else logging.WARNING,
             "take of fragment %d at tick %d was refused (%s): its steps are %s",

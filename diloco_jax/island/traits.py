@@ -1,4 +1,4 @@
-"""Adopt rules as books and boundaries see them."""
+"""Facts about adopt rules, as books and boundaries see them."""
 
 from __future__ import annotations
 

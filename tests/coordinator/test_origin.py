@@ -133,7 +133,9 @@ def test_a_snapshot_torn_by_a_power_cut_is_passed_over_while_the_log_goes_back(
     assert state.islands["a"].incarnation == 3
     assert found.digest() == store.digest()
     (warning,) = (r.message for r in caplog.records if "checkpoint 1 in" in r.message)
-    assert warning.endswith("); going on from snapshot 0, after which the log has all")
+    assert warning.endswith(
+        "); going on from snapshot 0, after which the log is complete"
+    )
 
 
 def test_a_damaged_snapshot_that_the_log_was_cut_off_for_is_refused(recover):

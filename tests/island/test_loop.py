@@ -357,7 +357,7 @@ def test_each_thing_that_is_waited_for_has_its_own_deadline(loop):
     """Else a Stop after a long outage finds all overdue, before the last merges."""
     loop, network = loop
     patience_s = 3 * loop.config.placement.outage_budget_s
-    assert loop._overdue("nobody said it ends") is None
+    assert loop._overdue("no end was announced") is None
     network.now = 0.9 * patience_s
     assert loop._overdue("the run did not finish") is None
     network.now = 1.8 * patience_s

@@ -1,6 +1,6 @@
 """A host that follows host 0 of its island: it computes, sends and fetches its part.
 
-It has no control stream. What to do at every boundary comes from host 0, so its
+It has no control stream. Host 0 tells it what to do at every boundary, so its
 parameters are those of every other host.
 """
 
@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 class Follower:
-    """start, run, stop, close: each is called once, in this order."""
+    """Run one follower. `start`, `run`, `stop` and `close` are each called once, in
+    this order."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Follower:
         workdir: Path,
         hosts: Hosts,
     ) -> None:
-        """Reads the corpus; raises ConfigError or SecurityError."""
+        """Read the corpus; raises ConfigError or SecurityError."""
         self._host = Host(config, name, coordinator_address, workdir)
         self._hosts = hosts
         self._orders: OrderThread | None = None
@@ -53,8 +54,8 @@ class Follower:
         self.mailbox = self._host.mailbox
 
     def start(self) -> None:
-        """Joins with host 0; raises HostsError if that says nothing in time, Refused if
-        it was, and ConfigError if it has another config."""
+        """Join with host 0. Raises HostsError if host 0 says nothing in time, Refused
+        if host 0 was refused, and ConfigError if host 0 has another config."""
         host, hosts = self._host, self._hosts
         config, deadlines = host.config, host.deadlines
         patience_s = config.placement.outage_budget_s + deadlines.pin_s
@@ -92,26 +93,27 @@ class Follower:
         host.sender.start()
 
     def run(self) -> Ending:
-        """Trains until host 0 ends it."""
+        """Train until host 0 ends it."""
         assert self._loop is not None
         return self._loop.run()
 
     @property
     def ended_together(self) -> bool:
-        """See Loop; also where host 0 was refused, and this one knows."""
+        """True if all hosts ended together, see Loop; also if host 0 was refused and
+        said so."""
         of_loop = self._loop is not None and self._loop.ended_together
         return self._refused or of_loop
 
     def asked_to_end(self, reason: str) -> None:
-        """Host 0 decides when; it is told."""
+        """Tell host 0, which decides when the island ends."""
         with contextlib.suppress(HostsError):
             self._hosts.tell("leave", f"host {self._hosts.index}: {reason}".encode())
 
     def stop(self, ending: Ending) -> None:
-        """Ends the threads, within `stop_s`."""
+        """End the threads, within `stop_s`."""
         timeout_s = self._host.deadlines.stop_s / 4
         if self.ended_together:
-            # Host 0 may still need what this one has not sent.
+            # Host 0 may still need what this host has not sent.
             patience_s = self._host.config.placement.notice_s + 2 * timeout_s
             with contextlib.suppress(HostsError):
                 self._hosts.hear("left", patience_s)
@@ -121,7 +123,7 @@ class Follower:
             self._orders.close(timeout_s)
 
     def close(self) -> None:
-        """Frees sockets and threads."""
+        """Free sockets and threads."""
         self._host.close()
 
     def _check(self, begin: HostsBegin) -> None:
@@ -146,7 +148,7 @@ class Follower:
         told = self._hear("refusal", self._host.deadlines.pin_s)
         refusal = msgspec.msgpack.decode(told, type=Refusal)
         with contextlib.suppress(HostsError):
-            # Host 0 waits for this, and then for this one to leave.
+            # Host 0 waits for this key, and then for this host to leave.
             self._hosts.tell(f"refusal/{self._hosts.index}", b"")
             self._refused = True
         raise Refused(refusal.code, refusal.message)

@@ -1,13 +1,13 @@
-"""How the hosts of an island act alike: host 0 decides, the others follow.
+"""Keep the hosts of an island alike: host 0 decides, the others follow.
 
-Decision n is what happens at the n-th boundary, on every host. Host 0 publishes it
-LEAD boundaries ahead, which is more than steps are dispatched ahead, so no host waits
-for it. An adoption is only decided once every host has its part of the bytes: orders to
-fetch go out as soon as host 0 hears of a version, and the answers come back.
+Decision n is what happens at the n-th boundary, on every host. Host 0 publishes it LEAD
+boundaries ahead, which is more than steps are dispatched ahead, so no host waits for
+it. An adoption is decided only once every host has its part of the bytes: host 0 sends
+orders to fetch as soon as it hears of a version, and the hosts answer.
 
 Keys: `begin`, `joined`; `decision/N`, `passed/N/HOST`; `order/N`, `answer/N/HOST`;
-`leave`, `left`; `compiled/HOST`, `ready/HOST`, where `host.py` has them meet; those
-under `folder/` are of `checkpoints.py`.
+`leave`, `left`; `compiled/HOST`, `ready/HOST`, where `host.py` has them meet. Keys
+under `folder/` belong to `checkpoints.py`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireErr
 logger = logging.getLogger(__name__)
 
 LEAD = 2
-"""More than the steps that are dispatched ahead, so that no host waits."""
+"""Boundaries; more than the steps dispatched ahead, so that no host waits."""
 BATCH = 32
-"""Decisions after which followers say that they passed them, and their keys go."""
+"""Decisions after which followers say that they passed them and their keys are
+forgotten."""
 
 
 def lead_of(hosts: int) -> int:
-    """Boundaries from the publication of a decision to its time, on so many hosts."""
+    """Return the boundaries between the publication of a decision and its time."""
     return LEAD if hosts > 1 else 0
 
 
 class HostsBegin(msgspec.Struct, frozen=True, kw_only=True):
-    """What host 0 knows and the others need before they build anything."""
+    """Facts that host 0 knows and the others need before they build anything."""
 
     run_id: str
     incarnation: int
@@ -58,7 +59,7 @@ class HostsBegin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the island is not let in; in place of a Begin, which is empty then."""
+    """Reason why the island is not let in, in place of a Begin, which is empty then."""
 
     code: str
     message: str
@@ -69,16 +70,17 @@ Order = Fetch | ResendRequest
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of an order to fetch."""
+    """Result of an order to fetch."""
 
     outcome: Literal["done", "gone", "lost"]
-    """gone: the version is not kept any more; lost: the connection is."""
+    """gone: the version is not kept any more; lost: the connection is lost."""
     traffic: dict[str, int]
-    """The bytes that this host counted since it started."""
+    """Bytes that this host counted since it started."""
 
 
 class LeadDecisions:
-    """Host 0: what its source says is decided for `lead` boundaries later, and told.
+    """Decide as host 0: a source's decision takes effect `lead` boundaries later, and
+    is told to the others.
 
     Raises HostsError from `at` if another host is BATCH boundaries behind and does not
     come on within `patience_s`.
@@ -105,7 +107,7 @@ class LeadDecisions:
             self._source.wait(timeout_s)
 
     def _clean_up(self, start: int, step: int) -> None:
-        """Forgets a batch of decisions that everybody acted upon."""
+        """Forget a batch of decisions that all hosts have acted upon."""
         if start < 0:
             return
         for host in self._hosts.others:
@@ -122,7 +124,7 @@ class LeadDecisions:
 
 
 class FollowDecisions:
-    """Another host: waits for what host 0 decided for this boundary.
+    """Wait, on another host, for the decision of host 0 for this boundary.
 
     Raises HostsError from `at` if that does not come within `patience_s`.
     """
@@ -168,17 +170,17 @@ class Orders:
         self._forgotten = 0
 
     def give(self, order: Order) -> int:
-        """Tells everybody; returns the order's number."""
+        """Give an order to all hosts; return its number."""
         with self._lock:
             number = next(self._numbers)
             self._hosts.tell(f"order/{number}", msgspec.msgpack.encode(order))
         return number
 
     def await_answers(self, number: int) -> None:
-        """Returns when every host has done order `number`.
+        """Return when every host has done order `number`.
 
-        Raises VersionGone or ConnectionLost if one of them could not get its part,
-        HostsError if one does not answer in time.
+        Raises VersionGone or ConnectionLost if a host could not get its part,
+        HostsError if a host does not answer in time.
         """
         outcomes = set()
         for host in self._hosts.others:
@@ -199,7 +201,8 @@ class Orders:
             raise ConnectionLost("a host of this island lost the coordinator")
 
     def _forget_through(self, number: int) -> None:
-        """Orders are done in their turn: who answered one has read all before it."""
+        """Forget the keys of old orders. Orders are done in turn: a host that answers
+        one has read all before it."""
         with self._lock:
             for read in range(self._forgotten, number + 1):
                 self._hosts.forget(f"order/{read}")
@@ -207,7 +210,7 @@ class Orders:
 
 
 class OrderThread:
-    """A follower's end: does the orders one by one, on a thread of its own."""
+    """A follower's end: do the orders one by one, on a thread of its own."""
 
     def __init__(
         self,
@@ -223,11 +226,11 @@ class OrderThread:
         self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Ends it; an order under way may go on until the process ends."""
+        """End it; an order under way may go on until the process ends."""
         self._closing.set()
         self._thread.join(timeout_s)
 

@@ -14,15 +14,15 @@ from diloco_jax.wire.bulk import FetchRequest
 
 
 class Fetches(Protocol):
-    """What the fetcher needs of a `wire.Client`."""
+    """Calls of a `wire.Client` that the fetcher needs."""
 
     def fetch(self, request: FetchRequest, *, max_bytes: int) -> Any:
-        """A `Fetched`: version, full, count, payload, wire_bytes."""
+        """Return a `Fetched`: version, full, count, payload, wire_bytes."""
         ...
 
 
 class Fetcher:
-    """Fetches this host's part of versions. Any thread may call it."""
+    """Fetch this host's part of versions. Any thread may call it."""
 
     def __init__(
         self, client: Fetches, identity: Identity, exchange: Exchange, mailbox: Mailbox
@@ -31,10 +31,10 @@ class Fetcher:
         self._exchange, self._mailbox = exchange, mailbox
 
     def fetch(self, fetch: Fetch) -> Arrival:
-        """Fetches all that leads from `have` to `want`; A in full if `have` is None, or
-        too old.
+        """Fetch everything that leads from `have` to `want`; A in full if `have` is
+        None, or too old.
 
-        Raises VersionGone if that is not kept any more, or another WireError.
+        Raises VersionGone if the version is not kept any more, or another WireError.
         """
         exchange, fragment = self._exchange, fetch.fragment
         part = exchange.part_down(fragment)

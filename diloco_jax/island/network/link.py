@@ -1,9 +1,9 @@
-"""The control stream of an island: hello, reports, and what the coordinator says.
+"""The control stream of an island: hello, reports, and messages of the coordinator.
 
 Two threads: one receives, dispatches and reconnects, one reports. A lost coordinator
-stops nobody: the link tries again for as long as the island lives, and what was not
-acknowledged is reported again. One that lost its state, too, is given the anchors that
-it asks for, and welcomes the island in a new term.
+stops no island: the link tries again for as long as the island lives, and reports again
+what was not acknowledged. A coordinator that lost its state, too, is given the anchors
+that it asks for, and welcomes the island in a new term.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ from diloco_jax.wire.errors import (
 logger = logging.getLogger(__name__)
 
 MISUNDERSTANDINGS = 5
-"""So many in a row are no accident: the two ends are of different versions."""
+"""Failures in a row that are no accident: the two ends are of different versions."""
 
 
 class Connects(Protocol):
-    """What the link needs of a `wire.Client`."""
+    """Calls of a `wire.Client` that the link needs."""
 
     def open_control(self, hello: Hello) -> ControlStream:
-        """Says hello and waits for the Welcome."""
+        """Say hello and wait for the Welcome."""
         ...
 
 
 def ending_of(refused: Refused) -> Ending:
-    """How an island ends that is not let in. One that comes too late has not failed."""
+    """Return how an island ends that is not let in. An island that comes too late has
+    not failed."""
     if refused.code == "finished":
         return Ending(EXIT_DONE, f"it came too late: {refused.message}", "finished")
     return Ending(EXIT_REFUSED, f"{refused.message} ({refused.code})", "refused")
@@ -61,7 +62,7 @@ def ending_of(refused: Refused) -> Ending:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Targets:
-    """Where bulk work goes: methods of the receiver and the sender."""
+    """Destination of bulk work: methods of the receiver and the sender."""
 
     want: Callable[[int, Version], None]
     resend: Callable[[int, int], None]
@@ -79,7 +80,7 @@ class _Connection:
 class Link:
     """`connect`, then `start`, at the end `close`.
 
-    make_hello: the Hello of this process, given where it is.
+    make_hello: the Hello of this process, given the island's state.
     """
 
     def __init__(
@@ -108,8 +109,9 @@ class Link:
         ]
 
     def connect(self, patience_s: float) -> Welcome:
-        """First connection. Raises Refused, or the last error after `patience_s`;
-        SecurityError the second time: the first may be a coordinator's end."""
+        """Connect for the first time. Raises Refused, or the last error after
+        `patience_s`; SecurityError the second time: the first may be a coordinator's
+        end."""
         deadline = time.monotonic() + patience_s
         suspicious = told = False
         while True:
@@ -128,13 +130,13 @@ class Link:
             self._closing.wait(self._deadlines.retry_max_s)
 
     def start(self, targets: Targets) -> None:
-        """Starts receiving and reporting."""
+        """Start receiving and reporting."""
         self._targets = targets
         for thread in self._threads:
             thread.start()
 
     def close(self, ending: Ending, timeout_s: float) -> None:
-        """Reports what is left, says goodbye and hangs up. Never raises."""
+        """Report what is left, say goodbye and hang up. Never raises."""
         self._closing.set()
         # At once: the threads may take a while to end, and the machine may be gone.
         first = self._connection
@@ -152,7 +154,7 @@ class Link:
         last.stream.close(timeout_s)
 
     def _say_goodbye(self, connection: _Connection, ending: Ending) -> bool:
-        """The last that is said on this stream."""
+        """Say the last words on this stream."""
         with self._sending:
             try:
                 self._send_reports(connection)
@@ -186,7 +188,7 @@ class Link:
             self._mailbox.end(EXIT_FAILED, f"the control stream failed: {error!r}")
 
     def _given_up(self, error: WireError) -> bool:
-        """Whether the two ends do not understand each other, which no connection
+        """True if the two ends do not understand each other, which no connection
         cures."""
         assert self._connection is not None
         lasted_s = time.monotonic() - self._connection.began
@@ -234,7 +236,7 @@ class Link:
         return stream.welcome
 
     def _do(self, errands: tuple[Errand, ...]) -> None:
-        """Hands bulk work on. A join has no targets yet, and fetches everything."""
+        """Hand bulk work on. A join has no targets yet, and fetches everything."""
         if self._targets is None:
             return
         for errand in errands:
@@ -266,14 +268,14 @@ class Link:
                             return
                         self._send_reports(self._connection)
                 except WireError:
-                    # The receiving thread finds out too, and reconnects.
+                    # The receiving thread will find out too, and reconnect.
                     self._closing.wait(self._deadlines.retry_min_s)
         except Exception as error:
             logger.exception("the reporting thread failed")
             self._mailbox.end(EXIT_FAILED, f"reporting failed: {error!r}")
 
     def _send_reports(self, connection: _Connection) -> None:
-        """Sends status, and the records that this stream has not had."""
+        """Send status, and the records that this stream has not had."""
         said = connection.reporting
         status, unsent = self._mailbox.report(said.sent_through)
         for report in said.reports(status, unsent):

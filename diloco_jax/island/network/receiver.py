@@ -1,4 +1,4 @@
-"""The thread that has published fragments fetched, in the protocol's order
+"""The thread that fetches published fragments, in the protocol's order
 (`protocol/island/fetching.py`)."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Receiver:
         versions: Sequence[Version],
         orders: Orders | None = None,
     ) -> None:
-        """orders: to the other hosts of the island, if there are any."""
+        """orders: for the other hosts of the island, if there are any."""
         self._fetcher = fetcher
         self._orders = orders
         self._mailbox = mailbox
@@ -46,14 +46,14 @@ class Receiver:
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
 
     def want(self, fragment: int, version: Version) -> None:
-        """A version was published. Older ones than known are ignored."""
+        """Note a published version. Versions older than known ones are ignored."""
         with self._changed:
             self._fetching.want(fragment, version)
             self._changed.notify_all()
 
     def fetch_all(self) -> list[Version]:
-        """Fetches every fragment in full, at the newest version, which it returns; for
-        a join, before `start`.
+        """Fetch every fragment in full, at the newest version, and return it; for a
+        join, before `start`.
 
         Raises TimeoutError if a fragment does not come within the pins' lifetime,
         Refused, or any WireError once the mailbox says that the island must end.
@@ -66,11 +66,11 @@ class Receiver:
         return [a.version for a in sorted(arrivals, key=lambda a: a.fragment)]
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread; a fetch may go on until the process ends."""
+        """End the thread; a fetch may go on until the process ends."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -100,7 +100,7 @@ class Receiver:
             self._mailbox.end(EXIT_FAILED, f"the receiver failed: {error!r}")
 
     def _next(self) -> Fetch | None:
-        """Waits for something to fetch; None when closing."""
+        """Wait for something to fetch; None when closing."""
         with self._changed:
             while not self._closing:
                 if (fetch := self._fetching.next()) is not None:
@@ -109,7 +109,8 @@ class Receiver:
             return None
 
     def _join_next(self) -> Arrival:
-        """Fetches the next fragment, until it is here; on several threads at a time."""
+        """Fetch the next fragment until it has arrived; several threads do this at a
+        time."""
         with self._changed:
             fetch = self._fetching.next()
         assert fetch is not None, "more threads than fetches"
@@ -140,7 +141,8 @@ class Receiver:
         try:
             arrival = self._fetcher.fetch(fetch)
         finally:
-            # Whatever became of ours: theirs must be known before the next order.
+            # Whatever this host's outcome: the others' must be known before the next
+            # order.
             if self._orders is not None:
                 self._orders.await_answers(number)
         with self._changed:
