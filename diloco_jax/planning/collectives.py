@@ -61,7 +61,7 @@ class CollectiveSum:
 
 
 def find_collectives(program: Program) -> list[Collective]:
-    """Return the collectives of a program, each once, however many instructions it has."""
+    """Return the collectives of a program, each once, whatever its instructions."""
     found: dict[str, Collective] = {}
     for computation, times in program.executed():
         for part, hidden in _parts(program, computation):
