@@ -216,7 +216,7 @@ def first_anchors(fragments: int) -> tuple[Anchor, ...]:
 def loaded(
     anchors: tuple[Anchor, ...], log: Iterable[tuple[Durable, bytes]]
 ) -> Anchors:
-    """Return a coordinator's anchors after a crash: a snapshot's, and the log after it."""
+    """Load a coordinator's anchors after a crash, from a snapshot and the later log."""
     made = Anchors(anchors)
     for record, payload in log:
         if isinstance(record, Merged):

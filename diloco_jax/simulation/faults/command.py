@@ -20,8 +20,8 @@ from diloco_jax.simulation.progress import Progress
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultsConfig:
-    """Plays random schedules of faults against the policy, islands, log and recovery
-    of the product, and checks at every event what must hold. Exit code 1 if it did not.
+    """Play random schedules of faults against the policy, islands, log and recovery
+    of the product, and check invariants at every event. Exit code 1 if one fails.
     """
 
     seeds: int = setting(1000, AT_LEAST_1, help="Schedules, one of each seed.")

@@ -75,7 +75,7 @@ class Disk:
         self.save(self.rotate(), state, anchors)
 
     def rotate(self) -> int:
-        """Rotate like `RecordLog.rotate`; return the number of the segment that ended."""
+        """Rotate like `RecordLog.rotate`; return the number of the ended segment."""
         ended = max(self._segments)
         self._segments[ended + 1] = io.BytesIO()
         return ended

@@ -75,7 +75,7 @@ class Links:
             self.clock.after(LEASE_S, give_up)
 
     def lose_connection(self, island: FaultyIsland, noticed_s: float) -> None:
-        """Cut the island's line; it notices after `noticed_s` seconds and tries again."""
+        """Cut the island's line; it notices after `noticed_s` and tries again."""
         line = island.line
         if line is None:
             return

@@ -76,7 +76,7 @@ def play_seed(seed: int) -> Played:
 
 @dataclasses.dataclass(kw_only=True)
 class Violation:
-    """What a seed found."""
+    """A violation that a seed found."""
 
     seed: int | None
     invariant: str
@@ -95,7 +95,7 @@ Found = Callable[[Violation], None]
 
 @dataclasses.dataclass(kw_only=True)
 class FaultsReport:
-    """Of many schedules."""
+    """Report on many schedules."""
 
     schedules: int = 0
     seconds: float = 0.0
@@ -113,7 +113,7 @@ class FaultsReport:
 
     @property
     def schedules_per_minute(self) -> float:
-        """On one core."""
+        """Schedules per minute on one core."""
         return 60 * self.schedules / self.seconds if self.seconds else 0.0
 
     def json(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def check(
     """Play the schedules of these seeds.
 
     Args:
-      shorten: shorten the schedules of the first `SHORTENED` violations of an invariant.
+      shorten: shorten the first `SHORTENED` schedules that violate an invariant.
       report: filled and returned; it holds the violations found so far if this is
         interrupted.
     """

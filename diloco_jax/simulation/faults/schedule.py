@@ -145,7 +145,7 @@ class Schedule(
 
     @property
     def slowest_s(self) -> float:
-        """Step time of the slowest island."""
+        """Step time of the slowest island, in seconds."""
         return max(plan.step_s for plan in self.islands.values())
 
     @property
@@ -213,7 +213,7 @@ def _check_values(schedule: Schedule) -> None:
 
 
 def _check_length(schedule: Schedule) -> None:
-    """Refuse a schedule that is too long: it would look like a violation of liveness."""
+    """Refuse an overlong schedule: it would look like a violation of liveness."""
     seconds = schedule.total_tokens / schedule.tokens_per_s
     rates = (1 / plan.step_s + 1 for plan in schedule.islands.values())
     steps = seconds * sum(rates)

@@ -337,7 +337,7 @@ class FaultyWorld(Links):
         self.connect(self.islands[name])
 
     def start_island_after(self, seconds: float, name: str) -> None:
-        """Start an island after a while, unless the run is over or another one started."""
+        """Start an island later, unless the run is over or another one started."""
         before = self.islands[name]
 
         def start() -> None:
@@ -363,6 +363,6 @@ class FaultyWorld(Links):
         return True
 
     def _refused(self, island: FaultyIsland) -> None:
-        """Start a refused island anew, as its operator would, unless that has happened."""
+        """Start a refused island anew, as its operator would, unless it is replaced."""
         if self.islands[island.name] is island:
             self.start_island_after(RESTART_S, island.name)

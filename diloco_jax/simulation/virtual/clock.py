@@ -49,7 +49,7 @@ class Clock:
     def run(
         self, until: float = float("inf"), done: Callable[[], bool] | None = None
     ) -> None:
-        """Run until nothing is due by `until`, or until `done`, asked after each call."""
+        """Run until nothing is due by `until`, or `done` is True after a call."""
         queue, pop = self._queue, heapq.heappop
         while queue and queue[0][0] <= until:
             time, _, _, due = pop(queue)

@@ -183,7 +183,7 @@ class VirtualIsland:
         if self._conversation.may_leave:
             self.leave("preempted")
         elif self._next is not None and isinstance(message, Progress):
-            pass  # As in a real loop, it is looked at with the next boundary.
+            pass  # As in a real loop, the next boundary looks at it.
         elif not self._stepping:
             self._at_boundary()
         self._reports.look()
