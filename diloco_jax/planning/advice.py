@@ -152,7 +152,7 @@ def _to_carry(
     if means[busiest] > link:
         cycle = int(sync.steps_per_cycle * means[busiest] / link) + 1
         yield (
-            f"a link of {link:g} Gbit/s is to carry {means[busiest]:.3g} on average: "
+            f"a link of {link:g} Gbit/s must carry {means[busiest]:.3g} on average: "
             f"raise sync.steps_per_cycle from {sync.steps_per_cycle} to {cycle}"
             f"{_smaller_codec(sync)}"
         )

@@ -31,8 +31,8 @@ class Chip:
     links: int
     """Links to neighbours, two per axis."""
     wraps_from: int
-    """Chips from which an axis is a ring, if it is a multiple; a shorter axis is a
-    line. v5p: only if all axes are rings.
+    """An axis is a ring if its length is a multiple of this, in chips, else a line.
+    v5p: only if this holds for all axes.
     """
     wraps_together: bool
 

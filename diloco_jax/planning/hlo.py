@@ -96,7 +96,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A whole module."""
+    """A whole compiled module."""
 
     computations: dict[str, Computation]
     entry: Computation
@@ -127,7 +127,7 @@ class Program:
                     yield from self._executed(self.computations[callee], times)
 
     def fused(self, at: Computation) -> Iterator[Computation]:
-        """Yield the computation and those that are part of it at any depth."""
+        """Yield the computation and all its parts, at any depth."""
         yield at
         for instruction in at.instructions.values():
             for name in instruction.called("calls"):

@@ -206,12 +206,12 @@ def calibrate_command(arguments: Sequence[str]) -> int:
 
 
 KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "goodput": (goodput_command, "what failures leave of the chip time; --sweep"),
+    "goodput": (goodput_command, "chip time left by failures; --sweep"),
     "mix": (mix_command, "unequal islands: waiting for all, for one, with grace"),
     "scavenge": (scavenge_command, "extra islands for a part of the token budget"),
-    "bandwidth": (bandwidth_command, "what links must carry"),
-    "faults": (faults_command, "random faults, and what must hold all the same"),
-    "calibrate": (calibrate_command, "fitted to a recorded run, another one predicted"),
+    "bandwidth": (bandwidth_command, "rates that links must carry"),
+    "faults": (faults_command, "random faults, and invariants that must hold"),
+    "calibrate": (calibrate_command, "predict a run from a recorded one"),
 }
 
 
@@ -221,7 +221,7 @@ KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 def _parse(
     kind: str, arguments: Sequence[str], config: ConfigT, output: OutputT
 ) -> tuple[ConfigT, OutputT]:
-    """Read the fields of both as options."""
+    """Read the fields of `config` and `output` as options."""
     prog = f"diloco simulate {kind}"
     parsed, shown = parse([config, output], arguments, prog, str(type(config).__doc__))
     return parsed, shown

@@ -42,7 +42,7 @@ class CalibrateOptions:
         help="Workdir of the run to predict, which has ended: shows measurements and "
         "errors.",
     )
-    seeds: int = setting(3, help="Draws of what steps take.")
+    seeds: int = setting(3, help="Draws of the step times.")
     json: bool = setting(False, help="Print one JSON object to standard output.")
 
 

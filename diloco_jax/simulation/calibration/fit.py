@@ -28,8 +28,8 @@ from diloco_jax.workdir import read_config, read_facts, read_summary
 EMULATED_WITHIN = 1.2
 """Ratio to the emulated step. A shorter step is emulated and hides the compute."""
 OWN_TRANSFERS = 20
-"""Transfers from which an island's own count. With fewer, which are its slow ones, it
-gets those of all islands.
+"""Transfers that an island needs for a fit of its own. With fewer, which are its slow
+ones, it gets the fit of all islands.
 """
 LEAST_S = 1e-3
 AS_WRITTEN = "calibrate on a tape as it was written"
@@ -37,8 +37,7 @@ AS_WRITTEN = "calibrate on a tape as it was written"
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """Seconds, and between what `observed` observations of them lie; 0 observed: a
-    guess."""
+    """Seconds, with the range of `observed` observations; 0 observed: a guess."""
 
     value: float
     low: float

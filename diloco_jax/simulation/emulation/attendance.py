@@ -22,16 +22,17 @@ from diloco_jax.simulation.virtual.world import World
 
 LIVES_IN_VAIN = 1000
 """Failures of machines in a row, of all islands together, without progress between
-them. After so many the run would go on for ever.
+them. After this number the run would go on for ever.
 """
 
 
 class Attendance:
     """Starts and ends of islands, as config and options say.
 
-    A kill of `placement.faults` is a crash. `diloco run` restarts after
-    `placement.restarts` crashes in a row; after one more it gives the island up. A
-    random failure is one of the machine: when that is back, its launcher counts anew.
+    A kill of `placement.faults` is a crash. `diloco run` restarts
+    the island after at most `placement.restarts` crashes in a row; after one more it
+    gives the island up. A random failure is one of the machine: when the machine is
+    back, its launcher counts anew.
 
     bytes_up: bytes of an encoded delta, by fragment.
     """
@@ -85,14 +86,14 @@ class Attendance:
 
     @property
     def given_up(self) -> list[str]:
-        """Islands that crashed once more than they are started again."""
+        """Islands with more crashes in a row than restarts."""
         restarts = self._config.placement.restarts
         return [name for name in self.diaries if self._crashes[name] > restarts]
 
     # ---- what islands are like ------------------------------------------------------
 
     def usual_steps(self, name: str, chance: np.random.Generator) -> Iterator[float]:
-        """Yield the seconds of one undisturbed step of an incarnation after the other."""
+        """Yield the seconds of an incarnation's undisturbed steps, one by one."""
         seconds = self._config.islands[name].step_seconds
         return durations(seconds, self._options.step_spread, chance)
 
@@ -214,5 +215,5 @@ class Attendance:
 
 
 def _strikes(fault: Fault, diary: Diary) -> bool:
-    """Return True if the fault is for this incarnation; a host's fault is its island's."""
+    """Return True if the fault strikes this incarnation or one of its hosts."""
     return (fault.who, fault.incarnation) == (diary.island, diary.incarnation)

@@ -24,7 +24,7 @@ Table = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class History:
-    """Tables. An island or fragment is named in every row that is about one.
+    """Tables of an emulation. Rows about an island or fragment name it.
 
     islands: names, in the order of the columns of matrices.
     merges: time, tokens (of the run, not lost, as far as reported), fragment, version,
@@ -72,7 +72,7 @@ class History:
 
 @dataclasses.dataclass(kw_only=True)
 class Diary:
-    """One incarnation of an island, while it happens."""
+    """Events of one incarnation of an island, while it runs."""
 
     island: str
     incarnation: int
@@ -87,7 +87,7 @@ class Diary:
     step_seconds: list[float] = dataclasses.field(default_factory=list)
     losses: list[SupportsFloat] = dataclasses.field(default_factory=list)
     skipped: list[SupportsFloat] = dataclasses.field(default_factory=list)
-    """1 for a step that changed nothing: its loss or gradient was not finite."""
+    """1 for a skipped step, whose loss or gradient was not finite; else 0."""
     learning_rates: list[float] = dataclasses.field(default_factory=list)
     takes: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     """Fragment and time of each take."""
@@ -160,7 +160,7 @@ def collect(
     merges: Sequence[tuple[Any, ...]],
     evaluations: Sequence[tuple[float, int, float]],
 ) -> History:
-    """Collect the history of closed diaries, by island; `merges` as in MERGE_COLUMNS."""
+    """Collect the history of closed diaries; rows of `merges` as in MERGE_COLUMNS."""
     steps, takes, adoptions, lives = [], [], [], []
     for d in itertools.chain.from_iterable(diaries.values()):
         who = (d.island, d.incarnation)

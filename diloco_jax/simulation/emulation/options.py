@@ -119,7 +119,7 @@ class EmulationOptions:
                 raise ConfigError(
                     f"{field} = {value:g}: meanwhile {islands} islands report every "
                     f"{report_s:g} s (placement.time_budget_s / 10), and more than "
-                    f"{MOST_REPORTS:.0e} reports are not to be waited for; it must be "
+                    f"{MOST_REPORTS:.0e} reports take too long; it must be "
                     f"at most {most:g}"
                 )
 

@@ -128,7 +128,7 @@ class Adopted(Protocol):
     """Callback for every anchor that an island adopts."""
 
     def __call__(self, fragment: int, anchor: Anchor, *, kept: bool) -> None:
-        """Hear of an adopted anchor. kept: beside the delta of the last take."""
+        """Note an adopted anchor. kept: the delta of the last take stays beside it."""
 
 
 class DigestBody:

@@ -26,7 +26,7 @@ class FaultsConfig:
 
     seeds: int = setting(1000, AT_LEAST_1, help="Schedules, one of each seed.")
     first_seed: int = setting(
-        0, NOT_NEGATIVE, help="The first of so many seeds in a row."
+        0, NOT_NEGATIVE, help="The first seed; the others follow it."
     )
     schedule: str = setting(
         "", help="Play this one instead, as a violation printed it (JSON)."

@@ -30,7 +30,7 @@ class DiskError(Exception):
 
 
 class EmptyDiskError(Exception):
-    """There is no run on the disk: without --init, nothing may begin."""
+    """The disk holds no run: without --init, nothing may begin."""
 
 
 class Found(NamedTuple):

@@ -1,7 +1,7 @@
-"""What must hold at every event, whatever fails: safety.
+"""Safety: the invariants that hold at every event, whatever fails.
 
 Each invariant is a class that sees a run as a stream of observations (the methods of
-`Invariant`) and raises `ViolationError` with its `name`. They keep books of their own,
+`Invariant`) and raises `ViolationError` with its `name`. The classes keep books of their own,
 from what is durable and what islands do, and do not trust the code that they check.
 """
 

@@ -125,6 +125,6 @@ class FaultyIsland(VirtualIsland):
     def _seen(
         self, observe: Callable[..., None], *observation: Any, **facts: Any
     ) -> None:
-        """Pass an observation on, if it is of a process that is in the run."""
+        """Pass an observation on, if its process is in the run."""
         if self._monitor.names.belong_to(self.who, self.session):
             observe(self.who, *observation, **facts)

@@ -84,7 +84,7 @@ class LedgerExact(Invariant):
 
     def recovered(self, state: State) -> None:
         """See Invariant."""
-        self._progress = 0  # Steps that were reported, but not merged, come again.
+        self._progress = 0  # Steps that were reported but not merged come again.
         self.decided(state, ())
         for fragment in state.fragments:
             for name, account in fragment.accounts.items():
@@ -179,7 +179,7 @@ class DataOnce(Invariant):
                 # Its grants of an earlier term, as far as it heard of them.
                 carried = record.carried.sequences_granted if record.carried else 0
                 is_void = bool(carried) and process in self._void
-                self.hold(not is_void, "nobody heard of the term it is from:", record)
+                self.hold(not is_void, "no process heard of its term:", record)
                 self._void.discard(process)
                 self._lost.pop(process, None)
                 before = self._granted.get(process, [])
@@ -234,7 +234,7 @@ class DataOnce(Invariant):
         who = (c.island, c.incarnation)
         process = self._process(who)
         is_void = process in self._void
-        self.hold(not is_void, "nobody heard of the term it is from:", c)
+        self.hold(not is_void, "no process heard of its term:", c)
         count = self._per_step[who]
         for position in self._granted[process][c.start * count : c.end * count]:
             merged = self._merged.setdefault(position, who)

@@ -121,7 +121,7 @@ class AnchorsEqual(Invariant):
         term = opened.anchors[0].version.term
         for key in [k for k in self._values if k[1].term == term]:
             if key not in self._adopted:
-                del self._values[key]  # A term before this one that nobody heard of.
+                del self._values[key]  # A lost term that no island heard of.
         for fragment, replaced in enumerate(opened.replaced):
             self.published(fragment, replaced)
             self.published(fragment, opened.anchors[fragment])

@@ -1,4 +1,4 @@
-"""A run and what goes wrong in it, as data: drawn from a seed, written as JSON."""
+"""A run and its faults, as data: drawn from a seed, written as JSON."""
 
 from __future__ import annotations
 

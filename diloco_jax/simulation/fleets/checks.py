@@ -57,7 +57,7 @@ def deltas_in_reach(
 
 
 def islands_in_reach(islands: float, fields: str) -> None:
-    """Raise ConfigError if the policy cannot get through the deltas of so many islands.
+    """Raise ConfigError if the policy cannot get through the deltas of these islands.
 
     At every delta the policy goes through its books of all islands. fields: names of
     the fields that set the number of islands.

@@ -56,12 +56,12 @@ class FailureModel:
     down_seconds: float = setting(
         12.0,
         SECONDS,
-        help="Seconds for which an island stops that goes on with one slice less.",
+        help="Seconds for which an island stops when it loses a slice.",
     )
     up_seconds: float = setting(
         12.0,
         SECONDS,
-        help="Seconds for which an island stops that takes slices in again.",
+        help="Seconds for which an island stops to take slices in again.",
     )
     return_seconds: float = setting(
         120.0,
@@ -71,7 +71,7 @@ class FailureModel:
     restart_seconds: float = setting(
         85.0,
         SECONDS,
-        help="Seconds for which everything stops where there is no elasticity.",
+        help="Seconds for which everything stops without elasticity.",
     )
 
     def validate(self) -> None:

@@ -57,7 +57,7 @@ class ScavengeConfig:
         help="Extra islands, as shares of those of the whole run; one simulation each.",
     )
     tokens_share: float = setting(
-        0.5, help="Share of the token budget in whose time the extra islands take part."
+        0.5, help="Share of the token budget during which extra islands take part."
     )
     step_seconds: float = setting(10.0, STEP_SECONDS, help="Seconds of a step.")
     step_spread: float = setting(

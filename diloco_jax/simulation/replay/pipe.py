@@ -196,7 +196,7 @@ class Worker:
         return WorkerError(
             f"a process that repeats islands ended with code {codes[0]}; see above"
             if codes
-            else "a process that repeats islands answers no more; see above"
+            else "a process that repeats islands no longer answers; see above"
         )
 
 

@@ -210,7 +210,7 @@ class _Reader:
         return {who: self._lives[who] for who in needed}
 
     def _with_sources(self, needed: Iterable[Who]) -> tuple[Who, ...]:
-        """Add the incarnations whose moments these began with, directly or indirectly."""
+        """Add the incarnations whose moments these began with, and their sources."""
         found = dict.fromkeys(needed)
         waiting = list(found)
         while waiting:

@@ -82,7 +82,7 @@ class VirtualIsland:
         self.ended: str | None = None
         self.line: Line | None = None
         self.peer: Connection | None = None
-        """Its last connection, as the coordinator sees it."""
+        """Last connection of the island, as the coordinator sees it."""
         self.positions = LeasedPositions()
         self.boundary: Boundary | None = None
         """Boundary of the island; None until it has joined."""
