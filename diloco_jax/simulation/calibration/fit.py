@@ -169,7 +169,7 @@ def calibrate(workdir: Path) -> Calibration:
     tape = _Tape(workdir / run_files.TAPE, config)
     if not (tape.finished_at and summary):
         raise ConfigError(
-            f"{workdir / run_files.TAPE} is without the end of the run ('finished'), "
+            f"{workdir / run_files.TAPE} lacks the end of the run ('finished'), "
             f"or there is no summary.json beside it; calibrate on a run that has ended"
         )
     roster = Roster(path)

@@ -1,8 +1,9 @@
 """Safety: the invariants that hold at every event, whatever fails.
 
 Each invariant is a class that sees a run as a stream of observations (the methods of
-`Invariant`) and raises `ViolationError` with its `name`. The classes keep books of their own,
-from what is durable and what islands do, and do not trust the code that they check.
+`Invariant`) and raises `ViolationError` with its `name`. The classes keep books of
+their own, from durable records and the acts of islands, and do not trust the code that
+they check.
 """
 
 from __future__ import annotations

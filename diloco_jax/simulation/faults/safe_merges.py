@@ -134,9 +134,9 @@ class DeltasExact(Invariant):
 class QuorumHeld(Invariant):
     """At least K deltas of incarnations that have not ended enter a merge.
 
-    K of them are from islands that its tick asked. This does not hold if the tick could
-    not ask K islands, or if a tick of a cycle later found the fragment still open. The
-    flush, which comes when the run has its tokens, is exempt.
+    K of them are from islands that its tick asked, unless the tick could not ask K
+    islands, or a tick of a cycle later found the fragment still open. The flush, which
+    comes when the run has its tokens, is exempt.
     """
 
     name = "quorum"

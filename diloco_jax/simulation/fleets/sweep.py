@@ -36,9 +36,8 @@ def sweep_goodput(
     The methods are both data-parallel ones, and decoupled with each number of islands
     that has a quorum. Raises ConfigError.
 
-    With a spread of the step time, a data-parallel step waits for the slowest group;
-    there is one group for each of the most islands. Without a spread there is one
-    group.
+    With a spread of the step time, a data-parallel step waits for the slowest of several
+    groups, as many as the largest number of islands. Without a spread there is one.
     """
     return list(simulated(points(config, chips, islands), progress))
 
