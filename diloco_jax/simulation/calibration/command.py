@@ -26,7 +26,7 @@ ISLAND_FIELDS = ("median_step_seconds", "steps", "tokens_merged", "participation
 """Fields of `summary.json` that are predicted."""
 
 Bar = Callable[[str], AbstractContextManager[Progress]]
-"""Makes a progress bar with that title."""
+"""Callback that shows a progress bar with that title."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,10 +29,10 @@ them. After this number the run would go on for ever.
 class Attendance:
     """Starts and ends of islands, as config and options say.
 
-    A kill of `placement.faults` is a crash. `diloco run` restarts
-    the island after at most `placement.restarts` crashes in a row; after one more it
-    gives the island up. A random failure is one of the machine: when the machine is
-    back, its launcher counts anew.
+    A kill of `placement.faults` is a crash. `diloco run` restarts the island after at
+    most `placement.restarts` crashes in a row; after one more it gives the island up. A
+    random failure is one of the machine: when the machine is back, its launcher counts
+    anew.
 
     bytes_up: bytes of an encoded delta, by fragment.
     """

@@ -92,7 +92,8 @@ def emulate(
       config: resolved here if it is not. Every island needs `step_seconds` > 0.
       options: the network, chance, and islands' comings and goings; by default none.
 
-    Raises: ConfigError: naming field, values and remedy.
+    Raises:
+      ConfigError: naming field, values and remedy.
     """
     options = options or EmulationOptions()
     check(config, options)

@@ -47,8 +47,8 @@ OBSERVATIONS = tuple(
 class Names(Invariant):
     """Processes by name: a second process of a name is turned away.
 
-    Its acts until it hears of that are no part of the run. After a disk was lost, the
-    process that was there first may be turned away.
+    The acts of the second process until it hears of that are no part of the run. After
+    a disk was lost, the process that was there first may be turned away.
     """
 
     def __init__(self, config: PolicyConfig) -> None:

@@ -69,8 +69,9 @@ class Invariant:
     def adopted(
         self, who: Incarnation, fragment: int, anchor: Anchor, *, kept: bool
     ) -> None:
-        """Observe that an island adopted an anchor; kept: beside the delta of its last
-        take.
+        """Observe that an island adopted an anchor.
+
+        kept: the delta of the island's last take stays beside it.
         """
 
     def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:

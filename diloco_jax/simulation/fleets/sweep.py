@@ -36,8 +36,9 @@ def sweep_goodput(
     The methods are both data-parallel ones, and decoupled with each number of islands
     that has a quorum. Raises ConfigError.
 
-    With a spread of the step time, a data-parallel step waits for the slowest of several
-    groups, as many as the largest number of islands. Without a spread there is one.
+    With a spread of the step time, a data-parallel step waits for the slowest of
+    several groups, as many as the largest number of islands. Without a spread there is
+    one group.
     """
     return list(simulated(points(config, chips, islands), progress))
 

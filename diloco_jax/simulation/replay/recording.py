@@ -212,9 +212,9 @@ def refuse_term(path: Path, record: Mapping[str, Any]) -> None:
     if record["kind"] == "term":
         raise ConfigError(
             f"{path} is of term {record['term']} of run {record['run_id']}, which "
-            f"began with islands' anchors after the coordinator had lost its state. The "
-            f"origin of these anchors is not on this tape, so it cannot be repeated; "
-            f"give the workdir of a run that kept its state"
+            f"began with islands' anchors after the coordinator had lost its state. "
+            f"Their origin is not on this tape, so it cannot be repeated; give the "
+            f"workdir of a run that kept its state"
         )
 
 

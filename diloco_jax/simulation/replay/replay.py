@@ -87,8 +87,9 @@ def run(recording: Recording, console: Console, save: Path | None = None) -> Out
     save: a new folder for the config and the global parameters after the last equal
     merge; `diloco eval` reads it.
 
-    Raises: ConfigError: the text, version or machine is not that of the run. TapeError:
-    the tape contradicts itself.
+    Raises:
+      ConfigError: the text, version or machine is not that of the run.
+      TapeError: the tape contradicts itself.
     """
     if save is not None and save.exists():
         raise ConfigError(f"--save {save} exists already; name a new folder")

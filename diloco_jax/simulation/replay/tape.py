@@ -41,9 +41,10 @@ def read_recording(
       until: the number of the last merge to repeat; None = all of a run that is over.
       text: paths of the run's text; None = the paths that the run had.
 
-    Raises: ConfigError: the files are not of one run or not of this version, or the run
-    had another jax. TapeError: names the first line that is altered, missing or out of
-    order.
+    Raises:
+      ConfigError: the files are not of one run or not of this version, or the run had
+        another jax.
+      TapeError: names the first line that is altered, missing or out of order.
     """
     config = read_config(workdir, text).validate()
     path = workdir / run_files.TAPE
