@@ -1,4 +1,4 @@
-"""Process that computes for islands like their own processes did.
+"""Process that repeats the computation of islands as their own processes did it.
 
 The numbers of threads and devices of a process decide how sums are cut, and with it
 their bits. So islands whose processes differed in these numbers are repeated in

@@ -49,9 +49,7 @@ class IslandSpec:
     name: str
     batch_size: int
     step_seconds: Callable[[int], float]
-    """Return the seconds of step k of the incarnation, from 0; called once as it
-    begins.
-    """
+    """Function from step k of the incarnation, from 0, to its seconds; called once."""
     join_seconds: float = 0.0
     """Seconds from its welcome to its first step: compilation, without fetches."""
     bytes_up: tuple[int, ...] = ()
