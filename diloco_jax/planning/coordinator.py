@@ -1,8 +1,8 @@
-"""What the coordinator's machine needs: memory from its real buffers, cores from
-measured rates.
+"""Needs of the coordinator's machine: memory from its real buffers, cores from measured
+rates.
 
-The rates are those of docs/planning.md, of a machine with two cores; newer cores are
-faster.
+The rates come from docs/planning.md and were measured on a machine with two cores;
+newer cores are faster.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from diloco_jax.core.outer.optimizer import make_outer
 from diloco_jax.core.payload import PayloadLayout
 
 WIRE_CORE_SECONDS_PER_GB = 1.45
-"""With mutual TLS, the mean of both ways (docs/results/wire.md)."""
+"""Core seconds per GB with mutual TLS, the mean of both ways (docs/results/wire.md)."""
 MERGE_CORE_SECONDS_PER_GB = 2 / 4.6
-"""Of f32 deltas: two cores decode, merge and step 4.6 GB/s, one arrival at a time."""
+"""Core seconds per GB of f32 deltas: two cores decode, merge and step 4.6 GB/s, one
+arrival at a time.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoordinatorPlan:
-    """Bytes of its memory, and its cores."""
+    """Bytes of the coordinator's memory, and its cores."""
 
     theta: int
     anchors: int
@@ -42,20 +44,20 @@ class CoordinatorPlan:
     merge_state: int
     """State of the merge rule, and the measured tiles of the last merged deltas."""
     publishes: int
-    """Encoded ones, kept for islands that missed some."""
+    """Encoded publishes, kept for islands that missed some."""
     merge_buffer: int
     """Encoded deltas: at most one per island and fragment, within
     `placement.merge_buffer_bytes`."""
     merging: int
-    """While the largest fragment is merged."""
+    """Memory in use while the largest fragment is merged."""
     joins: int
     """Anchors kept for joins under way, at most."""
     memory: int
-    """All of these."""
+    """Sum of the fields above."""
     wire_cores: float
     merge_cores: float
     cores: int
-    """Whole ones, and one for everything else."""
+    """Whole cores, with one for everything else."""
 
 
 def plan_coordinator(
@@ -65,7 +67,10 @@ def plan_coordinator(
     islands: int,
     cycle_seconds: float,
 ) -> CoordinatorPlan:
-    """run: resolved as far as the outer optimizer goes."""
+    """Estimate the coordinator's memory and cores.
+
+    run: a config with a resolved outer optimizer.
+    """
     up, down = (
         [PayloadLayout.of(get_codec(codec), p).total_bytes for p in plan.fragments]
         for codec in (run.sync.codec_up, run.sync.codec_down)
@@ -84,8 +89,8 @@ def plan_coordinator(
             merging.state_bytes(r, p.shape) + measures.sample_bytes(p.shape)
             for p, r in rules.items()
         ),
-        # The merged delta, the new Theta, outer state and anchor; and what the rule
-        # needs for one piece.
+        # The merged delta, the new Theta, outer state and anchor, and the rule's memory
+        # for one piece.
         "merging": 4 * fragment
         + max(merging.merging_bytes(r, islands, p.size) for p, r in rules.items()),
         "joins": PINNED_VERSIONS * params,

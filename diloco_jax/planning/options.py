@@ -1,4 +1,4 @@
-"""What a plan supposes of the world, and the options of `diloco plan`."""
+"""Assumptions of a plan about the world, and the options of `diloco plan`."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ class PlanOptions(Assumptions):
 
     @property
     def assumptions(self) -> Assumptions:
-        """Without what is about the output."""
+        """The assumptions alone, without the options of the output."""
         fields = dataclasses.fields(Assumptions)
         return Assumptions(**{f.name: getattr(self, f.name) for f in fields})

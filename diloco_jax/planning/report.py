@@ -1,4 +1,4 @@
-"""The whole plan of a run, put together from what its islands came to."""
+"""The whole plan of a run, put together from the plans of its islands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECONDS_PER_DAY = 86400
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All of it."""
+    """Plan of all islands and of the run."""
 
     config: str
     fits: bool
@@ -37,12 +37,12 @@ class Plan:
     versions: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
-        """As builtins."""
+        """Return the plan as Python builtins."""
         return dataclasses.asdict(self)
 
 
 def fragments_of(config: Config) -> FragmentPlan:
-    """Of the run's model; ConfigError if the config asks for more than there are."""
+    """Cut the run's model into fragments; ConfigError if the config wants too many."""
     return build_plan(config.run, build(config.run))
 
 
@@ -54,7 +54,10 @@ def plan_run(
     assumptions: Assumptions,
     versions: dict[str, str],
 ) -> Plan:
-    """versions: of what compiled. Raises ConfigError."""
+    """Plan the run from its compiled islands. Raises ConfigError.
+
+    versions: versions of the packages that compiled.
+    """
     run, sync = resolve_outer(config).run, config.run.sync
     machines = {
         name: SimulatedIsland(
@@ -77,7 +80,7 @@ def plan_run(
         sync,
         fragments.total,
         machines,
-        # On two cores, as it was measured.
+        # The rate was measured on two cores.
         merge_seconds=deltas_gb * MERGE_CORE_SECONDS_PER_GB / 2,
         assumptions=assumptions,
     )

@@ -31,7 +31,8 @@ __all__ = [
     "sweep_goodput",
 ]
 
-# Nothing heavy is imported before it is needed: jax looks at the environment then.
+# Nothing heavy is imported before it is needed: jax reads the environment when it is
+# imported.
 _HOMES = {
     "BandwidthConfig": "fleets.bandwidth",
     "ExchangeTerms": "fleets.fleet",

@@ -25,7 +25,7 @@ OutputT = TypeVar("OutputT", bound="Output")
 
 
 def simulate_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate KIND [options]`."""
+    """Run `diloco simulate KIND [options]`."""
     kind = arguments[0] if arguments else "--help"
     if kind in ("-h", "--help"):
         print(_help())
@@ -35,21 +35,22 @@ def simulate_command(arguments: Sequence[str]) -> int:
             f"no simulation {kind!r}{suggest(kind, list(KINDS))}; there are "
             f"{', '.join(KINDS)}"
         )
-    # What simulated islands would say is no news: there are many, and it is counted.
+    # Logs of simulated islands are no news: there are many, and their content is
+    # counted.
     setup_logging("ERROR")
     return KINDS[kind][0](arguments[1:])
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What becomes of the result."""
+    """Options of the output."""
 
     json: bool = setting(False, help="Print one JSON object to standard output.")
 
 
 @dataclasses.dataclass(frozen=True)
 class SweepOutput(Output):
-    """What becomes of a result that may be a sweep."""
+    """Options of the output of a command that may sweep."""
 
     sweep: bool = setting(False, help="Go over methods, chips and islands.")
     out: Path = setting(
@@ -58,7 +59,7 @@ class SweepOutput(Output):
 
 
 def goodput_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate goodput`."""
+    """Run `diloco simulate goodput`."""
     from diloco_jax.simulation.fleets import goodput, sweep
 
     default = goodput.GoodputConfig()
@@ -84,7 +85,7 @@ def goodput_command(arguments: Sequence[str]) -> int:
     results: list[goodput.GoodputResult] = []
     try:
         with _bar("sweep") as progress:
-            # One by one: those that are done are there if it is interrupted.
+            # One by one: if it is interrupted, the finished points are there.
             results.extend(sweep.simulated(points, progress))
     except KeyboardInterrupt:
         _show_sweep(output.json, results)
@@ -98,7 +99,7 @@ def goodput_command(arguments: Sequence[str]) -> int:
 
 
 def mix_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate mix`."""
+    """Run `diloco simulate mix`."""
     from diloco_jax.simulation.fleets.mix import MixConfig, simulate_mix
 
     config, output = _parse("mix", arguments, MixConfig(), Output())
@@ -126,7 +127,7 @@ def mix_command(arguments: Sequence[str]) -> int:
 
 
 def scavenge_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate scavenge`."""
+    """Run `diloco simulate scavenge`."""
     from diloco_jax.simulation.fleets.scavenge import ScavengeConfig, simulate_scavenge
 
     config, output = _parse("scavenge", arguments, ScavengeConfig(), Output())
@@ -154,7 +155,7 @@ def scavenge_command(arguments: Sequence[str]) -> int:
 
 
 def bandwidth_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate bandwidth`."""
+    """Run `diloco simulate bandwidth`."""
     from diloco_jax.simulation.fleets.bandwidth import (
         BandwidthConfig,
         simulate_bandwidth,
@@ -173,7 +174,7 @@ def bandwidth_command(arguments: Sequence[str]) -> int:
 
 
 def faults_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate faults`."""
+    """Run `diloco simulate faults`."""
     from diloco_jax.simulation.faults import command, play
 
     config, output = _parse("faults", arguments, command.FaultsConfig(), Output())
@@ -194,10 +195,10 @@ def faults_command(arguments: Sequence[str]) -> int:
 
 
 def calibrate_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate calibrate WORKDIR`."""
+    """Run `diloco simulate calibrate WORKDIR`."""
     from diloco_jax.island.environment import skip_absent_tpu
 
-    # Before anything imports jax.
+    # This must happen before anything imports jax.
     skip_absent_tpu()
     from diloco_jax.simulation.calibration import command
 
@@ -205,12 +206,12 @@ def calibrate_command(arguments: Sequence[str]) -> int:
 
 
 KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "goodput": (goodput_command, "what failures leave of the chip time; --sweep"),
+    "goodput": (goodput_command, "chip time left by failures; --sweep"),
     "mix": (mix_command, "unequal islands: waiting for all, for one, with grace"),
     "scavenge": (scavenge_command, "extra islands for a part of the token budget"),
-    "bandwidth": (bandwidth_command, "what links must carry"),
-    "faults": (faults_command, "random faults, and what must hold all the same"),
-    "calibrate": (calibrate_command, "fitted to a recorded run, another one predicted"),
+    "bandwidth": (bandwidth_command, "rates that links must carry"),
+    "faults": (faults_command, "random faults, and invariants that must hold"),
+    "calibrate": (calibrate_command, "predict a run from a recorded one"),
 }
 
 
@@ -220,7 +221,7 @@ KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 def _parse(
     kind: str, arguments: Sequence[str], config: ConfigT, output: OutputT
 ) -> tuple[ConfigT, OutputT]:
-    """Read the fields of both as options."""
+    """Read the fields of `config` and `output` as options."""
     prog = f"diloco simulate {kind}"
     parsed, shown = parse([config, output], arguments, prog, str(type(config).__doc__))
     return parsed, shown
@@ -231,7 +232,7 @@ def _parse(
 
 @contextmanager
 def _bar(title: str) -> Iterator[Progress]:
-    """A progress bar on a terminal, gone when it is done."""
+    """Show a progress bar on a terminal; remove it at the end."""
     console = Console(stderr=True)
     hidden = not console.is_terminal
     with bars.Progress(console=console, transient=True, disable=hidden) as bar:
@@ -309,7 +310,7 @@ def _sweep_table(results: Sequence[Any]) -> Table:
 
 
 def _with_config(config: Any, **values: Sequence[Any]) -> dict[str, Any]:
-    """Dataclasses as JSON-compatible builtins, with what they were computed from."""
+    """Return dataclasses as JSON-compatible builtins, together with their config."""
     listed = {n: [dataclasses.asdict(v) for v in rows] for n, rows in values.items()}
     return {**listed, "config": dataclasses.asdict(config)}
 

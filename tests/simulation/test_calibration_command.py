@@ -64,7 +64,7 @@ def test_a_run_that_is_not_over_is_refused(copied, capsys):
     lines = (copied / "tape.jsonl").read_bytes().splitlines(keepends=True)
     (copied / "tape.jsonl").write_bytes(b"".join(lines[:-1]))
     err = refusal(capsys, str(copied))
-    assert "is without the end of the run ('finished')" in err
+    assert "lacks the end of the run ('finished')" in err
     assert "calibrate on a run that has ended" in err
 
 

@@ -1,4 +1,4 @@
-"""`diloco simulate calibrate WORKDIR`: what a recorded run's times predict."""
+"""`diloco simulate calibrate WORKDIR`: predict a run from a recorded run's times."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from diloco_jax.simulation.progress import Progress, nobody, part
 
 RUN_FIELDS = ("goodput", "compute_goodput", "uptime", "wall_seconds", "merges")
 ISLAND_FIELDS = ("median_step_seconds", "steps", "tokens_merged", "participation")
-"""What is predicted, of `summary.json`."""
+"""Fields of `summary.json` that are predicted."""
 
 Bar = Callable[[str], AbstractContextManager[Progress]]
-"""Shows how far something of that name is."""
+"""Callback that shows a progress bar with that title."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class CalibrateOptions:
         help="Workdir of the run to predict, which has ended: shows measurements and "
         "errors.",
     )
-    seeds: int = setting(3, help="Draws of what steps take.")
+    seeds: int = setting(3, help="Draws of the step times.")
     json: bool = setting(False, help="Print one JSON object to standard output.")
 
 
@@ -58,12 +58,15 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, relative to what was measured."""
+        """Error of the prediction, relative to the measurement."""
         return self.predicted / self.measured - 1 if self.measured else None
 
 
 def calibrate_command(arguments: Sequence[str], bar: Bar) -> int:
-    """Raises ConfigError if a workdir or config cannot be used."""
+    """Run `diloco simulate calibrate`.
+
+    Raises ConfigError if a workdir or config cannot be used.
+    """
     (options,), overrides = parse_known(
         [CalibrateOptions],
         arguments,
@@ -106,9 +109,12 @@ def predict(
     measured: Mapping[str, Any] | None,
     progress: Progress = nobody,
 ) -> list[Row]:
-    """Predict a run of `config`, with as many draws of what steps take, beside the
-    summary of such a run. Raises ConfigError if it cannot be told, or not soon."""
-    # jax is imported by it.
+    """Predict a run of `config`, beside the summary of such a run.
+
+    seeds: number of draws of the step times. Raises ConfigError if the run cannot be
+    predicted, or not soon.
+    """
+    # This module imports jax.
     from diloco_jax.simulation.calibration.prediction import predict_summary
 
     played = []
@@ -141,8 +147,11 @@ def _config(
     overrides: Sequence[str],
     against: Calibration | None,
 ) -> Config:
-    """Of the run to predict: what --config says, or that of --against, or the run's
-    own; changed by the overrides."""
+    """Return the config of the run to predict.
+
+    It is that of --config or of --against, or else the recorded run's own, changed by
+    the overrides.
+    """
     if against is not None:
         if options.config or overrides:
             more = ["--config", options.config] if options.config else overrides

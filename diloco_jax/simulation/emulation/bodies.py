@@ -37,16 +37,20 @@ from diloco_jax.wire.server import FetchSource
 
 
 class EncodedDelta(NamedTuple):
-    """A delta on its way, by piece; packed when it arrives, so that nobody waits for
-    the device before."""
+    """A delta on its way, by piece.
+
+    It is packed when it arrives, so that nothing waits for the device before.
+    """
 
     layout: PayloadLayout
     pieces: tuple[jax.Array, ...]
 
 
 class SharedFetch:
-    """A fetch that is the same for several islands: its publishes go to the devices of
-    a mesh once."""
+    """A fetch that is the same for several islands.
+
+    Its publishes go to the devices of a mesh once.
+    """
 
     def __init__(self, source: FetchSource) -> None:
         self.source = source
@@ -55,15 +59,17 @@ class SharedFetch:
     def on(
         self, mesh: Mesh, put: Callable[[Buffer], tuple[jax.Array, ...]]
     ) -> tuple[tuple[jax.Array, ...], ...]:
-        """The publishes by piece, oldest first; `put` puts one there."""
+        """Return the publishes by piece, oldest first; `put` places one there."""
         if mesh not in self._placed:
             self._placed[mesh] = tuple(map(put, self.source.buffers))
         return self._placed[mesh]
 
 
 def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
-    """Model and compiled steps; what computes alike, in this emulation or another one
-    of this process, shares them."""
+    """Return the model and its compiled steps.
+
+    Islands that compute alike share them, in this emulation and others of this process.
+    """
     rate = RunConfig().inner.learning_rate
     if not run.model.factory:
         inner = dataclasses.replace(run.inner, learning_rate=rate)
@@ -76,7 +82,7 @@ _trainer_of = functools.lru_cache(maxsize=32)(build_trainer)
 
 
 class TrainedBody:
-    """An incarnation's model copy (see `body.Body`), and its diary."""
+    """Model copy of an incarnation (see `body.Body`), and its diary."""
 
     def __init__(
         self,
@@ -122,7 +128,7 @@ class TrainedBody:
         for name, column in (("loss", diary.losses), ("skipped", diary.skipped)):
             column.append(metrics[name])
             if len(column) > 1:
-                # One step late: the devices have the new one to do meanwhile.
+                # One step late: the devices have the new step to do meanwhile.
                 column[-2] = float(column[-2])
 
     def take(self, fragment: int) -> EncodedDelta:
@@ -150,7 +156,8 @@ class TrainedBody:
 class StoreMerging:
     """The coordinator's `Store` (see `merging.Merging`).
 
-    arrived: told of every delta. committed: told of every merge once it is current.
+    arrived: called with every delta. committed: called with every merge once it is
+    current.
     """
 
     def __init__(
@@ -166,7 +173,8 @@ class StoreMerging:
         self._fetched: dict[int, dict[Version | None, VirtualFetch]] = (
             collections.defaultdict(dict)
         )
-        """By fragment and what is there already; of the current version."""
+        """Fetches of the current version, by fragment and by the version held already.
+        """
 
     def put(self, key: DeltaKey, encoded: EncodedDelta) -> Refusal:
         """See Merging."""

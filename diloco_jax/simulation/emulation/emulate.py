@@ -1,8 +1,8 @@
 """`diloco emulate`: all islands of a config with real gradients, in virtual time.
 
-Everything is done by the runtime's own parts: policy, boundaries, books, steps, takes,
-merges. What is missing: wire, threads, failures of the coordinator, disks (an island
-that returns begins with fresh moments), islands' own validation
+The runtime's own parts do everything: policy, boundaries, books, steps, takes, merges.
+These are missing: wire, threads, failures of the coordinator, disks (an island that
+returns begins with fresh moments), and islands' own validation
 (`placement.evaluate_every_steps`). Equal inputs give equal bits. A pause among the
 faults makes one step longer; the island's reports go on meanwhile.
 """
@@ -54,7 +54,7 @@ from diloco_jax.simulation.virtual.steps import durations
 from diloco_jax.simulation.virtual.world import World
 
 Show = Callable[[dict[str, Any]], None]
-"""Told about once a second how the run stands, as `diloco status` is."""
+"""Callback for the status of the run, about once a second, as in `diloco status`."""
 
 RUN_ID = "emulated"
 SHOW_EVERY_S = 1.0
@@ -62,18 +62,20 @@ SHOW_EVERY_S = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """What came of it."""
+    """Result of an emulation."""
 
     config: Config
-    """Resolved."""
+    """The config, resolved."""
     history: History
     summary: dict[str, Any]
-    """As a run's `summary.json`. Seconds are virtual, bytes those of the payloads."""
+    """Contents of a run's `summary.json`. Seconds are virtual, bytes those of the
+    payloads.
+    """
     params: Params
-    """The flushed global parameters Theta (numpy, f32)."""
+    """Flushed global parameters Theta (numpy, f32)."""
 
     def write(self, workdir: Path) -> None:
-        """Writes `history/*.csv` and `summary.json`."""
+        """Write `history/*.csv` and `summary.json`."""
         self.history.write(workdir / "history")
         write_json(self.summary, workdir / run_files.SUMMARY)
 
@@ -84,11 +86,11 @@ def emulate(
     options: EmulationOptions | None = None,
     show: Show | None = None,
 ) -> Emulation:
-    """Runs `config` to its end in this process.
+    """Run `config` to its end in this process.
 
     Args:
-      config: resolved here, if it is not. Every island needs `step_seconds` > 0.
-      options: the network, chance, who comes and goes; by default nothing of these.
+      config: resolved here if it is not. Every island needs `step_seconds` > 0.
+      options: the network, chance, and islands' comings and goings; by default none.
 
     Raises:
       ConfigError: naming field, values and remedy.
@@ -99,7 +101,7 @@ def emulate(
 
 
 def check(config: Config, options: EmulationOptions) -> None:
-    """Raises ConfigError if this cannot be emulated."""
+    """Raise ConfigError if this cannot be emulated."""
     require_section("config", config, Config)
     config.validate()
     options.validate(config.islands)
@@ -123,8 +125,10 @@ def check(config: Config, options: EmulationOptions) -> None:
 def run(
     config: Config, config_path: str, console: Console, options: EmulationOptions
 ) -> dict[str, Any]:
-    """`diloco emulate`: progress and report go to `console`; with a workdir, what
-    came of it goes there. Returns the summary."""
+    """Run `diloco emulate` and return the summary.
+
+    Progress and report go to `console`; with a workdir, the results go there.
+    """
     check(config, options)
     compilation.use_cache(compilation.of_user())
     with contextlib.ExitStack() as whole:
@@ -143,7 +147,8 @@ def run(
                 show=lambda status: dashboard.show(status, time.monotonic()),
             )
         except BaseException:
-            # Interrupted, too: nothing came of it, the next one may have the folder.
+            # This covers an interruption: nothing is kept, and the next run may have
+            # the folder.
             _settle()
             if begun is not None:
                 begun.undo()
@@ -158,14 +163,14 @@ def run(
 
 
 def _settle() -> None:
-    """Waits for what is dispatched: a process that ends under it ends by a signal."""
+    """Wait for dispatched work: a process that ends under it ends by a signal."""
     for array in jax.live_arrays():  # type: ignore[no-untyped-call]
         with contextlib.suppress(Exception):  # It may be donated.
             array.block_until_ready()
 
 
 class _Emulator:
-    """One emulation: make it, `run` it."""
+    """One emulation; `run` runs it."""
 
     def __init__(self, config: Config, options: EmulationOptions, show: Show) -> None:
         run, placement = config.run, config.placement
@@ -208,7 +213,7 @@ class _Emulator:
         self._next_show_s = 0.0
 
     def run(self) -> Emulation:
-        """Until every token is merged or lost."""
+        """Run until every token is merged or lost."""
         self._world.run()
         coordinator, now = self._coordinator, self._clock.now
         if not coordinator.finished:
@@ -303,7 +308,7 @@ class _Emulator:
 
 
 def _windows(config: Config, text: Tokens, unlike: bool) -> dict[str, Windows]:
-    """What each island's positions mean: of the whole text, or of a part of its own."""
+    """Return the windows of each island: of the whole text, or of a part of its own."""
     names, run = sorted(config.islands), config.run
     parts: list[Tokens] = [text] * len(names)
     if unlike:

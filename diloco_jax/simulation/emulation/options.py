@@ -1,4 +1,6 @@
-"""What an emulation adds to a config: the network, chance, and who comes and goes."""
+"""Additions of an emulation to a config: network, chance, and islands' comings and
+goings.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,17 @@ from diloco_jax.config.fields import NOT_NEGATIVE, SECONDS, SHARE, check_bounds,
 from diloco_jax.simulation.virtual.line import LineSpeed
 
 MOST_REPORTS = 1e6
-"""That islands may send while an emulation waits: about a minute on one core."""
+"""Reports that islands may send while an emulation waits: about a minute on one core.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmulationOptions:
-    """Times are virtual seconds. By default everything but the steps takes no time, so
-    that equal islands are in lockstep: a delta taken at a step boundary is merged and
-    adopted at that boundary."""
+    """Settings of an emulation. Times are virtual seconds.
+
+    By default everything but the steps takes no time, so that equal islands are in
+    lockstep: a delta taken at a step boundary is merged and adopted at that boundary.
+    """
 
     line: LineSpeed = setting(LineSpeed(), help="Every island's connection.")
     merge_seconds: float = setting(
@@ -79,7 +84,7 @@ class EmulationOptions:
     )
 
     def validate(self, islands: Mapping[str, Any]) -> None:
-        """Raises ConfigError naming field, value and remedy. islands: by name."""
+        """Raise ConfigError naming field, value and remedy. islands: by name."""
         check_bounds(self)
         check_bounds(self.line)
         for name in ("up_bytes_per_s", "down_bytes_per_s"):
@@ -99,8 +104,10 @@ class EmulationOptions:
                 )
 
     def require_reach(self, islands: int, report_s: float) -> None:
-        """Raises ConfigError if islands, each of which says every `report_s` that it
-        lives, would wait for longer than an emulation gets through."""
+        """Raise ConfigError if a wait is longer than an emulation gets through.
+
+        While it waits, each island reports every `report_s` seconds.
+        """
         most = MOST_REPORTS * report_s / islands
         for owner, field in (
             (self, "merge_seconds"),
@@ -112,7 +119,7 @@ class EmulationOptions:
                 raise ConfigError(
                     f"{field} = {value:g}: meanwhile {islands} islands report every "
                     f"{report_s:g} s (placement.time_budget_s / 10), and more than "
-                    f"{MOST_REPORTS:.0e} reports are not to be waited for; it must be "
+                    f"{MOST_REPORTS:.0e} reports take too long; it must be "
                     f"at most {most:g}"
                 )
 

@@ -21,21 +21,25 @@ from diloco_jax.simulation.faults.schedule import (
 )
 
 FAULTS = 5
-"""Every schedule has at least so many, drawn early enough to happen."""
+"""Faults of every schedule, at least, drawn early enough to happen."""
 JOIN_S = 2.0
-"""Longest join, about the time until the first step."""
+"""Longest join in seconds, about the time until the first step."""
 CRASHES = (kinds.CoordinatorCrash, kinds.DiskFailure, kinds.TornWrite)
-"""Of the coordinator, whose disk is there; half of them come with a power cut."""
+"""Crashes of a coordinator whose disk stays; half of them come with a power cut."""
 KEPT_BY_LOSING = 0.7
-"""About the share of tokens that a rule that loses steps does not lose."""
+"""Share of tokens, about, that survives a rule that loses steps."""
 
 
 def draw(seed: int) -> Schedule:
-    """At least 3 islands and 5 faults, and tokens for about 5 cycles or more. In most
-    schedules faults stop early enough to see that the run then goes on."""
+    """Draw a schedule from a seed.
+
+    It has at least 3 islands and 5 faults, and tokens for about 5 cycles or more. In
+    most schedules the faults stop early enough to see that the run then goes on.
+    """
     rng = random.Random(f"faults {seed}")
     names = "abcd"[: rng.choice([3, 3, 3, 4])]
-    # Apart, so that a seed's other choices are what they were before there were any.
+    # These have generators of their own, so that a seed's other choices stay as they
+    # are.
     hosts = random.Random(f"hosts {seed}")
     rules = {name: RULES.find(name).adopts_first for name in RULES.table}
     first = [name for name, adopts_first in rules.items() if adopts_first]
@@ -76,7 +80,7 @@ def draw(seed: int) -> Schedule:
             liveness.takes_within_s(schedule),
         ]
     )
-    # Later faults may come when the run is over; the first must not.
+    # Later faults may come when the run is over; the first ones must not.
     faults = [_draw_fault(rng, names, storm_s) for _ in range(FAULTS)]
     if calm_s == 3 * cycle_s:
         while rng.random() < 0.7:
@@ -97,7 +101,7 @@ def _draw_fault(rng: random.Random, names: str, latest_s: float) -> AnyFault:
 
 
 def _as_power_cut(rng: random.Random, fault: AnyFault) -> AnyFault:
-    """The same, or with a power cut, if it is one of `CRASHES`."""
+    """Return the fault, or the same with a power cut if it is one of `CRASHES`."""
     if not isinstance(fault, CRASHES) or rng.random() < 0.5:
         return fault
     restart = msgspec.structs.replace(fault.restart, power_cut=True)
@@ -113,7 +117,7 @@ def _restart(rng: random.Random) -> Restart:
 
 
 def _seconds(rng: random.Random) -> float:
-    """Shorter or longer than a lease."""
+    """Draw seconds shorter or longer than a lease."""
     return round(rng.choice([0.3, 1.0, 2.0]) * LEASE_S * rng.uniform(0.3, 1), 2)
 
 

@@ -1,6 +1,6 @@
-"""What can go wrong: each kind with its data and with what it does to a world.
+"""Kinds of faults: each with its data and its effect on a world.
 
-A fault strikes at `at_s`, or as soon after it as there is something to strike.
+A fault strikes at `at_s`, or as soon afterwards as there is something to strike.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class IslandCrash(DrawnFault, frozen=True):
     """An island's process dies and starts again.
 
     noticed: the coordinator sees the connection break; otherwise only its lease ends.
-    lingers: what it had sent still arrives.
+    lingers: messages that it had sent still arrive.
     """
 
     island: str
@@ -38,7 +38,7 @@ class IslandCrash(DrawnFault, frozen=True):
 
 
 class JoinCrash(DrawnFault, frozen=True):
-    """It dies, starts again, and dies again `joining_s` into its join."""
+    """An island dies, starts again, and dies again `joining_s` into its join."""
 
     island: str
     down_s: float
@@ -57,8 +57,11 @@ class JoinCrash(DrawnFault, frozen=True):
 
 
 class Leave(DrawnFault, frozen=True):
-    """It says goodbye, and comes back as another incarnation. notice_s: it is about to
-    for so long at most, and asked for what is open of it."""
+    """An island says goodbye, and comes back as another incarnation.
+
+    notice_s: seconds of notice, at most, in which the island is asked for its open
+    takes.
+    """
 
     island: str
     away_s: float
@@ -79,7 +82,7 @@ class Leave(DrawnFault, frozen=True):
 
 
 class Replacement(DrawnFault, frozen=True):
-    """The next incarnation starts while this one, now stale, goes on."""
+    """The next incarnation starts while the present one, now stale, goes on."""
 
     island: str
 
@@ -92,8 +95,10 @@ class Replacement(DrawnFault, frozen=True):
 
 
 class Impostor(DrawnFault, frozen=True):
-    """A second process says hello under an incarnation of before (`behind` of them)
-    or, 0, of now."""
+    """A second process says hello under the name of an incarnation.
+
+    behind: 0 for the present incarnation, 1 for the one before it.
+    """
 
     island: str
     behind: int = 0
@@ -110,7 +115,7 @@ class Impostor(DrawnFault, frozen=True):
 
 
 class StepJump(DrawnFault, frozen=True):
-    """Its steps take `factor` times as long for a while."""
+    """An island's steps take `factor` times as long for a while."""
 
     island: str
     for_s: float
@@ -120,7 +125,7 @@ class StepJump(DrawnFault, frozen=True):
         """See Fault."""
         world.slowness[self.island] = self.factor
         world.clock.after(self.for_s, lambda: self._end(world))
-        # A step that began meanwhile takes as long as it takes.
+        # A step that began meanwhile keeps its length.
         step_s = self.factor * world.schedule.islands[self.island].step_s
         return world.begun(self, self.for_s + step_s)
 
@@ -129,7 +134,7 @@ class StepJump(DrawnFault, frozen=True):
 
 
 class Unfit(DrawnFault, frozen=True):
-    """Its next delta is not finite."""
+    """An island's next delta is not finite."""
 
     island: str
 
@@ -146,7 +151,10 @@ class Unfit(DrawnFault, frozen=True):
 
 
 class CoordinatorCrash(DrawnFault, frozen=True):
-    """It dies before its next but `effects` effect is carried out."""
+    """The coordinator dies in the middle of its effects.
+
+    effects: effects that it still carries out.
+    """
 
     restart: Restart
     effects: int = 0
@@ -157,9 +165,10 @@ class CoordinatorCrash(DrawnFault, frozen=True):
 
 
 class DiskFailure(DrawnFault, frozen=True):
-    """The next but `appends` append fails, and the process ends.
+    """An append fails, and the coordinator's process ends.
 
-    written: whether the record is on the disk all the same.
+    appends: appends that still succeed.
+    written: the record is on the disk all the same.
     """
 
     restart: Restart
@@ -173,7 +182,10 @@ class DiskFailure(DrawnFault, frozen=True):
 
 
 class TornWrite(DrawnFault, frozen=True):
-    """Likewise, and a part of the record is on the disk."""
+    """An append fails, and a part of the record is on the disk.
+
+    appends: appends that still succeed.
+    """
 
     restart: Restart
     appends: int = 0
@@ -185,7 +197,7 @@ class TornWrite(DrawnFault, frozen=True):
 
 
 class SnapshotFailure(DrawnFault, frozen=True):
-    """The next snapshot does not get complete."""
+    """The next snapshot is not completed."""
 
     def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
@@ -194,8 +206,11 @@ class SnapshotFailure(DrawnFault, frozen=True):
 
 
 class DiskGone(DrawnFault, frozen=True):
-    """The coordinator dies, and finds an empty disk for the next `gone_s`: if that is
-    long, a new term is begun on it, and what comes back is of no use."""
+    """The coordinator dies, and finds an empty disk for the next `gone_s` seconds.
+
+    If that takes long, a new term begins on the empty disk, and the old disk is useless
+    when it comes back.
+    """
 
     restart: Restart
     gone_s: float
@@ -215,7 +230,7 @@ class DiskGone(DrawnFault, frozen=True):
 
 
 class DiskLost(DrawnFault, frozen=True):
-    """The coordinator dies, and its disk is gone for good."""
+    """The coordinator dies, and its disk is lost for good."""
 
     restart: Restart
 
@@ -246,8 +261,11 @@ class ClockJump(DrawnFault, frozen=True):
 
 
 class Break(DrawnFault, frozen=True):
-    """A connection breaks: what is under way is lost, or still arrives (`lingers`).
-    The coordinator sees it (`noticed`), or only that nothing comes."""
+    """A connection breaks.
+
+    lingers: messages under way still arrive; otherwise they are lost.
+    noticed: the coordinator sees the break; otherwise it sees only silence.
+    """
 
     island: str
     away_s: float
@@ -262,8 +280,10 @@ class Break(DrawnFault, frozen=True):
 
 
 class Partition(DrawnFault, frozen=True):
-    """Nothing comes through in these directions; nobody is told. What was sent waits,
-    and is lost if the connection is given up for its silence."""
+    """Nothing comes through in these directions, and neither end is told.
+
+    Messages wait, and are lost if an end gives the connection up for its silence.
+    """
 
     island: str
     for_s: float
@@ -293,8 +313,9 @@ class Repeat(DrawnFault, frozen=True):
 
 
 class Delay(DrawnFault, frozen=True):
-    """Everything of one channel arrives so much later: bulk and control overtake each
-    other."""
+    """Everything of one channel arrives `late_s` later: bulk and control overtake each
+    other.
+    """
 
     island: str
     for_s: float

@@ -1,4 +1,4 @@
-"""How soon a run goes on after its last fault, and how soon it is over: liveness."""
+"""Liveness: bounds on the time to the next progress and to the end of a run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NAME = "liveness"
 
 
 def merges_within_s(schedule: Schedule) -> float:
-    """Once faults have stopped, every fragment merges within this, again and again, as
-    long as the run has not got its tokens.
+    """Bound the time in which every fragment merges once faults have stopped.
 
-    The sum of: a lease, after which who is silent is not waited for; a reunion
-    (`Deadlines.reunion_s`), for which ticks wait; a restart, for who was refused, with
-    a retry and its join; two cycles, since ticks go on from where they were, and
-    counters restart; a step of the slowest, a transfer and a merge; and what the hosts
-    of an island need to agree on a take and an adoption.
+    The bound holds again and again, as long as the run has not got its tokens. It is
+    the sum of: a lease, after which silent islands are not awaited; a reunion
+    (`Deadlines.reunion_s`), for which ticks wait; a restart of refused islands, with a
+    retry and a join; two cycles, since ticks go on from where they were and counters
+    restart; a step of the slowest island, a transfer and a merge; and the time in which
+    the hosts of an island agree on a take and an adoption.
     """
     joins_s = max(plan.join_s for plan in schedule.islands.values())
     awaited_s = LEASE_S + Deadlines(LEASE_S).reunion_s
@@ -38,17 +38,17 @@ def merges_within_s(schedule: Schedule) -> float:
 
 
 def takes_within_s(schedule: Schedule) -> float:
-    """Likewise every island takes every fragment within this: what it took before is
-    merged or refused by then, and it is asked again."""
+    """Bound the time in which every island takes every fragment.
+
+    The island's last take is merged or refused by then, and the island is asked again.
+    """
     return merges_within_s(schedule) + 2 * (
         schedule.steps_per_cycle * schedule.pacing_s + schedule.slowest_s
     )
 
 
 def over_within_s(schedule: Schedule) -> float:
-    """Once faults have stopped, the run is over within this: as if it began anew, and
-    what its end takes at most, a lease and the flush (`Deadlines.flush_s` from the last
-    delta on).
+    """Bound the time from the last fault to the end of the run.
 
     What a run computes counts unless it is lost, and under every adopt rule deltas that
     are late again and again can be refused, and their steps lost, again and again. Sure
@@ -79,8 +79,11 @@ def expect(
     within_s: float,
     running: Callable[[], bool],
 ) -> None:
-    """Every count must grow within that time, again and again, while the run has not
-    got its tokens. Raises ViolationError on the clock."""
+    """Expect that every count grows within `within_s` seconds, again and again.
+
+    The expectation ends when the run has its tokens. Raises ViolationError on the
+    clock.
+    """
     before = counts()
 
     def must_have_grown() -> None:
@@ -95,7 +98,7 @@ def expect(
 
 
 def expect_end(clock: Clock, within_s: float) -> None:
-    """The clock must not go on for so long. Raises ViolationError on it."""
+    """Expect the end of the run in `within_s`. Raises ViolationError on the clock."""
 
     def must_be_over() -> None:
         raise ViolationError(NAME, f"the run is not over after {within_s:.1f} s")

@@ -1,4 +1,4 @@
-"""Coordinator and islands that are watched, and that die."""
+"""Coordinator and islands that are watched and that may die."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
 class FaultyCoordinator(VirtualCoordinator):
     """One life of a coordinator.
 
-    survives: asked before every effect; False if that was its end.
-    disk_failed: called when a record could not be written; it is dead then.
+    survives: asked before every effect; False ends this life.
+    disk_failed: called when a record could not be written, which ends this life.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class FaultyCoordinator(VirtualCoordinator):
 
 
 class FaultyIsland(VirtualIsland):
-    """One incarnation. refused: called when it is not let in, or put out."""
+    """One incarnation. refused: called if the coordinator refuses it or puts it out."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class FaultyIsland(VirtualIsland):
             functools.partial(self._seen, monitor.trained),
         )
         self.takes: Counter[int] = Counter()
-        """By fragment."""
+        """Takes by fragment."""
         self._monitor, self._refused = monitor, refused
         super().__init__(spec, incarnation, run, clock, self.body, report_s)
 
@@ -125,6 +125,6 @@ class FaultyIsland(VirtualIsland):
     def _seen(
         self, observe: Callable[..., None], *observation: Any, **facts: Any
     ) -> None:
-        """Of a process that is in the run."""
+        """Pass an observation on, if its process is in the run."""
         if self._monitor.names.belong_to(self.who, self.session):
             observe(self.who, *observation, **facts)

@@ -1,8 +1,8 @@
-"""`diloco simulate goodput`: what interruptions leave of a fleet's chip time.
+"""`diloco simulate goodput`: the chip time that interruptions leave to a fleet.
 
-The published figures (arXiv 2604.21428), at one interruption per chip and year and 1.2
-million chips: 27 % without elasticity, 58 % for elastic data-parallel, 88 % decoupled
-with 8 islands. The defaults are the calibration of docs/results/goodput.md.
+The published figures (arXiv 2604.21428) are for one interruption per chip and year and
+1.2 million chips: 27 % without elasticity, 58 % for elastic data-parallel, 88 %
+decoupled with 8 islands. The defaults are the calibration of docs/results/goodput.md.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class GoodputConfig:
 
     @property
     def label(self) -> str:
-        """The way in which the chips work together."""
+        """Name of the way in which the chips work together."""
         if self.method != "decoupled":
             return f"{self.method} data-parallel"
         return f"decoupled, {self.islands} island{'s' * (self.islands > 1)}"
@@ -128,21 +128,21 @@ class GoodputConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GoodputSample:
-    """What one run comes to; shares but for `merges`."""
+    """Result of one run; all fields but `merges` are shares."""
 
     goodput: float
     compute_goodput: float
     uptime: float
     participation: float
-    """0 where nothing merges."""
+    """Participation; 0 if nothing merges."""
     merges: float
     lost_tokens_fraction: float
-    """Of the computed tokens."""
+    """Share of the computed tokens that was lost."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GoodputResult:
-    """Over all seeds."""
+    """Results over all seeds."""
 
     config: GoodputConfig
     mean: GoodputSample
@@ -163,7 +163,7 @@ class GoodputResult:
 def simulate_goodput(
     config: GoodputConfig, progress: Progress = nobody
 ) -> GoodputResult:
-    """Simulates every seed. progress: called with the share that is done.
+    """Simulate every seed. progress: called with the share that is done.
 
     Raises ConfigError, or an error of the simulated parts.
     """

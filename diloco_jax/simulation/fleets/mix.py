@@ -5,8 +5,8 @@ The published setting (arXiv 2604.21428): 4 islands v6e and 4 v5p, 18 % apart in
 without.
 
 In this product K = M does not make islands wait: ticks come when the slowest island has
-done its steps, and the others go on meanwhile. What the published 84 % counts is what a
-step costs that waits for every island, which is the row "lockstep".
+done its steps, and the others go on meanwhile. The published 84 % counts the cost of a
+step that waits for every island, which is the row "lockstep".
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ PUBLISHED_GOODPUT = {"lockstep": 0.84, "K = 1": 1.0, "K = 1 with grace": 1.0}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixConfig:
-    """Fast and slow islands, all with the same batch. The defaults of islands, gap and
-    spread are the published setting."""
+    """Fast and slow islands, all with the same batch.
+
+    The defaults of islands, gap and spread are the published setting.
+    """
 
     v6e: int = setting(4, NOT_NEGATIVE, help="Faster islands.")
     v5p: int = setting(4, NOT_NEGATIVE, help="Slower islands.")
@@ -85,13 +87,13 @@ class MixConfig:
         deltas_in_reach(*length, self.exchange)
 
     def mean_step_seconds(self) -> dict[str, float]:
-        """By island."""
+        """Return the mean seconds of a step, by island."""
         fast = {f"v6e-{i}": self.step_seconds for i in range(self.v6e)}
         slow = self.step_seconds * (1 + self.gap)
         return fast | {f"v5p-{i}": slow for i in range(self.v5p)}
 
     def published_goodput(self, way: str) -> float | None:
-        """What is published for one way to wait in this setting, if anything is."""
+        """Return the published goodput of one way to wait in this setting, or None."""
         setting = (self.v6e, self.v5p, self.gap, self.step_spread)
         usual = (MixConfig.v6e, MixConfig.v5p, MixConfig.gap, MixConfig.step_spread)
         return PUBLISHED_GOODPUT.get(way) if setting == usual else None
@@ -99,20 +101,20 @@ class MixConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixRow:
-    """One way to wait; shares but for `merges_per_hour`."""
+    """One way to wait; all fields but `merges_per_hour` are shares."""
 
     name: str
     goodput: float
     compute_goodput: float
     participation: float
     merges_per_hour: float
-    """Over all fragments."""
+    """Merges per hour of all fragments."""
     published_goodput: float | None
-    """In the published setting only."""
+    """Published goodput, in the published setting only."""
 
 
 def simulate_mix(config: MixConfig, progress: Progress = nobody) -> tuple[MixRow, ...]:
-    """Simulates every way to wait. Raises ConfigError."""
+    """Simulate every way to wait. Raises ConfigError."""
     config.validate()
     everyone = config.v6e + config.v5p
     ways = (
@@ -131,7 +133,7 @@ def _lockstep(config: MixConfig) -> MixRow:
     means = config.mean_step_seconds()
     rng = np.random.default_rng(config.seed)
     share = lockstep_share(list(means.values()), config.step_spread, rng)
-    # An island computes that share of its time: all make as many steps.
+    # An island computes for that share of its time: all islands make as many steps.
     step_seconds = sum(means.values()) / len(means) / share
     return MixRow(
         name="lockstep",

@@ -1,8 +1,8 @@
 """`diloco simulate scavenge`: extra islands for a part of the token budget.
 
-Islands join when the first half of the rest of the budget is done, and leave when their
-part is. The published training times (arXiv 2604.21428), relative to the same run
-without them, are for half of the budget; as many tokens at a speed higher by a share x
+The part lies in the middle of the budget: extra islands join at its begin and leave at
+its end. The published training times (arXiv 2604.21428), relative to the same run
+without them, are for half of the budget. The same tokens at a speed higher by a share x
 take at best 0.5 + 0.5 / (1 + x).
 """
 
@@ -44,12 +44,12 @@ PUBLISHED = {
     1.0: (0.75, 1.02),
     3.0: (0.62, 0.80),
 }
-"""Decoupled and elastic data-parallel, by share of extra compute."""
+"""Time ratios, decoupled and elastic data-parallel, by share of extra compute."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScavengeConfig:
-    """A run, and what comes on top."""
+    """A run, and the islands that it gets on top."""
 
     islands: int = setting(8, AT_LEAST_1, help="Islands of the whole run.")
     extra: tuple[float, ...] = setting(
@@ -57,7 +57,7 @@ class ScavengeConfig:
         help="Extra islands, as shares of those of the whole run; one simulation each.",
     )
     tokens_share: float = setting(
-        0.5, help="Share of the token budget in whose time the extra islands take part."
+        0.5, help="Share of the token budget during which extra islands take part."
     )
     step_seconds: float = setting(10.0, STEP_SECONDS, help="Seconds of a step.")
     step_spread: float = setting(
@@ -116,24 +116,24 @@ class ScavengeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScavengeRow:
-    """One amount of extra compute."""
+    """Result for one amount of extra compute."""
 
     extra: float
-    """Share of the usual islands."""
+    """Extra islands as a share of the usual islands."""
     hours: float
     time_ratio: float
     """Training time over that without extra islands."""
     best_ratio: float
-    """What it would be if nothing were lost by joining and leaving."""
+    """Time ratio if joining and leaving cost nothing."""
     published_ratio: float | None
     published_elastic_ratio: float | None
-    """Of elastic data-parallel training."""
+    """Published time ratio of elastic data-parallel training."""
 
 
 def simulate_scavenge(
     config: ScavengeConfig, progress: Progress = nobody
 ) -> tuple[ScavengeRow, ...]:
-    """Simulates the run with and without each amount of islands. Raises ConfigError."""
+    """Simulate the run with and without each amount of islands. Raises ConfigError."""
     config.validate()
     parts = 1 + len(config.extra)
     without_s = _training_seconds(config, 0.0)
@@ -157,7 +157,7 @@ def simulate_scavenge(
 
 
 def _training_seconds(config: ScavengeConfig, extra: float) -> float:
-    """Until everything is merged."""
+    """Return the seconds until everything is merged."""
     each = round(config.hours * 3600 / config.step_seconds)
     tokens = config.islands * each * TOKENS_PER_STEP
     sync = config.exchange.sync(config.quorum, config.grace)

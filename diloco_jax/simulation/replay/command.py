@@ -1,4 +1,4 @@
-"""`diloco replay WORKDIR`: options in, an outcome for people, or one JSON object."""
+"""`diloco replay WORKDIR`: options in, text for people or one JSON object out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ReplayOptions(WorkdirOptions):
 
 
 def replay_command(arguments: Sequence[str]) -> int:
-    """Returns 1 if a merge has other bits than the tape says.
+    """Run `diloco replay`; return 1 if a merge has other bits than on the tape.
 
     Raises ConfigError if there is nothing to compare: see `replay.run`.
     """
@@ -42,13 +42,13 @@ def replay_command(arguments: Sequence[str]) -> int:
         "diloco replay",
         "Repeat a recorded run and compare every merge.",
     )
-    # What went wrong in the run is no news.
+    # Faults of the recorded run are no news.
     setup_logging("ERROR")
     try:
         recording = read_recording(
             options.workdir, options.until, options.paths or None
         )
-        # Before anything imports jax.
+        # This must happen before anything imports jax.
         recording.prepare_environment()
         from rich.console import Console
 

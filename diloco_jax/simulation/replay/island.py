@@ -1,7 +1,7 @@
 """One incarnation of an island, repeated: the tape decides in place of the network.
 
-Books, boundary, pace and model copy are the runtime's. Each record of the tape is acted
-upon alone, at its step, and the books must write down that same record again.
+Books, boundary, pace and model copy are the runtime's. Each record of the tape is
+carried out alone, at its step, and the books must write down that same record again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from diloco_jax.simulation.replay.recording import Life
 
 
 class ReplayedIsland:
-    """Goes on only as far as the delta needs that is asked for.
+    """Incarnation that advances only as far as a requested delta needs.
 
-    Raises TapeError, from any method, naming the first line that cannot be repeated.
+    All methods raise TapeError, naming the first line that cannot be repeated.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ReplayedIsland:
         self._deltas: dict[tuple[int, int], bytes] = {}
 
     def delta(self, fragment: int, tick: int) -> npt.NDArray[np.uint8]:
-        """The encoded delta of a take that is merged."""
+        """Return the encoded delta of a take that is merged."""
         while (fragment, tick) not in self._deltas:
             line, record = self._life.records[self._next]
             self._next += 1
@@ -95,7 +95,7 @@ class ReplayedIsland:
         return np.frombuffer(self._deltas[fragment, tick], np.uint8)
 
     def moments(self, steps: int) -> list[bytes]:
-        """The inner optimizer's state after so many steps: see `saves`."""
+        """Return the inner optimizer's state after `steps` steps: see `Life.saves`."""
         while steps not in self._moments:
             if self._next == len(self._life.records):
                 self._train_until(steps, self._life.records[-1].line)
@@ -107,17 +107,19 @@ class ReplayedIsland:
         return self._moments[steps]
 
     def residual(self, fragment: int) -> bytes:
-        """The part of its merged takes of the fragment that was left unsaid."""
+        """Return the fragment's residual: the part that its merged takes did not
+        encode.
+        """
         return self._replica.residual(fragment)
 
     def merged(self, fragment: int, tick: int) -> None:
-        """That take is in a merge."""
+        """Note that a take is in a merge."""
         here = self._books.version(fragment)
         verdict = _verdict(fragment, tick, "merged", here)
         self._act(Decision(verdicts=(verdict,)), self.steps)
 
     def end(self) -> None:
-        """No more deltas are needed."""
+        """End the incarnation: no more deltas are needed."""
         self._replica.end()
 
     def put(self, fragment: int, tick: int, encoded: bytes) -> None:
@@ -183,7 +185,7 @@ class ReplayedIsland:
             self._train(line)
 
     def _keep_moments(self) -> None:
-        """If a later incarnation begins with them."""
+        """Keep the moments, if a later incarnation begins with them."""
         if self.steps in self._life.saves:
             self._moments.setdefault(self.steps, self._replica.moments())
 

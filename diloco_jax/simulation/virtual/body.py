@@ -1,5 +1,4 @@
-"""What stands behind an island's steps and boundaries in virtual time: arrays, or
-nothing."""
+"""Model copies behind an island's steps and boundaries in virtual time, or none."""
 
 from __future__ import annotations
 
@@ -15,16 +14,16 @@ from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 
 class Body(Arrays, Protocol):
-    """An island's model copy, and how it is stepped; or nothing (`NoBody`)."""
+    """Model copy of an island, and how it is stepped; or no arrays (`NoBody`)."""
 
     def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
-        """Joins with these anchors, in full, by fragment."""
+        """Join with these anchors, in full, by fragment."""
 
     def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
-        """A later version, ready to be adopted."""
+        """Return a later version, ready to be adopted."""
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
-        """One inner step on the sequences at these positions of the data."""
+        """Do one inner step on the sequences at these positions of the data."""
 
 
 class NoBody:

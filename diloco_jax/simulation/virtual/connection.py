@@ -1,4 +1,4 @@
-"""How the coordinator reaches an incarnation of an island, in virtual time."""
+"""Connection by which the coordinator reaches an incarnation, in virtual time."""
 
 from __future__ import annotations
 
@@ -18,38 +18,40 @@ if TYPE_CHECKING:
 
 
 class VirtualService(Protocol):
-    """What an island is connected to: a `coordinator.VirtualCoordinator`, or one that
-    does not serve yet, since it gathers anchors."""
+    """Service that an island is connected to: a coordinator, or a gatherer.
+
+    A `coordinator.VirtualCoordinator` serves; a gatherer of anchors does not serve yet.
+    """
 
     @property
     def serves(self) -> bool:
-        """Whether anything can be fetched."""
+        """True if anything can be fetched."""
 
     @property
     def config(self) -> PolicyConfig:
-        """Of the run."""
+        """Policy config of the run."""
 
     def hello(self, hello: Hello, peer: Connection) -> None:
-        """An island on a new connection."""
+        """Judge an island on a new connection."""
 
     def hear(self, event: Event) -> None:
-        """What an island says."""
+        """Hear a message of an island."""
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
-        """All bytes of a delta."""
+        """Take in a delta, all of whose bytes have arrived."""
 
     def fetch(self, fragment: int, have: Version | None) -> VirtualFetch:
-        """The newest version of a fragment."""
+        """Return the newest version of a fragment."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Connection:
-    """`coordinator.Peer`: how an incarnation is reached on one line."""
+    """`coordinator.Peer`: an incarnation, reached on one line."""
 
     island: VirtualIsland
     line: Line
     status: Status
-    """With which it said hello."""
+    """Status with which the incarnation said hello."""
 
     @property
     def name(self) -> str:

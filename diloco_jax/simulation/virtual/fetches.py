@@ -18,22 +18,22 @@ from diloco_jax.simulation.virtual.merging import VirtualFetch
 class VirtualFetches:
     """Fetches of one incarnation.
 
-    came: told when something arrived.
+    came: called when something has arrived.
     """
 
     def __init__(
         self, conversation: Conversation, body: Body, came: Callable[[], None]
     ) -> None:
         self.arrivals = Arrivals()
-        """The arrays that decisions name."""
+        """Arrays that decisions name."""
         self._running = False
-        """The join is over, and what is published is fetched."""
+        """True once the join is over and published versions are fetched."""
         self._conversation, self._body, self._came = conversation, body, came
         self._source: tuple[VirtualService, Line] | None = None
         self._fetching: Fetching | None = None
         self._joined: dict[int, VirtualFetch] = {}
         self._waiting: Arrival | None = None
-        """Fetched, and without room so far."""
+        """Version that was fetched and has no room so far."""
 
     @property
     def begun(self) -> bool:
@@ -41,37 +41,37 @@ class VirtualFetches:
         return self._fetching is not None
 
     def begin(self, versions: tuple[Version, ...]) -> None:
-        """Joins with these versions, or newer ones."""
+        """Begin the join with these versions, or newer ones."""
         self._fetching = Fetching(versions)
 
     @property
     def joined(self) -> Mapping[int, VirtualFetch] | None:
-        """Every fragment in full; None before they are here."""
+        """Every fragment in full; None until all have arrived."""
         fetching = self._fetching
         return self._joined if fetching is not None and fetching.joined else None
 
     def start(self) -> None:
-        """Begins to fetch what is published: the join is over."""
+        """Begin to fetch published versions: the join is over."""
         self._running, self._joined = True, {}
         self.fetch()
 
     def close(self) -> None:
-        """Ends all fetches."""
+        """End all fetches."""
         self._source = None
 
     def connect(self, service: VirtualService, line: Line) -> None:
-        """Goes on on another line: what was under way on the one before is lost."""
+        """Continue on another line; what was under way on the old line is lost."""
         self._source = service, line
         if self._fetching is not None:
             self._fetching.disconnected()
 
     def want(self, fragment: int, version: Version) -> None:
-        """Notes a published version; `fetch` begins with it."""
+        """Note a published version; `fetch` begins to fetch it."""
         assert self._fetching is not None
         self._fetching.want(fragment, version)
 
     def fetch(self) -> None:
-        """Begins the fetches that may be under way."""
+        """Begin the fetches that may be under way."""
         fetching = self._fetching
         if fetching is None or self._source is None or self._waiting is not None:
             return
@@ -84,7 +84,7 @@ class VirtualFetches:
             line.download(fetched.nbytes, here)
 
     def deliver(self) -> None:
-        """Hands over what waits for room, and fetches what comes after it."""
+        """Hand over the version that waits for room, and fetch what comes after it."""
         arrival = self._waiting
         if arrival is None:
             return

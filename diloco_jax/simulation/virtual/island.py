@@ -1,9 +1,8 @@
 """One incarnation of an island in virtual time: a shell around the island's half.
 
-Everything an island decides is decided by the protocol, as in the product: what
-messages mean, what to fetch next, what a boundary does, when to report and to stop.
-What is different: steps take the seconds they are said to take, and connections are
-`Line`s.
+The protocol makes every decision of an island, as in the product: the meaning of
+messages, the next fetch, the acts of a boundary, when to report and to stop. Two things
+differ: steps take the seconds that the spec gives, and connections are `Line`s.
 """
 
 from __future__ import annotations
@@ -45,24 +44,24 @@ from diloco_jax.simulation.virtual.reports import Reports
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IslandSpec:
-    """What an island is, over all its incarnations."""
+    """Properties of an island in all its incarnations."""
 
     name: str
     batch_size: int
     step_seconds: Callable[[int], float]
-    """Of step k of the incarnation (from 0); asked once for each, as it begins."""
+    """Function from step k of the incarnation, from 0, to its seconds; called once."""
     join_seconds: float = 0.0
-    """From its welcome to its first step: compiling, fetching apart."""
+    """Seconds from its welcome to its first step: compilation, without fetches."""
     bytes_up: tuple[int, ...] = ()
-    """Of an encoded delta, by fragment."""
+    """Bytes of an encoded delta, by fragment."""
     lead: int = 0
-    """Boundaries that its hosts need to agree on what to do; 0: it has one."""
+    """Boundaries that its hosts need to agree on a decision; 0: it has one host."""
 
 
 class VirtualIsland:
-    """One incarnation; `connect` begins it. `ended` tells why it stopped, if it did.
+    """One incarnation; `connect` begins it. `ended` holds the reason once it stopped.
 
-    report_s: it says at least this often that it lives.
+    report_s: longest time in seconds between two reports.
     """
 
     def __init__(
@@ -81,10 +80,10 @@ class VirtualIsland:
         self.ended: str | None = None
         self.line: Line | None = None
         self.peer: Connection | None = None
-        """Its last connection, as the coordinator sees it."""
+        """Last connection of the island, as the coordinator sees it."""
         self.positions = LeasedPositions()
         self.boundary: Boundary | None = None
-        """Once it is in."""
+        """Boundary of the island; None until it has joined."""
         self._run, self._clock, self._body = run, clock, body
         self._goal = goal_of(run, spec.batch_size)
         self._pace = Pace(run, self._goal)
@@ -98,12 +97,12 @@ class VirtualIsland:
         self._measures = Measures()
         self._stepping = False
         self._next: Due | None = None
-        """The beginning or the end of a step."""
+        """Begin or end of a step that is due."""
 
     # ---- its life ---------------------------------------------------------------
 
     def connect(self, coordinator: VirtualService, line: Line) -> None:
-        """Says hello on a new connection, for the first time or again."""
+        """Say hello on a new connection, for the first time or again."""
         self._coordinator, self.line = coordinator, line
         self._fetches.connect(coordinator, line)
         who = Introduction(
@@ -121,19 +120,22 @@ class VirtualIsland:
         line.send_up(lambda: coordinator.hello(said, peer))
 
     def disconnect(self) -> None:
-        """Its connection is gone; it trains on."""
+        """Lose the connection and train on."""
         if self.line is not None:
             self.line.cut()
         self.line = None
         self._reports.disconnected()
 
     def die(self, reason: str = "died") -> None:
-        """It ends, and says nothing."""
+        """End without a word."""
         self.disconnect()
         self._end(reason)
 
     def notice(self, seconds: float) -> None:
-        """It is about to be taken away: it leaves once it is let go, or then."""
+        """Announce that the island will be taken away after `seconds` at most.
+
+        It leaves when the coordinator lets it go, or when the time is over.
+        """
 
         def leave() -> None:
             if self.ended is None:
@@ -145,7 +147,7 @@ class VirtualIsland:
             self._at_boundary()
 
     def leave(self, reason: EndReason) -> None:
-        """It reports, says goodbye, and ends."""
+        """Report, say goodbye, and end."""
         self._reports.send()
         self._say(Goodbye(reason=reason, text=reason))
         self._end(reason)
@@ -160,11 +162,11 @@ class VirtualIsland:
     # ---- its end of the connection ----------------------------------------------
 
     def turned_away(self, reason: str) -> None:
-        """It is not let in, or put out."""
+        """End, because the coordinator refused the island or put it out."""
         self.die(reason)
 
     def received(self, message: FromCoordinator) -> None:
-        """A message of the coordinator is here."""
+        """Handle a message of the coordinator."""
         if self.ended is not None:
             return
         if isinstance(message, Welcome):
@@ -179,7 +181,7 @@ class VirtualIsland:
         if self._conversation.may_leave:
             self.leave("preempted")
         elif self._next is not None and isinstance(message, Progress):
-            pass  # As in a real loop, it is looked at with the next boundary.
+            pass  # As in a real loop, the next boundary looks at it.
         elif not self._stepping:
             self._at_boundary()
         self._reports.look()
@@ -207,7 +209,9 @@ class VirtualIsland:
         self._outgoing.pop((fragment, tick), None)
 
     def send_anchor(self, fragment: int) -> None:
-        """To a coordinator that lost its state; here none does."""
+        """Send the anchor to a coordinator that lost its state; here no coordinator
+        does.
+        """
         raise AssertionError(f"{self.name} is asked for the anchor of {fragment}")
 
     def _send(self, fragment: int, tick: int) -> None:
@@ -227,7 +231,7 @@ class VirtualIsland:
         self._begin_if_ready()
 
     def _begin_if_ready(self) -> None:
-        """The join is done once it has compiled and has every fragment."""
+        """Begin to step once the island has compiled and has every fragment."""
         joined = self._fetches.joined
         if joined is None or not self._compiled or self.ended is not None:
             return
@@ -290,7 +294,7 @@ class VirtualIsland:
         self._at_boundary()
 
     def _say(self, message: Report | Goodbye) -> None:
-        """The coordinator's half is told together with the session."""
+        """Send a message to the coordinator's half, together with the session."""
         line, coordinator = self.line, self._coordinator
         if line is not None and coordinator is not None:
             said = Said(island=self.name, session=self.session, message=message)

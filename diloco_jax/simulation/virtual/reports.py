@@ -13,7 +13,7 @@ from diloco_jax.simulation.virtual.clock import Clock, Due
 class Reports:
     """Reports of one incarnation.
 
-    report_s: it says at least this often that it lives. say: sends a report.
+    report_s: longest time in seconds between two reports. say: sends a report.
     """
 
     def __init__(
@@ -26,21 +26,22 @@ class Reports:
         self._conversation, self._clock = conversation, clock
         self._report_s, self._say = report_s, say
         self._said: Reporting | None = None
-        """On this connection, once it is welcomed."""
+        """Reports on this connection, once it is welcomed."""
         self._next: Due | None = None
 
     def welcomed(self) -> None:
-        """Begins anew, unless this connection was welcomed before."""
+        """Begin anew, unless this connection was welcomed before."""
         if self._said is None:
-            # No interval: virtual time may stand still between question and answer.
+            # There is no interval: virtual time may stand still between question and
+            # answer.
             self._said = Reporting(self._report_s, self._clock.now, 0.0)
 
     def disconnected(self) -> None:
-        """Says no more before the next welcome."""
+        """Stop reporting until the next welcome."""
         self._said = None
 
     def look(self) -> None:
-        """Reports if that is due, and looks again when it will be."""
+        """Report if a report is due, and look again at the next due time."""
         said, told = self._said, self._conversation
         if said is None:
             return
@@ -50,7 +51,7 @@ class Reports:
         if due <= now:
             self.send()
             due = said.alive_due_at
-        # Set anew only if it would come too late: most reports have news.
+        # It is set anew only if it would come too late: most reports have news.
         if self._next is not None and self._next.at > due:
             self._next.cancel()
             self._next = None
@@ -58,7 +59,7 @@ class Reports:
             self._next = self._clock.at(due, self._ring)
 
     def send(self) -> None:
-        """Reports at once."""
+        """Report at once."""
         said, told = self._said, self._conversation
         if said is None:
             return
