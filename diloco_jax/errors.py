@@ -1,4 +1,4 @@
-"""The error of whoever wrote a config or a command line, and "did you mean"."""
+"""The error for a wrong config or command line, and "did you mean"."""
 
 from __future__ import annotations
 
