@@ -8,6 +8,8 @@ restarts are counted anew. Over weeks, every machine fails."""
 
 
 def crashes_in_a_row(before: int, ran_s: float) -> int:
-    """Return the crashes in a row, with the one that ended a life of `ran_s` seconds.
-    before: the number without it. Above `placement.restarts` the process is given up."""
+    """Return the crashes in a row, with the one that ended a life of `ran_s`.
+
+    before: the number without it. Above `placement.restarts` the process is given up.
+    """
     return 1 if ran_s >= STEADY_S else before + 1
