@@ -37,8 +37,8 @@ def text_of(page: Path) -> str:
 
 
 def lines_of(text: str) -> list[str]:
-    """Of blocks, and of what is quoted in a sentence with something behind the
-    command's name."""
+    """Return command lines of blocks, and those quoted in a sentence with arguments
+    after the command's name."""
     found = re.findall(r"^diloco .*$", text, re.MULTILINE)
     quoted = [" ".join(q.split()) for q in re.findall(r"`(diloco [^`]+)`", text)]
     return found + [
@@ -74,7 +74,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def wrong(folder, monkeypatch, capsys):
-    """What a line's parser says against it; empty if nothing."""
+    """Return the parser's complaint about a line; empty if there is none."""
 
     def found(line: str) -> str:
         try:
