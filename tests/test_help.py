@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     name: str
     """Empty for the text above."""
     lines: list[str]
-    """Lines of the command's help."""
+    """Lines of the entry's help."""
     width: int
     """Most characters that a line of it may have."""
 

@@ -223,7 +223,7 @@ def test_a_record_of_no_fragment_ends_only_its_session(served):
 
 @pytest.fixture
 def start(served) -> bulk.UploadStart:
-    """Upload the delta that was asked for. Without its record it is not merged."""
+    """Start of the upload asked for. Without its record the delta is not merged."""
     run_id = served.service.policy_config.run_id
     total = served.service.store.layouts_up[served.take.fragment].total_bytes
     return upload_start(served.hello, run_id, served.take, total)

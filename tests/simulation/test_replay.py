@@ -59,7 +59,7 @@ class Worker:
 
 @pytest.fixture
 def recording(tmp_path, monkeypatch):
-    """Make the tape of a run with one merge, on this machine."""
+    """Recording of a run with one merge, on this machine."""
     monkeypatch.setattr(replay, "Worker", Worker)
     (tmp_path / "text").write_text("a few words " * 20)
     paths = (str(tmp_path / "text"),)

@@ -229,7 +229,7 @@ def test_dropped_steps_are_lost_by_their_reason() -> None:
 
 
 def unfit(d: Driver, step: int) -> list[str]:
-    """Return the effects when a's delta up to this step is not finite and given up."""
+    """Return the alerts when a's delta up to this step is not finite and given up."""
     d.report("a", step)
     d.take("a", 0, step, arrive=False)
     effects = d.arrive("a", 0, refusal="non_finite")
