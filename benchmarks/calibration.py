@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def run_config(kind: str, seconds: float) -> Config:
-    """Run A or B, with as many tokens as its islands compute in `seconds`."""
+    """Return run A or B, with as many tokens as its islands compute in `seconds`."""
     steps = STEP_SECONDS[kind]
     rate = sum(BATCHES[name] / step_s for name, step_s in steps.items())
     # The pacing island is the second fastest; there is a merge per tick.

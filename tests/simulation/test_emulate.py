@@ -287,7 +287,7 @@ def test_slower_islands_and_pauses_take_their_time(text) -> None:
 
 def test_merges_take_their_time_each_its_own(text) -> None:
     def past_the_second(**times: float) -> list[float]:
-        """Return the fractions of a second at which merges end; islands take at whole ones."""
+        """Return the fraction of a second at which each merge ends."""
         options = EmulationOptions(merge_seconds=0.4, **times)
         merges = emulate(make_config(text), options=options).history.merges
         return [round(float(at), 6) for at in merges["time"] % 1.0]
