@@ -49,7 +49,7 @@ SAME_REPORT_S = 0.05
 
 
 def main() -> int:
-    """Runs it; the exit code is 1 if a bound is broken."""
+    """Run it; return 1 if a bound is broken."""
     parser = support.parser(__doc__)
     parser.add_argument("--preset", default="2m", choices=PRESETS)
     parser.add_argument("--cycles", type=int, default=16)
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def codec_config(codec: str, model: str, cycles: int, step_seconds: float) -> Config:
-    """Two islands of equal speed, long enough for `cycles` merges per fragment."""
+    """Return two islands of equal speed for `cycles` merges per fragment."""
     tokens = cycles * CYCLE_STEPS * len(ISLANDS) * BATCH * SEQUENCE
     run = RunConfig(
         model=preset(model),
@@ -105,7 +105,7 @@ def codec_config(codec: str, model: str, cycles: int, step_seconds: float) -> Co
 
 
 def measure(run: support.Run, sizes: Sequence[int]) -> dict[str, Any]:
-    """Bytes per parameter, by way, and what they were computed from."""
+    """Return bytes per parameter, by way, and the figures behind them."""
     merges = [record for record in run.tape if record["kind"] == "merged"]
     parameters_up = sum(
         sizes[merge["fragment"]] * len(merge["contributions"]) for merge in merges
@@ -131,8 +131,8 @@ def measure(run: support.Run, sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def received(run: support.Run, sizes: Sequence[int]) -> tuple[int, int]:
-    """Bytes fetched by all islands, and the parameters of the versions adopted, both
-    up to each island's last report in training."""
+    """Return the bytes fetched by all islands, and the parameters of the versions
+    adopted, both up to each island's last report in training."""
     last = {
         line["island"]: line
         for line in run.metrics

@@ -1,4 +1,4 @@
-"""What a refactoring renamed: the one file to edit before old and new are compared.
+"""The renames of a refactoring: the one file to edit before old and new are compared.
 
 A recording is in the words of the commit that made it. Replay brings every recorded
 value into the words of this checkout, in this order:
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
-    """What a rewrite may look at: the call as this checkout did it."""
+    """The call as this checkout did it, for rewrites to look at."""
 
     name: str
     arguments: Sequence[Any]
@@ -125,8 +125,7 @@ def _effects(call: Call) -> Sequence[Any]:
 
 
 def _island(session: str, call: Call) -> str:
-    """Whose session it is: of the event, or of an island of the state before or after
-    it."""
+    """Return the island of a session: the event's, or one before or after it."""
     event = call.arguments[2]
     event = getattr(event, "hello", event)
     if getattr(event, "session", None) == session:
@@ -167,7 +166,7 @@ def _told(value: Value, call: Call) -> Value | list[Value]:
 
 
 def _sessions(call: Call) -> set[str]:
-    """Of islands that have not ended, before the event."""
+    """Return the sessions of islands that had not ended before the event."""
     islands = call.arguments[1].islands.values()
     return {island.session for island in islands if island.status != "gone"}
 
@@ -209,7 +208,7 @@ def _persisted(value: Value, call: Call) -> Value | list[Value]:
 
 
 def _noted(value: Value, call: Call) -> Value | list[Value]:
-    """What only the shell wrote."""
+    """Rewrite a note that only the shell wrote."""
     shell = value["record"][""] == "protocol.records.TurnedAway"
     return [] if shell else value
 
@@ -319,15 +318,15 @@ STATES = (
     "policy.state.State",
     "policy.gathering.Gathering",
 )
-"""What is remembered between calls: never compared, only handed on. All names that
-these classes have had."""
+"""Classes remembered between calls, under all names they have had. They are never
+compared, only handed on."""
 CONSTANTS = (
     "protocol.coordinator.state.PolicyConfig",
     "policy.state.PolicyConfig",
     "config.run.RunConfig",
     "config.RunConfig",
 )
-"""What is the same in many calls, and written once. Likewise."""
+"""Classes that are the same in many calls and written once, under all names."""
 PLAY_SEED = ("simulation.faults.play.play_seed",)
 LOAD_CONFIG = ("config.loading.load_config", "loading.load_config")
 OVERRIDES: Mapping[str, str] = {}

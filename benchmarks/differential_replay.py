@@ -30,7 +30,7 @@ DIFFERENCES_SHOWN = 3
 
 @dataclasses.dataclass(kw_only=True)
 class Compared:
-    """What came of it. calls, differences, not_compared: by name."""
+    """The result of a comparison. calls, differences, not_compared: counts by name."""
 
     schedules: int = 0
     events: int = 0
@@ -48,14 +48,14 @@ class Compared:
     """The first differences, for people."""
 
     def differ(self, name: str, what: str) -> None:
-        """Counts a difference."""
+        """Count a difference."""
         if self.differences.total() < DIFFERENCES_SHOWN:
             self.shown.append(what)
         self.differences[name] += 1
 
     @property
     def holds(self) -> bool:
-        """Whether everything that must be compared is, and is equal."""
+        """Return True if everything that must be compared is compared and equal."""
         missing = self.not_compared.keys() & set(EVENTS)
         return bool(self.events and not missing and not self.differences)
 
@@ -74,16 +74,16 @@ class Compared:
 
 
 def lines(path: Path) -> Iterator[Line]:
-    """Of a recording."""
+    """Yield the lines of a recording."""
     with gzip.open(path, "rt") as file:
         for line in file:
             yield json.loads(line)
 
 
 def replay(path: Path) -> Compared:
-    """Does all recorded calls and compares what they return and call."""
+    """Repeat all recorded calls and compare their results and calls of ports."""
     compared = Compared()
-    # What this very code has recorded is in its words.
+    # A recording of this very code needs no renaming.
     is_own = next(lines(path)) == [CODE, code_digest()]
     replayed = _Schedule(0, compared, is_own=is_own)
     for line in lines(path):
@@ -98,7 +98,7 @@ def replay(path: Path) -> Compared:
 
 
 def matched(recorded: Path, here: Path) -> Compared:
-    """Compares two recordings: the events of every schedule and when they happen."""
+    """Compare two recordings: the events of every schedule and their times."""
     compared = Compared()
     streams = zip(_events(recorded), _events(here), strict=True)
     for (seed, before), (_, after) in streams:
@@ -140,11 +140,11 @@ class _Schedule:
         kinds += [kind for h in CLASSES.values() if (kind := found(h.places))]
         self._results = dict.fromkeys(kinds, self._result)
         self._now: Any = None
-        """What the call that is done has made."""
+        """Objects that the current call has made."""
         self._ports: list[Any] = []
 
     def play(self, line: Line) -> None:
-        """Does one call again."""
+        """Repeat one call."""
         if line[0] == CONSTANT:
             before = Call(CONSTANT, (), None)
             self._made.append(decode(self._renamed(line[1], before), {}))
@@ -197,7 +197,7 @@ class _Schedule:
         )
 
     def _ask(self, port: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Answers as was recorded."""
+        """Answer a port's call as recorded."""
         said, asked = self._ports
         said.append(_asked(port, method, encode([args, kwargs], self._results)))
         if not asked:
@@ -214,11 +214,11 @@ def _as_it_is(value: Any, call: Call) -> Any:
 
 
 class _MissingError(Exception):
-    """What is needed was not made here."""
+    """An object that a call needs was not made here."""
 
 
 class _Port:
-    """Stands for what a replayed object calls."""
+    """A stand-in for a port that a replayed object calls."""
 
     def __init__(self, name: str, ask: Callable[..., Any]) -> None:
         self._name, self._ask = name, ask
@@ -231,7 +231,7 @@ class _Port:
 
 
 def _function(name: str, args: Sequence[Any]) -> Callable[..., Any] | None:
-    """What does a recorded call by now, or None."""
+    """Return the function that does a recorded call by now, or None."""
     if name in REPLACED:
         return REPLACED[name]
     if name in FUNCTIONS:
@@ -245,11 +245,11 @@ def _function(name: str, args: Sequence[Any]) -> Callable[..., Any] | None:
 
 
 def _asked(port: str, method: str, arguments: Line) -> dict[str, Any]:
-    """A call of a port as a value, which can be renamed."""
+    """Return a call of a port as a value, which can be renamed."""
     return {"": f"ports.{port}.{method}", "arguments": arguments}
 
 
 def _given(arguments: Line) -> Line:
-    """Arguments without what other calls have made."""
+    """Return the arguments without objects that other calls have made."""
     given = [*arguments[0], *arguments[1].values()]
     return [a for a in given if not (isinstance(a, dict) and a.get("") == "made")]

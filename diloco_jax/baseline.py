@@ -1,8 +1,8 @@
-"""Plain data-parallel training of the same initial model, to compare a run with.
+"""Plain data-parallel training of the same initial model, for comparison with a run.
 
-One optimizer, one batch as large as all islands' batches together, the same text in
-the same order of the global index, the same schedule over as many tokens; the learning
-rate is the config's, swept for this batch size.
+It has one optimizer, and one batch as large as all islands' batches together. The text,
+its order by the global index, the number of tokens and the schedule are the run's. The
+learning rate is the config's, swept for this batch size.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from diloco_jax.island.pace import Pace, goal_of
 def run(
     config: Config, report: Callable[[int, int, float], None] | None = None
 ) -> dict[str, Any]:
-    """Trains; returns eval_loss, eval_bits_per_byte, tokens, steps, learning rate.
+    """Train; return eval_loss, eval_bits_per_byte, tokens, steps, learning rate.
 
     Args:
-      config: of the run that it is compared with, resolved.
+      config: the resolved config of the run to compare with.
       report: called after each step with tokens, total tokens and loss.
     """
     run, began = config.run, time.monotonic()

@@ -1,7 +1,7 @@
 """The `diloco` command.
 
 Exit codes: 0 done, 2 bad arguments or config, 3 refused by the peer, 1 anything else.
-Results that programs read go to standard output (`--json`), all else to standard error.
+Results for programs go to standard output (`--json`), all else to standard error.
 Nothing heavy is imported before a command needs it.
 """
 
@@ -28,7 +28,7 @@ from diloco_jax.paths import absolute
 T = TypeVar("T")
 
 MEMBERS = ("coordinator", "island")
-"""Commands that leave a run in order when they are asked to end."""
+"""Commands that leave a run in order when asked to end."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # As by `head`. Python flushes once more at its end, which must not fail again.
+        # `head` does this. Python flushes again as it ends, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _fail("standard output was closed", EXIT_FAILED)
     except (ConfigError, SecurityError) as error:
@@ -94,8 +94,7 @@ class RunOptions:
     )
     resume: str = setting(
         "",
-        help="Workdir of a run that was stopped and should go on; CONFIG may be left "
-        "out.",
+        help="Workdir of a stopped run that should go on; CONFIG may be left out.",
     )
     json: bool = setting(
         False, help="Print the summary to standard output as one JSON object."
@@ -103,10 +102,10 @@ class RunOptions:
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """`diloco run CONFIG`: coordinator and all islands on this machine."""
+    """Run `diloco run CONFIG`: coordinator and all islands on this machine."""
     from diloco_jax.cluster.commands import island_environment
 
-    # Before anything imports jax: the baseline trains here, on what islands train on.
+    # Before anything imports jax: the baseline trains here, on the islands' platform.
     os.environ["JAX_PLATFORMS"] = island_environment()["JAX_PLATFORMS"]
     from diloco_jax.cluster.resume import require_one_workdir, with_config
 
@@ -135,16 +134,16 @@ class CoordinatorOptions:
 
     init: bool = setting(
         False,
-        help="Begin a new run in WORKDIR; without it the run there goes on or, where "
-        "there is none, the one whose anchors islands offer.",
+        help="Begin a new run in WORKDIR. Without it the run there goes on; if there "
+        "is none, the run whose anchors the islands offer does.",
     )
     resume: bool = setting(
-        False, help="The run was stopped as a whole: all its islands have ended."
+        False, help="The whole run was stopped: all its islands have ended."
     )
 
 
 def coordinator_command(arguments: Sequence[str]) -> int:
-    """`diloco coordinator CONFIG --workdir DIR --bind HOST:PORT`."""
+    """Run `diloco coordinator CONFIG --workdir DIR --bind HOST:PORT`."""
     _, config, options = _config_and_options(
         "coordinator", arguments, CoordinatorOptions()
     )
@@ -159,7 +158,7 @@ def coordinator_command(arguments: Sequence[str]) -> int:
 
 
 def island_command(arguments: Sequence[str]) -> int:
-    """`diloco island CONFIG --name NAME --coordinator HOST:PORT --workdir DIR`."""
+    """Run `diloco island CONFIG --name NAME --coordinator HOST:PORT --workdir DIR`."""
     from diloco_jax.island.options import IslandOptions
 
     _, config, options = _config_and_options("island", arguments, IslandOptions())
@@ -194,7 +193,7 @@ def island_command(arguments: Sequence[str]) -> int:
 
 
 def emulate_command(arguments: Sequence[str]) -> int:
-    """`diloco emulate CONFIG`: all islands in this process, in virtual time."""
+    """Run `diloco emulate CONFIG`: all islands in this process, in virtual time."""
     from diloco_jax.simulation.emulation.options import CommandOptions
 
     path, config, options = _config_and_options("emulate", arguments, CommandOptions())
@@ -220,7 +219,7 @@ def emulate_command(arguments: Sequence[str]) -> int:
 
 
 def launch_command(arguments: Sequence[str]) -> int:
-    """`diloco launch CONFIG --on tpu_vm|gke`."""
+    """Run `diloco launch CONFIG --on tpu_vm|gke`."""
     from diloco_jax.launch.command import LaunchOptions, run
 
     path, config, options = _config_and_options("launch", arguments, LaunchOptions())
@@ -228,7 +227,7 @@ def launch_command(arguments: Sequence[str]) -> int:
 
 
 def plan_command(arguments: Sequence[str]) -> int:
-    """`diloco plan CONFIG`."""
+    """Run `diloco plan CONFIG`."""
     from diloco_jax.planning.command import run
     from diloco_jax.planning.options import PlanOptions
 
@@ -239,7 +238,7 @@ def plan_command(arguments: Sequence[str]) -> int:
 def _config_and_options(
     command: str, arguments: Sequence[str], options: T
 ) -> tuple[str, Config, T]:
-    """Read CONFIG, which comes first, and the options; help needs no CONFIG."""
+    """Read CONFIG, the first argument, and the options; help needs no CONFIG."""
     from diloco_jax.config.loading import read_config
     from diloco_jax.options import ANY_ISLAND, parse_with_config
 
@@ -269,32 +268,32 @@ def _workdir(config: Config) -> Path:
     return Path(absolute(config.placement.workdir))
 
 
-# ---- commands that do not --------------------------------------------------------
+# ---- commands that take no config ------------------------------------------------
 
 
 def status_command(arguments: Sequence[str]) -> int:
-    """`diloco status HOST:PORT or WORKDIR [--json]`."""
+    """Run `diloco status HOST:PORT or WORKDIR [--json]`."""
     from diloco_jax.cluster import status_command as command
 
     return command.status_command(arguments)
 
 
 def eval_command(arguments: Sequence[str]) -> int:
-    """`diloco eval WORKDIR [--json]`."""
+    """Run `diloco eval WORKDIR [--json]`."""
     from diloco_jax import eval_command as command
 
     return command.eval_command(arguments)
 
 
 def simulate_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate KIND`."""
+    """Run `diloco simulate KIND`."""
     from diloco_jax.simulation import commands
 
     return commands.simulate_command(arguments)
 
 
 def replay_command(arguments: Sequence[str]) -> int:
-    """`diloco replay WORKDIR [--until MERGE] [--json]`."""
+    """Run `diloco replay WORKDIR [--until MERGE] [--json]`."""
     from diloco_jax.island.environment import skip_absent_tpu
 
     # Before anything imports jax.
@@ -305,7 +304,7 @@ def replay_command(arguments: Sequence[str]) -> int:
 
 
 def certs_command(arguments: Sequence[str]) -> int:
-    """`diloco certs DIR --hosts NAME... [--add]`."""
+    """Run `diloco certs DIR --hosts NAME... [--add]`."""
     from diloco_jax.wire import certs_command
 
     return certs_command.certs_command(arguments)

@@ -12,13 +12,13 @@ from diloco_jax.workdir import add_to_summary, read_config
 
 
 def eval_command(arguments: Sequence[str]) -> int:
-    """`diloco eval WORKDIR [--json]`: print the loss, and add it to the summary."""
+    """Run `diloco eval WORKDIR [--json]`: print the loss, add it to the summary."""
     (options,) = parse(
         [WorkdirOptions],
         arguments,
         "diloco eval",
-        "Loss of a run's newest global parameters on all validation text. Where the "
-        "run has ended, it is added to summary.json.",
+        "Loss of a run's newest global parameters on all validation text. It is added "
+        "to summary.json if the run has ended.",
     )
     config = read_config(options.workdir, options.paths or None)
     from diloco_jax.island.environment import skip_absent_tpu

@@ -1,7 +1,8 @@
 """The fields of a config that name a member of an open family.
 
-A member from outside the package is tried on a tiny piece before anything starts, in a
-process of its own on the CPU: this one has perhaps not said yet what JAX may use.
+A member from outside the package is tried on a tiny piece before anything starts. That
+is done in a separate process on the CPU, since this process may not have told JAX yet
+which platform to use.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ FIELDS: dict[str, Family[Any]] = {
     "outer.optimizer": OPTIMIZERS,
 }
 TRIAL_S = 300.0
-"""Longest time that trying the members of a config may take."""
+"""Longest time for trying the members of a config."""
 
 Named = tuple[tuple[str, str], ...]
-"""Fields, each with the name that it has."""
+"""Pairs of a field and the member's name in it."""
 
 
 def check_members(run: RunConfig) -> None:
-    """Raises ConfigError if a field names no member, or one from outside the package
-    that fails on a tiny piece. Names the field, and the line at fault."""
+    """Raise ConfigError if a field names no member, or one from outside the package
+    that fails on a tiny piece. The error names the field, and the line at fault."""
     outside = []
     for field, family in FIELDS.items():
         section, attribute = field.split(".")
@@ -56,7 +57,7 @@ def check_members(run: RunConfig) -> None:
 
 
 def check_member(field: str, family: Family[Any], name: str) -> None:
-    """Raises ConfigError, naming the field, unless the family has that member."""
+    """Raise ConfigError, naming the field, unless the family has that member."""
     try:
         family.check(name)
     except ValueError as error:
@@ -65,8 +66,9 @@ def check_member(field: str, family: Family[Any], name: str) -> None:
 
 @functools.cache
 def _try(named: Named, folder: str) -> str:
-    """Try these members; return the message about the first that fails, or "". folder:
-    the one that their paths count from."""
+    """Try these members; return the message about the first that fails, or "".
+
+    folder: the folder that relative paths start from."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "diloco_jax.families", json.dumps(named)],
@@ -89,7 +91,7 @@ def _try(named: Named, folder: str) -> str:
             f"{_brief(named)}: trying it on a tiny piece ended with exit code "
             f"{done.returncode} ({last})"
         )
-    # What the member prints comes before.
+    # Output of the member itself comes before this line.
     wrong: str = json.loads(done.stdout.splitlines()[-1])
     return wrong
 

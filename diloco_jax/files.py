@@ -20,7 +20,7 @@ def write_json(value: Mapping[str, Any], path: str | Path) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a file so that it is, at any moment, the old one or the new one."""
+    """Replace a file atomically: a reader sees the old text or the new one."""
     scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with naming(path), scratch.open("w", encoding="utf-8") as file:
@@ -34,13 +34,14 @@ def write_text(text: str, path: Path) -> None:
 
 
 def json_number(value: float | None) -> float | None:
-    """Return None, which is null, for what JSON has no number for: NaN, infinities."""
+    """Return None (JSON's null) for NaN and infinities, which JSON cannot write."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def require_writable(folder: Path, option: str) -> None:
-    """Raise ConfigError, naming the option that gave it, unless files can be made in
-    this folder: before long work, and not after it."""
+    """Raise ConfigError, naming the option, unless files can be made in this folder.
+
+    Call it before long work whose result is written there."""
     if not folder.is_dir():
         raise ConfigError(f"{option} {folder} is not a folder; make it first")
     try:

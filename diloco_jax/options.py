@@ -1,9 +1,9 @@
 """Dataclasses as command-line options: one parser for all commands.
 
-A field becomes an option whose help is the text that the field was declared with
-(`config.fields.setting`). Commands that take a config show its fields as well: those of
-`RunConfig` and `Placement` by their names (`--sync.quorum 2`, `--workdir runs/x`), an
-island's as `--islands.NAME.batch-size 4`.
+A field becomes an option whose help is the text given to `config.fields.setting`.
+Commands that take a config show its fields as well. Those of `RunConfig` and
+`Placement` go by their names (`--sync.quorum 2`, `--workdir runs/x`), an island's as
+`--islands.NAME.batch-size 4`.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class WorkdirOptions:
     json: bool = setting(False, help="Print one JSON object to standard output.")
 
 
-# Messages and pages call these fields so; their options have no prefix.
+# Messages and pages use these prefixes; the options have none.
 PREFIX = re.compile(r"^--(?:run|placement)\.")
 ORIGINAL = "_original"
 ANY_ISLAND = {"NAME": IslandConfig()}
-"""Stands in the help for the islands of a config that is not given."""
+"""Stand-in, in the help, for the islands of a config that is not given."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NoOptions:
-    """A command without options of its own."""
+    """The options of a command that has none of its own."""
 
 
 def parse(
@@ -52,14 +52,14 @@ def parse(
 ) -> list[Any]:
     """Read the options of a command that takes no config.
 
-    Unknown or malformed ones end the process with code 2 and a suggestion on standard
-    error, as argument parsers do.
+    Unknown or malformed options end the process with code 2 and a suggestion on
+    standard error, as argument parsers do.
 
     Args:
-      parts: dataclass instances, which together have the options and their defaults; a
-        class stands for one with fields that must be given. Nested fields go by their
-        own names.
-      prog: what the help calls the command.
+      parts: dataclass instances, which together have the options and their defaults.
+        Give the class where some fields have no default. Nested fields go by their own
+        names.
+      prog: the command's name in the help.
       description: what the command does, one paragraph.
 
     Returns:
@@ -72,7 +72,7 @@ def parse(
 def parse_known(
     parts: Sequence[Any], arguments: Sequence[str], prog: str, description: str
 ) -> tuple[list[Any], list[str]]:
-    """Read options as `parse` does; return with them the arguments that are others'."""
+    """Read options as `parse` does; return them and the arguments left over."""
     parsed, unknown = _parse(
         _sections(parts), arguments, prog, description, plain=True, known_only=True
     )
@@ -89,15 +89,15 @@ def parse_with_config(
 ) -> tuple[Config, T]:
     """Read the options of a command that takes a config, and its own.
 
-    Raises ConfigError if the config that results cannot run; ends the process as
-    `parse` does.
+    Raises ConfigError if the resulting config cannot run; ends the process as `parse`
+    does.
 
     Args:
       config: holds the fields that options replace.
       options: a dataclass instance whose fields, with their values as defaults, become
         options of the same names.
-      prog: what the help calls the command.
-      launches: the command reads `LaunchConfig`; the help of others leaves it out.
+      prog: the command's name in the help.
+      launches: the command reads `LaunchConfig`; other commands' help leaves it out.
     """
     import tyro
 
@@ -105,7 +105,7 @@ def parse_with_config(
     groups = dict.fromkeys(f.metadata["group"] for f in dataclasses.fields(placement))
     launch = _section(config.launch, name="launch")
     if not launches and not {"-h", "--help"}.isdisjoint(arguments):
-        # A suppressed option is not understood either, so only help suppresses.
+        # tyro does not parse a suppressed option either, so only help suppresses it.
         launch = Annotated[launch, tyro.conf.Suppress]
     sections = [
         ("own", _section(options)),
@@ -154,7 +154,7 @@ def _parse(
     kind = dataclasses.make_dataclass("Options", sections, frozen=True, kw_only=True)
     flat = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     with warnings.catch_warnings():
-        # About values of a wrong type, which the command's own checks name.
+        # These warn of values of a wrong type, which the command's own checks name.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"tyro\b")
         read: Any = tyro.cli
         parsed = read(
@@ -170,7 +170,7 @@ def _parse(
 
 
 def _section(part: Any, *, name: str | None = "", group: str | None = None) -> Any:
-    """Return a type of which tyro makes options, one for each field of a dataclass.
+    """Return a type from which tyro makes one option for each field of a dataclass.
 
     Args:
       part: an instance with the defaults, or a class.
@@ -190,7 +190,7 @@ def _section(part: Any, *, name: str | None = "", group: str | None = None) -> A
         text = told.get("help")
         if dataclasses.is_dataclass(default):
             text = text or _paragraph(default.__doc__)
-            # Its own fields have the defaults.
+            # The section's own fields have the defaults.
             hint, default = _section(default, name=None), dataclasses.MISSING
         shown: Any = Annotated[
             hint,
@@ -213,7 +213,7 @@ def _section(part: Any, *, name: str | None = "", group: str | None = None) -> A
 
 
 def _original(values: Any) -> Any:
-    """Return the dataclass that a section was made from, with the values read."""
+    """Return the original dataclass of a section, with the values read."""
     kind = getattr(type(values), ORIGINAL, None)
     if kind is None:
         return values
@@ -225,12 +225,12 @@ def _paragraph(docstring: str | None) -> str:
 
 
 def _constant(value: Any) -> Any:
-    """Declare a default that may be of a type that dataclasses refuse as one."""
+    """Declare a default of any type, also of one that dataclasses refuse."""
     return dataclasses.field(default_factory=lambda: value)
 
 
 def _registry() -> Any:
-    """Add to tyro whole numbers as 1.2e6, and help for the entries of a dict."""
+    """Extend tyro by whole numbers such as 1.2e6, and by help for a dict's entries."""
     import tyro
 
     def whole(info: Any) -> Any:

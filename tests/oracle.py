@@ -42,7 +42,7 @@ class RoundIsland(NamedTuple):
 
     name: str
     carry: Any
-    """What the island keeps besides its parameters: moments, place in the data."""
+    """State of the island besides its parameters: moments, place in the data."""
     step: Callable[[Any, Params, int], tuple[Any, Params]]
     """(carry, params, k) -> (carry, params) after k inner steps; donates nothing."""
     tokens_per_step: int
@@ -50,7 +50,7 @@ class RoundIsland(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundSettings:
-    """How the islands' work is put together; names as in the run's configuration."""
+    """Settings of the islands' work together; names as in the run's configuration."""
 
     steps_per_cycle: int
     outer: OuterSettings

@@ -1,4 +1,4 @@
-"""What `oracle.py` makes of a config: the bits that everything else must give."""
+"""Results of `oracle.py` for a config: the bits that everything else must give."""
 
 from __future__ import annotations
 

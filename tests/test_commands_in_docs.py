@@ -75,7 +75,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def wrong(folder, monkeypatch, capsys):
-    """What a line's parser says against it; empty if nothing."""
+    """Return the parser's complaint about a line; empty if there is none."""
 
     def found(line: str) -> str:
         try:

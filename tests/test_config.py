@@ -287,7 +287,7 @@ def test_config_json_that_is_not_json_is_an_error(tmp_path):
 
 @pytest.fixture
 def read(monkeypatch):
-    """What was read of corpora; the text is pretended."""
+    """Calls that read corpora; the text is faked."""
     calls = []
 
     def load_corpus(paths, validation_fraction):

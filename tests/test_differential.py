@@ -22,7 +22,7 @@ def importable() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What this checkout's own code decides."""
+    """Recording of the decisions of this checkout's own code."""
     from differential_record import record
 
     path = tmp_path_factory.mktemp("recordings") / "recording.jsonl.gz"

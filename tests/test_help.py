@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     name: str
     """Empty for the text above."""
     lines: list[str]
-    """Of its help."""
+    """Lines of the entry's help."""
     width: int
     """Most characters that a line of it may have."""
 
@@ -85,7 +85,7 @@ def breaks(entry: Entry) -> list[str]:
 
 @pytest.fixture
 def shown(monkeypatch):
-    """What something prints until it exits with 0, on a terminal of this width."""
+    """Return a command's output until it exits with 0, on a terminal of this width."""
 
     def shown(width, show):
         screen = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")

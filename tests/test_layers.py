@@ -1,4 +1,4 @@
-"""What each layer may import: `core/` and `protocol/` stay pure."""
+"""The imports allowed to each layer: `core/` and `protocol/` stay pure."""
 
 import ast
 import configparser
@@ -97,7 +97,7 @@ def package_sources() -> dict[str, str]:
 
 
 def is_allowed(module: str, layer: str) -> bool:
-    """Whether a module of that layer may import this one."""
+    """Return True if a module of that layer may import this one."""
     if module.split(".")[0] in sys.stdlib_module_names:
         return module.split(".")[0] not in IMPURE
     return any(module == ok or module.startswith(f"{ok}.") for ok in ALLOWED[layer])

@@ -1,5 +1,5 @@
-"""What a config may not say: values outside the bounds of their fields, and what must
-fit together."""
+"""Configs that are refused: values outside the bounds of their fields, and values that
+do not fit together."""
 
 import dataclasses
 import math

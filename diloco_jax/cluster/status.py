@@ -1,4 +1,4 @@
-"""The state of a run, from its coordinator or from what it left."""
+"""The state of a run, from its coordinator or from the files in its workdir."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from diloco_jax.workdir import has_begun, read_summary, require_format
 
 
 def status_client(address: str, placement: Placement) -> Client:
-    """A connection for `status()` alone; close it."""
+    """Return a connection for `status()` alone; the caller closes it."""
     folder = placement.certificates
     return Client(
         address,
@@ -30,11 +30,11 @@ def status_client(address: str, placement: Placement) -> Client:
 
 
 def read_status(target: str, placement: Placement) -> dict[str, Any]:
-    """Status of the run at a coordinator's HOST:PORT, or in a workdir.
+    """Return the status of the run at a coordinator's HOST:PORT, or in a workdir.
 
-    A workdir whose coordinator is gone gives its summary, with `phase` "done" or, if
-    the run was stopped before its end, "stopped" (ConnectionLost if it left none). Its
-    own placement counts where the one given names no certificates.
+    If the coordinator of a workdir is gone, return its summary, with `phase` "done" or,
+    if the run was stopped before its end, "stopped". Raises ConnectionLost if there is
+    no summary. The workdir's placement counts if `placement` names no certificates.
     """
     workdir = expand(target)
     if not workdir.is_dir():
@@ -66,14 +66,14 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
 
 
 def _cut_off(workdir: Path) -> str:
-    """Of a run that has neither a coordinator nor an end."""
+    """Describe a run that has neither a coordinator nor a summary."""
     tape, silent = workdir / run_files.TAPE, ""
     if tape.exists():
         seconds = max(0.0, time.time() - tape.stat().st_mtime)
         silent = f", and wrote nothing to its tape for {duration_text(seconds)}"
     return (
         f"The run in {workdir} left no summary{silent}: it was cut off, or its "
-        f"coordinator is being started again; if nobody does that, `diloco run "
+        f"coordinator is being started again; if nothing does that, `diloco run "
         f"--resume {workdir}` goes on with a run of this machine"
     )
 

@@ -26,7 +26,7 @@ class StatusOptions:
 
 
 def status_command(arguments: Sequence[str]) -> int:
-    """Show how a run stands; return the exit code."""
+    """Show the state of a run; return the exit code."""
     (options,) = parse(
         [StatusOptions],
         arguments,

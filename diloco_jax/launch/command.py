@@ -32,11 +32,11 @@ class LaunchOptions:
     action: Literal["create", "run", "logs", "stop", "delete"] = setting(
         "create",
         help="create: make and start everything; what was preempted or failed is made "
-        "anew. stop, run: end and start the processes on machines that stay. logs: "
-        "show their last lines. delete: leave nothing but the coordinator's disk.",
+        "anew. stop, run: end or start the processes; the machines stay. logs: show "
+        "the processes' last lines. delete: leave nothing but the coordinator's disk.",
     )
     only: tuple[str, ...] = setting(
-        (), help='Islands, or "coordinator", that the action is limited to.'
+        (), help='Limit the action to these islands, or to "coordinator".'
     )
     dry_run: bool = setting(
         False, help="Write the files and print the command lines; run nothing."
@@ -48,7 +48,7 @@ class LaunchOptions:
 
 
 def run(config: Config, path: str, options: LaunchOptions) -> int:
-    """Does what the options say; returns the exit code.
+    """Carry out the action of the options; return the exit code.
 
     Raises ConfigError or SecurityError before anything is run.
     """

@@ -1,4 +1,4 @@
-"""The model of a run: the bundled transformer, or what `model.factory` names."""
+"""The model of a run: the bundled transformer, or that of `model.factory`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from diloco_jax.models.layout import Layout
 from diloco_jax.models.model import Model
 
 Factory = Callable[[RunConfig, IslandConfig, Layout], Model]
-"""What `model.factory` names."""
+"""Type of the function that `model.factory` names."""
 
 
 def build(
     run: RunConfig, island: IslandConfig | None = None, layout: Layout | None = None
 ) -> Model:
-    """The run's model.
+    """Return the run's model.
 
     Args:
-      run: what all islands agree on.
-      island: how this one computes; None: as an island does by default.
-      layout: the mesh that it runs on; None: the default device.
+      run: settings that all islands share.
+      island: settings of this island; None = the defaults.
+      layout: the mesh that it runs on; None = the default device.
 
     Raises:
       ConfigError: sizes that do not fit together; a factory that is not there, or that
@@ -70,7 +70,7 @@ def _own(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
 
 
 def _find(factory: str) -> Factory:
-    """The function; ConfigError if it is not there."""
+    """Return the function of that name; raise ConfigError if there is none."""
     where = f"model.factory = {factory!r}"
     try:
         found = load(factory)
@@ -83,7 +83,7 @@ def _find(factory: str) -> Factory:
 
 
 def _check(model: Model, run: RunConfig, island: IslandConfig, layout: Layout) -> None:
-    """Raises ConfigError if the model is not what `Model` says; computes nothing."""
+    """Raise ConfigError unless the model is as `Model` says; compute nothing."""
     shapes = model.shapes()
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         keys = [getattr(key, "key", None) for key in path]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from diloco_jax.models.attention import Attend
 
 LARGEST_BLOCK = 512
-"""Tokens; larger blocks of f32 gradients do not fit a v5p's vector memory."""
+"""Tokens per block; larger blocks of f32 gradients exceed a v5p's vector memory."""
 
 
 def make_splash(layout: Layout, name: str) -> Attend:
@@ -45,7 +45,7 @@ def make_splash(layout: Layout, name: str) -> Attend:
         return mixed.swapaxes(1, 2)
 
     def one_device(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        """[B, N, T, H] of a device's sequences and heads."""
+        """Return [B, N, T, H] of one device's sequences and heads."""
         heads, length = query.shape[1:3]
         block = max(
             n for n in range(LANES, LARGEST_BLOCK + 1, LANES) if length % n == 0

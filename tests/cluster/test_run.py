@@ -254,7 +254,7 @@ def test_a_silent_coordinator_is_given_up(launch):
 
 
 class NoFlush(Deadlines):
-    """Of a launcher that gives a run without islands up at once."""
+    """Deadlines of a launcher that gives up a run without islands at once."""
 
     flush_s = 0.1
 

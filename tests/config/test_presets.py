@@ -1,4 +1,4 @@
-"""Which outer optimizer a run gets whose config leaves it open."""
+"""The outer optimizer of a run whose config leaves it open."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ LONG: dict[str, Any] = {
 
 
 def chosen(**run: Any) -> tuple[str | None, float | None, float | None]:
-    """What the preset sets of an outer optimizer that leaves it open."""
+    """The preset fills the settings that an outer optimizer leaves open."""
     filled = OuterConfig(warmup_merges=3).filled(preset(**run))
     assert filled.warmup_merges == 3
     assert not filled.is_open

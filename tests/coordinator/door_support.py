@@ -151,8 +151,8 @@ class Coordinator:
         return self.lead.state
 
     def keep_house(self, lead: Lead) -> None:
-        """What the coordinator's process does twice a second, at an end, and for a
-        snapshot; and the books balance."""
+        """Do the coordinator's regular work, the end's and a snapshot's; check that the
+        books balance."""
         self.roster.save()
         shown = {"alerts": [], "now": 1e9}
         status = summary.status(CONFIG, self.state, self.roster, seconds=1.0, **shown)

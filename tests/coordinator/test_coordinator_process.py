@@ -1,4 +1,4 @@
-"""What a coordinator's process is, whatever machine it is on."""
+"""The process of a coordinator, the same on any machine."""
 
 import dataclasses
 

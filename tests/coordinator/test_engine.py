@@ -1,4 +1,4 @@
-"""What the engine does with effects: durable first, visible afterwards."""
+"""The engine carries out effects: durable first, visible afterwards."""
 
 from __future__ import annotations
 

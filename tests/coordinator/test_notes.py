@@ -1,4 +1,4 @@
-"""What coordinators wrote of themselves onto tapes before is read as it was."""
+"""Notes of earlier coordinators on tapes are read as they were."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What islands say reaches the policy as they said it."""
+"""Messages of islands reach the policy unchanged."""
 
 from __future__ import annotations
 

@@ -16,5 +16,5 @@ def names(family: Family[Any], folder: str) -> list[str]:
 
 
 def brief(name: str) -> str:
-    """How a test is called."""
+    """Return a member's short name, for the name of a test."""
     return name.rpartition(":")[2]

@@ -27,7 +27,7 @@ sign = Sign()
 
 
 def written(folder: Path, value: str, name: str = "own.py") -> str:
-    """How a config names the rule."""
+    """Return the config's name of the rule."""
     (folder / name).write_text(OWN.format(value=value))
     return f"{folder / name}:sign"
 

@@ -1,4 +1,4 @@
-"""Token files: what is read of them, and what is refused."""
+"""Token files: contents that are read, and files that are refused."""
 
 import dataclasses
 import errno

@@ -12,7 +12,7 @@ from diloco_jax.protocol.values import Record
 
 
 class Streams:
-    """What a link connects to: keeps the records that come, by stream."""
+    """A coordinator for a link: keeps the records that come, by stream."""
 
     def __init__(self):
         self.records, self.second = [], threading.Event()

@@ -77,7 +77,7 @@ class Machine:
 
     @property
     def calls(self):
-        """What was run, and forgets it."""
+        """Return the commands run so far, and forget them."""
         path = self.tools / "calls"
         found = path.read_text().splitlines() if path.exists() else []
         path.unlink(missing_ok=True)
@@ -100,7 +100,7 @@ def coordinator(tmp_path, config):
 
 
 def diloco(machine):
-    """What follows the image's name in the last command."""
+    """Return the last command's part after the image's name."""
     return machine.calls[-1].partition("/diloco/diloco:1 ")[2]
 
 

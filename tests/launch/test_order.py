@@ -1,4 +1,4 @@
-"""What is refused before anything is asked of the cloud, and what machines are told."""
+"""Orders refused before anything is asked of the cloud, and the machines' arguments."""
 
 import dataclasses
 import json

@@ -38,7 +38,7 @@ def calm():
 
 @pytest.fixture
 def advised(calm):
-    """What is said of the islands with another config, or other islands."""
+    """Return the plan's advice with another config, or other islands."""
 
     def advised(config=CONFIG, link=None, **compiled):
         islands = dict(calm.islands)

@@ -1,4 +1,4 @@
-"""What stands in logs and on tapes that were written before is read as it was."""
+"""Records in earlier logs and tapes are read as they were written."""
 
 import msgspec
 import pytest

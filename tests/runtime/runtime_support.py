@@ -160,7 +160,7 @@ def client(address: str, **options: Any) -> Iterator[Client]:
 
 
 def hello(config: Config, island: str = "a", **changes: Any) -> messages.Hello:
-    """What an island of this config says first."""
+    """Return the first message of an island of this config."""
     run, own = config.run, config.islands[island]
     fields: dict[str, Any] = {
         "run_id": "",

@@ -13,7 +13,7 @@ from diloco_jax.protocol.messages import TakeRequest
 
 
 class ScriptError(RuntimeError):
-    """What a script waits for did not come in time, or something else came."""
+    """The script's next event did not come in time, or another one came."""
 
 
 class ScriptedDecisions:

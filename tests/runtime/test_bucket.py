@@ -49,7 +49,7 @@ class Bucket:
         }
 
     def names(self) -> list[str]:
-        """Of all objects."""
+        """Return the names of all objects."""
         with urllib.request.urlopen(
             f"{self._url}/storage/v1/b/bucket/o", timeout=PATIENCE_S
         ) as got:

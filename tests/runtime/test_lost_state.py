@@ -39,7 +39,7 @@ GAP_MEDIANS_MAX, STALLED_MAX = 3.0, 0.05
 
 
 class Survived(NamedTuple):
-    """What the two lives of the coordinator left."""
+    """The results of the two lives of the coordinator."""
 
     config: Config
     run_ids: tuple[str, str]
@@ -82,7 +82,7 @@ def await_training(address: str) -> None:
 
 @pytest.fixture(scope="module")
 def stall() -> Stall:
-    """Of this machine, during the run."""
+    """Stall of this machine during the run."""
     return Stall()
 
 

@@ -1,4 +1,4 @@
-"""What docs/python.md shows works as it stands there."""
+"""The examples of docs/python.md work as they stand there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong is refused with cause, both values and remedy; the others go on."""
+"""A wrong peer is refused with cause, both values and remedy; the others go on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Served(NamedTuple):
     stream: ControlStream
     hello: messages.Hello
     take: messages.TakeRequest
-    """What the island is asked for, and does not send."""
+    """The take that the island is asked for and does not send."""
 
     def books(self) -> object:
         """All that a refusal must leave as it is."""
@@ -223,7 +223,7 @@ def test_a_record_of_no_fragment_ends_only_its_session(served):
 
 @pytest.fixture
 def start(served) -> bulk.UploadStart:
-    """Of the delta that was asked for. Without its record it is not merged."""
+    """Start of the upload asked for. Without its record the delta is not merged."""
     run_id = served.service.policy_config.run_id
     total = served.service.store.layouts_up[served.take.fragment].total_bytes
     return upload_start(served.hello, run_id, served.take, total)

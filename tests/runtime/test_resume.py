@@ -58,7 +58,7 @@ class Resumed:
     folder: Path
     config: Config
     digest: str
-    """Of the global parameters that the killed run left."""
+    """Digest of the global parameters that the killed run left."""
     versions: list[list[int]]
     torn: int
     """The number of its newest snapshot."""

@@ -116,7 +116,7 @@ def fetched_by_threads() -> list[int]:
 
 
 class Streams:
-    """What a link connects to; keeps what is reported."""
+    """A coordinator for a link that keeps its reports."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -157,8 +157,8 @@ WHO = Introduction(
 
 
 def reported_by_threads(steps: tuple[int, ...], times: int = 1) -> Streams:
-    """What the link reports; each of these steps is waited for, until it was reported
-    so often."""
+    """Return the link's reports; wait for each of these steps until it was reported as
+    often as given."""
     streams, mailbox = Streams(), Mailbox()
     deadlines = Deadlines(10 * WAIT_S)  # No sign of life comes in between.
     link = Link(
@@ -253,8 +253,8 @@ class Worker:
 
 
 def replayed(service: Service, steps: int = STEPS) -> list[Any]:
-    """What replay has a model copy do for what the virtual island reported, and for so
-    many steps."""
+    """Return the calls that replay makes on a model copy for the virtual island's
+    reports and this number of steps."""
     records = [record for report in service.reports for record in report.records]
     life = Life(
         who=Who("a", 1),

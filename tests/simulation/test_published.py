@@ -1,4 +1,4 @@
-"""What was published is kept for as long as the tape needs it, and no longer."""
+"""Published values are kept for as long as the tape needs them, and no longer."""
 
 from pathlib import Path
 

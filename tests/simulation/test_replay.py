@@ -1,4 +1,4 @@
-"""Where bits need not be the same, they are not compared."""
+"""Replay compares bits only where they must be the same."""
 
 import dataclasses
 from pathlib import Path
@@ -59,7 +59,7 @@ class Worker:
 
 @pytest.fixture
 def recording(tmp_path, monkeypatch):
-    """Of a run with one merge, on this machine."""
+    """Recording of a run with one merge, on this machine."""
     monkeypatch.setattr(replay, "Worker", Worker)
     (tmp_path / "text").write_text("a few words " * 20)
     paths = (str(tmp_path / "text"),)

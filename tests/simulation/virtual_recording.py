@@ -66,7 +66,7 @@ def known(seconds: float) -> Fitted:
 
 
 def truth(made: Config) -> Calibration:
-    """What the fleet of these runs is like."""
+    """Return the true values of these runs' fleet."""
 
     def each(seconds: float) -> dict[str, Fitted]:
         return {name: known(seconds) for name in ("", *made.islands)}

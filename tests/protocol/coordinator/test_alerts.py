@@ -54,7 +54,7 @@ def test_an_absent_island_is_not_called_alive():
 def merged_in_turns(
     *, merges=WATCHED_MERGES[0], were=5.0, pace=1.0, slow=1.0, index=0, **changes
 ):
-    """What is said of "a", in all 10 merges, and "b", in `were` of them."""
+    """Return the alerts on "a", in all 10 merges, and "b", in `were` of them."""
     config = make_config(**{"overlap_steps": 2, "grace": 0.8, **changes})
     islands = {
         name: Island(

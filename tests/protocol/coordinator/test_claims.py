@@ -1,4 +1,4 @@
-"""What an island says of its steps is held against the data that was leased to it."""
+"""An island's report of its steps is checked against the data leased to it."""
 
 from __future__ import annotations
 

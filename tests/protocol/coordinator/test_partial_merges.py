@@ -1,4 +1,4 @@
-"""How far a merge goes that some live islands are not in."""
+"""The size of a merge that some live islands are not in."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""When an island reports, and what it says then."""
+"""The times and contents of an island's reports."""
 
 from diloco_jax.protocol.island import reporting
 from diloco_jax.protocol.island.reporting import Reporting

@@ -48,7 +48,7 @@ class Gatherer:
         return effects
 
     def offer(self, name: str, *numbers: int, **fields: Any) -> list[Effect]:
-        """Of fragments with these version numbers."""
+        """Make an offer of fragments with these version numbers."""
         defaults: dict[str, Any] = {
             "incarnation": 1,
             "run_id": "run-1",

@@ -88,8 +88,8 @@ def test_one_island_is_enough() -> None:
 
 
 def test_a_process_of_the_same_name_that_is_first_in_the_new_term_has_it() -> None:
-    """What was there before is turned away, and comes back as the next incarnation.
-    Until it hears so it trains on what the term before had granted it."""
+    """An incarnation from before is turned away, and the next one comes back. Until it
+    hears so, it trains on positions that the term before had granted it."""
     crash = Restart(down_s=0.2, clock_s=6.4, noticed_s=4.0)
     world = played(
         DiskLost(at_s=2.39, restart=Restart(down_s=7.62, clock_s=0.9, noticed_s=0.0)),
