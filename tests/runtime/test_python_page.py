@@ -1,4 +1,4 @@
-"""The examples of docs/python.md work as they stand there."""
+"""Docs and README show Python that works as it stands there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,21 @@ import pytest
 
 pytestmark = pytest.mark.dist
 
-PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "python.md"
+
+
+def test_the_block_of_the_readme_runs(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    (block,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    names: dict = {}
+    exec(compile(block, "README.md", "exec"), names)
+    assert set(names["found"].summary["islands"]) == {"v6e", "v5p-a", "v5p-b"}
+    loss, goodput = map(float, capsys.readouterr().out.split())
+    assert loss < 5.55, "of a uniform guess"
+    assert 0 < goodput <= 1
 
 
 def test_the_blocks_of_the_page_run(tmp_path, monkeypatch, capsys):
