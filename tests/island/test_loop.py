@@ -5,15 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from diloco_jax.config import (
-    Config,
-    InnerConfig,
-    IslandConfig,
-    ModelConfig,
-    Placement,
-    RunConfig,
-    SyncConfig,
-)
+from diloco_jax import config as configs
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece, plan_fragments, to_pieces
 from diloco_jax.data.stream import LeasedStream
@@ -69,9 +61,9 @@ class Network:
 
 @pytest.fixture(scope="module")
 def built():
-    config = Config(
-        run=RunConfig(
-            model=ModelConfig(
+    config = configs.Config(
+        run=configs.RunConfig(
+            model=configs.ModelConfig(
                 d_model=16,
                 num_layers=1,
                 num_heads=2,
@@ -79,13 +71,15 @@ def built():
                 head_dim=8,
                 mlp_dim=16,
             ),
-            inner=InnerConfig(rewarm_steps=4, schedule="constant", warmup_fraction=0),
-            sync=SyncConfig(fragments=2, codec_up="f32", codec_down="f32"),
+            inner=configs.InnerConfig(
+                rewarm_steps=4, schedule="constant", warmup_fraction=0
+            ),
+            sync=configs.SyncConfig(fragments=2, codec_up="f32", codec_down="f32"),
             sequence_length=LENGTH,
             total_tokens=STEPS * BATCH * LENGTH,
         ),
-        islands={"a": IslandConfig(batch_size=BATCH, step_seconds=1.0)},
-        placement=Placement(outage_budget_s=1.0),
+        islands={"a": configs.IslandConfig(batch_size=BATCH, step_seconds=1.0)},
+        placement=configs.Placement(outage_budget_s=1.0),
     )
     model, trainer = build_trainer(config.run, config.islands["a"])
     params = trainer.place_params(jax.jit(model.init)(jax.random.key(0)))

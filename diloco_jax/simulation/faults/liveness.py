@@ -107,7 +107,7 @@ def expect_end(clock: Clock, within_s: float) -> None:
 
 
 def _agreed_s(schedule: Schedule) -> float:
-    """What the hosts of an island need to agree on a take and on an adoption."""
+    """The time that hosts of an island need to agree on a take and an adoption."""
     return 2 * max(p.lead for p in schedule.islands.values()) * schedule.slowest_s
 
 
