@@ -23,7 +23,8 @@ from diloco_jax.files import require_writable, write_json
 
 FORMAT = 6
 """The format of config, log, snapshots and tape. It is one higher when a workdir of
-before cannot be read, or when `RunConfig` has other fields, whose fingerprint then differs."""
+before cannot be read, or when `RunConfig` has other fields, whose fingerprint then
+differs."""
 RELEASE_S = 2.0
 """Seconds for which a process that was just killed may still hold its locks."""
 POLL_S = 0.05
