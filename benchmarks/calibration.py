@@ -43,7 +43,7 @@ from diloco_jax.simulation.calibration.command import Row, predict
 from diloco_jax.simulation.calibration.fit import Calibration, calibrate
 
 ERROR_MAX = 0.05
-"""Of goodput and step times, relative."""
+"""Relative error of goodput and step times."""
 FLOOR_OVER_COMPUTE_MIN = 4.0
 """Emulated step time over CPU seconds of a step."""
 BATCHES = {"a": 2, "b": 2, "c": 4}
@@ -57,9 +57,9 @@ KILLED: dict[str, dict[str, tuple[float, ...]]] = {
 }
 """Islands, and for what shares of the run each of their incarnations steps."""
 COORDINATOR_KILLED = {"A": 1 / 2, "B": 1 / 4}
-"""After what share of the run."""
+"""Share of the run after which it happens."""
 GOODPUT_APART_MIN = 0.05
-"""Between A and B: else A's goodput would be a prediction of B's as good as any."""
+"""Difference between A and B, without which A's goodput alone would predict B's."""
 CYCLE_STEPS, FRAGMENTS, SEQUENCE = 12, 6, 64
 SEEDS = 5
 WARM_SECONDS = 10.0
@@ -67,7 +67,7 @@ TIMEOUT_S = 900.0
 
 
 def main() -> int:
-    """Runs it; the exit code is 1 if a bound is broken."""
+    """Run it; return 1 if a bound is broken."""
     parser = support.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=170.0, help="of every run")
     options = parser.parse_args()
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def run_config(kind: str, seconds: float) -> Config:
-    """Run A or B, with as many tokens as its islands compute in `seconds`."""
+    """Return run A or B, with as many tokens as its islands compute in `seconds`."""
     steps = STEP_SECONDS[kind]
     rate = sum(BATCHES[name] / step_s for name, step_s in steps.items())
     # The pacing island is the second fastest; there is a merge per tick.
@@ -139,7 +139,7 @@ def run_config(kind: str, seconds: float) -> Config:
 
 
 def without_faults(config: Config) -> Config:
-    """The same run, in which nobody is killed."""
+    """Return the same run without kills."""
     return dataclasses.replace(config, placement=Placement())
 
 

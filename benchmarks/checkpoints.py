@@ -1,4 +1,4 @@
-"""What checkpoints cost an island.
+"""The cost of checkpoints to an island.
 
 Question: how long does a checkpoint hold up the train loop, and how long is it in
 writing? One island trains twice on as many tokens, with and without checkpoints, with
@@ -36,7 +36,7 @@ from diloco_jax.config import (
 from diloco_jax.models.presets import PRESETS, preset
 
 STALL_MAX_S = 0.1
-"""Per checkpoint, above what the loop stalls without."""
+"""Stalled seconds per checkpoint, above the loop's stall without checkpoints."""
 STALLED_MAX = 0.05
 """Share of step time, as for every run."""
 ARRAYS_PER_PARAMETER = 5
@@ -46,7 +46,7 @@ WRITTEN = re.compile(r"checkpoint \d+, after step \d+, is written \((?P<s>[\d.]+
 
 
 def main() -> int:
-    """Runs it; the exit code is 1 if a bound is broken."""
+    """Run it; return 1 if a bound is broken."""
     parser = support.parser(__doc__)
     parser.add_argument("--presets", nargs="+", default=["0.3m", "2m"], choices=PRESETS)
     parser.add_argument("--steps", type=int, default=120)
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def measure(name: str, steps: int, step_seconds: float, every_s: float) -> dict:
-    """One run; without checkpoints if `every_s` is 0."""
+    """Measure one run; without checkpoints if `every_s` is 0."""
     island = IslandConfig(batch_size=BATCH, step_seconds=step_seconds)
     config = Config(
         run=RunConfig(
@@ -110,7 +110,7 @@ def measure(name: str, steps: int, step_seconds: float, every_s: float) -> dict:
 
 
 def row(result: dict[str, Any]) -> dict[str, Any]:
-    """Of the table."""
+    """Return one row of the table."""
     plain, parameters = result["plain"], result["parameters"]
     return {
         "parameters": f"{parameters:,}",

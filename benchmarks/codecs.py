@@ -34,10 +34,9 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.core.choices import CodecName
 from diloco_jax.models.presets import PRESETS, preset
 
-BYTES_MAX: dict[CodecName, float] = {"f32": 4.1, "bf16": 2.1, "int8": 1.1, "int4": 0.65}
+BYTES_MAX: dict[str, float] = {"f32": 4.1, "bf16": 2.1, "int8": 1.1, "int4": 0.65}
 """Bytes per parameter and contribution, each way."""
 LOSS_MAX = 0.8 * math.log(256)
 """Nats per byte below which a run counts as trained; guessing gives log(256)."""
@@ -50,7 +49,7 @@ SAME_REPORT_S = 0.05
 
 
 def main() -> int:
-    """Runs it; the exit code is 1 if a bound is broken."""
+    """Run it; return 1 if a bound is broken."""
     parser = support.parser(__doc__)
     parser.add_argument("--preset", default="2m", choices=PRESETS)
     parser.add_argument("--cycles", type=int, default=16)
@@ -84,10 +83,8 @@ def main() -> int:
     )
 
 
-def codec_config(
-    codec: CodecName, model: str, cycles: int, step_seconds: float
-) -> Config:
-    """Two islands of equal speed, long enough for `cycles` merges per fragment."""
+def codec_config(codec: str, model: str, cycles: int, step_seconds: float) -> Config:
+    """Return two islands of equal speed for `cycles` merges per fragment."""
     tokens = cycles * CYCLE_STEPS * len(ISLANDS) * BATCH * SEQUENCE
     run = RunConfig(
         model=preset(model),
@@ -108,7 +105,7 @@ def codec_config(
 
 
 def measure(run: support.Run, sizes: Sequence[int]) -> dict[str, Any]:
-    """Bytes per parameter, by way, and what they were computed from."""
+    """Return bytes per parameter, by way, and the figures behind them."""
     merges = [record for record in run.tape if record["kind"] == "merged"]
     parameters_up = sum(
         sizes[merge["fragment"]] * len(merge["contributions"]) for merge in merges
@@ -134,8 +131,8 @@ def measure(run: support.Run, sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def received(run: support.Run, sizes: Sequence[int]) -> tuple[int, int]:
-    """Bytes fetched by all islands, and the parameters of the versions adopted, both
-    up to each island's last report in training."""
+    """Return the bytes fetched by all islands, and the parameters of the versions
+    adopted, both up to each island's last report in training."""
     last = {
         line["island"]: line
         for line in run.metrics
@@ -153,7 +150,7 @@ def received(run: support.Run, sizes: Sequence[int]) -> tuple[int, int]:
     return sum(line["bytes_down"] for line in last.values()), parameters
 
 
-def table(results: dict[CodecName, dict[str, Any]]) -> list[dict[str, Any]]:
+def table(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per codec."""
     plain = results["f32"]["eval_loss"]
     return [

@@ -40,7 +40,7 @@ LISTED = 12
 
 
 def main() -> int:
-    """Compares; the exit code is 1 if there is a difference."""
+    """Compare; return 1 if there is a difference."""
     options = _options()
     if options.what in WORKERS:
         return _part(options)
@@ -84,7 +84,7 @@ def _options() -> argparse.Namespace:
 
 
 def _part(options: argparse.Namespace) -> int:
-    """Does one part with the package that PYTHONPATH names first."""
+    """Do one part with the package that PYTHONPATH names first."""
     package = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
     import diloco_jax
 
@@ -100,18 +100,18 @@ def _part(options: argparse.Namespace) -> int:
         case "replay":
             compared = replay(options.file)
             print(compared)
-            return int(bool(compared.differences))
+            return int(not compared.holds)
         case "match":
             compared = matched(options.file, options.other)
             print(compared)
-            return int(bool(compared.differences))
+            return int(not compared.holds)
     return 0
 
 
 def _work(
     package: Path, what: str, file: Path, *arguments: str, fails: bool = False
 ) -> int:
-    """Has a process do one part with this package. fails: its exit code is returned."""
+    """Have a process do one part with this package. fails: return its exit code."""
     script = str(Path(__file__).resolve())
     command = [sys.executable, script, what, "--file", str(file), *arguments]
     environment = {"PYTHONPATH": str(package), "JAX_PLATFORMS": "cpu"}
@@ -120,7 +120,7 @@ def _work(
 
 
 def _extracted(commit: str, out: Path) -> Path:
-    """The package as it is in a commit."""
+    """Return the package as it is in a commit."""
     named = ["git", "-C", str(ROOT), "rev-parse", "--verify", f"{commit}^{{commit}}"]
     digest = subprocess.run(named, check=True, capture_output=True, text=True).stdout
     folder = out / digest.strip()[:12]
@@ -133,7 +133,7 @@ def _extracted(commit: str, out: Path) -> Path:
 
 
 def _compare_emulations(old: Path, new: Path) -> int:
-    """Prints a table; values that only this checkout has are not compared."""
+    """Print a table; values that only this checkout has are not compared."""
     differ = 0
     before, after = (json.loads(path.read_text()) for path in (old, new))
     print(f"{'emulation':<20} {'parameters':<34} {'values':>6} {'equal':>6}")

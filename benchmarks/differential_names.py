@@ -1,4 +1,4 @@
-"""What a refactoring renamed: the one file to edit before old and new are compared.
+"""The renames of a refactoring: the one file to edit before old and new are compared.
 
 A recording is in the words of the commit that made it. Replay brings every recorded
 value into the words of this checkout, in this order:
@@ -8,6 +8,9 @@ value into the words of this checkout, in this order:
    message: a function by *new* class name, from the recorded value to one or more;
 3. `NEW_RESULTS` is the same for the values that this checkout returns, where both
    sides can only meet in the middle (one message to each island for one effect).
+
+A call of a port (see `Hooked`) is a value, too, of the class `ports.PORT.METHOD` and
+with `arguments` = [positional ones, those by name].
 
 `FUNCTIONS` and `CLASSES` say what is recorded and replayed: by a name that stays, all
 places where it has been, the newest first. Something that has no place any more is
@@ -21,7 +24,7 @@ from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
-    """What a rewrite may look at: the call as this checkout did it."""
+    """The call as this checkout did it, for rewrites to look at."""
 
     name: str
     arguments: Sequence[Any]
@@ -37,6 +40,7 @@ E, M = "protocol.coordinator.events.", "protocol.messages."
 NAMES: Mapping[str, str] = {
     "policy.values": "protocol.values",
     "policy.records": "protocol.records",
+    "policy.records.Refused": "protocol.records.DeltaRefused",
     "policy.events": "protocol.coordinator.events",
     "policy.state": "protocol.coordinator.state",
     "policy.gathering": "protocol.new_term.gathering",
@@ -48,11 +52,21 @@ NAMES: Mapping[str, str] = {
     "policy.events.Report": M + "Report",
     "policy.events.Goodbye": M + "Goodbye",
     "wire.messages": "protocol.messages",
+    "config.RunConfig": "config.run.RunConfig",
+    "config.ModelConfig": "config.model.ModelConfig",
+    "config.DataConfig": "config.data.DataConfig",
+    "config.InnerConfig": "config.inner.InnerConfig",
+    "config.OuterConfig": "config.outer.OuterConfig",
+    "config.SyncConfig": "config.sync.SyncConfig",
 }
 """Old module or class to new one: {"policy.events.AskTake": "protocol.messages.Ask"}.
 The longest that fits counts."""
 FIELDS: Mapping[str, Mapping[str, str | None]] = {
     "policy.events.Goodbye": {"said": "text"},
+    "policy.state.PolicyConfig": {
+        "awaits_alike": "grace_window",
+        "scale_partial_merges": "partial_merges",
+    },
 }
 """By old class, old field to new one; None: there is no such field any more."""
 
@@ -78,7 +92,16 @@ def _offered(value: Value, call: Call) -> Value:
     return {**offered, "differences": differences}
 
 
+def _chosen(value: Value, call: Call) -> Value:
+    """Two settings that were flags of their own are those of the config."""
+    if isinstance(value["grace_window"], bool):
+        value["grace_window"] = "alike" if value["grace_window"] else "overlap"
+        value["partial_merges"] = "scaled" if value["partial_merges"] else "full"
+    return value
+
+
 REWRITES: Mapping[str, Rewrite] = {
+    "protocol.coordinator.state.PolicyConfig": _chosen,
     M + "Report": _said,
     M + "Goodbye": _said,
     "protocol.new_term.events.Heard": _heard,
@@ -102,8 +125,7 @@ def _effects(call: Call) -> Sequence[Any]:
 
 
 def _island(session: str, call: Call) -> str:
-    """Whose session it is: of the event, or of an island of the state before or after
-    it."""
+    """Return the island of a session: the event's, or one before or after it."""
     event = call.arguments[2]
     event = getattr(event, "hello", event)
     if getattr(event, "session", None) == session:
@@ -144,7 +166,7 @@ def _told(value: Value, call: Call) -> Value | list[Value]:
 
 
 def _sessions(call: Call) -> set[str]:
-    """Of islands that have not ended, before the event."""
+    """Return the sessions of islands that had not ended before the event."""
     islands = call.arguments[1].islands.values()
     return {island.session for island in islands if island.status != "gone"}
 
@@ -186,7 +208,7 @@ def _persisted(value: Value, call: Call) -> Value | list[Value]:
 
 
 def _noted(value: Value, call: Call) -> Value | list[Value]:
-    """What only the shell wrote."""
+    """Rewrite a note that only the shell wrote."""
     shell = value["record"][""] == "protocol.records.TurnedAway"
     return [] if shell else value
 
@@ -212,7 +234,33 @@ NEW_RESULTS: Mapping[str, Rewrite] = {
     M + "Published": lambda value, call: [],
     "protocol.new_term.events.Postpone": _postponed,
 }
-REPLACED: Mapping[str, Callable[..., Any]] = {}
+
+
+def _books(versions: Sequence[Any], rule: Any) -> Any:
+    from diloco_jax.island.traits import adopt_traits
+    from diloco_jax.protocol.island.books import Books
+
+    return Books(versions, adopt_traits(rule) if isinstance(rule, str) else rule)
+
+
+def _pace(run: Any, goal: Any, warm: bool = False) -> Any:
+    from diloco_jax.island.pace import Pace
+    from diloco_jax.protocol.island.stopping import Goal
+
+    if isinstance(goal, int):
+        goal = Goal(total_tokens=run.total_tokens, tokens_per_step=goal)
+    return Pace(run, goal, warm=warm)
+
+
+def _share_done(pace: Any, *facts: int) -> float:
+    return pace._goal.share_done(*facts)
+
+
+REPLACED: Mapping[str, Callable[..., Any]] = {
+    "Books.__init__": _books,
+    "Pace.__init__": _pace,
+    "Pace.share_done": _share_done,
+}
 """Called instead of a function, a class or a method, with its arguments."""
 
 
@@ -247,15 +295,19 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
         "policy.gathering.first_state",
     ),
 }
+HALF = "protocol.island."
+# Where these were before, they had other arguments: of what they decided then, calls of
+# books and pace are compared.
 CLASSES: Mapping[str, Hooked] = {
-    "Mailbox": Hooked(("island.mailbox.Mailbox",)),
-    "Inbound": Hooked(("island.network.inbound.Inbound",), ports=("targets",)),
-    "LiveDecisions": Hooked(("island.decisions.LiveDecisions",), ports=("save_due",)),
-    "Ahead": Hooked(("island.decisions.Ahead",)),
+    "Conversation": Hooked((HALF + "conversation.Conversation",)),
+    "Fetching": Hooked((HALF + "fetching.Fetching",)),
+    "Reporting": Hooked((HALF + "reporting.Reporting",)),
+    "Ahead": Hooked((HALF + "decision.Ahead",)),
     "Pace": Hooked(("island.pace.Pace",)),
-    "Books": Hooked(("island.books.Books",)),
+    "Books": Hooked((HALF + "books.Books", "island.books.Books")),
     "Boundary": Hooked(
-        ("island.boundary.Boundary",), ports=("arrays", "data", "outgoing")
+        (HALF + "boundary.Boundary",),
+        ports=("arrays", "incoming", "outgoing", "data"),
     ),
 }
 EVENTS = ("step", "new_term.step")
@@ -266,15 +318,16 @@ STATES = (
     "policy.state.State",
     "policy.gathering.Gathering",
 )
-"""What is remembered between calls: never compared, only handed on. All names that
-these classes have had."""
+"""Classes remembered between calls, under all names they have had. They are never
+compared, only handed on."""
 CONSTANTS = (
     "protocol.coordinator.state.PolicyConfig",
     "policy.state.PolicyConfig",
+    "config.run.RunConfig",
     "config.RunConfig",
 )
-"""What is the same in many calls, and written once. Likewise."""
+"""Classes that are the same in many calls and written once, under all names."""
 PLAY_SEED = ("simulation.faults.play.play_seed",)
-LOAD_CONFIG = ("loading.load_config",)
+LOAD_CONFIG = ("config.loading.load_config", "loading.load_config")
 OVERRIDES: Mapping[str, str] = {}
 """Options of `diloco emulate`, old to new, for emulations of this checkout."""

@@ -1,6 +1,7 @@
 """Every call into the decisions, written down while random fault schedules are played.
 
-One line of JSON for each: [name, arguments, calls of ports, result], in their order.
+One line of JSON for each: [name, arguments, calls of ports, result], in their order,
+after one that says of what code they are.
 What is remembered between calls (a state, an object) is known by the number of the call
 that made it, so that no state need ever be translated.
 """
@@ -26,16 +27,17 @@ from differential_names import (
     STATES,
     Hooked,
 )
-from differential_values import PACKAGE, encode, find, found, text
+from differential_values import PACKAGE, code_digest, encode, find, found, text
 
-SCHEDULE, CONSTANT = "schedule", "constant"
+CODE, SCHEDULE, CONSTANT = "code", "schedule", "constant"
 
 
 def record(seeds: range, path: Path) -> None:
-    """Plays the schedules of these seeds with the package that is imported."""
+    """Play the schedules of these seeds with the imported package."""
     play_seed = found(PLAY_SEED)
     part = path.with_suffix(".part")
     with gzip.open(part, "wt", compresslevel=1) as file:
+        file.write(text([CODE, code_digest()]) + "\n")
         recorder = Recorder(file)
         with recorder.hooked():
             for seed in seeds:
@@ -46,7 +48,7 @@ def record(seeds: range, path: Path) -> None:
 
 
 def methods_of(kind: type) -> dict[str, Callable[..., Any]]:
-    """Public methods and getters of properties, and the constructor."""
+    """Return public methods, getters of properties, and the constructor."""
     methods: dict[str, Callable[..., Any]] = {}
     for name, member in vars(kind).items():
         function = member.fget if isinstance(member, property) else member
@@ -56,7 +58,7 @@ def methods_of(kind: type) -> dict[str, Callable[..., Any]]:
 
 
 class Recorder:
-    """Writes the calls of one schedule after the other."""
+    """A writer of the calls of one schedule after the other."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -77,13 +79,13 @@ class Recorder:
         }
 
     def begin(self, seed: int) -> None:
-        """A new schedule: nothing is known."""
+        """Begin a new schedule: no object is known yet."""
         self._known, self._count = {}, 0
         self._write([SCHEDULE, seed])
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """All that is in the tables is recorded within."""
+        """Record all calls of the tables' classes and functions within the block."""
         for module in _modules():
             importlib.import_module(module)
         replaced: list[tuple[Any, str, Any]] = []
@@ -166,7 +168,7 @@ class Recorder:
 
     def _reference(self, thing: Any) -> Any:
         if id(thing) not in self._known:
-            # It was on a disk meanwhile.
+            # The object was on a disk meanwhile.
             same = [
                 number
                 for before, number in self._known.values()
@@ -188,7 +190,7 @@ class Recorder:
 
 
 class _Port:
-    """Stands before what a recorded object calls."""
+    """A stand-in between a recorded object and the port that it calls."""
 
     def __init__(self, name: str, real: Any, ask: Callable[..., Any]) -> None:
         self.name, self._real, self._ask = name, real, ask
@@ -202,7 +204,7 @@ class _Port:
 
 
 def _modules() -> list[str]:
-    """Everything that the schedules are played with."""
+    """Return the names of all modules that the schedules are played with."""
     package = importlib.import_module(f"{PACKAGE}simulation.faults")
     return [
         f"{package.__name__}.{m.name}" for m in pkgutil.iter_modules(package.__path__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib
 import json
 from collections.abc import Callable, Mapping
@@ -27,6 +28,15 @@ class Foreign:
 def text(value: Any) -> str:
     """JSON, byte for byte the same for the same value."""
     return json.dumps(value, separators=(",", ":"))
+
+
+def code_digest() -> str:
+    """Return the digest of the imported package's code."""
+    package = Path(importlib.import_module(PACKAGE[:-1]).__file__ or "").parent
+    code = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        code.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return code.hexdigest()
 
 
 def encode(value: Any, special: Mapping[type, Encode]) -> Any:
@@ -56,7 +66,7 @@ def encode(value: Any, special: Mapping[type, Encode]) -> Any:
 
 
 def decode(value: Any, special: Mapping[str, Callable[[Any], Any]]) -> Any:
-    """Undoes `encode`; lists become tuples. special: decoders by tag."""
+    """Undo `encode`; lists become tuples. special: decoders by tag."""
     inner = functools.partial(decode, special=special)
     if isinstance(value, list):
         return tuple(inner(item) for item in value)
@@ -86,7 +96,7 @@ def renamed(value: Any, call: Call) -> Any:
 
 
 def met(value: Any, call: Call) -> Any:
-    """A value that this checkout returned, as far as it is to meet a recorded one."""
+    """Return the part of this checkout's value that must equal the recorded one."""
     return _rewritten(value, {}, str, NEW_RESULTS, call)
 
 
@@ -141,18 +151,18 @@ def tag_of(kind: type) -> str:
 
 @functools.cache
 def find(name: str) -> Any:
-    """What stands at this place of the package, or None."""
+    """Return the object at this place of the package, or None."""
     module, _, attribute = name.rpartition(".")
     package = Path(importlib.import_module(PACKAGE[:-1]).__file__ or "").parent
     place = package.joinpath(*module.split("."))
-    # Not by trying: an installed checkout would answer for modules that are not here.
+    # Trying an import would also find modules of an installed checkout.
     if not (place.with_suffix(".py").exists() or (place / "__init__.py").exists()):
         return None
     return getattr(importlib.import_module(PACKAGE + module), attribute, None)
 
 
 def found(places: tuple[str, ...]) -> Any:
-    """What stands at the first of these places where anything does, or None."""
+    """Return the object at the first of these places that has one, or None."""
     return next((thing for place in places if (thing := find(place))), None)
 
 

@@ -1,4 +1,4 @@
-"""What a killed island and a killed coordinator cost.
+"""The cost of a killed island and of a killed coordinator.
 
 Question: three islands train; an island, the coordinator, or both are killed with
 SIGKILL in mid-run and started again. Do the others notice? Does the island take part
@@ -45,7 +45,7 @@ TIMEOUT_S = 600.0
 
 
 def main() -> int:
-    """Runs it; the exit code is 1 if a bound is broken."""
+    """Run it; return 1 if a bound is broken."""
     parser = support.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=75.0, help="of every run")
     parser.add_argument("--step-seconds", type=float, default=0.25)
@@ -79,7 +79,7 @@ def main() -> int:
 def fault_config(
     faults: tuple[str, ...], seconds: float, step_seconds: float
 ) -> Config:
-    """Three islands of equal speed that train for about `seconds`."""
+    """Return three islands of equal speed that train for about `seconds`."""
     steps = round(seconds / step_seconds)
     run = RunConfig(
         model=preset("tiny"),
@@ -127,7 +127,7 @@ def bounds(run: support.Run, kind: str) -> list[support.Check]:
 
 
 def missing_faults(run: support.Run, killed: Sequence[str], crashes: int) -> list[str]:
-    """Faults that the run was asked for and that the tape does not show."""
+    """Return the faults that the run was asked for but the tape does not show."""
     missing = []
     recovered = len(tape_checks.outage_seconds(run.tape))
     if recovered != crashes:

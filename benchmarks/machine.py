@@ -1,4 +1,4 @@
-"""The machine of a benchmark, and what the processes of a run take of it (Linux)."""
+"""The machine of a benchmark, and the CPU time of a run's processes (Linux)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CpuSamples = dict[tuple[str, int], list[tuple[float, float]]]
 
 
 def machine_facts() -> dict[str, str]:
-    """Where and when: command, date, machine, versions."""
+    """Return command, date, machine and versions."""
     command = [Path(sys.executable).name, f"benchmarks/{Path(sys.argv[0]).name}"]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0))
@@ -30,7 +30,7 @@ def machine_facts() -> dict[str, str]:
 
 
 def processor() -> str:
-    """Its name."""
+    """Return the processor's name."""
     models = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -40,7 +40,7 @@ def processor() -> str:
 
 
 def sample_cpu(workdir: Path, samples: CpuSamples) -> None:
-    """Adds one sample of every process that serves the run in `workdir`."""
+    """Add one sample of every process that serves the run in `workdir`."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().decode().split("\0")

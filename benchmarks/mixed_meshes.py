@@ -26,7 +26,7 @@ import tape_checks
 from faults import GAP_MEDIANS_MAX
 
 from diloco_jax.config import Config
-from diloco_jax.loading import load_config
+from diloco_jax.config.loading import load_config
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "mixed_meshes.py"
 KILLED = "two-hosts"
@@ -36,7 +36,7 @@ PARTICIPATION_MIN = 0.9
 
 
 def main() -> int:
-    """Runs it; the exit code is 1 if a bound is broken."""
+    """Run it; return 1 if a bound is broken."""
     parser = support.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=400_000)
     options = parser.parse_args()
@@ -88,7 +88,7 @@ def checks(run: support.Run) -> list[support.Check]:
 
 
 def row(name: str, island: dict[str, Any]) -> dict[str, Any]:
-    """Of an island, for people."""
+    """Return an island's row of the table."""
     gap = island["max_step_gap_seconds"] / island["median_step_seconds"]
     return {
         "island": name,

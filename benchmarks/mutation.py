@@ -38,7 +38,7 @@ from typing import Any
 import pytest
 from support import at_least, at_most, parser, write_results
 
-from diloco_jax.loading import write_json
+from diloco_jax.files import write_json
 from diloco_jax.simulation.faults.play import check
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,12 +85,12 @@ class Mutant:
     before: str
     after: str
     source: str
-    """Of the function, with the mistake."""
+    """Source of the function, with the mistake."""
     code: types.CodeType
 
     @property
     def key(self) -> str:
-        """Names it, as long as its function stays as it is."""
+        """Name of the mutant, valid while its function stays the same."""
         place = f"{self.module}.{self.function}"
         digest = hashlib.sha256(self.source.encode()).hexdigest()[:6]
         return (
@@ -191,7 +191,7 @@ def _with_operator(node: Any, operator: ast.AST) -> ast.AST:
 
 @contextlib.contextmanager
 def _replaced(target: ast.AST, changed: ast.AST) -> Iterator[None]:
-    """With `target` turned into `changed`, in its place in the tree."""
+    """Turn `target` into `changed`, in its place in the tree, within the block."""
     kind, fields = type(target), dict(vars(target))
     ast.fix_missing_locations(ast.copy_location(changed, target))
     target.__class__ = type(changed)
@@ -219,7 +219,7 @@ def _code_of(module: types.CodeType, name: str) -> types.CodeType:
 
 
 def start(mutant: Mutant | None, schedules: int) -> int:
-    """Tries it in a process of its own, whose number it returns."""
+    """Try a mutant in a process of its own; return the process id."""
     child = os.fork()
     if child == 0:
         code = BY_TESTS
@@ -234,8 +234,8 @@ def start(mutant: Mutant | None, schedules: int) -> int:
 
 
 def ended() -> tuple[int, str]:
-    """Waits for the next of those started: its number and what has noticed the
-    mistake, "" if nothing has."""
+    """Wait for the next process to end; return its id and the check that noticed the
+    mistake, "" if none did."""
     child, status = os.wait()
     if os.WIFSIGNALED(status):
         return child, "runs for ever"
@@ -244,7 +244,7 @@ def ended() -> tuple[int, str]:
 
 
 def outcomes(todo: Iterable[Mutant], options: Any) -> Iterator[tuple[Mutant, str]]:
-    """Tries as many at a time as the options say; as they end."""
+    """Try as many mutants at a time as the options say; yield them as they end."""
     running: dict[int, Mutant] = {}
     waiting = iter(todo)
     while True:
@@ -272,7 +272,7 @@ def _try(mutant: Mutant | None, schedules: int) -> int:
 
 
 def plant(mutant: Mutant) -> None:
-    """Puts the mistake where the function is, for everyone who has imported it."""
+    """Put the mistake into the function itself, for every module that imported it."""
     owner: Any = importlib.import_module(f"diloco_jax.protocol.{mutant.module}")
     *classes, name = mutant.function.split(".")
     for part in classes:

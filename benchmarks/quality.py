@@ -1,4 +1,4 @@
-"""Quality at equal tokens: what decoupling, codecs, merge and adopt rules cost.
+"""Quality at equal tokens: the cost of decoupling, codecs, merge and adopt rules.
 
 Question: how far is the validation loss of each way to put islands' work together from
 its baseline, on real text, at equal tokens and with paired seeds?
@@ -66,7 +66,7 @@ from quality_rows import rates, rows, same_runs
 from diloco_jax.cluster.commands import ALLOCATOR
 from diloco_jax.config import DataConfig
 from diloco_jax.data.corpus import load_corpus
-from diloco_jax.loading import write_json
+from diloco_jax.files import write_json
 
 RUN_TIMEOUT_S = 3 * 3600.0
 RUNS_PER_PROCESS = 16
@@ -76,7 +76,7 @@ Job = tuple[str, str, int]
 
 
 def main() -> int:
-    """Does what is missing within the time given, then writes the report."""
+    """Do the missing runs within the time given, then write the report."""
     parser = support.parser(__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="0.1m")
     parser.add_argument(
@@ -122,7 +122,7 @@ def main() -> int:
 
 
 def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
-    """One run in this process, on this text."""
+    """Do one run in this process, on this text."""
     import jax
 
     from diloco_jax import compilation
@@ -136,7 +136,7 @@ def run_one(job: Job, text: tuple[str, ...]) -> dict[str, Any]:
     began = time.monotonic()
     if row.plain:
         from diloco_jax import baseline
-        from diloco_jax.loading import resolve
+        from diloco_jax.config.resolving import resolve
 
         found = baseline.run(resolve(config))
         result = {"loss": _loss(found), "tokens": found["tokens"]}
@@ -174,7 +174,7 @@ def _digest(data: DataConfig) -> str:
 
 
 def _wanted(options: Any) -> Iterator[tuple[Row, int]]:
-    """First the sweep of rates, then all rows by seed; or those of `only`, by seed."""
+    """Yield the sweep of rates, then all rows by seed; or those of `only`, by seed."""
     size = SIZES[options.size]
     found, swept = list(rows(size)), list(rates(size))
     if only := options.only:
@@ -191,13 +191,13 @@ def _wanted(options: Any) -> Iterator[tuple[Row, int]]:
         for row in found:
             if row.headline or seed < MIN_SEEDS:
                 chosen.append((row, seed))
-    # Headlines first: they are what the defaults hang on.
+    # Headlines come first: the defaults depend on them.
     chosen.sort(key=lambda item: not item[0].headline and item[0].group != "rates")
     yield from chosen
 
 
 def _job(run: dict[str, Any]) -> Job:
-    """Under the first of its names."""
+    """Return the job of a run, under the first of its names."""
     return run["size"], same_runs(run["size"])[run["row"]], run["seed"]
 
 
@@ -247,7 +247,7 @@ def _work(options: Any, path: Path, known: list[dict[str, Any]]) -> None:
 
 
 def _pool(jobs: int) -> ProcessPoolExecutor:
-    """Processes that begin anew after some runs: what they compile stays with them."""
+    """Return processes that begin anew after some runs, to free compiled programs."""
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(jobs, spawn, max_tasks_per_child=RUNS_PER_PROCESS)
 

@@ -1,4 +1,4 @@
-"""What the rows of `quality.py` are made of: sizes, configs, islands, networks."""
+"""The parts of the rows of `quality.py`: sizes, configs, islands, networks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from diloco_jax.models.presets import preset
 from diloco_jax.simulation.emulation.options import EmulationOptions
 
 MIN_SEEDS, HEADLINE_SEEDS = 3, 5
-"""Of a row. A bound needs as many pairs as a headline has."""
+"""Seeds of a row. A bound needs as many pairs as a headline has."""
 SEQUENCES = 32
 STEP_SECONDS = 1.0
 PLAIN = OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.0)
@@ -38,12 +38,12 @@ class Size:
     """Learning rates from so many islands on, 0 for data-parallel: the best of the
     sweep."""
     sequences: int = SEQUENCES
-    """Of all islands' batches together."""
+    """Sequences of all islands' batches together."""
     sequence: int = 128
-    """Tokens of each."""
+    """Tokens of each sequence."""
 
     def rate(self, islands: int) -> float:
-        """The learning rate for so many islands."""
+        """Return the learning rate for this number of islands."""
         return [rate for least, rate in self.rates if least <= islands][-1]
 
 
@@ -95,17 +95,17 @@ class Row:
     headline: bool = False
 
     def compared_with(self, name: str) -> Row:
-        """The same, against that row."""
+        """Return the same row, compared with that row."""
         return dataclasses.replace(self, against=name)
 
     def same_run(self, other: Row) -> bool:
-        """Whether both stand for one and the same run, under two names."""
+        """Return True if both rows are the same run under two names."""
         mine = (self.config, self.options, self.plain)
         return mine == (other.config, other.options, other.plain)
 
 
 def parameters_of(size: Size) -> int:
-    """Of the model."""
+    """Return the number of the model's parameters."""
     return sum(support.fragment_sizes(config(size)))
 
 
@@ -116,7 +116,7 @@ def config(
     outer: OuterConfig | None = None,
     **sync: Any,
 ) -> Config:
-    """8 equal islands, if nothing else is said."""
+    """Return the config of a row; by default 8 equal islands."""
     islands = islands or equal(8, size.sequences)
     rate = size.rate(len(islands))
     settings = {"steps_per_cycle": 12, "fragments": 12, **sync}
@@ -135,7 +135,7 @@ def config(
 
 
 def plain(size: Size, sequences: int) -> Config:
-    """Of data-parallel training with batches of so many sequences."""
+    """Return the config of data-parallel training with batches of `sequences`."""
     return inner(config(size, islands=equal(1, sequences)), "adamw", size.rate(0))
 
 
@@ -148,11 +148,11 @@ def inner(config: Config, optimizer: str, rate: float) -> Config:
 def network(
     tau: int, *, out_of_phase: bool = False, **changes: Any
 ) -> EmulationOptions:
-    """Of a merge that is adopted tau boundaries after its takes.
+    """Return the options of a merge that is adopted tau boundaries after its takes.
 
-    out_of_phase: islands whose steps end at different times, by 10 % more or less: the
+    out_of_phase: islands whose steps end at different times, by 10 % more or less. The
     merge itself takes a quarter of tau steps, the grace window has the rest. Otherwise
-    nobody is waited for, and the merge takes all but half a step of tau.
+    no island is waited for, and the merge takes all but half a step of tau.
     """
     if out_of_phase:
         changes = {"step_spread": 0.1, "merge_seconds": tau / 4, **changes}
@@ -161,13 +161,13 @@ def network(
 
 
 def equal(count: int, sequences: int) -> dict[str, IslandConfig]:
-    """Islands that share a batch of so many sequences."""
+    """Return `count` islands that share a batch of `sequences`."""
     batch = sequences // count
     return _islands_of((batch, STEP_SECONDS) for _ in range(count))
 
 
 def fast_and_slow(sequences: int) -> dict[str, IslandConfig]:
-    """v6e and v5p: a gap of 18 % in speed."""
+    """Return islands of v6e and v5p: a gap of 18 % in speed."""
     batch = sequences // 8
     return _islands_of(
         (batch, STEP_SECONDS * (1.18 if i % 2 else 1.0)) for i in range(8)

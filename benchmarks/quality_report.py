@@ -65,7 +65,7 @@ BOUNDS = (
 
 Runs = Sequence[dict[str, Any]]
 Gap = tuple[float, float, float, int]
-"""x, and what `difference` says there."""
+"""A value of x, and the result of `difference` there."""
 
 
 def write(out: Path, doc: str | None, runs: Runs) -> int:
@@ -117,7 +117,7 @@ def told(template: Path, runs: Runs) -> str:
 
 
 def _done(runs: Runs, size: str) -> str:
-    """How many, and where if that was not the CPU."""
+    """Return the number of runs, and the device if it was not the CPU."""
     here = [run for run in runs if run["size"] == size]
     devices = Counter(run.get("device", "cpu") for run in here)
     found = f"{devices.total()} runs at {size}"
@@ -128,8 +128,8 @@ def _done(runs: Runs, size: str) -> str:
 def difference(
     losses: dict[str, dict[int, float]], name: str, against: str
 ) -> tuple[float, float, int] | None:
-    """Mean paired difference in percent, half of its 95 % interval, pairs; None
-    without a pair. The interval is infinite with one."""
+    """Return the mean paired difference in percent, half of its 95 % interval, and the
+    number of pairs; None without a pair. With one pair the interval is infinite."""
     pairs = [
         100 * (losses[name][seed] / losses[against][seed] - 1)
         for seed in losses.get(name, {})
@@ -147,7 +147,7 @@ def difference(
 
 
 def _losses(runs: Runs, size: str) -> dict[str, dict[int, float]]:
-    """Of all rows that were run, under this name or another, by seed."""
+    """Return the losses of all rows that were run, under any name, by seed."""
     same = same_runs(size)
     done: dict[str, dict[int, float]] = {}
     for run in runs:
@@ -178,7 +178,7 @@ def _line(
 
 
 def _swept(size: str, losses: dict[str, dict[int, float]]) -> list[dict[str, str]]:
-    """Of methods with more than one rate."""
+    """Return the table of methods with more than one rate."""
     done = [r.name for r in rates(SIZES[size]) if 0 in losses.get(r.name, {})]
     points = Counter(name.rpartition(RATE)[0] for name in done)
     return [
@@ -208,7 +208,7 @@ def _checks(size: str, losses: dict[str, dict[int, float]]) -> list[support.Chec
 
 
 def _plot(path: Path, runs: Runs) -> None:
-    """Gap to data-parallel by islands, by model size, by tokens and by H."""
+    """Plot the gap to data-parallel by islands, by model size, by tokens and by H."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -261,7 +261,7 @@ def _plot(path: Path, runs: Runs) -> None:
 
 
 def _plot_sizes(axes: Any, runs: Runs) -> None:
-    """Ours as points with their tokens per parameter, beside the published lines."""
+    """Plot our gaps, with tokens per parameter, beside the published lines."""
     for count, color in COLORS.items():
         published = [(n, gaps[count]) for n, gaps in PUBLISHED_GAPS.items()]
         label = f"published, {count} islands, synchronous"
@@ -292,7 +292,7 @@ def _same_but_for_tokens() -> dict[str, list[str]]:
 
 
 def _by_tokens(sizes: list[str], count: int, runs: Runs) -> list[Gap]:
-    """Of so many islands, by millions of tokens."""
+    """Return the gaps of `count` islands, by millions of tokens."""
     points: list[Gap] = []
     for size in sizes:
         rows_by_tokens = {
@@ -316,7 +316,7 @@ def _of(count: int) -> str:
 def _gaps(
     losses: dict[str, dict[int, float]], rows_by_x: dict[float, tuple[str, str]]
 ) -> list[Gap]:
-    """Of the pairs of rows that were run."""
+    """Return the gaps of the pairs of rows that were run."""
     return [
         (x, *found)
         for x, pair in sorted(rows_by_x.items())
@@ -325,7 +325,7 @@ def _gaps(
 
 
 def _line_of_gaps(axes: Any, points: list[Gap], label: str) -> None:
-    """A line with intervals, if there is a point."""
+    """Draw a line with intervals, if there is a point."""
     if points:
         xs, gaps, halves, pairs = zip(*points, strict=True)
         bars = list(map(_bar, halves, pairs))
@@ -333,5 +333,5 @@ def _line_of_gaps(axes: Any, points: list[Gap], label: str) -> None:
 
 
 def _bar(half: float, pairs: int) -> float:
-    """Half of an interval as it is drawn: that of two pairs would hide all others."""
+    """Return half of an interval as drawn: that of two pairs would hide all others."""
     return half if pairs >= MIN_SEEDS else 0.0

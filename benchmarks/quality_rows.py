@@ -1,4 +1,4 @@
-"""The rows of `quality.py`: which runs, and what each is compared with.
+"""The rows of `quality.py`: the runs, and the row that each is compared with.
 
 All rows of one size train the same model on as many tokens of the same text, with as
 many sequences in all islands' batches together; seeds give init and order of the data.
@@ -81,6 +81,7 @@ def rows(size: Size) -> Iterator[Row]:
     ]
     found = [*headlines, *variants.presets(by_name([*headlines, *others]))]
     found += variants.defaults(by_name(found))
+    found += variants.members(by_name(found))
     found += others
     found += variants.windows(by_name(found))
     yield from found
@@ -105,8 +106,8 @@ def rates(size: Size) -> Iterator[Row]:
 
 @functools.cache
 def same_runs(size: str) -> dict[str, str]:
-    """The names of all rows of a size, each with the first that is the same run: one
-    run may answer several questions."""
+    """Return the names of all rows of a size, each with the first name of the same run:
+    one run may answer several questions."""
     firsts: list[Row] = []
     names: dict[str, str] = {}
     for row in (*rows(SIZES[size]), *rates(SIZES[size])):
@@ -169,7 +170,7 @@ def _headlines(size: Size) -> Iterator[Row]:
 
 
 def _islands(size: Size) -> Iterator[Row]:
-    # Nothing but codecs and dispatch stands between it and plain training.
+    # Only codecs and dispatch distinguish this row from plain training.
     yield Row(
         name="one island, outer step of 1",
         group="islands",

@@ -16,7 +16,7 @@ BATCHES = (8, 16)
 
 
 def schedules(size: Size) -> Iterator[Row]:
-    """H, the outer step, P and what makes a fragment."""
+    """Yield rows on H, the outer step, P and the way fragments are cut."""
     for cycle in CYCLES:
         for optimizer, rate, momentum in (
             ("sgd", 1.0, 0.0),
@@ -57,7 +57,7 @@ def schedules(size: Size) -> Iterator[Row]:
         yield Row(
             name=f"fragments by {by}",
             group="schedule",
-            # As many, of the pieces one by one.
+            # As many fragments, of the pieces one by one.
             against="P = 4",
             config=config(size, fragments=4, fragment_by=by),
             options=network(2),
@@ -65,7 +65,7 @@ def schedules(size: Size) -> Iterator[Row]:
 
 
 def tokens(size: Size) -> Iterator[Row]:
-    """Fewer and more tokens: whether the gap to data-parallel closes."""
+    """Yield rows with fewer and more tokens: does the gap to data-parallel close?"""
     for factor in TOKEN_FACTORS:
         tokens = int(factor * size.tokens)
         shorter = dataclasses.replace(size, tokens=tokens)
@@ -87,7 +87,7 @@ def tokens(size: Size) -> Iterator[Row]:
 
 
 def batches(size: Size) -> Iterator[Row]:
-    """Smaller batches: what the gap is where each has its own best one."""
+    """Yield rows with smaller batches, for the gap where each has its own best one."""
     for batch in BATCHES if size.sequences == SEQUENCES else ():
         yield Row(
             name=f"data-parallel, batch {batch}",

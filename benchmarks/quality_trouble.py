@@ -71,7 +71,7 @@ def trouble(size: Size) -> Iterator[Row]:
 
 
 def _varying(size: Size) -> Iterator[Row]:
-    """Steps, or merges, that vary more: whether grace needs the slack it leaves."""
+    """Yield rows whose steps or merges vary more, to see if grace needs its slack."""
     for what, changes in (
         ("steps +- 30 %", {"step_spread": 0.3}),
         ("merges +- 100 %", {"merge_spread": 1.0}),

@@ -1,10 +1,11 @@
-"""Rows of `quality.py` that are others with one thing changed: the outer step, the
-cycle, the grace window, what becomes of late deltas."""
+"""Rows of `quality.py` that change one thing of another row: the outer step, the cycle,
+the grace window, or the handling of late deltas."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from quality_configs import Row, network
@@ -14,8 +15,8 @@ from diloco_jax.config import OuterConfig
 GENTLE = OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6)
 PRESET = ", nesterov 0.4 / 0.6"
 CYCLE = ", H = 24"
-"""In the name of a headline with the product's own cycle, which the overlap is a
-smaller part of, before PRESET."""
+"""Part, before PRESET, of the name of a headline with the product's own cycle. The
+overlap is a smaller share of that cycle."""
 WITHIN = ", window within the overlap"
 REBASE = ", rebase"
 FULL = ", rebase, merges at full length"
@@ -38,7 +39,7 @@ PARTIAL = (
     "4 fast + 4 slow islands, no time for grace, tau 4",
     UNLIKE + PRESET,
 )
-"""Rows whose merges some live islands are not in, if they are not waited for."""
+"""Rows whose merges miss some live islands unless the merges wait for them."""
 WINDOWED = (
     *(name for name in PARTIAL if "without grace" not in name),
     "4 fast + 4 slow islands, steps +- 30 %",
@@ -52,18 +53,18 @@ WINDOWED = (
     UNLIKE + ", tau 3" + PRESET,
     UNLIKE + ", gamma 0.99" + PRESET,
 )
-"""Rows that the grace window makes a difference to."""
+"""Rows whose result depends on the grace window."""
 
 Rows = Mapping[str, Row]
 
 
 def by_name(rows: Iterable[Row]) -> Rows:
-    """The same, to be found."""
+    """Return the rows by name."""
     return {row.name: row for row in rows}
 
 
 def presets(found: Rows) -> Iterator[Row]:
-    """Headlines with the outer step that the product chooses in runs of many merges."""
+    """Yield headlines with the outer step that the product sets for many merges."""
     bf16 = "bf16 both ways"
     for name, against in (
         (SYNCHRONOUS, SYNCHRONOUS),
@@ -89,7 +90,7 @@ def presets(found: Rows) -> Iterator[Row]:
 
 
 def defaults(found: Rows) -> Iterator[Row]:
-    """Of those, with the product's cycle; and what may help islands of two speeds."""
+    """Yield presets with the product's cycle, and aids for islands of two speeds."""
     cycle = {"steps_per_cycle": 24}
     yield _changed(
         found[SYNCHRONOUS + PRESET], SYNCHRONOUS + CYCLE + PRESET, **cycle
@@ -105,7 +106,7 @@ def defaults(found: Rows) -> Iterator[Row]:
 
 
 def windows(found: Rows) -> Iterator[Row]:
-    """What waiting for islands of about the pacing one's speed gains."""
+    """Yield rows on waiting for islands of about the pacing island's speed."""
     for name in WINDOWED:
         if name in found:
             row = _changed(found[name], name + WITHIN, grace_window="overlap")
@@ -114,8 +115,8 @@ def windows(found: Rows) -> Iterator[Row]:
 
 
 def partial(found: Rows) -> Iterator[Row]:
-    """What keeping pending deltas gains, and before that scaling partial merges; both
-    before such islands were waited for."""
+    """Yield rows on keeping pending deltas and on scaling partial merges, both without
+    waiting for the islands that merges miss."""
     for name in (name for name in PARTIAL if name in found):
         row = found.get(name + WITHIN, found[name])
         rebased = _changed(row, name + REBASE, adopt="rebase")
@@ -124,6 +125,38 @@ def partial(found: Rows) -> Iterator[Row]:
         full = _changed(rebased, name + FULL, partial_merges="full")
         full = dataclasses.replace(full, group="partial merges")
         yield full.compared_with(name + REBASE)
+
+
+def members(found: Rows) -> Iterator[Row]:
+    """Yield rows for members of the open families other than the default, each compared
+    with it: with equal islands, and with islands of two speeds."""
+    for name in (EQUAL, UNLIKE):
+        for what, sync in (
+            ("trimmed mean", {"merge": "trimmed_mean"}),
+            ("HeLoCo", {"merge": _member("merge/heloco")}),
+            ("IsoLoCo", {"merge": _member("merge/isoloco")}),
+            ("top-k up", {"codec_up": _member("codecs/topk")}),
+        ):
+            row = _changed(found[name], f"{name}, {what}", **sync)
+            row = dataclasses.replace(row, group="members", headline=False)
+            yield row.compared_with(name)
+        row = found[name + PRESET]
+        outer = dataclasses.replace(GENTLE, optimizer=_member("outer/restarts"))
+        run = dataclasses.replace(row.config.run, outer=outer)
+        yield dataclasses.replace(
+            row,
+            name=f"{name}{PRESET}, restarts",
+            group="members",
+            config=dataclasses.replace(row.config, run=run),
+            against=name + PRESET,
+            headline=False,
+        )
+
+
+def _member(path: str) -> str:
+    """Return the config's name of a member that lies with the benchmarks."""
+    file = Path(__file__).parent / "members" / f"{path}.py"
+    return f"{file}:{file.stem}"
 
 
 def _changed(row: Row, name: str, **sync: Any) -> Row:

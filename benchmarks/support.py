@@ -1,5 +1,5 @@
-"""What the benchmarks share: run a config as real processes, read what the run left,
-check bounds, write the results.
+"""Shared parts of the benchmarks: run a config as real processes, read its files, check
+bounds, write the results.
 
 A result is a Markdown file in docs/results, with the raw numbers as JSON beside it in
 docs/results/raw.
@@ -26,7 +26,7 @@ from machine import CpuSamples, machine_facts, sample_cpu
 
 from diloco_jax import run_files
 from diloco_jax.config import Config
-from diloco_jax.loading import write_json
+from diloco_jax.files import write_json
 from diloco_jax.observability.tape import read_tape
 
 DILOCO = (sys.executable, "-m", "diloco_jax.cli")
@@ -36,12 +36,12 @@ STOP_S = 30.0
 
 
 class RunError(RuntimeError):
-    """`diloco run` did not end as it should: says how, and what it printed last."""
+    """`diloco run` did not end as it should: tells how, with its last output."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one finished `diloco run` left."""
+    """The files and figures of one finished `diloco run`."""
 
     config: Config
     workdir: Path
@@ -73,7 +73,7 @@ class Run:
 
 
 def run_config(config: Config, label: str, timeout_s: float) -> Run:
-    """Runs the config with `diloco run` in a folder that is removed afterwards.
+    """Run the config with `diloco run` in a folder that is removed afterwards.
 
     Raises RunError if it ends with another code than 0 or not within `timeout_s`.
     """
@@ -83,7 +83,7 @@ def run_config(config: Config, label: str, timeout_s: float) -> Run:
 
 
 def run_in(config: Config, folder: Path, timeout_s: float) -> Run:
-    """As `run_config`; files stay in `folder`."""
+    """Run like `run_config`; files stay in `folder`."""
     workdir, log = folder / "run", folder / "diloco.log"
     path = folder / run_files.CONFIG
     write_json(dataclasses.asdict(config), path)
@@ -134,21 +134,21 @@ class Check:
 
 
 def at_most(what: str, measured: float, bound: float, form: str = ".3f") -> Check:
-    """Holds if measured <= bound; NaN does not."""
+    """Check that measured <= bound; NaN fails."""
     return Check(
         what, format(measured, form), f"<= {bound:{form}}", bool(measured <= bound)
     )
 
 
 def at_least(what: str, measured: float, bound: float, form: str = ".3f") -> Check:
-    """Holds if measured >= bound; NaN does not."""
+    """Check that measured >= bound; NaN fails."""
     return Check(
         what, format(measured, form), f">= {bound:{form}}", bool(measured >= bound)
     )
 
 
 def none_of(what: str, problems: Sequence[str]) -> Check:
-    """Holds if there are no problems."""
+    """Check that there are no problems."""
     return Check(what, "; ".join(problems) or "none", "none", not problems)
 
 
@@ -254,7 +254,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Asks it to end its processes; kills it if it does not."""
+    """Ask `diloco run` to end its processes; kill it if it does not."""
     if process.poll() is None:
         process.terminate()
         _wait(process, STOP_S)

@@ -1,4 +1,4 @@
-"""What the tape of a run and its summary say about each other.
+"""Checks of a run's tape and summary against each other.
 
 The summary comes from the policy's own books; here the same figures are counted again
 from the decisions on the tape. Functions return what is wrong as text, empty if
@@ -24,8 +24,8 @@ TOKEN_FIELDS = (
 def ledger_problems(
     summary: Mapping[str, Any], tape: Sequence[Record], sizes: Sequence[int]
 ) -> list[str]:
-    """Whether the ledger of a finished run balances exactly: per island, in total,
-    and against the tape. sizes: parameters by fragment."""
+    """Return the imbalances of a finished run's ledger: per island, in total, and
+    against the tape. sizes: parameters by fragment."""
     islands: Mapping[str, Any] = summary["islands"]
     wrong = []
     for name, fields in [*islands.items(), ("total", summary)]:
@@ -49,8 +49,8 @@ def ledger_problems(
 
 
 def interval_problems(tape: Sequence[Record]) -> list[str]:
-    """Steps of one incarnation that entered two merges of one fragment, or merges in
-    the wrong order."""
+    """Return steps of one incarnation that entered two merges of one fragment, or
+    merges in the wrong order."""
     wrong = []
     ends: dict[tuple[str, int, int], int] = {}
     for record in tape:
@@ -69,8 +69,8 @@ def interval_problems(tape: Sequence[Record]) -> list[str]:
 
 
 def version_problems(tape: Sequence[Record]) -> list[str]:
-    """Versions that go back: of the merges, of a recovery, of what islands adopted;
-    and adoptions of a version that was never merged."""
+    """Return versions that go back (of merges, of a recovery, of adoptions), and
+    adoptions of a version that was never merged."""
     wrong = []
     merged: dict[int, list[int]] = {}
     adopted: dict[tuple[str, int, int], list[int]] = {}
@@ -119,7 +119,7 @@ def steps_to_first_merge(
 
 
 def outage_seconds(tape: Sequence[Record]) -> list[float]:
-    """How long each crash of the coordinator kept the tape silent."""
+    """Return the seconds for which each crash of the coordinator silenced the tape."""
     return [
         record["time"] - before["time"]
         for before, record in itertools.pairwise(tape)

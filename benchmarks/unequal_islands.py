@@ -52,7 +52,7 @@ TIMEOUT_S = 600.0
 
 
 def main() -> int:
-    """Runs it; the exit code is 1 if a bound is broken."""
+    """Run it; return 1 if a bound is broken."""
     parser = support.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=80.0, help="of every run")

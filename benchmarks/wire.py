@@ -1,4 +1,4 @@
-"""How fast fragments travel, against the limit of plain sockets.
+"""The speed of fragments on the wire, against the limit of plain sockets.
 
 Question: what share of a bare TCP connection's speed do uploads and fetches have, with
 and without mutual TLS, and what do they cost in CPU? Client and server are the
@@ -58,13 +58,13 @@ BULK_CHANNELS = 4
 VERSION = Version(1, 1)
 RUN = "bench"
 LINK_GBIT = 5.0
-"""Of an ordinary link between sites, per second."""
+"""Bytes per second of an ordinary link between sites."""
 RECEIVE_BYTES = 1 << 20
 BULK_ALONE = "this coordinator measures transfers; it takes no islands"
 
 
 def main() -> int:
-    """Runs it; the exit code is 1 if a bound is broken."""
+    """Run it; return 1 if a bound is broken."""
     parser = support.parser(__doc__)
     parser.add_argument("--mib", type=int, default=64, help="size of the payload")
     parser.add_argument("--repeats", type=int, default=15)
@@ -129,7 +129,7 @@ def _spread(values: list[float]) -> str:
 def measure(
     certificates: Path, size: int, repeats: int, *, tls: bool
 ) -> dict[str, list[dict[str, float]]]:
-    """Seconds, and CPU seconds of either end, by way, `repeats` times in turn."""
+    """Measure seconds, and CPU seconds of both ends, by way, `repeats` times."""
     samples: dict[str, list[dict[str, float]]] = {}
     payload = bytes(size)
     with _server(certificates, size, tls=tls) as (address, bare_port):
@@ -198,7 +198,7 @@ def _fetch() -> bulk.FetchRequest:
 
 @contextlib.contextmanager
 def _server(certificates: Path, size: int, *, tls: bool) -> Iterator[tuple[str, int]]:
-    """Its gRPC address and the port of its bare socket."""
+    """Start the server; yield its gRPC address and the port of its bare socket."""
     command = [sys.executable, __file__, "--serve", str(certificates)]
     command += ["--mib", str(size >> 20), *(["--tls"] if tls else [])]
     environment = {**os.environ, **ALLOCATOR}
@@ -218,7 +218,7 @@ def _server(certificates: Path, size: int, *, tls: bool) -> Iterator[tuple[str, 
 
 
 def serve(certificates: Path, size: int, *, tls: bool) -> None:
-    """Prints its addresses; serves bare connections until standard input ends."""
+    """Print the addresses; serve bare connections until standard input ends."""
     files = TlsFiles.load(certificates, "coordinator") if tls else None
     server = Server(
         "127.0.0.1:0",
@@ -247,7 +247,7 @@ def serve(certificates: Path, size: int, *, tls: bool) -> None:
 
 
 class _Places:
-    """Handlers with one buffer, for what comes and for what goes."""
+    """Handlers with one buffer, for uploads and for fetches."""
 
     def __init__(self, size: int) -> None:
         self._buffer = bytearray(size)

@@ -1,8 +1,8 @@
 """One model, trained by TPU slices that differ, fail, join and leave.
 
-`emulate(config)` runs a config's whole algorithm in this process, in virtual time;
-`LocalCluster(config)` runs it as processes of this machine; `load_params(workdir)` is
-what a run has learnt.
+`emulate(config)` runs a config's whole algorithm in this process, in virtual time.
+`LocalCluster(config)` runs it as processes of this machine. `load_params(workdir)`
+returns the parameters that a run has learnt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "load_params",
 ]
 
-# Nothing heavy is imported before it is needed: jax looks at the environment then.
+# Nothing heavy is imported before it is needed: jax reads the environment on import.
 _HOMES = {
     "Emulation": "diloco_jax.simulation.emulation.emulate",
     "emulate": "diloco_jax.simulation.emulation.emulate",

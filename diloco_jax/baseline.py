@@ -1,8 +1,8 @@
-"""Plain data-parallel training of the same initial model, to compare a run with.
+"""Plain data-parallel training of the same initial model, for comparison with a run.
 
-One optimizer, one batch as large as all islands' batches together, the same text in
-the same order of the global index, the same schedule over as many tokens; the learning
-rate is the config's, swept for this batch size.
+It has one optimizer, and one batch as large as all islands' batches together. The text,
+its order by the global index, the number of tokens and the schedule are the run's. The
+learning rate is the config's, swept for this batch size.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from diloco_jax.data.windows import Windows
 from diloco_jax.evaluation import as_json, whole_validation
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState
-from diloco_jax.island.pace import Pace
+from diloco_jax.island.pace import Pace, goal_of
 
 
 def run(
     config: Config, report: Callable[[int, int, float], None] | None = None
 ) -> dict[str, Any]:
-    """Trains; returns eval_loss, eval_bits_per_byte, tokens, steps, learning rate.
+    """Train; return eval_loss, eval_bits_per_byte, tokens, steps, learning rate.
 
     Args:
-      config: of the run that it is compared with, resolved.
+      config: the resolved config of the run to compare with.
       report: called after each step with tokens, total tokens and loss.
     """
     run, began = config.run, time.monotonic()
@@ -44,7 +44,7 @@ def run(
     per_step = batch_size * run.sequence_length
     steps = -(-run.total_tokens // per_step)
     settings = dataclasses.replace(run.inner, learning_rate=rate)
-    pace = Pace(dataclasses.replace(run, inner=settings), per_step)
+    pace = Pace(dataclasses.replace(run, inner=settings), goal_of(run, batch_size))
     for step in range(steps):
         positions = np.arange(step * batch_size, (step + 1) * batch_size)
         batch = trainer.put_batch(windows.batch(positions))

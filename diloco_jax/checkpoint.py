@@ -1,9 +1,9 @@
 """Checkpoints: orbax behind a few functions.
 
-A checkpoint is a numbered folder with a tree of arrays and a JSON object beside it. It
-appears under its number only when all of it is written. Folders are local, or
+A checkpoint is a numbered folder with trees of arrays and a JSON object. It appears
+under its number only when all of it is written. Folders are local, or
 gs://BUCKET/FOLDER. Several hosts write one checkpoint together, each the shards that it
-holds; whoever reads it may have another mesh, and another number of hosts.
+holds; the reader may have another mesh and another number of hosts.
 """
 
 from __future__ import annotations
@@ -39,46 +39,46 @@ ISLANDS = "islands"
 
 
 class UnreadableError(ConfigError):
-    """A checkpoint that is there does not read."""
+    """An existing checkpoint cannot be read."""
 
     def __init__(self, what: str, remedy: str) -> None:
-        """what: which, and why."""
+        """what: which checkpoint, and why it cannot be read."""
         super().__init__(f"{what}; {remedy}")
         self.what = what
 
 
 def snapshots_folder(placement: Placement, workdir: Path) -> Folder:
-    """Where the coordinator's snapshots are."""
+    """Return the folder of the coordinator's snapshots."""
     return _root(placement, workdir) / "coordinator"
 
 
 def island_folder(placement: Placement, workdir: Path, island: str) -> Folder:
-    """Where an island's checkpoints are."""
+    """Return the folder of an island's checkpoints."""
     return _root(placement, workdir) / ISLANDS / island
 
 
 def _root(placement: Placement, workdir: Path) -> Folder:
-    # Nothing else may be in a folder of checkpoints: in a bucket, orbax takes other
-    # folders there for unfinished ones, and removes them.
+    # A folder of checkpoints may hold nothing else: in a bucket, orbax takes other
+    # folders there for unfinished checkpoints, and removes them.
     return epath.Path(placement.checkpoints or workdir / run_files.CHECKPOINTS)
 
 
 def open_folder(
     folder: Folder | Path, keep: int, *, hosts: int = 1, read_only: bool = False
 ) -> ocp.CheckpointManager:
-    """A folder of checkpoints, made if missing, that keeps the newest `keep`.
+    """Open a folder of checkpoints that keeps the newest `keep`; make it if missing.
 
-    hosts: that write and read each checkpoint together, as processes of one
-    `jax.distributed` world. What a writer finds unfinished there is removed.
+    hosts: number of hosts that write and read each checkpoint together, as processes of
+    one `jax.distributed` world. A writer removes the unfinished checkpoints it finds.
     """
     logging.getLogger("absl").setLevel(logging.ERROR)
     folder = epath.Path(folder)
-    if not is_bucket(str(folder)):  # Of a bucket's, etils makes one of this machine.
+    if not is_bucket(str(folder)):  # etils would make a bucket's path a local one.
         folder = folder.absolute()
     together = ocp.options.MultiprocessingOptions()
     if hosts > 1:
-        # Named, so that they meet through the world's store: orbax would run a
-        # collective otherwise, between those of the inner steps.
+        # With a name, the hosts meet through the world's store. Otherwise orbax would
+        # run a collective between those of the inner steps.
         together = ocp.options.MultiprocessingOptions(
             active_processes=set(range(hosts)), barrier_sync_key_prefix=folder.name
         )
@@ -101,9 +101,10 @@ def save(
     trees: Mapping[str, Any],
     facts: dict[str, Any],
 ) -> None:
-    """Writes checkpoint `number`, trees of arrays by name; it is durable when this
-    returns. A failure leaves nothing of it in a folder of this machine, and is an
-    OSError that names it where a disk is full."""
+    """Write checkpoint `number`, trees of arrays by name; it is durable on return.
+
+    A failure leaves nothing of the checkpoint in a local folder. A full disk raises an
+    OSError that names the folder."""
     arrays = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
     args = ocp.args.Composite(**arrays, facts=ocp.args.JsonSave(facts))
     local = not is_bucket(str(manager.directory))
@@ -111,10 +112,10 @@ def save(
         manager.save(number, args=args, force=True)
         manager.wait_until_finished()
     except Exception as error:
-        # A disk that is full would stay so.
+        # Otherwise a full disk would stay full.
         if local and jax.process_index() == 0:
             _remove_unfinished(Path(manager.directory), number)
-        # Of tensorstore, it is a ValueError.
+        # tensorstore reports a full disk as a ValueError.
         reason = os.strerror(errno.ENOSPC)
         if local and reason in str(error):
             raise OSError(errno.ENOSPC, reason, str(manager.directory)) from error
@@ -124,17 +125,17 @@ def save(
 
 
 def _read(manager: ocp.CheckpointManager, number: int, args: Any) -> Any:
-    """What the checkpoint has; UnreadableError if it does not read."""
+    """Return the parts of a checkpoint; raise UnreadableError if it cannot be read."""
     try:
         return manager.restore(number, args=args)
     except Exception as error:
-        # Of orbax, of tensorstore, of JSON: of many kinds, and long.
+        # Errors of orbax, tensorstore and JSON are of many kinds, and long.
         folder = manager.directory
         storage.raise_if_away(folder, error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         remedy = "the record log does not go back to an older one that reads"
         if folder.parent.name == ISLANDS:
-            remedy = "or remove it: the island goes on from an older one, or without"
+            remedy = "or remove it: the island continues from an older one, or without"
         raise UnreadableError(
             f"checkpoint {number} in {folder} cannot be read ({reason})",
             f"restore it from a copy, {remedy}",
@@ -144,32 +145,32 @@ def _read(manager: ocp.CheckpointManager, number: int, args: Any) -> Any:
 def restore(
     manager: ocp.CheckpointManager, number: int, name: str, like: Any = None
 ) -> Any:
-    """A tree of arrays of a checkpoint, shaped and placed as in `like` (None: as they
-    were saved)."""
+    """Return one tree of arrays of a checkpoint, shaped and placed as in `like` (None:
+    as they were saved)."""
     args = ocp.args.Composite(**{name: ocp.args.StandardRestore(like)})
     return _read(manager, number, args)[name]
 
 
 def read_facts(manager: ocp.CheckpointManager, number: int) -> dict[str, Any]:
-    """The JSON object of a checkpoint."""
+    """Return the JSON object of a checkpoint."""
     args = ocp.args.Composite(facts=ocp.args.JsonRestore())
     facts: dict[str, Any] = _read(manager, number, args)["facts"]
     return facts
 
 
 def newest(manager: ocp.CheckpointManager) -> int | None:
-    """The number of the newest complete checkpoint, if there is one."""
+    """Return the number of the newest complete checkpoint, or None."""
     number: int | None = manager.latest_step()
     return number
 
 
 def kept(manager: ocp.CheckpointManager) -> list[int]:
-    """The numbers of all complete checkpoints, oldest first."""
+    """Return the numbers of all complete checkpoints, oldest first."""
     return sorted(manager.all_steps())
 
 
 def whose(run: RunConfig, run_id: str, plan: FragmentPlan) -> dict[str, Any]:
-    """Facts by which a checkpoint is known to be of this run and model."""
+    """Return the facts that tie a checkpoint to this run and model."""
     return {
         "run_id": run_id,
         "fingerprint": run.fingerprint(),
@@ -179,20 +180,20 @@ def whose(run: RunConfig, run_id: str, plan: FragmentPlan) -> dict[str, Any]:
 
 
 def of_model(plan: FragmentPlan) -> dict[str, Any]:
-    """The fact by which the order of a checkpoint's arrays is known: see
+    """Return the fact that identifies the order of a checkpoint's arrays; see
     `refuse_other_model`."""
     return {"plan": plan.digest()}
 
 
 def trained(merges: int, tokens: int) -> dict[str, Any]:
-    """Facts of how far the global parameters have come: what `diloco eval` tells."""
+    """Return the progress of the global parameters, which `diloco eval` shows."""
     return {"merges": merges, "tokens": tokens}
 
 
 def refuse_other(
     folder: Folder, number: int, facts: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> None:
-    """Raises ConfigError unless the facts of a checkpoint are of our run: see
+    """Raise ConfigError unless the facts of a checkpoint belong to our run; see
     `whose`."""
     lines = differences(ours["run"], facts["run"])
     if facts["run_id"] == ours["run_id"] and not lines:
@@ -208,8 +209,8 @@ def refuse_other(
 def refuse_other_model(
     folder: Folder, number: int, facts: Mapping[str, Any], plan: str
 ) -> None:
-    """Raises ConfigError unless the arrays of a checkpoint are the parameters of our
-    model in order. plan: the digest of its fragments."""
+    """Raise ConfigError unless the arrays of a checkpoint are our model's parameters,
+    in its order. plan: the digest of the model's fragments."""
     if lines := other_model(plan, facts["plan"]):
         raise ConfigError(
             f"checkpoint {number} in {folder} does not fit: {lines[0]}. Bring the code "
@@ -223,8 +224,9 @@ def _remove_unfinished(folder: Path, number: int) -> None:
 
 
 def _sync(folder: Path, number: int) -> None:
-    """What a record log is cut off for must survive a power cut; orbax leaves most of
-    its files, and the name of the folder, to the operating system."""
+    """Sync a checkpoint to disk: a record log is cut off for it, so it must survive a
+    power cut. orbax leaves most of its files, and the folder's name, to the operating
+    system."""
     whole = folder / str(number)
     for path in (*whole.rglob("*"), whole, folder):
         descriptor = os.open(path, os.O_RDONLY)

@@ -1,7 +1,7 @@
 """The `diloco` command.
 
 Exit codes: 0 done, 2 bad arguments or config, 3 refused by the peer, 1 anything else.
-Results that programs read go to standard output (`--json`), all else to standard error.
+Results for programs go to standard output (`--json`), all else to standard error.
 Nothing heavy is imported before a command needs it.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import sys
@@ -19,22 +18,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from diloco_jax import run_files
-from diloco_jax.config import Config, ConfigError, suggest
+from diloco_jax.config import Config
+from diloco_jax.config.fields import setting
+from diloco_jax.errors import ConfigError, disk_failure, suggest
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.interrupt import Interruptible
 from diloco_jax.paths import absolute
 
 T = TypeVar("T")
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR)
-"""Of a place that was good before: a workdir is looked at before anything begins."""
 MEMBERS = ("coordinator", "island")
-"""Commands that leave a run in order when they are asked to end."""
+"""Commands that leave a run in order when asked to end."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Run one command; return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
@@ -63,7 +61,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # As by `head`. Python flushes once more at its end, which must not fail again.
+        # `head` does this. Python flushes again as it ends, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _fail("standard output was closed", EXIT_FAILED)
     except (ConfigError, SecurityError) as error:
@@ -75,13 +73,10 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     except (WireError, StorageAway) as error:
         return _fail(str(error), EXIT_FAILED)
     except OSError as error:
-        if error.errno in FULL:
-            return _fail(
-                f"{_what(error)}: make room there{_goes_on(name)}", EXIT_FAILED
-            )
-        if error.errno in UNUSABLE:
-            return _fail(f"{_what(error)}; check that place", EXIT_FAILED)
-        raise
+        message = disk_failure(error, after=_goes_on(name))
+        if not message:
+            raise
+        return _fail(message, EXIT_FAILED)
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_FAILED)
 
@@ -91,21 +86,26 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Of `diloco run`."""
+    """The options of `diloco run`."""
 
-    baseline: bool = False
-    """Afterwards train the same model plainly on as many tokens, and compare."""
-    resume: str = ""
-    """Workdir of a run that was stopped and is to go on; CONFIG may be left out."""
-    json: bool = False
-    """Print the summary to standard output as one JSON object."""
+    baseline: bool = setting(
+        False,
+        help="Afterwards train the same model plainly on as many tokens, and compare.",
+    )
+    resume: str = setting(
+        "",
+        help="Workdir of a stopped run that should go on; CONFIG may be left out.",
+    )
+    json: bool = setting(
+        False, help="Print the summary to standard output as one JSON object."
+    )
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """`diloco run CONFIG`: coordinator and all islands on this machine."""
+    """Run `diloco run CONFIG`: coordinator and all islands on this machine."""
     from diloco_jax.cluster.commands import island_environment
 
-    # Before anything imports jax: the baseline trains here, on what islands train on.
+    # Before anything imports jax: the baseline trains here, on the islands' platform.
     os.environ["JAX_PLATFORMS"] = island_environment()["JAX_PLATFORMS"]
     from diloco_jax.cluster.resume import require_one_workdir, with_config
 
@@ -130,23 +130,26 @@ def run_command(arguments: Sequence[str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class CoordinatorOptions:
-    """Of `diloco coordinator`."""
+    """The options of `diloco coordinator`."""
 
-    init: bool = False
-    """Begin a new run in WORKDIR; without it the run there goes on or, where there is
-    none, the one whose anchors islands offer."""
-    resume: bool = False
-    """The run was stopped as a whole: all its islands have ended."""
+    init: bool = setting(
+        False,
+        help="Begin a new run in WORKDIR. Without it the run there goes on; if there "
+        "is none, the run whose anchors the islands offer does.",
+    )
+    resume: bool = setting(
+        False, help="The whole run was stopped: all its islands have ended."
+    )
 
 
 def coordinator_command(arguments: Sequence[str]) -> int:
-    """`diloco coordinator CONFIG --workdir DIR --bind HOST:PORT`."""
+    """Run `diloco coordinator CONFIG --workdir DIR --bind HOST:PORT`."""
     _, config, options = _config_and_options(
         "coordinator", arguments, CoordinatorOptions()
     )
     workdir = _workdir(config)
+    from diloco_jax.config.resolving import resolve
     from diloco_jax.coordinator.main import run
-    from diloco_jax.loading import resolve
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
@@ -155,7 +158,7 @@ def coordinator_command(arguments: Sequence[str]) -> int:
 
 
 def island_command(arguments: Sequence[str]) -> int:
-    """`diloco island CONFIG --name NAME --coordinator HOST:PORT --workdir DIR`."""
+    """Run `diloco island CONFIG --name NAME --coordinator HOST:PORT --workdir DIR`."""
     from diloco_jax.island.options import IslandOptions
 
     _, config, options = _config_and_options("island", arguments, IslandOptions())
@@ -172,9 +175,9 @@ def island_command(arguments: Sequence[str]) -> int:
 
         make_workdir(workdir)
         incarnation = next_attempt(workdir / run_files.ATTEMPTS, options.name)
+    from diloco_jax.config.resolving import resolve
     from diloco_jax.island.hosts.world import WorldAddress
     from diloco_jax.island.main import run
-    from diloco_jax.loading import resolve
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
@@ -190,7 +193,7 @@ def island_command(arguments: Sequence[str]) -> int:
 
 
 def emulate_command(arguments: Sequence[str]) -> int:
-    """`diloco emulate CONFIG`: all islands in this process, in virtual time."""
+    """Run `diloco emulate CONFIG`: all islands in this process, in virtual time."""
     from diloco_jax.simulation.emulation.options import CommandOptions
 
     path, config, options = _config_and_options("emulate", arguments, CommandOptions())
@@ -216,7 +219,7 @@ def emulate_command(arguments: Sequence[str]) -> int:
 
 
 def launch_command(arguments: Sequence[str]) -> int:
-    """`diloco launch CONFIG --on tpu_vm|gke`."""
+    """Run `diloco launch CONFIG --on tpu_vm|gke`."""
     from diloco_jax.launch.command import LaunchOptions, run
 
     path, config, options = _config_and_options("launch", arguments, LaunchOptions())
@@ -224,7 +227,7 @@ def launch_command(arguments: Sequence[str]) -> int:
 
 
 def plan_command(arguments: Sequence[str]) -> int:
-    """`diloco plan CONFIG`."""
+    """Run `diloco plan CONFIG`."""
     from diloco_jax.planning.command import run
     from diloco_jax.planning.options import PlanOptions
 
@@ -235,19 +238,21 @@ def plan_command(arguments: Sequence[str]) -> int:
 def _config_and_options(
     command: str, arguments: Sequence[str], options: T
 ) -> tuple[str, Config, T]:
-    """CONFIG comes first, its path is returned; help needs none."""
-    from diloco_jax.loading import parse_options, read_config
+    """Read CONFIG, the first argument, and the options; help needs no CONFIG."""
+    from diloco_jax.config.loading import read_config
+    from diloco_jax.options import ANY_ISLAND, parse_with_config
 
     prog, launches = f"diloco {command} CONFIG", command == "launch"
     if arguments and arguments[0] in ("-h", "--help"):
-        parse_options(Config(), ["--help"], options, prog, launches=launches)
+        shown = Config(islands=ANY_ISLAND)
+        parse_with_config(shown, ["--help"], options, prog, launches=launches)
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError(
             f"CONFIG comes first: {prog} [options], with the path to a configs/*.py"
             f"{f'; found {arguments[0]!r}' if arguments else ''}"
         )
     path = arguments[0]
-    config, parsed = parse_options(
+    config, parsed = parse_with_config(
         read_config(path),
         arguments[1:],
         options,
@@ -263,32 +268,32 @@ def _workdir(config: Config) -> Path:
     return Path(absolute(config.placement.workdir))
 
 
-# ---- commands that do not --------------------------------------------------------
+# ---- commands that take no config ------------------------------------------------
 
 
 def status_command(arguments: Sequence[str]) -> int:
-    """`diloco status HOST:PORT or WORKDIR [--json]`."""
+    """Run `diloco status HOST:PORT or WORKDIR [--json]`."""
     from diloco_jax.cluster import status_command as command
 
     return command.status_command(arguments)
 
 
 def eval_command(arguments: Sequence[str]) -> int:
-    """`diloco eval WORKDIR [--json]`."""
+    """Run `diloco eval WORKDIR [--json]`."""
     from diloco_jax import eval_command as command
 
     return command.eval_command(arguments)
 
 
 def simulate_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate KIND`."""
+    """Run `diloco simulate KIND`."""
     from diloco_jax.simulation import commands
 
     return commands.simulate_command(arguments)
 
 
 def replay_command(arguments: Sequence[str]) -> int:
-    """`diloco replay WORKDIR [--until MERGE] [--json]`."""
+    """Run `diloco replay WORKDIR [--until MERGE] [--json]`."""
     from diloco_jax.island.environment import skip_absent_tpu
 
     # Before anything imports jax.
@@ -299,7 +304,7 @@ def replay_command(arguments: Sequence[str]) -> int:
 
 
 def certs_command(arguments: Sequence[str]) -> int:
-    """`diloco certs DIR --hosts NAME... [--add]`."""
+    """Run `diloco certs DIR --hosts NAME... [--add]`."""
     from diloco_jax.wire import certs_command
 
     return certs_command.certs_command(arguments)
@@ -375,11 +380,6 @@ def _help() -> str:
         "Exit codes: 0 done, 2 bad arguments or config, 3 refused, 1 anything else.",
     ]
     return "\n".join(lines)
-
-
-def _what(error: OSError) -> str:
-    where = f"{error.filename}: " if error.filename is not None else ""
-    return f"{where}{error.strerror}"
 
 
 def _goes_on(name: str) -> str:

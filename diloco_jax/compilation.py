@@ -1,4 +1,4 @@
-"""The persistent compilation cache: what one process compiled, the next one loads."""
+"""The persistent compilation cache, by which one process compiles for the next."""
 
 from __future__ import annotations
 
@@ -10,56 +10,57 @@ from diloco_jax import run_files
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 MAX_BYTES = 2 << 30
-"""What a process that starts leaves of our cache: the entries used last."""
+"""Bytes of our cache that a starting process keeps: the entries used last."""
 ENTRY = "-cache"
-"""How jax ends the name of an entry."""
+"""Ending of an entry's name in jax."""
 
 
 def of_user() -> Path:
-    """The cache that a user's commands share on this machine."""
+    """Return the cache that a user's commands share on this machine."""
     return Path(os.environ.get(VARIABLE) or _ours())
 
 
 def of_run(workdir: Path) -> Path:
-    """The cache that goes with a run's folder."""
+    """Return the cache that belongs to a run's folder."""
     return workdir / run_files.CACHE
 
 
 def use_cache(folder: Path) -> None:
-    """Caches every compilation in `JAX_COMPILATION_CACHE_DIR`, or in this folder."""
-    import jax  # Late: a launcher that asks where the cache is needs none.
+    """Cache every compilation in `JAX_COMPILATION_CACHE_DIR`, or in this folder."""
+    import jax  # Late: a launcher that asks where the cache is needs no jax.
 
     settings: dict[str, int | str] = {
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
         # With a bound, jax looks at every entry before it writes one, under a lock
-        # that all processes wait for: 0.2 s for each of them where there are 2400.
+        # that all processes wait for: 0.2 s for each write with 2400 entries.
         "jax_compilation_cache_max_size": -1,
     }
     if named := os.environ.get(VARIABLE):
         folder = Path(named)
     else:
         settings["jax_compilation_cache_dir"] = str(folder)
-    # What others may keep there too, whole entries of it stay.
+    # Other programs may share a folder that the user named: whole entries stay there.
     _tidy(folder, MAX_BYTES if not named or folder == _ours() else None)
     for name, value in settings.items():
         jax.config.update(name, value)  # type: ignore[no-untyped-call]
 
 
 def _ours() -> Path:
-    """Where the cache is if nobody says so."""
+    """Return the cache's folder where the environment names none."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "diloco_jax" / "jax"
 
 
 def _tidy(folder: Path, max_bytes: int | None) -> None:
-    """Removes the entries that were not used for longest, above `max_bytes`, and empty
-    ones: their writer was killed, and jax never writes an entry that exists. Other
-    files stay, and so does what this process may not remove.
+    """Remove empty entries and, above `max_bytes`, those unused for longest.
 
-    Another process may be about to fill an empty one, or to read one that goes: then
-    that is compiled again. So is an entry that is read while it is half written, or
-    of which a writer left a part; jax warns of it.
+    The writer of an empty entry was killed, and jax never writes an entry that exists.
+    Other files stay, and so do files that this process may not remove.
+
+    Another process may be about to fill an empty entry, or to read one that is removed:
+    it then compiles again. An entry that is only partly written is compiled again as
+    well, with a warning from jax.
     """
     entries = []
     with (

@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Deadlines:
-    """Seconds. `budget_s` is the silence after which a peer counts as gone."""
+    """Deadlines in seconds. A peer counts as gone after a silence of `budget_s`."""
 
     budget_s: float
 
@@ -19,22 +19,22 @@ class Deadlines:
 
     @property
     def report_s(self) -> float:
-        """An island says at least this often that it lives."""
+        """Longest time between two signs of life of an island."""
         return self.budget_s / 10
 
     @property
     def lease_s(self) -> float:
-        """Silence after which an island is not counted on."""
+        """Silence after which an island's lease is over."""
         return self.budget_s
 
     @property
     def connect_s(self) -> float:
-        """One attempt to connect, hello and welcome included."""
+        """Time for one attempt to connect, hello and welcome included."""
         return self.budget_s / 2
 
     @property
     def idle_s(self) -> float:
-        """A transfer without a single byte for this long is broken off."""
+        """Time without a single byte after which a transfer is broken off."""
         return self.budget_s
 
     @property
@@ -49,28 +49,28 @@ class Deadlines:
 
     @property
     def reunion_s(self) -> float:
-        """Islands that were cut off together are back within this of each other: the
+        """Time within which islands that were cut off together are all back: the
         longest pause, and as long again to get through."""
         return 2 * self.retry_max_s
 
     @property
     def stop_s(self) -> float:
-        """A process that was asked to end is killed after this long."""
+        """Time after which a process that was asked to end is killed."""
         return self.budget_s
 
     @property
     def flush_s(self) -> float:
-        """The flush at the end of a run waits this long for deltas."""
+        """Time for which the flush at the end of a run waits for deltas."""
         return 3 * self.budget_s
 
     @property
     def pin_s(self) -> float:
-        """A join may go on fetching the versions it began with for this long."""
+        """Time for which a join may fetch the versions that it began with."""
         return 6 * self.budget_s
 
 
 class Backoff:
-    """Pauses between attempts: `retry_min_s`, then each twice the one before, up to
+    """Pauses between attempts: first `retry_min_s`, then doubled each time up to
     `retry_max_s`."""
 
     def __init__(self, deadlines: Deadlines, failures: int = 0) -> None:
@@ -81,11 +81,11 @@ class Backoff:
             self.next_s()
 
     def next_s(self) -> float:
-        """Seconds until the next attempt."""
+        """Return the seconds until the next attempt."""
         pause_s = self._pause_s
         self._pause_s = min(2 * pause_s, self._deadlines.retry_max_s)
         return pause_s
 
     def reset(self) -> None:
-        """An attempt brought something."""
+        """Begin again with the shortest pause, since an attempt got through."""
         self._pause_s = self._deadlines.retry_min_s

@@ -1,4 +1,4 @@
-"""The facts about a process that the bits of its results depend on, for the tape."""
+"""The facts about a process on which the bits of its results depend, for the tape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VECTOR_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sv
 
 
 def describe() -> dict[str, str | int]:
-    """Versions, flags, device kind, and how many devices, processes and threads."""
+    """Return versions, flags, device kind; counts of devices, processes, threads."""
     device = jax.devices()[0]
     return {
         "diloco_jax": metadata.version("diloco-jax"),
@@ -39,7 +39,7 @@ def describe() -> dict[str, str | int]:
 
 
 def _threads() -> int:
-    """Of XLA's pool; they change how long sums are cut, and with it their bits."""
+    """Count the threads of XLA's pool, which decide how long sums are cut."""
     if nproc := os.environ.get("NPROC"):
         return int(nproc)
     if sys.platform == "linux":
@@ -48,7 +48,7 @@ def _threads() -> int:
 
 
 def _cpu() -> str:
-    """Name and instruction sets of the processor, as far as the system tells."""
+    """Return the name and instruction sets of the processor, if the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from diloco_jax.exit_codes import EXIT_DONE
-from diloco_jax.loading import add_text_option
+from diloco_jax.options import WorkdirOptions, parse
 from diloco_jax.workdir import add_to_summary, read_config
 
 
 def eval_command(arguments: Sequence[str]) -> int:
-    """`diloco eval WORKDIR [--json]`: prints the loss, and adds it to the summary."""
-    parser = argparse.ArgumentParser(
-        prog="diloco eval",
-        description="Loss of a run's newest global parameters on all validation text. "
-        "Where the run has ended, it is added to summary.json.",
-        allow_abbrev=False,
+    """Run `diloco eval WORKDIR [--json]`: print the loss, add it to the summary."""
+    (options,) = parse(
+        [WorkdirOptions],
+        arguments,
+        "diloco eval",
+        "Loss of a run's newest global parameters on all validation text. It is added "
+        "to summary.json if the run has ended.",
     )
-    parser.add_argument("workdir", type=Path, metavar="WORKDIR")
-    add_text_option(parser)
-    parser.add_argument("--json", action="store_true", help="one object, on stdout")
-    options = parser.parse_args(arguments)
-    config = read_config(options.workdir, options.paths)
+    config = read_config(options.workdir, options.paths or None)
     from diloco_jax.island.environment import skip_absent_tpu
 
     # Before anything imports jax.

@@ -11,10 +11,10 @@ from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.core.fragments import Params, from_pieces
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.validation import ValidationBatches
+from diloco_jax.files import json_number
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.evaluate import Evaluation, evaluate_all
-from diloco_jax.loading import json_number
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
@@ -24,8 +24,8 @@ BATCH_SIZE = 32
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
-    """`eval_loss` (nats per token) and `eval_bits_per_byte` of the newest snapshot, and
-    the `eval_tokens` and `eval_merges` that are in its parameters.
+    """Return `eval_loss` (nats per token) and `eval_bits_per_byte` of the newest
+    snapshot, and the `eval_tokens` and `eval_merges` in its parameters.
 
     Raises ConfigError if the workdir has no snapshot.
     """
@@ -40,18 +40,18 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
 
 
 def load_params(workdir: str | Path) -> Params:
-    """The global parameters of a run's newest snapshot: a nested dict of f32 arrays, as
-    the model's `init` makes it (layers stacked on a leading axis).
+    """Return the global parameters of a run's newest snapshot: a nested dict of f32
+    arrays, as the model's `init` makes it (layers stacked on a leading axis).
 
-    Raises ConfigError if the workdir has no snapshot, or its model cannot be built, or
-    is not the one that was trained.
+    Raises ConfigError if the workdir has no snapshot, or if its model cannot be built
+    or is not the one that was trained.
     """
     config = read_config(Path(workdir))
     return newest_params(config, Path(workdir), build(config.run))[0]
 
 
 def whole_validation(config: Config, trainer: Trainer, params: Params) -> Evaluation:
-    """Every token of the validation split, predicted once.
+    """Evaluate on the whole validation split, every token predicted once.
 
     Raises ConfigError if the text here is not the run's.
     """
@@ -68,7 +68,7 @@ def whole_validation(config: Config, trainer: Trainer, params: Params) -> Evalua
 def newest_params(
     config: Config, workdir: Path, model: Model
 ) -> tuple[Params, Mapping[str, Any]]:
-    """Theta of the newest snapshot in a run's workdir, and the snapshot's facts."""
+    """Return theta of a run's newest snapshot, and the snapshot's facts."""
     folder = checkpoint.snapshots_folder(config.placement, workdir)
     number = None
     if folder.is_dir():
@@ -89,7 +89,7 @@ def newest_params(
 
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:
-    """The fields of `summary.json`; null where they are not finite."""
+    """Return the fields of `summary.json`; null where they are not finite."""
     return {
         "eval_loss": json_number(evaluation.loss),
         "eval_bits_per_byte": json_number(evaluation.bits_per_byte),

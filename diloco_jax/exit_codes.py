@@ -1,6 +1,6 @@
-"""How the commands and processes of this project end; whatever else means a crash.
+"""Exit codes of the commands and processes of this project; any other is a crash.
 
-Neither `EXIT_CONFIG` nor `EXIT_REFUSED` is cured by another attempt.
+Another attempt cures neither `EXIT_CONFIG` nor `EXIT_REFUSED`.
 """
 
 EXIT_DONE = 0

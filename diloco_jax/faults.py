@@ -1,10 +1,10 @@
-"""Faults to inject, named by who and at which step: `WHO@STEP:ACTION`.
+"""Faults to inject, written as `WHO@STEP:ACTION`.
 
 WHO is an island (`v5p-a`; `v5p-a#2` for its second incarnation; `v5p-a/1` for its
 host 1) or `coordinator`.
 STEP counts an incarnation's own inner steps; for the coordinator, its merges. ACTION
-is `kill` (SIGKILL, as a preempted or crashed host) or `pauseS` (SIGSTOP for S
-seconds, as a stalled one).
+is `kill` (SIGKILL, like a preempted or crashed host) or `pauseS` (SIGSTOP for S
+seconds, like a stalled host).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-from diloco_jax.config import ConfigError, suggest
+from diloco_jax.errors import ConfigError, suggest
 
 COORDINATOR = "coordinator"
 
@@ -29,7 +29,7 @@ _PATTERN = re.compile(
     r"(?P<who>[^@#/]+)(?:/(?P<host>\d+))?(?:#(?P<incarnation>[1-9]\d*))?@(?P<step>\d+):"
     r"(?:(?P<kill>kill)|pause(?P<pause>\d+(?:\.\d+)?))"
 )
-# Detached, so that it lives on while its parent is stopped.
+# Detached, so that it runs on while its parent is stopped.
 _WAKE = "import os,signal,sys,time;time.sleep({s});os.kill({pid},signal.SIGCONT)"
 
 
@@ -44,7 +44,7 @@ class Fault:
     host: int = 0
 
     def strike(self) -> None:
-        """Does it to this process; returns after a pause, and never from a kill."""
+        """Strike this process; return after a pause, and never from a kill."""
         if self.pause_s is None:
             os.kill(os.getpid(), signal.SIGKILL)
             return
@@ -62,7 +62,7 @@ class Faults:
     faults: tuple[Fault, ...] = ()
 
     def for_who(self, name: str, incarnation: int = 1, host: int = 0) -> Faults:
-        """Those that strike this host of this incarnation of an island (or
+        """Return the faults of one host of one incarnation of an island (or of
         `coordinator`)."""
         return Faults(
             tuple(
@@ -74,14 +74,14 @@ class Faults:
         )
 
     def fire(self, step: int) -> None:
-        """Strikes if a fault is set for this step. Call it once per step."""
+        """Strike if a fault is set for this step. Call it once per step."""
         for fault in self.faults:
             if fault.step == step:
                 fault.strike()
 
 
 def parse_faults(texts: Iterable[str], islands: Iterable[str]) -> Faults:
-    """The faults that `texts` describe; ConfigError on an unknown form or name."""
+    """Parse `texts` into faults; raise ConfigError on an unknown form or name."""
     known = [*islands, COORDINATOR]
     return Faults(tuple(_parse(text, known) for text in texts))
 

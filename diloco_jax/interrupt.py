@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM and SIGHUP: something to wait on, or the end of a command in order.
+"""Ctrl-C, SIGTERM and SIGHUP: a count to wait on, or an orderly end of a command.
 
-Either way a second request ends what goes on at once.
+Either way a second request ends the work at once.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ from diloco_jax.exit_codes import EXIT_FAILED
 
 PIPE_BYTES = 1 << 16
 NOTHING = operator.is_
-"""As a handler: it is in C, so no other one can begin within it."""
+"""Handler that does nothing. It is in C, so no other handler can begin within it."""
 RAISES = signal.SIGURG
-"""Nobody sends it, and who does not know it ignores it."""
+"""Signal that raises in the main thread. No other program sends it, and a process
+without a handler ignores it."""
 UNASKED_S = 3600.0
 AGAIN_S = 0.05
-"""Until a request that was raised nowhere is tried again."""
+"""Seconds until a request whose exception was discarded is raised again."""
 STDERR = 2
 SHOW_CURSOR = "\x1b[?25h"
-"""Progress bars hide it."""
+"""Terminal code that shows the cursor, which progress bars hide."""
 
 
 def signals() -> tuple[signal.Signals, ...]:
-    """What asks this process to end; SIGHUP not where it is ignored, as by `nohup`."""
+    """Return the signals that ask this process to end.
+
+    SIGHUP is left out where it is ignored, as under `nohup`."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return (signal.SIGINT, signal.SIGTERM)
     return (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt:
-    """Counts requests to end this process while the `with` block runs.
+    """Count requests to end this process while the `with` block runs.
 
-    For who looks at the count: the first asks to end in order, a second one to end at
-    once.
+    The first request asks for an orderly end, a second one for an end at once.
     """
 
     def __enter__(self) -> Interrupt:
@@ -53,7 +55,7 @@ class Interrupt:
             os.set_blocking(end, False)
         # The interpreter itself writes each signal's number here. A handler in Python
         # could be interrupted by itself: a lock would wait for itself, and signals
-        # faster than the handler would go deeper until no frame is left.
+        # faster than the handler would nest until no frame is left.
         self._wakeup = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
         for number in signals():
             self._previous[number] = signal.signal(number, NOTHING)
@@ -75,13 +77,13 @@ class Interrupt:
 
     @property
     def count(self) -> int:
-        """Signals so far; after the block, those within it."""
+        """Number of signals so far; after the block, of those within it."""
         if self._open:
             self._listen()
         return self._count
 
     def wait(self, seconds: float) -> None:
-        """Sleeps, less long if a signal comes that was not waited for before."""
+        """Sleep, but end early for a signal that no `wait` has returned for yet."""
         if not self._unwaited:
             poll = select.poll()
             poll.register(self._ears, select.POLLIN)
@@ -90,7 +92,7 @@ class Interrupt:
         self._unwaited = False
 
     def wake(self) -> None:
-        """Ends a `wait`, from another thread."""
+        """End a `wait`, from another thread."""
         os.write(self._mouth, b"\0")
 
     def _listen(self) -> None:
@@ -101,13 +103,14 @@ class Interrupt:
 
 
 class Interruptible:
-    """While the `with` block runs, the first request raises `KeyboardInterrupt` in the
-    main thread, which the block is in; a second one ends the process with code 1.
+    """Raise `KeyboardInterrupt` at the first request while the `with` block runs.
 
-    Python's own handler raises wherever the main thread is, and there are places that
-    discard it: callbacks of the garbage collector, of which jax has one. Here it is
-    raised again until it is not discarded; and never in the middle of an import, which
-    not every library survives.
+    The block runs in the main thread; a second request ends the process with code 1.
+
+    Python's own handler raises wherever the main thread is, and some places discard the
+    exception: callbacks of the garbage collector, for example, of which jax has one.
+    This class raises it again until it is not discarded. It never raises in the middle
+    of an import, which not every library survives.
     """
 
     def __enter__(self) -> Interruptible:
@@ -135,7 +138,7 @@ class Interruptible:
         self._interrupt.__exit__(kind, error, traceback)
 
     def _watch(self) -> None:
-        """In a thread of its own, which acts while the main one is in a library."""
+        """Watch for requests, in a thread of its own: the main one may be blocked."""
         main, asked = threading.main_thread().ident, 0
         assert main is not None
         while not self._over:
@@ -145,18 +148,18 @@ class Interruptible:
             if asked > before:
                 self._due = True
             if self._due:
-                # It may come a moment before a system call, which waits all the same.
+                # It may come just before a system call, which then waits all the same.
                 signal.pthread_kill(main, RAISES)
             self._interrupt.wait(AGAIN_S if asked else UNASKED_S)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        """In Python, since only the watcher sends this signal, and now and then."""
+        """Handle RAISES. Python is safe here: only the watcher sends it, and rarely."""
         if self._due and not self._over and not _imports(frame):
             self._due = False
             raise KeyboardInterrupt
 
     def _unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Of an exception that cannot be raised where it came up."""
+        """Note an interrupt that was discarded where it was raised."""
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
             self._due = True
         else:

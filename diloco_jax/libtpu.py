@@ -1,7 +1,7 @@
-"""The flags that libtpu gets: by TPU generation, and by the version of libtpu.
+"""The flags for libtpu, by TPU generation and by the version of libtpu.
 
 libtpu reads them once per process, from LIBTPU_INIT_ARGS, when jax first looks for TPUs
-or compiles for them: set them before jax is imported. This module imports no jax.
+or compiles for them. Set them before jax is imported; this module imports no jax.
 `docs/results/plan.md` compares the candidates.
 """
 
@@ -22,22 +22,22 @@ SPARSE_CORE = (
     "--xla_sc_disable_megacore_partitioning=true",
     "--xla_enable_async_all_gather=true",
 )
-"""SparseCores carry out collectives beside the matrix products. Continuation fusion,
-which can do the same, is refused by libtpu 0.0.50.1, since it may give wrong results on
-all generations but v5e."""
+"""Flags that let SparseCores carry out collectives during the matrix products.
+libtpu 0.0.50.1 refuses continuation fusion, which could do the same, since it may give
+wrong results on all generations but v5e."""
 Flags = tuple[str, ...]
 FLAGS: dict[str, tuple[tuple[tuple[int, ...], Flags], ...]] = {
     "v5p": (((0, 0, 42), SPARSE_CORE),),
     "v6e": (((0, 0, 42), SPARSE_CORE),),
 }
-"""By generation: the first version of libtpu that gets these flags, newest first. Older
-versions, and generations that are not here, get none."""
+"""Pairs of the first libtpu version and its flags, by generation, newest first. Older
+versions and other generations get no flags."""
 
 
 def flags_of(generation: str, version: str) -> Flags:
-    """Flags for this generation; none where they were never tried.
+    """Return the flags for this generation; none where they were never tried.
 
-    generation: "v6e"; version: of libtpu, "0.0.42.1"; either may be empty.
+    generation: "v6e"; version: libtpu's, "0.0.42.1"; either may be empty.
     """
     here = tuple(map(int, re.findall(r"\d+", version)))
     for since, flags in FLAGS.get(generation, ()):
@@ -47,7 +47,7 @@ def flags_of(generation: str, version: str) -> Flags:
 
 
 def installed_version() -> str:
-    """The version of libtpu; empty if it is not installed."""
+    """Return the version of libtpu; empty if it is not installed."""
     try:
         return metadata.version("libtpu")
     except metadata.PackageNotFoundError:
@@ -55,12 +55,12 @@ def installed_version() -> str:
 
 
 def generation_of(topology: str) -> str:
-    """The generation of a topology such as "v5p:4x4x4"; empty for an empty one."""
+    """Return the generation of a topology like "v5p:4x4x4"; empty for an empty one."""
     return topology.partition(":")[0]
 
 
 def set_flags(generation: str, environment: MutableMapping[str, str]) -> None:
-    """Adds the generation's flags to the environment. Flags that are set stay."""
+    """Add the generation's flags to the environment. Flags that are set stay."""
     told = environment.get(VARIABLE, "").split()
     names = {flag.split("=")[0] for flag in told}
     flags = flags_of(generation, installed_version())
@@ -70,6 +70,6 @@ def set_flags(generation: str, environment: MutableMapping[str, str]) -> None:
 
 
 def in_force(environment: MutableMapping[str, str]) -> str:
-    """What compiles for TPUs in that environment, for messages."""
+    """Describe for messages the libtpu and flags that compile in that environment."""
     version, flags = installed_version() or "none", environment.get(VARIABLE, "")
     return f"libtpu {version}, {VARIABLE} = {flags!r}"

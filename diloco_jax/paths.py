@@ -1,37 +1,36 @@
-"""Paths: what those of a config mean in any folder, and errors that name theirs."""
+"""Paths that mean the same in any folder, and errors that name their file."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from diloco_jax.config import Config, ConfigError
+from diloco_jax.errors import ConfigError
 
 
 class StorageAway(Exception):  # noqa: N818
-    """A bucket did not answer, which passes: whoever supervises tries again."""
+    """A bucket did not answer, which passes: the supervisor tries again."""
 
 
 def is_bucket(folder: str) -> bool:
-    """Whether it is no folder of this machine: gs://BUCKET/FOLDER."""
+    """Return True for gs://BUCKET/FOLDER, False for a folder of this machine."""
     return "://" in folder
 
 
 def expand(path: str | Path) -> Path:
-    """With `~` as the user's folder; ConfigError if there is none."""
+    """Replace `~` by the user's folder; raise ConfigError if there is none."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(
-            f"{path}: {error} Write the folder's whole name, or ./{path} for what is "
-            f"called so"
+            f"{path}: {error} Write the folder's whole name, or ./{path} for a folder "
+            f"of that name"
         ) from error
 
 
 def absolute(path: str) -> str:
-    """With `~` as the user's folder; a bucket, and none, as it is."""
+    """Make a local path absolute, `~` included; return a bucket or "" unchanged."""
     if not path or is_bucket(path):
         return path
     return str(expand(path).absolute())
@@ -39,26 +38,9 @@ def absolute(path: str) -> str:
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Inside, an OSError names this file if it names none: those of writing do not."""
+    """Give an OSError raised inside this file's name; errors of writing have none."""
     try:
         yield
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
-
-
-def with_absolute_paths(config: Config) -> Config:
-    """The config as it is read from any folder."""
-    placement = dataclasses.replace(
-        config.placement,
-        workdir=absolute(config.placement.workdir),
-        certificates=absolute(config.placement.certificates),
-        checkpoints=absolute(config.placement.checkpoints),
-    )
-    run = config.run
-    data = dataclasses.replace(run.data, paths=tuple(map(absolute, run.data.paths)))
-    model = run.model
-    if ".py:" in model.factory:
-        model = dataclasses.replace(model, factory=absolute(model.factory))
-    run = dataclasses.replace(run, data=data, model=model)
-    return dataclasses.replace(config, run=run, placement=placement)

@@ -1,5 +1,6 @@
-"""Folders that checkpoints are written to: whether that can be done, and what to say if
-it cannot. They are local, or gs://BUCKET/FOLDER.
+"""Check that checkpoints can be written to a folder, and explain why not.
+
+The folder is local, or gs://BUCKET/FOLDER.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from pathlib import Path
 
 from etils.epath import Path as Folder
 
-from diloco_jax.config import ConfigError
+from diloco_jax.errors import ConfigError
 from diloco_jax.paths import StorageAway, is_bucket
 
 PASSING_CODES = (408, 429)
-"""Of HTTP; those from 500 on pass, too."""
+"""HTTP status codes of errors that pass; those from 500 on pass, too."""
 PASSING_WORDS = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
-"""In what tensorstore says."""
+"""Words in tensorstore's messages about errors that pass."""
 PASSING_MODULES = ("aiohttp.", "requests.", "urllib3.")
-"""Whose errors are about the way to the bucket."""
+"""Packages whose errors concern the connection to the bucket."""
 
 
 def require_access(folder: Folder) -> None:
-    """Makes the folder, and a file in it, which is removed.
+    """Make the folder, and write and remove a file in it.
 
-    Raises ConfigError, naming who was refused, if that may not be; StorageAway if the
+    Raises ConfigError, naming the account, if that is refused; StorageAway if the
     bucket does not answer.
     """
     probe = folder / f"probe-{uuid.uuid4().hex}"
@@ -36,13 +37,13 @@ def require_access(folder: Folder) -> None:
         if is_bucket(str(folder)):
             _require_bucket(folder)
     except Exception as error:
-        # Backends of buckets have errors of their own.
+        # Each bucket backend has its own error classes.
         raise_if_away(folder, error)
         raise ConfigError(cannot_write(folder, error)) from error
 
 
 def cannot_write(folder: Folder, error: Exception) -> str:
-    """Where, as whom, why not, and what to do."""
+    """Return a message with the folder, the account, the reason and the remedy."""
     if isinstance(error, ImportError):
         return (
             f"checkpoints in {folder} need a package that is not here ({error}); "
@@ -55,11 +56,11 @@ def cannot_write(folder: Folder, error: Exception) -> str:
 
 
 def raise_if_away(folder: Folder, error: BaseException) -> None:
-    """Raises StorageAway if the error is one that passes."""
+    """Raise StorageAway if the error is one that passes."""
     if is_bucket(str(folder)) and _passes(error):
         raise StorageAway(
-            f"{folder} does not answer: {_reason(error)}; start it again, as what "
-            f"supervises it does"
+            f"{folder} does not answer: {_reason(error)}; start the command again, as "
+            f"a supervisor does"
         ) from error
 
 
@@ -85,7 +86,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _require_bucket(folder: Folder) -> None:
-    """Orbax looks at the bucket itself, before it lists or deletes what is in it."""
+    """Look at the bucket itself, as orbax does before it lists or deletes objects."""
     from google.cloud import storage
 
     storage.Client().get_bucket(_bucket(folder))

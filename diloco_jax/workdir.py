@@ -1,4 +1,4 @@
-"""Which run a workdir holds (`run.json`), and that nobody else is at work in it."""
+"""The run of a workdir (`run.json`), and locks that keep other processes out of it."""
 
 from __future__ import annotations
 
@@ -18,42 +18,38 @@ import msgspec
 
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
-from diloco_jax.loading import (
-    read_config_json,
-    require_writable,
-    write_config_json,
-    write_json,
-)
+from diloco_jax.config.loading import read_config_json, write_config_json
+from diloco_jax.files import require_writable, write_json
 
-FORMAT = 5
+FORMAT = 6
 """Of config, log, snapshots and tape: one higher when a workdir of before cannot be
 read, or when `RunConfig` has other fields, whose fingerprint then differs."""
 RELEASE_S = 2.0
-"""Processes that were killed a moment ago may still hold what they held."""
+"""Seconds for which a process that was just killed may still hold its locks."""
 POLL_S = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What stands in `run.json`."""
+    """The contents of `run.json`."""
 
     run_id: str
     begun_unix: float
-    """Moved on by the time for which the run was stopped."""
+    """Unix time of the run's beginning, moved on by the time it was stopped."""
     stopped_seconds: float = 0.0
-    """By which it was moved on in all."""
+    """Seconds by which `begun_unix` was moved on in all."""
     format: int = FORMAT
     written_by: str = dataclasses.field(
         default_factory=lambda: f"diloco_jax {metadata.version('diloco-jax')}"
     )
 
     def write(self, workdir: Path) -> None:
-        """Replaces `run.json`, atomically."""
+        """Replace `run.json` atomically."""
         write_json(dataclasses.asdict(self), workdir / run_files.FACTS)
 
 
 def make_workdir(workdir: Path) -> None:
-    """Makes the folder if it is missing; ConfigError unless files can be made in it."""
+    """Make the folder if it is missing; raise ConfigError if it is not writable."""
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -64,7 +60,7 @@ def make_workdir(workdir: Path) -> None:
 
 
 def begin_run(config: Config, workdir: Path) -> RunFacts:
-    """Draws the id of a new run there; ConfigError if the workdir holds one."""
+    """Draw the id of a new run there; raise ConfigError if the workdir holds a run."""
     if (workdir / run_files.FACTS).exists():
         facts = find_run(config, workdir)
         if has_begun(workdir):
@@ -81,12 +77,13 @@ def begin_run(config: Config, workdir: Path) -> RunFacts:
 
 
 def has_begun(workdir: Path) -> bool:
-    """Whether the run there has its first snapshot: its log is made after that."""
+    """Return True once the run has its first snapshot: its log is made after that."""
     return (workdir / run_files.LOG).exists()
 
 
 def find_run(config: Config, workdir: Path) -> RunFacts:
-    """The run that goes on there; ConfigError if there is none, or another one."""
+    """Return the facts of the run there; raise ConfigError if there is none, or one of
+    another config."""
     facts = read_facts(workdir)
     written = read_config_json(workdir / run_files.CONFIG)
     if written.run.fingerprint() != config.run.fingerprint():
@@ -100,8 +97,9 @@ def find_run(config: Config, workdir: Path) -> RunFacts:
 
 
 def read_config(workdir: Path, text: Sequence[str] | None = None) -> Config:
-    """Its `config.json`; ConfigError as `require_format`. text: paths of the run's
-    text; None = those that the run had."""
+    """Read a run's `config.json`; raise ConfigError as `require_format` does.
+
+    text: paths of the run's text; None = those that the run had."""
     require_format(workdir)
     config = read_config_json(workdir / run_files.CONFIG)
     if text is None:
@@ -111,19 +109,19 @@ def read_config(workdir: Path, text: Sequence[str] | None = None) -> Config:
 
 
 def require_format(workdir: Path) -> None:
-    """ConfigError if a run there is of another format. What is no run, as an emulation,
-    has no `run.json`."""
+    """Raise ConfigError if a run there has another format. A workdir without a run, as
+    of an emulation, has no `run.json`."""
     if holds_run(workdir):
         read_facts(workdir)
 
 
 def holds_run(workdir: Path) -> bool:
-    """Whether there is one, whatever it is."""
+    """Return True if the workdir holds a run of any format."""
     return (workdir / run_files.FACTS).is_file()
 
 
 def read_facts(workdir: Path) -> RunFacts:
-    """`run.json`; ConfigError if there is none, or it is of another format."""
+    """Read `run.json`; raise ConfigError if it is missing or has another format."""
     path = workdir / run_files.FACTS
     if not path.is_file():
         raise ConfigError(
@@ -147,7 +145,7 @@ def read_facts(workdir: Path) -> RunFacts:
 
 
 def read_summary(workdir: Path) -> dict[str, Any]:
-    """What the last coordinator there left when it ended; empty if none has."""
+    """Read the summary that the last coordinator left; return {} if there is none."""
     path = workdir / run_files.SUMMARY
     try:
         summary = json.loads(path.read_bytes())
@@ -167,17 +165,17 @@ def read_summary(workdir: Path) -> dict[str, Any]:
 
 
 def add_to_summary(workdir: Path, fields: Mapping[str, Any]) -> None:
-    """Adds fields to the summary of the run there, if it has ended."""
+    """Add fields to the summary of the run there, if the run has ended."""
     if summary := read_summary(workdir):
         write_json({**summary, **fields}, workdir / run_files.SUMMARY)
 
 
 @contextlib.contextmanager
 def held(path: Path, what: str, patience_s: float = RELEASE_S) -> Iterator[None]:
-    """Inside, this process alone holds a folder, or a file that is made if missing.
-    Ends with the process, however that ends.
+    """Hold a folder, or a file that is made if missing, for this process alone.
 
-    Raises ConfigError, naming `what` holds it, if it is not free within `patience_s`.
+    The lock ends with the block, or with the process, however that ends. Raises
+    ConfigError, naming `what` as the holder, if it is not free within `patience_s`.
     """
     folder = path.is_dir()
     descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT)
@@ -194,7 +192,7 @@ def held(path: Path, what: str, patience_s: float = RELEASE_S) -> Iterator[None]
 
 
 def _is_still(path: Path, descriptor: int) -> bool:
-    """Whether what is open is what has the name."""
+    """Return True if the open file is the one that has the name."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:

@@ -3,8 +3,11 @@
 #   ensure_environment ""      the package alone
 #   ensure_environment test    and what the tests need
 #
-# PYTHON chooses the interpreter (default: python3). A stamp in .venv holds a hash of
-# what was installed, so that nothing happens when nothing changed.
+# PYTHON chooses the interpreter (default: python3), VENV another folder than .venv. A
+# stamp in that folder holds a hash of what was installed, so that nothing happens when
+# nothing changed.
+
+VENV=${VENV:-.venv}
 
 fail() {
   echo "error: $*" >&2
@@ -39,18 +42,18 @@ ensure_environment() {
 
   # The test extra contains the plain installation.
   for stamp in "$extra" test; do
-    [ "$(cat ".venv/installed-$stamp" 2>/dev/null)" != "$hash" ] || return 0
+    [ "$(cat "$VENV/installed-$stamp" 2>/dev/null)" != "$hash" ] || return 0
   done
 
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "'$python' (Python $version) has no venv module: install it (Debian and" \
       "Ubuntu: apt install python3-venv), or set PYTHON to a Python that has it"
-  if [ "$(.venv/bin/python -c "$PROBE" 2>/dev/null)" != "$probed" ]; then
-    echo "Making .venv with Python $version" >&2
-    "$python" -m venv --clear .venv
+  if [ "$("$VENV/bin/python" -c "$PROBE" 2>/dev/null)" != "$probed" ]; then
+    echo "Making $VENV with Python $version" >&2
+    "$python" -m venv --clear "$VENV"
   fi
-  echo "Installing into .venv: once, about 0.8 GB" >&2
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+  echo "Installing into $VENV: once, about 0.8 GB" >&2
+  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
     --editable ".${extra:+[$extra]}"
-  echo "$hash" >".venv/installed-$extra"
+  echo "$hash" >"$VENV/installed-$extra"
 }

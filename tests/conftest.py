@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, and no worker has it left when others end."""
+    """Run the longest tests first, so that no worker has one left when others end."""
     long = ("notebook", "tpu_compile", "dist")
     items.sort(key=lambda item: not any(map(item.get_closest_marker, long)))
 

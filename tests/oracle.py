@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.core.adopt import adopt
-from diloco_jax.core.choices import AdoptRule, CodecName, MergeRule, Weighting
-from diloco_jax.core.codec import encode_with_feedback, get_codec
+from diloco_jax.core import adopt as adopting
+from diloco_jax.core import merge as merging
+from diloco_jax.core.adopt.adopting import adopt
+from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
 from diloco_jax.core.delta import delta
 from diloco_jax.core.fragments import (
     FragmentPlan,
@@ -30,13 +31,10 @@ from diloco_jax.core.fragments import (
     get_piece,
     set_piece,
 )
-from diloco_jax.core.merge import (
-    merge_deltas,
-    rule_for,
-    weight,
-)
-from diloco_jax.core.outer import OuterSettings, make_outer, outer_step
+from diloco_jax.core.merge.merging import merge_deltas, rule_for
+from diloco_jax.core.outer.optimizer import OuterSettings, make_outer, outer_step
 from diloco_jax.core.publish import apply_publish, publish
+from diloco_jax.core.weighting import WEIGHTINGS, weight
 
 
 class RoundIsland(NamedTuple):
@@ -44,7 +42,7 @@ class RoundIsland(NamedTuple):
 
     name: str
     carry: Any
-    """What the island keeps besides its parameters: moments, place in the data."""
+    """State of the island besides its parameters: moments, place in the data."""
     step: Callable[[Any, Params, int], tuple[Any, Params]]
     """(carry, params, k) -> (carry, params) after k inner steps; donates nothing."""
     tokens_per_step: int
@@ -52,17 +50,17 @@ class RoundIsland(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundSettings:
-    """How the islands' work is put together; names as in the run's configuration."""
+    """Settings of the islands' work together; names as in the run's configuration."""
 
     steps_per_cycle: int
     outer: OuterSettings
     overlap_steps: int = 0
-    weighting: Weighting = "tokens"
-    merge: MergeRule = "rda"
-    adopt: AdoptRule = "keep"
+    weighting: str = "tokens"
+    merge: str = "rda"
+    adopt: str = "keep"
     blend_alpha: float = 0.5
-    codec_up: CodecName = "f32"
-    codec_down: CodecName = "f32"
+    codec_up: str = "f32"
+    codec_down: str = "f32"
     error_feedback: bool = True
 
 
@@ -190,17 +188,19 @@ class _Island:
         steps = step - self.counted_from[fragment]
         self.counted_from[fragment] = step
         tokens = steps * self.island.tokens_per_step
-        return _Take(weight(self.settings.weighting, tokens, steps), encoded)
+        weighting = WEIGHTINGS.find(self.settings.weighting)
+        return _Take(weight(weighting, tokens, steps), encoded)
 
     def adopt(self, fragment: int, published: list[jax.Array], step: int) -> None:
-        rule, alpha = self.settings.adopt, self.settings.blend_alpha
+        rule = adopting.RULES.find(self.settings.adopt)
+        alpha = self.settings.blend_alpha
         for i, piece in enumerate(self.plan.fragments[fragment]):
             base, old = self.bases[fragment][i], self.anchors[fragment][i]
             anchor = apply_publish(self.down, old, published[i])
             local = adopt(rule, get_piece(self.params, piece), base, anchor, alpha)
             self.params = set_piece(self.params, piece, local)
             self.bases[fragment][i] = self.anchors[fragment][i] = anchor
-        if rule == "overwrite":
+        if rule.loses_steps:
             self.counted_from[fragment] = step
 
 
@@ -240,7 +240,8 @@ class _Coordinator:
         self, piece: Piece, encoded: Sequence[jax.Array], weights: Sequence[float]
     ) -> jax.Array:
         deltas = [self.up.decode(octets, piece.shape) for octets in encoded]
-        return merge_deltas(deltas, weights, rule_for(piece, self.settings.merge))
+        rule = merging.RULES.find(self.settings.merge)
+        return merge_deltas(deltas, weights, rule_for(piece, rule))
 
 
 def _copy_pieces(

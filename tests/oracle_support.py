@@ -1,4 +1,4 @@
-"""What `oracle.py` makes of a config: the bits that everything else must give."""
+"""Results of `oracle.py` for a config: the bits that everything else must give."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 
 from diloco_jax.config import Config
-from diloco_jax.coordinator.store import outer_settings
+from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.device.step import TrainState

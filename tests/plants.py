@@ -14,8 +14,7 @@ from unittest import mock
 from msgspec.structs import replace
 
 from diloco_jax.data.positions import LeasedPositions
-from diloco_jax.island.books import Books
-from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.protocol.coordinator import (
     admission,
     decide,
@@ -29,6 +28,7 @@ from diloco_jax.protocol.coordinator import (
 )
 from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import with_fragment
+from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.messages import Progress
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.records import Merged

@@ -1,5 +1,5 @@
-"""What the benchmarks are run with: each script starts, each row can be run, and what
-the pages of results say is what the raw results hold."""
+"""The benchmarks: each script starts, each row can be run, and the pages of results
+agree with the raw results."""
 
 import json
 import subprocess

@@ -13,8 +13,9 @@ from diloco_jax import cli
 from diloco_jax.cluster.cluster import ClusterError
 from diloco_jax.cluster.processes import ManagedProcess
 from diloco_jax.config import Config, DataConfig, OuterConfig, RunConfig
+from diloco_jax.config.loading import write_config_json
+from diloco_jax.files import write_json
 from diloco_jax.island.hosts.world import WorldAddress
-from diloco_jax.loading import write_config_json, write_json
 from diloco_jax.wire.errors import ConnectionLost, Refused
 from diloco_jax.workdir import read_summary
 
@@ -196,11 +197,8 @@ def test_coordinator_gets_config_workdir_and_init(path, fake, tmp_path, monkeypa
 
 
 def test_island_counts_its_attempts_unless_told(path, fake, tmp_path, monkeypatch):
-    devices = []
-    monkeypatch.setattr(
-        "diloco_jax.island.environment.prepare_environment",
-        lambda count, environment: devices.append(count),
-    )
+    prepared = []
+    monkeypatch.setattr("diloco_jax.island.environment.prepare_island", prepared.append)
     calls = fake("diloco_jax.island.main")
     workdir = str(tmp_path / "w")
     arguments = ["island", path, "--name", "v6e", "--coordinator", "h:1"]
@@ -208,7 +206,7 @@ def test_island_counts_its_attempts_unless_told(path, fake, tmp_path, monkeypatc
     assert cli.main(arguments) == 0
     assert cli.main(arguments) == 0
     assert cli.main([*arguments, "--incarnation", "7"]) == 0
-    assert devices == [1, 1, 1]
+    assert [island.devices for island in prepared] == [1, 1, 1]
     assert [call[1:] for call in calls] == [
         ("v6e", "h:1", tmp_path / "w", incarnation, WorldAddress())
         for incarnation in (1, 2, 7)

@@ -23,7 +23,7 @@ print(len(told))
 
 
 def compile_something(folder):
-    """How many warnings it gave."""
+    """Return the number of warnings."""
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder)}
     done = subprocess.run(
         [sys.executable, "-c", CODE, str(folder)],

@@ -19,13 +19,9 @@ from diloco_jax.config import (
     differences,
     shared_fields,
 )
+from diloco_jax.config.loading import load_config, read_config_json, write_config_json
+from diloco_jax.config.resolving import resolve
 from diloco_jax.data.corpus import Corpus
-from diloco_jax.loading import (
-    load_config,
-    read_config_json,
-    resolve,
-    write_config_json,
-)
 
 FILE = """
 from diloco_jax.config import *
@@ -119,7 +115,7 @@ def test_what_is_decided_by_the_preset_can_be_given_and_taken_back(path):
     ("options", "shown"),
     [
         (["--sync.quorun", "2"], "--sync.quorum"),
-        (["--sync.codec-up", "int9"], "int8"),
+        (["--sync.grace-window", "aliek"], "alike"),
         (["--total-tokens", "many"], "many"),
         (["--islands.v4.batch-size", "2"], "--islands.v4"),
     ],
@@ -264,7 +260,10 @@ def test_config_json_gives_the_same_config(path, tmp_path):
             r"islands\.v6e\.batchsize; did you mean 'batch_size'",
         ),
         (lambda c: c["run"].update(seed="x"), r"\$\.run\.seed"),
-        (lambda c: c["run"]["sync"].update(merge="sum"), r"\$\.run\.sync\.merge"),
+        (
+            lambda c: c["run"]["sync"].update(grace_window="late"),
+            r"\$\.run\.sync\.grace_window",
+        ),
     ],
 )
 def test_config_json_is_read_strictly(path, tmp_path, change, what):
@@ -288,7 +287,7 @@ def test_config_json_that_is_not_json_is_an_error(tmp_path):
 
 @pytest.fixture
 def read(monkeypatch):
-    """What was read of corpora; the text is pretended."""
+    """Calls that read corpora; the text is faked."""
     calls = []
 
     def load_corpus(paths, validation_fraction):

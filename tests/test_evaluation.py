@@ -7,8 +7,8 @@ import pytest
 
 from diloco_jax import baseline, checkpoint, evaluation, run_files
 from diloco_jax.config import Config, ConfigError, DataConfig, IslandConfig, RunConfig
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.evaluate import Evaluation
-from diloco_jax.loading import write_config_json
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What asks a process to end."""
+"""Signals that ask a process to end."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_closed_terminal_is_nothing_to_what_nohup_started(hangup, context):
 
 
 def interrupted(work):
-    """Whether a request to end was raised in it."""
+    """Return True if a request to end was raised in it."""
     try:
         with Interruptible():
             work()

@@ -1,8 +1,9 @@
-"""What each layer may import: `core/` and `protocol/` stay pure."""
+"""The imports allowed to each layer: `core/` and `protocol/` stay pure."""
 
 import ast
 import configparser
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,8 +36,68 @@ def imported_modules(source: str) -> Iterator[str]:
             yield "." * node.level + (node.module or "")
 
 
+def circles(sources: dict[str, str]) -> list[list[str]]:
+    """Groups of modules that import each other, at any depth of their code except
+    under `if TYPE_CHECKING`, given their source by dotted name."""
+    graph = {name: imports_among(name, sources) for name in sources}
+    reached = {name: closure(name, graph) for name in graph}
+    groups = {
+        tuple(sorted(b for b in reached[a] if a in reached[b]))
+        for a in graph
+        if a in reached[a]
+    }
+    return sorted(map(list, groups))
+
+
+def imports_among(name: str, sources: dict[str, str]) -> set[str]:
+    """Which of these modules a module imports; a module of another package comes with
+    its package."""
+    found = set()
+    for module in imported_at_runtime(ast.parse(sources[name])):
+        while module:
+            if module in sources and not f"{name}.".startswith(f"{module}."):
+                found.add(module)
+            module = module.rpartition(".")[0]
+    return found
+
+
+def imported_at_runtime(node: ast.AST) -> Iterator[str]:
+    """Dotted names of what is imported; of a `from` import also each name in it, which
+    may be a module."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    for child in ast.iter_child_nodes(node):
+        yield from imported_at_runtime(child)
+
+
+def closure(name: str, graph: dict[str, set[str]]) -> set[str]:
+    """Everything that a module imports, directly or not."""
+    found: set[str] = set()
+    ahead = list(graph[name])
+    while ahead:
+        if (module := ahead.pop()) not in found:
+            found.add(module)
+            ahead += graph[module]
+    return found
+
+
+def package_sources() -> dict[str, str]:
+    """The package's sources by dotted name."""
+    return {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path.read_text(encoding="utf-8")
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
 def is_allowed(module: str, layer: str) -> bool:
-    """Whether a module of that layer may import this one."""
+    """Return True if a module of that layer may import this one."""
     if module.split(".")[0] in sys.stdlib_module_names:
         return module.split(".")[0] not in IMPURE
     return any(module == ok or module.startswith(f"{ok}.") for ok in ALLOWED[layer])
@@ -53,6 +114,19 @@ def test_layer_imports_only_what_it_may(layer: str) -> None:
         if not is_allowed(module, layer)
     ]
     assert not wrong
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(package_sources()) == []
+
+
+def test_the_check_sees_circles() -> None:
+    sources = {"p": "", "p.a": "from p import b", "p.b": "def f():\n    import p.a"}
+    assert circles(sources) == [["p.a", "p.b"]]
+    sources["p.b"] = "if TYPE_CHECKING:\n    import p.a"
+    assert circles(sources) == []
+    through_a_package = {"p.q": "import p.c", "p.q.d": "", "p.c": "import p.q.d"}
+    assert circles(through_a_package) == [["p.c", "p.q"]]
 
 
 def declared(extra: str | None = None) -> set[str]:
@@ -110,6 +184,19 @@ def test_only_models_see_flax() -> None:
 def test_policies_have_no_arrays() -> None:
     assert not is_allowed("numpy", "protocol")
     assert is_allowed("numpy", "core")
+
+
+def test_a_config_is_read_without_jax() -> None:
+    code = (
+        "import sys; from diloco_jax.config.loading import load_config; "
+        "load_config(sys.argv[1], ['--sync.merge', 'mean']); "
+        "print('jax' in sys.modules)"
+    )
+    config = PACKAGE.parent / "configs" / "quickstart.py"
+    done = subprocess.run(
+        [sys.executable, "-c", code, config], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from diloco_jax.config import (
     Placement,
     RunConfig,
 )
-from diloco_jax.paths import absolute, naming, with_absolute_paths
+from diloco_jax.config.resolving import with_absolute_paths
+from diloco_jax.paths import absolute, naming
 
 
 def test_paths_are_those_of_the_folder_that_they_were_written_in(tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
-"""What a config may not say: every row of the table of bounds, and what must fit."""
+"""Configs that are refused: values outside the bounds of their fields, and values that
+do not fit together."""
 
 import dataclasses
 import math
@@ -15,34 +16,37 @@ from diloco_jax.config import (
     Placement,
     RunConfig,
 )
-from diloco_jax.validation import (
-    BELOW_1,
-    ISLAND,
-    LARGEST,
-    LAUNCH,
-    LONGEST_S,
-    PLACEMENT,
-    RUN,
-    SHARE,
-    Bound,
-)
+from diloco_jax.config.fields import BELOW_1, LARGEST, LONGEST_S, SHARE, Bound
 
 SECTIONS = {
-    "": (RunConfig, RUN),
-    "islands.v6e.": (IslandConfig, ISLAND),
-    "placement.": (Placement, PLACEMENT),
-    "launch.": (LaunchConfig, LAUNCH),
+    "": RunConfig,
+    "islands.v6e.": IslandConfig,
+    "placement.": Placement,
+    "launch.": LaunchConfig,
 }
-ROWS = [
-    (section, field, bound)
-    for section, (_, bounds) in SECTIONS.items()
-    for field, bound in bounds.items()
+
+
+def declared(owner, prefix=""):
+    """Paths of all fields, with how they were declared."""
+    hints = typing.get_type_hints(owner)
+    for field in dataclasses.fields(owner):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from declared(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", field.metadata
+
+
+BOUNDS = [
+    (section, field, metadata["bound"])
+    for section, owner in SECTIONS.items()
+    for field, metadata in declared(owner)
+    if metadata["bound"]
 ]
 
 
 def hint_of(section, field):
     """The type of a field, given by its path."""
-    owner = SECTIONS[section][0]
+    owner = SECTIONS[section]
     for name in field.split("."):
         owner = typing.get_type_hints(owner)[name]
     return owner
@@ -81,17 +85,17 @@ def numeric_fields(owner, prefix=""):
             yield f"{prefix}{name}"
 
 
-# ---- the table -------------------------------------------------------------------
+# ---- bounds ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("section", list(SECTIONS))
-def test_every_number_of_a_config_has_a_row(section):
-    owner, bounds = SECTIONS[section]
-    assert set(bounds) == set(numeric_fields(owner))
+def test_every_number_of_a_config_has_bounds(section):
+    bounded = {field for where, field, _ in BOUNDS if where == section}
+    assert bounded == set(numeric_fields(SECTIONS[section]))
 
 
-@pytest.mark.parametrize(("section", "field", "bound"), ROWS)
-def test_a_number_outside_its_row_is_refused(section, field, bound):
+@pytest.mark.parametrize(("section", "field", "bound"), BOUNDS)
+def test_a_number_outside_its_bounds_is_refused(section, field, bound):
     whole = int in {hint_of(section, field), *typing.get_args(hint_of(section, field))}
     low = bound.low if bound.above else bound.low - 1
     high = bound.high if bound.below else bound.high * 2
@@ -173,7 +177,10 @@ def test_bounds_tell_which_ends_are_in():
     [
         ("islands.v6e.", "attention", "splsh", "did you mean 'splash'?; choose from"),
         ("", "sync.codec_up", "int2", "choose from f32, bf16, int8, int4"),
-        ("", "outer.optimizer", "adam", "choose from sgd, nesterov, None"),
+        ("", "sync.codec_up", "int9", "did you mean 'int8'?; choose from"),
+        ("", "sync.adopt", "keeps", "did you mean 'keep'?; choose from keep, rebase"),
+        ("", "sync.weighting", "token", "did you mean 'tokens'?; choose from tokens"),
+        ("", "outer.optimizer", "adamm", "did you mean 'adam'?; choose sgd, nesterov"),
         ("islands.v6e.", "batch_size", "8", "Expected `int`, got `str`"),
         ("islands.v6e.", "hosts", 1.5, "Expected `int`, got `float`"),
         ("", "sync.quorum", None, "Expected `int`, got `null`"),

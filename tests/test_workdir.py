@@ -16,7 +16,7 @@ from diloco_jax.config import (
     RunConfig,
     shared_fields,
 )
-from diloco_jax.loading import write_json
+from diloco_jax.files import write_json
 
 GOLDEN = Path(__file__).with_name("run_fields.json")
 """The fields behind a fingerprint. REGENERATE=1 writes those of a new format."""
@@ -132,8 +132,8 @@ def test_a_summary_that_was_cut_off_is_named(tmp_path, content):
 
 def test_a_place_where_no_folder_can_be_is_refused(tmp_path, monkeypatch):
     # Of a process of its own.
-    environment = "diloco_jax.island.environment.prepare_environment"
-    monkeypatch.setattr(environment, lambda devices: None)
+    environment = "diloco_jax.island.environment.prepare_island"
+    monkeypatch.setattr(environment, lambda island: None)
     (tmp_path / "file").write_text("of the user")
     for place in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(ConfigError, match=r"cannot make workdir .*file.*--workdir"):

@@ -1,4 +1,4 @@
-"""How often each island was started: its incarnation, kept across crashes."""
+"""Counts of each island's starts, which number its incarnations across crashes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from pathlib import Path
 
 from diloco_jax import run_files
 from diloco_jax.config import ConfigError
-from diloco_jax.loading import write_json
+from diloco_jax.files import write_json
 from diloco_jax.workdir import held
 
 HELD_S = 60.0
-"""Longer than a slow disk takes for what one that starts reads and writes."""
+"""Seconds to wait for another island's count; a slow disk takes less."""
 
 
 def next_attempt(path: Path, name: str) -> int:
-    """Count one more attempt of the island in this file, `WORKDIR/attempts.json`, from
-    1; on disk before it is returned. Several processes may count at a time."""
+    """Count one more attempt of the island in this file, `WORKDIR/attempts.json`.
+
+    Counts begin at 1 and are on disk before they are returned. Several processes may
+    count at the same time."""
     lock = path.with_name(run_files.ATTEMPTS_LOCK)
     with held(lock, "another island that starts", HELD_S):
         counts = _read(path)

@@ -1,4 +1,4 @@
-"""The workdir of a new run, before anything has come of it."""
+"""The workdir of a new run, until the run has begun."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from types import TracebackType
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
-from diloco_jax.loading import read_config_json, write_config_json
-from diloco_jax.paths import is_bucket, with_absolute_paths
+from diloco_jax.config.loading import read_config_json, write_config_json
+from diloco_jax.config.resolving import with_absolute_paths
+from diloco_jax.paths import is_bucket
 
 # Any of these means that a workdir belongs to a run.
 SIGNS_OF_A_RUN = (
@@ -26,11 +27,11 @@ SIGNS_OF_A_RUN = (
 
 
 class Beginning:
-    """Inside it, `workdir` is there, and this process alone begins a run in it."""
+    """A context in which `workdir` exists and only this process begins a run in it."""
 
     def __init__(self, config: Config, config_path: str) -> None:
-        """The folder that the config asks for or, where it asks for none, a new one
-        named after its file. Raises ConfigError if it cannot be had."""
+        """Make the folder that the config names or, if it names none, a new one named
+        after its file. Raise ConfigError if that fails."""
         config = with_absolute_paths(config)
         asked = Path(config.placement.workdir)
         self._existed = bool(config.placement.workdir) and asked.is_dir()
@@ -59,9 +60,10 @@ class Beginning:
         self._held.close()
 
     def create(self) -> Config:
-        """Writes `config.json`; returns what stands in it: the config with absolute
-        paths. Raises ConfigError, and changes nothing, if a run is there already. What
-        a start of this run left that was killed before the run had begun goes."""
+        """Write `config.json`; return its contents, the config with absolute paths.
+
+        Raises ConfigError, and changes nothing, if a run is there already. Removes the
+        files of an earlier start of this run that was killed before the run began."""
         if _came_to_nothing(self.workdir, self._config):
             lock = self.workdir / run_files.LOCK
             if lock.exists():
@@ -78,15 +80,16 @@ class Beginning:
         return self._config
 
     def undo(self, *, keep_logs: bool = False) -> None:
-        """For a start that failed: nothing of the run is there. keep_logs: they tell
-        why. What somebody else put there meanwhile stays."""
+        """Remove everything of the run after a failed start.
+
+        keep_logs: keep the logs, which tell why. Other programs' files stay."""
         self._remove(set(self.workdir.iterdir()) - self._before, keep_logs=keep_logs)
         if not self._existed:
             with contextlib.suppress(OSError):  # It is not empty.
                 self.workdir.rmdir()
 
     def _remove(self, paths: Iterable[Path], *, keep_logs: bool = False) -> None:
-        """As far as they are files and folders of runs."""
+        """Remove those of the paths that are files and folders of runs."""
         for path in paths:
             name = path.name
             if name == run_files.LOGS and keep_logs:
@@ -101,7 +104,7 @@ class Beginning:
 
 
 def _new_folder(config_path: str) -> Path:
-    """One that no other command has: several may begin in the same second."""
+    """Make a folder of this command alone: several may begin in the same second."""
     begun = time.strftime("%Y%m%d-%H%M%S")
     name, count = f"{Path(config_path).stem}-{begun}", 1
     parent = Path("runs").absolute()
@@ -117,8 +120,8 @@ def _new_folder(config_path: str) -> Path:
 
 
 def _came_to_nothing(workdir: Path, config: Config) -> bool:
-    """Whether this very run was started there, and has neither log nor snapshot: what
-    there is of it is of no use to anybody."""
+    """Return True if this very run was started there but has neither log nor snapshot,
+    so that its files are useless."""
     if workdirs.has_begun(workdir) or (workdir / run_files.SUMMARY).exists():
         return False
     try:
@@ -127,14 +130,14 @@ def _came_to_nothing(workdir: Path, config: Config) -> bool:
     except ConfigError:
         return False
     folder = there.placement.checkpoints or str(workdir / run_files.CHECKPOINTS)
-    # Of a bucket that is not known here. A checkpoint gets its number when complete.
+    # A bucket is not looked into. A checkpoint gets its number when complete.
     if is_bucket(folder) or any(p.name.isdigit() for p in Path(folder).glob("*/*")):
         return False
     return not differences(shared_fields(there.run), shared_fields(config.run))
 
 
 def _described(workdir: Path, config: Config) -> str:
-    """The run that is there, beside the one that was to begin there."""
+    """Describe the run that is there, compared with the one that was to begin there."""
     try:
         there = read_config_json(workdir / run_files.CONFIG).run
     except ConfigError:

@@ -18,10 +18,9 @@ from diloco_jax.cluster.processes import (
     wait_all,
 )
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_CONFIG
+from diloco_jax.files import write_json
 from diloco_jax.interrupt import Interrupt
-from diloco_jax.loading import write_json
 from diloco_jax.workdir import has_begun
 
 ALIVE = ("running", "restarting")
@@ -48,23 +47,23 @@ class Cluster:
         self.workdir = workdir
         self._first = "--resume" if resume else "--init"
         self.address = ""
-        """Where islands reach the coordinator; empty before it is up."""
+        """Address at which islands reach the coordinator; empty before it is up."""
         self.outages = Outages()
         self._noted: dict[str, list[int]] = {}
-        self._deadlines = Deadlines(config.placement.time_budget_s)
+        self._deadlines = config.placement.deadlines
         self.coordinator = self._managed(
             "coordinator", self._coordinator_command, commands.coordinator_environment()
         )
         self.islands: dict[str, ManagedProcess] = {}
         self._step_seconds = max(i.step_seconds for i in config.islands.values())
-        """Of the slowest island, as far as is known."""
+        """Seconds per step of the slowest island, as far as known."""
 
     def start(self, interrupt: Interrupt) -> None:
-        """Starts the coordinator and, once it has an address, the islands.
+        """Start the coordinator and, once it has an address, the islands.
 
-        Raises ConfigError as the coordinator does, and ClusterError if it ends or says
-        nothing for `compile_budget_s`. Returns early, without islands, if interrupted,
-        or if the coordinator finds that the run is over.
+        Raises ConfigError as the coordinator does, and ClusterError if the coordinator
+        ends or has no address after `compile_budget_s`. Returns early, without islands,
+        if interrupted, or if the coordinator finds that the run is over.
         """
         self.coordinator.start()
         deadline = time.monotonic() + self.config.placement.compile_budget_s
@@ -109,7 +108,7 @@ class Cluster:
             self.islands[name].start()
 
     def poll(self) -> bool:
-        """Looks after all processes; False once the coordinator has ended for good."""
+        """Poll all processes; return False once the coordinator has ended for good."""
         for name, island in self.islands.items():
             starts = island.starts
             if island.poll() == "restarting" or island.starts != starts:
@@ -126,16 +125,16 @@ class Cluster:
             write_json(pids, self.workdir / run_files.PROCESSES)
 
     def alone(self) -> bool:
-        """Whether no island is left, or ever will be."""
+        """Return True if no island runs or will run again."""
         return not any(p.state in ALIVE for p in self.islands.values())
 
     def stop(self, interrupt: Interrupt) -> None:
-        """Ends the islands, which say goodbye, then the coordinator, which sums up.
-        After the end of a run islands end by themselves, those of several hosts
-        together; who is asked then would be cut off.
+        """End the islands, which say goodbye, then the coordinator, which sums up.
+        After the end of a run islands end by themselves, the hosts of one island
+        together; a signal then would cut a host off.
 
-        Within three times `stop_s`, and two steps of the slowest island, which ends at
-        a boundary; at once when a further signal arrives.
+        This takes at most three times `stop_s` and two steps of the slowest island,
+        which ends at a boundary. A further signal ends everything at once.
         """
         asked = interrupt.count
         deadline = time.monotonic() + self._deadlines.stop_s
@@ -161,19 +160,19 @@ class Cluster:
             wait_all(group, self._deadlines.stop_s + more_s + 1, wait)
 
     def kill(self) -> None:
-        """Ends everything now."""
+        """End all processes now."""
         for process in (*self.islands.values(), self.coordinator):
             process.kill()
 
     def observe(self, status: Mapping[str, Any], now: float) -> None:
-        """Notes what a status tells: whose outage is over, how long steps take."""
+        """Note from a status which outages are over and how long steps take."""
         self.outages.observe(status, now)
         known = status.get("islands", {}).values()
         steps = (island.get("median_step_seconds", 0.0) for island in known)
         self._step_seconds = max(self._step_seconds, *steps, 0.0)
 
     def overlay(self, status: Mapping[str, Any]) -> dict[str, Any]:
-        """The coordinator's status with what the launcher knows of its processes."""
+        """Return the coordinator's status plus the launcher's facts on processes."""
         known = status.get("islands", {})
         islands = {name: {"state": "starting"} for name in self.islands}
         islands |= {name: dict(island) for name, island in known.items()}
@@ -214,7 +213,7 @@ class Cluster:
 
 
 class Outages:
-    """How long islands were away: from a crash to a step of the next incarnation."""
+    """Outages of islands in seconds: from a crash to a step of the next incarnation."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, list[float]] = {}
@@ -222,11 +221,11 @@ class Outages:
         self._incarnation: dict[str, int] = {}
 
     def down(self, name: str, now: float) -> None:
-        """The island's process is gone (may be said again while it is)."""
+        """Begin an outage: the island's process is gone. Repeated calls are fine."""
         self._down.setdefault(name, now)
 
     def observe(self, status: Mapping[str, Any], now: float) -> None:
-        """Ends the outages of islands that are seen doing steps again."""
+        """End the outages of islands that do steps again."""
         for name, island in status.get("islands", {}).items():
             incarnation = island.get("incarnation", 0)
             if name not in self._down:
@@ -237,7 +236,7 @@ class Outages:
                 self._incarnation[name] = incarnation
 
     def by_island(self) -> dict[str, list[float | None]]:
-        """Seconds of each outage; None for one that did not end."""
+        """Return the seconds of each outage; None for one that did not end."""
         names = [*self._seconds, *(n for n in self._down if n not in self._seconds)]
         return {
             name: [*self._seconds.get(name, ()), *([None] * (name in self._down))]

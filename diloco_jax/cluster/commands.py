@@ -1,4 +1,4 @@
-"""What the child processes are started with: command lines and environment."""
+"""Command lines and environment of the child processes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ ALLOCATOR = {
         ":glibc.malloc.trim_threshold=268435456"
     )
 }
-"""XLA allocates its temporaries, and gRPC its messages, anew every time. Page faults
-cost more than the arithmetic of a merge, a third of a step and a sixth of a transfer,
-so pages are huge, and up to 256 MiB that were freed are kept."""
+"""Settings of the allocator: huge pages, and up to 256 MiB of freed memory are kept.
+XLA allocates its temporaries, and gRPC its messages, anew every time. Page faults cost
+more than the arithmetic of a merge, a third of a step and a sixth of a transfer."""
 
 
 def coordinator_command(workdir: Path, bind: str, how: str) -> list[str]:
-    """`diloco coordinator` for the run in `workdir`; `how` it starts for the first
-    time: "--init" or "--resume", afterwards ""."""
+    """Return the `diloco coordinator` command for the run in `workdir`.
+
+    how: "--init" or "--resume" for the first start, "" for later ones."""
     command = [*DILOCO, "coordinator", str(workdir / run_files.CONFIG)]
     command += ["--workdir", str(workdir), "--bind", bind]
     return [*command, how] if how else command
@@ -34,7 +35,7 @@ def coordinator_command(workdir: Path, bind: str, how: str) -> list[str]:
 def island_commands(
     workdir: Path, name: str, hosts: int, coordinator: str, incarnation: int
 ) -> list[list[str]]:
-    """`diloco island` for one attempt of one island, once for each of its hosts."""
+    """Return the `diloco island` commands of one attempt, one for each host."""
     command = [*DILOCO, "island", str(workdir / run_files.CONFIG), "--name", name]
     command += ["--coordinator", coordinator, "--workdir", str(workdir)]
     command += ["--incarnation", str(incarnation)]
@@ -45,25 +46,25 @@ def island_commands(
 
 
 def free_port() -> int:
-    """Of this machine, a moment ago: if it is taken since, the attempt fails and the
-    next one asks again."""
+    """Return a port of this machine that is free now. If another program takes it
+    before its use, the attempt fails and the next one asks again."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def eval_command(workdir: Path) -> list[str]:
-    """`diloco eval` of a finished run."""
+    """Return the `diloco eval` command for a finished run."""
     return [*DILOCO, "eval", str(workdir), "--json"]
 
 
 def coordinator_environment() -> dict[str, str]:
-    """What is added to this process's environment for the coordinator."""
+    """Return the coordinator's additions to this process's environment."""
     return {VARIABLE: str(of_user()), **ALLOCATOR, "JAX_PLATFORMS": "cpu"}
 
 
 def island_environment() -> dict[str, str]:
-    """What is added to this process's environment for an island.
+    """Return an island's additions to this process's environment.
 
     Islands on one machine compute on its CPU, unless JAX_PLATFORMS says otherwise.
     """

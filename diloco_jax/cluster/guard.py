@@ -1,8 +1,8 @@
-"""Becomes the command after binding its life to the launcher's: PARENT_PID COMMAND...
+"""Bind this process's life to the launcher's, then exec: PARENT_PID COMMAND...
 
-Run as a script, on Linux: the kernel kills the process when the launcher's main thread
-ends, which survives the exec. (Doing this between fork and exec in the launcher itself
-is not safe once it has threads.)
+Run as a script, on Linux. The kernel kills the process when the launcher's main thread
+ends; this setting survives the exec. (Making it between fork and exec in the launcher
+itself is not safe once the launcher has threads.)
 """
 
 import ctypes
@@ -14,12 +14,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Never returns."""
+    """Bind and exec; never return."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         sys.exit(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # The launcher died before the call above.
         sys.exit("the launcher is gone")
     os.execvp(command[0], command)
 

@@ -5,8 +5,8 @@
         cluster.islands["v5p-a"].kill()
         summary = cluster.wait(timeout_s=600)
 
-The processes are children of a `diloco run` of its own, which restarts what crashes and
-takes all of them with it when it ends, or when this process does, however that happens.
+The processes are children of a separate `diloco run`, which restarts those that crash.
+They end with it, and it ends with this process, however that happens.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from diloco_jax.cluster.commands import DILOCO
 from diloco_jax.cluster.processes import log_tail, start_child
 from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.deadlines import Deadlines
-from diloco_jax.loading import write_json
+from diloco_jax.files import write_json
 from diloco_jax.paths import absolute
 from diloco_jax.wire.errors import WireError
 
@@ -37,20 +36,20 @@ POLL_S = 0.2
 
 
 class LocalClusterError(RuntimeError):
-    """The run did not do what was waited for: says what, and how its log ends."""
+    """The run did not reach the awaited state: names it, and quotes the log's end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalProcess:
-    """The coordinator, or an island with all its hosts. Signals go to the process that
-    serves now; after a restart, to the new one."""
+    """The coordinator, or an island with all its hosts. Signals go to the current
+    process; after a restart, to the new one."""
 
     name: str
     workdir: Path
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by host; empty while it is not running."""
+        """Process ids in the order of hosts; empty while it is not running."""
         try:
             known = json.loads((self.workdir / run_files.PROCESSES).read_bytes())
         except FileNotFoundError:
@@ -58,15 +57,15 @@ class LocalProcess:
         return list(known.get(self.name, ()))
 
     def kill(self, host: int = 0) -> None:
-        """SIGKILL, as when a machine is lost."""
+        """Send SIGKILL, as when a machine is lost."""
         self._signal(signal.SIGKILL, host)
 
     def pause(self, host: int = 0) -> None:
-        """SIGSTOP, as when a machine hangs."""
+        """Send SIGSTOP, as when a machine hangs."""
         self._signal(signal.SIGSTOP, host)
 
     def resume(self, host: int = 0) -> None:
-        """SIGCONT, after `pause`."""
+        """Send SIGCONT, after `pause`."""
         self._signal(signal.SIGCONT, host)
 
     def _signal(self, number: int, host: int) -> None:
@@ -81,7 +80,7 @@ class LocalProcess:
 class LocalCluster:
     """One run of a config on this machine, in a folder of its own.
 
-    workdir: stays afterwards; None: a temporary one, which goes with the cluster.
+    workdir: folder that stays afterwards; None = a temporary one, removed at the end.
     """
 
     def __init__(self, config: Config, workdir: str | Path | None = None) -> None:
@@ -111,7 +110,7 @@ class LocalCluster:
         self.close()
 
     def start(self) -> None:
-        """Starts the launcher, which starts everything; returns at once."""
+        """Start the launcher, which starts everything; return at once."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         path = self.log.with_name(run_files.CONFIG)
         write_json(dataclasses.asdict(self.config), path)
@@ -120,8 +119,8 @@ class LocalCluster:
             self._launcher = start_child(command, {}, log, log)
 
     def status(self) -> dict[str, Any]:
-        """As `diloco status`; only `phase` "starting" before the coordinator is up,
-        and "unreachable" while it is away."""
+        """Return the status as `diloco status` does. It has only `phase`, "starting",
+        before the coordinator is up, and "unreachable" while it is away."""
         try:
             return read_status(str(self.workdir), self.config.placement)
         except ConfigError:
@@ -132,23 +131,25 @@ class LocalCluster:
     def until(
         self, holds: Callable[[dict[str, Any]], bool], timeout_s: float
     ) -> dict[str, Any]:
-        """The first status of which that holds.
+        """Wait for the first status that meets the condition, and return it.
 
-        Raises LocalClusterError if the run ends before, or it takes longer.
+        Raises LocalClusterError if the run ends before that, or after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         while not holds(status := self.status()):
             if self._ended():
-                raise self._error("ended before what was waited for", status)
+                raise self._error("ended before it met the condition", status)
             if time.monotonic() >= deadline:
-                raise self._error(f"did not get there in {timeout_s:g} s", status)
+                raise self._error(
+                    f"did not meet the condition in {timeout_s:g} s", status
+                )
             time.sleep(POLL_S)
         return status
 
     def wait(self, timeout_s: float) -> dict[str, Any]:
-        """The summary, when the run is done and evaluated.
+        """Wait until the run is done and evaluated; return its summary.
 
-        Raises LocalClusterError if it fails or takes longer.
+        Raises LocalClusterError if the run fails, or after `timeout_s`.
         """
         assert self._launcher is not None, "start it first"
         try:
@@ -160,12 +161,12 @@ class LocalCluster:
         return dict(json.loads((self.workdir / run_files.SUMMARY).read_bytes()))
 
     def close(self) -> None:
-        """Ends every process; the folder goes too if it is a temporary one."""
+        """End every process; remove the folder if it is a temporary one."""
         if self._launcher is not None and not self._ended():
             self._launcher.terminate()
             try:
                 # Islands say goodbye, then the coordinator sums up (`Cluster.stop`).
-                stop_s = Deadlines(self.config.placement.time_budget_s).stop_s
+                stop_s = self.config.placement.deadlines.stop_s
                 steps = (i.step_seconds for i in self.config.islands.values())
                 self._launcher.wait(4 * stop_s + 2 * max(steps))
             except subprocess.TimeoutExpired:

@@ -1,13 +1,13 @@
 """Child processes that are restarted when they crash and never outlive the launcher.
 
-What is managed is one process, or the hosts of one island, which start and end
-together: when one of them fails, the others are killed and all start again.
+The unit is one process, or the hosts of one island, which start and end together: when
+one host fails, the others are killed and all start again.
 
 A child leads a process group and a session of its own, so that Ctrl-C reaches the
 launcher alone. On Linux the kernel kills it when the launcher dies, however that
 happens. Its standard output and error are appended to one log.
 
-What ends a child for good is in `exit_codes`; any other exit is a crash.
+The codes that end a child for good are in `exit_codes`; any other exit is a crash.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ State = Literal["running", "restarting", "done", "refused", "failed", "stopped"]
 POLL_S = 0.05
 TAIL_BYTES = 8192
 ERROR = "error: "
-"""How `cli.main` begins what ends a command."""
+"""Beginning of the message with which `cli.main` ends a command."""
 GUARD = Path(__file__).with_name("guard.py")
 
 
 class ManagedProcess:
-    """One child or several, restarts included. `poll()` must be called now and then.
+    """One child or several, restarts included. `poll()` must be called regularly.
 
-    restarts: in a row, see `cluster.restarts`.
+    restarts: largest number in a row; see `cluster.restarts`.
 
-    commands: the children's command lines for their n-th attempt (counted from 1,
+    commands: returns the children's command lines for their n-th attempt (from 1,
     within this launcher); called just before each start. Start from the main thread
     only: the kernel ties a child's life to the thread that started it.
-    log: of the first child; the n-th other one writes to NAME.n.log beside it.
+    log: log of the first child; the n-th other child writes to NAME.n.log beside it.
     """
 
     def __init__(
@@ -65,9 +65,10 @@ class ManagedProcess:
         self.state: State = "stopped"
         self.starts = 0
         self.reason = ""
-        """Why it is not running, for people."""
+        """Reason, for people, why it is not running."""
         self.exit_code: int | None = None
-        """Of the attempt that ended last; negative = the signal that ended it."""
+        """Exit code of the latest ended attempt; negative = the signal that ended it.
+        """
         self._commands = commands
         self._environment = dict(environment)
         self._restarts = restarts
@@ -82,11 +83,11 @@ class ManagedProcess:
 
     @property
     def pids(self) -> list[int]:
-        """Of all children, in the order of their commands."""
+        """Process ids of all children, in the order of their commands."""
         return [process.pid for process in self._processes]
 
     def start(self) -> None:
-        """Starts the children."""
+        """Start the children."""
         self.starts += 1
         commands = self._commands(self.starts)
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +101,7 @@ class ManagedProcess:
         logger.info("%s started as process %s", self.name, self.pids)
 
     def poll(self) -> State:
-        """Looks after the children: reaps, restarts or kills where that is due."""
+        """Reap, restart or kill the children where that is due; return the state."""
         if self.state == "restarting" and self._clock() >= self._restart_at:
             self.start()
         if self._processes:
@@ -115,8 +116,8 @@ class ManagedProcess:
         return self.state
 
     def stop(self, more_s: float = 0.0) -> None:
-        """Asks the children to end (SIGTERM); `poll` kills them after `stop_s` and so
-        much more."""
+        """Ask the children to end (SIGTERM); `poll` kills them after `stop_s` plus
+        `more_s`."""
         if self._processes and (code := self._exit_code()) is not None:
             self._ended(code)
         if not self._processes:
@@ -129,7 +130,7 @@ class ManagedProcess:
                 process.terminate()
 
     def kill(self) -> None:
-        """Ends the children and their groups at once, and waits until they are gone."""
+        """Kill the children and their groups, and wait until they are gone."""
         self.stop()
         if self._processes:
             self._kill_groups()
@@ -137,10 +138,10 @@ class ManagedProcess:
             self._ended(next((code for code in codes if code), 0))
 
     def _exit_code(self) -> int | None:
-        """0 once all have ended well, the code of one that failed, or None."""
+        """Return 0 once all have ended well, the code of one that failed, or None."""
         codes = [process.poll() for process in self._processes]
         failed = [code for code in codes if code]
-        # What nobody cures by another attempt, before what followed from it.
+        # Codes that no attempt cures come before those that followed from them.
         for code in (EXIT_CONFIG, EXIT_REFUSED, *failed):
             if code in failed:
                 return code
@@ -151,7 +152,7 @@ class ManagedProcess:
             kill_group(process)
 
     def _ended(self, code: int) -> None:
-        self._kill_groups()  # and whatever they may have started
+        self._kill_groups()  # The children may have started processes, too.
         for process in self._processes:
             process.wait(self._stop_s)
         self._processes, self.exit_code = [], code
@@ -185,7 +186,7 @@ def wait_all(
     deadline_s: float,
     wait: Callable[[float], object],
 ) -> None:
-    """Polls until no process runs or the deadline is over; then kills what is left."""
+    """Poll until no process runs or the deadline is over; then kill the rest."""
     processes = tuple(processes)
     deadline = time.monotonic() + deadline_s
     while any(p.poll() in ("running", "restarting") for p in processes):
@@ -203,9 +204,9 @@ def start_child(
     stderr: BinaryIO | int,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Starts a command that dies with this process, in a group of its own.
+    """Start a command that dies with this process, in a group of its own.
 
-    pass_fds: open files that it inherits under their numbers.
+    pass_fds: open files that the child inherits under their numbers.
     """
     guard = [sys.executable, "-IS", str(GUARD), str(os.getpid())]
     return subprocess.Popen(
@@ -220,13 +221,13 @@ def start_child(
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to a child and whatever it started and left in its group."""
+    """Send SIGKILL to a child and to all processes in its group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def log_tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a log that hold anything, oldest first."""
+    """Return the last non-empty lines of a log, oldest first."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -237,7 +238,7 @@ def log_tail(path: Path, lines: int) -> list[str]:
 
 
 def last_error(path: Path) -> str:
-    """What a `diloco` command said last of an error in its log; "" if nothing."""
+    """Return the last error message of a `diloco` command in its log; "" if none."""
     said = [line for line in log_tail(path, TAIL_BYTES) if line.startswith(ERROR)]
     return said[-1].removeprefix(ERROR) if said else ""
 

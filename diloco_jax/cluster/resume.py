@@ -1,7 +1,7 @@
 """`diloco run --resume WORKDIR`: a run that was stopped goes on.
 
 It goes on with its own `RunConfig`; islands and placement may be others. Nothing in the
-workdir changes before everything that can be checked here has been.
+workdir changes before all checks of this module have passed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,10 @@ from rich.console import Console
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
+from diloco_jax.config.loading import read_config_json, write_config_json
+from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator.notes import Recovered
-from diloco_jax.loading import (
-    filled,
-    read_config_json,
-    resolve,
-    write_config_json,
-    write_json,
-)
+from diloco_jax.files import write_json
 from diloco_jax.observability.tape import newest_record
 from diloco_jax.paths import absolute, expand
 from diloco_jax.protocol.records import from_tape
@@ -33,8 +29,8 @@ OPTION = "--resume"
 
 
 def with_config(arguments: Sequence[str]) -> list[str]:
-    """The arguments of `diloco run` with a CONFIG: where `--resume WORKDIR` comes
-    without one, the config.json of that workdir."""
+    """Return the arguments of `diloco run` with a CONFIG: if `--resume WORKDIR` comes
+    without one, add the config.json of that workdir."""
     arguments = list(arguments)
     if not arguments or arguments[0].split("=")[0] != OPTION:
         return arguments
@@ -51,14 +47,14 @@ def with_config(arguments: Sequence[str]) -> list[str]:
             f"{OPTION} {value}: no run is there (there is no run.json); give the "
             f"workdir of a run, or begin one with diloco run CONFIG"
         )
-    # Before the config is read: one of another format may have other fields.
+    # Before the config is read: a config of another format may have other fields.
     workdirs.require_format(workdir)
     return [str(workdir / run_files.CONFIG), *arguments]
 
 
 def require_one_workdir(arguments: Sequence[str], workdir: str, resume: str) -> None:
-    """Raises ConfigError if the command line asks for a workdir, and to go on in
-    another one. The one of a configs file is only where its runs begin."""
+    """Raise ConfigError if the command line gives both a workdir and another one to
+    resume. The workdir in a config file only says where its runs begin."""
     options = {argument.split("=")[0] for argument in arguments}
     if not resume or options.isdisjoint(("--workdir", "--placement.workdir")):
         return
@@ -70,10 +66,10 @@ def require_one_workdir(arguments: Sequence[str], workdir: str, resume: str) -> 
 
 
 def resumed_config(config: Config, workdir: Path) -> Config:
-    """The config with which the run in `workdir` goes on.
+    """Return the config with which the run in `workdir` goes on.
 
-    config: what the user gave; what it leaves open (corpus, outer optimizer) is as the
-    run has it. Raises ConfigError if the workdir holds no run, one of another config or
+    config: the user's config; the run fills what it leaves open (corpus, outer
+    optimizer). Raises ConfigError if the workdir holds no run, one of another config or
     format, or one that a coordinator serves just now.
     """
     if not workdir.is_dir():
@@ -87,7 +83,7 @@ def resumed_config(config: Config, workdir: Path) -> Config:
     if lines:
         raise ConfigError(
             f"run {facts.run_id} in {workdir} goes on with its own settings alone, but "
-            f"asked for are others: {'; '.join(lines)} (here: the run's). Islands and "
+            f"the config has others: {'; '.join(lines)} (here: the run's). Islands and "
             f"placement may differ; for anything else, more total_tokens included, "
             f"begin a new run"
         )
@@ -103,15 +99,16 @@ def _no_folder(workdir: Path) -> str:
 
 
 def finished(workdir: Path) -> dict[str, Any]:
-    """The summary of a run that is over; empty while it is not."""
+    """Return the summary of a run that is over; empty while it is not."""
     summary = workdirs.read_summary(workdir)
     return summary if summary.get("phase") == "done" else {}
 
 
-class Replacement:
-    """The files of the workdir that a resumed run writes anew: made, the new
-    `config.json` is there, the old summary and the address of a coordinator that was
-    killed are not. `undo` is for a start that failed."""
+class ReplacedFiles:
+    """The files of the workdir that a resumed run writes anew.
+
+    Making this object writes the new `config.json`, and removes the old summary and the
+    address of a coordinator that was killed. `undo` is for a start that failed."""
 
     def __init__(self, config: Config, workdir: Path) -> None:
         self._before = {
@@ -124,13 +121,13 @@ class Replacement:
             (workdir / name).unlink(missing_ok=True)
 
     def undo(self) -> None:
-        """Config and summary are as they were."""
+        """Restore config and summary as they were."""
         for path, octets in self._before.items():
             write_json(json.loads(octets), path)
 
 
 def tell_resumed(workdir: Path, console: Console) -> None:
-    """Once the coordinator is up: with what the run goes on."""
+    """Print from which merges the run goes on, once the coordinator is up."""
     line = newest_record(workdir / run_files.TAPE, "recovered")
     recovered = from_tape(line, Recovered)
     merges = sum(version.number for version in recovered.versions)
@@ -142,8 +139,8 @@ def tell_resumed(workdir: Path, console: Console) -> None:
 
 
 def _filled(run: RunConfig, written: RunConfig) -> RunConfig:
-    """With what `loading.resolve` decided when the run began."""
+    """Fill in the fields that `resolving.resolve` decided when the run began."""
     data = run.data
     if not data.digest:
         data = dataclasses.replace(data, digest=written.data.digest)
-    return dataclasses.replace(run, data=data, outer=filled(run.outer, written.outer))
+    return dataclasses.replace(run, data=data, outer=run.outer.filled(written.outer))

@@ -20,7 +20,7 @@ from diloco_jax.cluster.beginning import Beginning
 from diloco_jax.cluster.cluster import Cluster
 from diloco_jax.cluster.processes import kill_group, log_tail, start_child
 from diloco_jax.cluster.resume import (
-    Replacement,
+    ReplacedFiles,
     finished,
     resumed_config,
     tell_resumed,
@@ -31,10 +31,9 @@ from diloco_jax.config import (
     ConfigError,
     Placement,
 )
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.config.resolving import resolve
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.interrupt import Interrupt
-from diloco_jax.loading import resolve
 from diloco_jax.observability.report import closing_report, comparison
 from diloco_jax.observability.tape import tells_of_the_end
 from diloco_jax.observability.terminal import LINE_EVERY_S, Dashboard
@@ -48,7 +47,7 @@ logger = logging.getLogger(__name__)
 STATUS_EVERY_S = 1.0
 LOOP_S = 0.2
 CONCLUDE_S = 3600.0
-"""For the last snapshot of a run that is over, however large it is."""
+"""Seconds for the last snapshot of a run that is over, however large it is."""
 ROLES: tuple[Role, ...] = ("coordinator", "island")
 
 
@@ -60,9 +59,9 @@ def run(
     baseline: bool,
     resume: str = "",
 ) -> tuple[int, dict[str, Any]]:
-    """Runs it; returns the exit code and the summary (empty if there is none).
+    """Run it; return the exit code and the summary (empty if there is none).
 
-    resume: the workdir of a run that goes on; empty: a new one begins.
+    resume: the workdir of a run that goes on; empty = begin a new run.
 
     Progress and report go to `console`. Raises ConfigError or SecurityError before
     anything is started, and ClusterError if the run cannot start.
@@ -93,7 +92,7 @@ def _run(
     *,
     baseline: bool,
 ) -> tuple[int, dict[str, Any]]:
-    """begun: what is to be undone of a new run; None: one that goes on."""
+    """Run it in its workdir. begun: undoes a new run; None = a run that goes on."""
     resume = begun is None
     console.print(f"{len(config.islands)} islands, workdir {workdir}", highlight=False)
     cluster = Cluster(config, workdir, resume=resume)
@@ -104,7 +103,7 @@ def _run(
         else:
             code = _processes(cluster, console, interrupt, begun)
             if resume and finished(workdir):
-                # It only had to end: its islands were refused, or not started.
+                # The run only had to end: its islands were refused, or not started.
                 code = EXIT_DONE
         summary = workdirs.read_summary(workdir)
         if code == EXIT_DONE and summary and "eval_loss" not in summary:
@@ -136,13 +135,13 @@ def _say_how_to_go_on(workdir: Path, console: Console, interrupt: Interrupt) -> 
 def _processes(
     cluster: Cluster, console: Console, interrupt: Interrupt, begun: Beginning | None
 ) -> int:
-    """Starts, watches and stops everything; the exit code of the run so far."""
+    """Start, watch and stop everything; return the exit code of the run so far."""
     resume = begun is None
-    change = Replacement(cluster.config, cluster.workdir) if resume else None
+    change = ReplacedFiles(cluster.config, cluster.workdir) if resume else None
     try:
         cluster.start(interrupt)
     except Exception as error:
-        # Nothing has run: the workdir is as it was.
+        # Nothing has run: leave the workdir as it was.
         cluster.kill()
         if change is not None:
             change.undo()
@@ -173,7 +172,7 @@ def _check_security(placement: Placement) -> None:
 
 
 def _supervise(cluster: Cluster, console: Console, interrupt: Interrupt) -> int:
-    """Watches and stops the processes; the exit code of the run so far."""
+    """Watch and stop the processes; return the exit code of the run so far."""
     if cluster.islands and not interrupt.count:
         client = status_client(cluster.address, cluster.config.placement)
         try:
@@ -191,8 +190,8 @@ def _supervise(cluster: Cluster, console: Console, interrupt: Interrupt) -> int:
 def _watch(
     cluster: Cluster, client: Client, console: Console, interrupt: Interrupt
 ) -> None:
-    """Until the coordinator has ended, no island is left, or somebody interrupts."""
-    deadlines = Deadlines(cluster.config.placement.time_budget_s)
+    """Watch until the coordinator has ended, no island is left, or an interrupt."""
+    deadlines = cluster.config.placement.deadlines
     next_status_s = 0.0
     give_up_s = float("inf")
     with Dashboard(console) as dashboard:
@@ -203,7 +202,7 @@ def _watch(
             if not cluster.alone():
                 give_up_s = float("inf")
             elif give_up_s == float("inf"):
-                # Islands leave before a coordinator that writes its last snapshot.
+                # Islands leave before the coordinator writes its last snapshot.
                 over = tells_of_the_end(cluster.workdir / run_files.TAPE)
                 give_up_s = now + (CONCLUDE_S if over else deadlines.flush_s)
                 if over:
@@ -212,7 +211,7 @@ def _watch(
                 next_status_s = now + STATUS_EVERY_S
                 try:
                     status = client.status(STATUS_EVERY_S)
-                except WireError as error:  # it may be restarting
+                except WireError as error:  # The coordinator may be restarting.
                     logger.debug("no status: %s", error)
                 else:
                     cluster.observe(status, now)
@@ -244,7 +243,7 @@ def _evaluate(
     console: Console,
     interrupt: Interrupt,
 ) -> int:
-    """Has the validation loss added to the summary; the exit code."""
+    """Have the validation loss added to the summary; return the exit code."""
     log = workdir / run_files.LOGS / "eval.log"
     console.print("evaluating on the whole validation split", highlight=False)
     with log.open("ab") as stderr:
@@ -269,7 +268,7 @@ def _evaluate(
             console.print(
                 f"evaluation took longer than placement.compile_budget_s = "
                 f"{config.placement.compile_budget_s:g}; "
-                f"`diloco eval {workdir}` has all the time that it takes",
+                f"`diloco eval {workdir}` has no time limit",
                 highlight=False,
                 soft_wrap=True,
                 markup=False,
@@ -288,7 +287,7 @@ def _evaluate(
 
 
 def _baseline_lines(console: Console) -> Callable[[int, int, float], None]:
-    """Told of every step of the baseline, prints a line now and then."""
+    """Return a callback for the baseline's steps that prints a line now and then."""
     next_line_s = 0.0
 
     def report(tokens: int, total_tokens: int, loss: float) -> None:

@@ -1,4 +1,4 @@
-"""The state of a run, from its coordinator or from what it left."""
+"""The state of a run, from its coordinator or from the files in its workdir."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.deadlines import Deadlines
-from diloco_jax.loading import read_config_json
+from diloco_jax.config.loading import read_config_json
 from diloco_jax.observability.terminal import duration_text
 from diloco_jax.paths import expand
 from diloco_jax.wire.client import Client
@@ -19,23 +18,23 @@ from diloco_jax.workdir import has_begun, read_summary, require_format
 
 
 def status_client(address: str, placement: Placement) -> Client:
-    """A connection for `status()` alone; close it."""
+    """Return a connection for `status()` alone; the caller closes it."""
     folder = placement.certificates
     return Client(
         address,
         tls=TlsFiles.load_any(folder) if folder else None,
-        deadlines=Deadlines(placement.time_budget_s),
+        deadlines=placement.deadlines,
         bulk_channels=0,
         insecure=placement.insecure,
     )
 
 
 def read_status(target: str, placement: Placement) -> dict[str, Any]:
-    """Status of the run at a coordinator's HOST:PORT, or in a workdir.
+    """Return the status of the run at a coordinator's HOST:PORT, or in a workdir.
 
-    A workdir whose coordinator is gone gives its summary, with `phase` "done" or, if
-    the run was stopped before its end, "stopped" (ConnectionLost if it left none). Its
-    own placement counts where the one given names no certificates.
+    If the coordinator of a workdir is gone, return its summary, with `phase` "done" or,
+    if the run was stopped before its end, "stopped". Raises ConnectionLost if there is
+    no summary. The workdir's placement counts if `placement` names no certificates.
     """
     workdir = expand(target)
     if not workdir.is_dir():
@@ -67,14 +66,14 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
 
 
 def _cut_off(workdir: Path) -> str:
-    """Of a run that has neither a coordinator nor an end."""
+    """Describe a run that has neither a coordinator nor a summary."""
     tape, silent = workdir / run_files.TAPE, ""
     if tape.exists():
         seconds = max(0.0, time.time() - tape.stat().st_mtime)
         silent = f", and wrote nothing to its tape for {duration_text(seconds)}"
     return (
         f"The run in {workdir} left no summary{silent}: it was cut off, or its "
-        f"coordinator is being started again; if nobody does that, `diloco run "
+        f"coordinator is being started again; if nothing does that, `diloco run "
         f"--resume {workdir}` goes on with a run of this machine"
     )
 
@@ -82,6 +81,6 @@ def _cut_off(workdir: Path) -> str:
 def _ask(address: str, placement: Placement) -> dict[str, Any]:
     client = status_client(address, placement)
     try:
-        return client.status(Deadlines(placement.time_budget_s).connect_s)
+        return client.status(placement.deadlines.connect_s)
     finally:
         client.close()

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 
 from diloco_jax.config import Placement
+from diloco_jax.config.fields import positional, setting
+from diloco_jax.options import parse
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatusOptions:
+    """The options of `diloco status`."""
+
+    target: str = positional(
+        metavar="HOST:PORT or WORKDIR", help="A coordinator, or the workdir of a run."
+    )
+    json: bool = setting(False, help="Print one JSON object to standard output.")
+    certificates: str = setting("", help="Folder made by diloco certs.")
+    insecure: bool = setting(
+        False, help="Ask an address that is not loopback without TLS."
+    )
 
 
 def status_command(arguments: Sequence[str]) -> int:
-    """Shows how a run stands; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="diloco status",
-        description="Shows who is alive, who takes part, and how far it is.",
-        allow_abbrev=False,
+    """Show the state of a run; return the exit code."""
+    (options,) = parse(
+        [StatusOptions],
+        arguments,
+        "diloco status",
+        "Show who is alive, who takes part, and how far the run is.",
     )
-    parser.add_argument("target", metavar="HOST:PORT or WORKDIR")
-    parser.add_argument("--json", action="store_true", help="one object, on stdout")
-    parser.add_argument(
-        "--certificates", default="", metavar="DIR", help="made by `diloco certs`"
-    )
-    parser.add_argument(
-        "--insecure", action="store_true", help="ask a non-loopback address without TLS"
-    )
-    options = parser.parse_args(arguments)
     from rich.console import Console
 
     from diloco_jax.cluster.status import read_status

@@ -1,4 +1,4 @@
-"""What a message must hold beyond its types before anything is computed from it."""
+"""Checks of a message beyond its types, before anything is computed from it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from diloco_jax.wire.errors import RemoteProtocolError
 
 HIGHEST_TERM = 2**20
 HIGHEST_NUMBER = 2**48
+SHORTEST_MEDIAN_S = 1e-9
+"""Shortest median of a step in seconds; the speed of a shorter step would not be
+finite."""
 OF_NO_FRAGMENT = ("granted", "progress", "restored")
 
 
 def check_hello(hello: messages.Hello) -> None:
-    """Raises RemoteProtocolError if numbers or their products are absurd."""
+    """Raise RemoteProtocolError if the numbers of a hello or their products are
+    absurd."""
     _check_tokens(hello, hello.steps)
     for term, number in hello.versions:
         if not (0 < term <= HIGHEST_TERM and 0 <= number <= HIGHEST_NUMBER):
@@ -24,9 +28,14 @@ def check_hello(hello: messages.Hello) -> None:
 def check_report(
     hello: messages.Hello, report: messages.Report, fragments: int
 ) -> None:
-    """Likewise, or if a record is of a fragment that the run does not have. hello: that
-    of the session."""
+    """Raise RemoteProtocolError if a report's numbers are absurd, or if one of its
+    records names a fragment that the run does not have. hello: the session's."""
     _check_tokens(hello, max(report.steps, report.measures.steps))
+    if 0 < (median_s := report.measures.median_step_seconds) < SHORTEST_MEDIAN_S:
+        raise RemoteProtocolError(
+            f"island {hello.island!r} says that its steps take {median_s} s, no step "
+            f"takes less than {SHORTEST_MEDIAN_S}; start it again"
+        )
     for record in report.records:
         if record.fragment >= fragments or (
             record.fragment < 0 and record.kind not in OF_NO_FRAGMENT

@@ -1,8 +1,8 @@
-"""Carries out what the coordinator decides: one engine for every clock.
+"""Carry out what the coordinator decides: one engine for every clock.
 
 Three shells construct it: the service (`thread.py`), a coordinator in virtual time, and
-one that gathers the anchors of a lost state. They differ in the half of the protocol
-that decides, and in the log, the sender and the holder that they give to it.
+a coordinator that gathers the anchors of a lost state. They give it different deciding
+halves of the protocol, and different logs, messengers and holders.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from diloco_jax.protocol.new_term.events import Discard, GiveUp, Open, Postpone
 from diloco_jax.protocol.records import Durable, Noted, TurnedAway
 
 S = TypeVar("S")
-"""What the deciding half remembers."""
+"""State of the deciding half."""
 E = TypeVar("E")
-"""Its events."""
+"""Events of the deciding half."""
 
 AnyEffect = Effect | Postpone | Discard | Open | GiveUp
 
@@ -39,62 +39,63 @@ Decide = Callable[[PolicyConfig, S, E, float], tuple[S, Any]]
 
 
 class Log(Protocol):
-    """What is written down. A half that gathers writes nothing."""
+    """The written record of the coordinator. A gathering half writes nothing."""
 
     def persist(self, record: Durable) -> None:
-        """Writes a record; durable when this returns."""
+        """Write a record; durable when this returns."""
 
     def note(self, record: Noted) -> None:
-        """Writes a record to the tape."""
+        """Write a record to the tape."""
 
     def ignored(self, ignored: Ignored) -> None:
-        """Counts a message that made no move."""
+        """Count a message that made no move."""
 
     def alert(self, text: str) -> None:
-        """Says what a person should look at."""
+        """Report something that a person should look at."""
 
 
-class Sender(Protocol):
-    """Who is connected."""
+class Messenger(Protocol):
+    """The connected sessions."""
 
     def tell(self, session: str, message: FromCoordinator) -> None:
-        """Sends a message; nothing happens if the session is not connected."""
+        """Send a message; nothing happens if the session is not connected."""
 
     def postpone(self, session: str, message: str) -> None:
-        """Ends a session with this reason; the island comes again."""
+        """End a session for this reason; the island tries again later."""
 
 
 class Holder(Protocol):
-    """What holds fragments and deltas."""
+    """The fragments and deltas."""
 
     def merge(self, merge: Merge) -> None:
-        """Begins a merge; its result comes as a `MergeComputed`."""
+        """Begin a merge; its result arrives as a `MergeComputed`."""
 
     def commit(self, commit: Commit) -> None:
-        """Makes a computed merge the fragment's version."""
+        """Make a computed merge the fragment's version."""
 
     def drop(self, drop: Drop) -> None:
-        """Frees a delta; unknown ones are ignored."""
+        """Free a delta; unknown deltas are ignored."""
 
     def forget(self, forget: Forget) -> None:
-        """Frees what earlier incarnations of an island sent."""
+        """Free everything that earlier incarnations of an island sent."""
 
 
-class Gatherer(Protocol):
-    """What holds the anchors of a lost state, as they come in."""
+class AnchorHolder(Protocol):
+    """The anchors of a lost state, as they arrive."""
 
     def discard(self, discard: Discard) -> None:
-        """Frees what came of an anchor."""
+        """Free the bytes that arrived of an anchor."""
 
     def open(self, opened: Open) -> None:
-        """All anchors are here: a new term begins with them."""
+        """Begin a new term with the anchors, all of which have arrived."""
 
     def give_up(self, reason: GiveUp) -> None:
-        """There will be no term."""
+        """Give up: there will be no new term."""
 
 
 class Engine(Generic[S, E]):
-    """The half of the protocol that decides, and what it needs to be heard."""
+    """The deciding half of the protocol, with the objects that carry out its
+    effects."""
 
     def __init__(
         self,
@@ -102,41 +103,41 @@ class Engine(Generic[S, E]):
         config: PolicyConfig,
         state: S,
         *,
-        sender: Sender,
+        sender: Messenger,
         log: Log | None = None,
         holder: Holder | None = None,
-        gatherer: Gatherer | None = None,
+        gatherer: AnchorHolder | None = None,
     ) -> None:
-        """log, holder: of the usual half; gatherer: of the half that gathers."""
+        """log, holder: for the usual half; gatherer: for the gathering half."""
         self.config, self.state = config, state
         self.dead = False
-        """Set by what an effect led to: no later one is carried out."""
+        """Set by an effect that ends this engine; no later effect is carried out."""
         self._decide = decide
         self._sender = sender
         self._log, self._holder, self._gatherer = log, holder, gatherer
 
     def step(self, event: E, now: float) -> None:
-        """Applies one event at time `now`: decides, then acts, in order."""
+        """Apply one event at time `now`: decide, then act, in order."""
         for effect in self.decide(event, now):
             self.carry_out(effect)
             if self.dead:
                 return
 
     def decide(self, event: E, now: float) -> list[AnyEffect]:
-        """Decides upon an event; nothing of it is visible yet."""
+        """Decide upon an event; return the effects, none of which is visible yet."""
         effects: list[AnyEffect]
         self.state, effects = self._decide(self.config, self.state, event, now)
         return effects
 
     def turn_away(self, island: str, session: str, refused: Refused) -> None:
-        """Ends a session for a reason of the shell's own."""
+        """End a session for a reason of the shell, not of the protocol."""
         if self._log is not None:
             note = TurnedAway(island=island, code=refused.code, message=refused.message)
             self._log.note(note)
         self._sender.tell(session, refused)
 
     def carry_out(self, effect: AnyEffect) -> None:
-        """Carries out one effect."""
+        """Carry out one effect."""
         match effect:
             case Tell(session=session, message=message):
                 self._sender.tell(session, message)

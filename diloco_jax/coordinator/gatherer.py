@@ -1,8 +1,9 @@
-"""A coordinator without its state: takes offers and anchors from islands until a new
-term can begin. Calls become events of `protocol.new_term.gathering`, which decides.
+"""A coordinator without its state: it takes offers and anchors from islands until a new
+term can begin.
 
-Nothing is written before that. Islands train on; their control streams stay open, and
-all else that they send is answered "later".
+Calls become events of `protocol.new_term.gathering`, which decides. Nothing is written
+before the new term. Islands train on and their control streams stay open; every other
+call of theirs is answered "later".
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.thread import EngineThread
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.protocol import messages
@@ -51,15 +52,15 @@ NO_STATE = "this coordinator has lost its state and gathers anchors of islands"
 
 
 class Gathered(NamedTuple):
-    """What a new term begins with."""
+    """The state that a new term begins with."""
 
     opened: Open
     params: Params
-    """The anchors, as a nested dict."""
+    """Anchors as a nested dict."""
 
 
 class Gatherer:
-    """The `Handlers` of the wire's server until `gather` returns."""
+    """`Handlers` of the wire's server until `gather` returns."""
 
     def __init__(
         self,
@@ -68,14 +69,14 @@ class Gatherer:
         plan: FragmentPlan,
         names: frozenset[str],
     ) -> None:
-        """names: of the config's islands. config: without a run id."""
+        """names: the config's islands. config: without a run id."""
         self._likeness = Likeness(run, plan)
         self._config, self._plan, self._names = config, plan, names
         self._codec = get_codec("f32")
         self._layouts = [PayloadLayout.of(self._codec, p) for p in plan.fragments]
         total = sum(layout.total_bytes for layout in self._layouts)
-        # One of each fragment, and one that was given up and is still arriving; and as
-        # much for parts on their way.
+        # One anchor of each fragment, and one that was given up and is still arriving.
+        # The same again is for parts on their way.
         self._inbox = Inbox(self._layouts, Rooms(4 * total))
         self._sessions = Sessions()
         self._lock = threading.Lock()
@@ -95,7 +96,7 @@ class Gatherer:
         )
 
     def gather(self) -> Gathered:
-        """Waits for islands, until a deadline, and for their anchors.
+        """Wait for islands until a deadline, and for their anchors.
 
         Raises ConfigError that says why there will be no term.
         """
@@ -107,7 +108,7 @@ class Gatherer:
     # ---- calls of islands, on many threads ----------------------------------------
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
-        """An island offers what it has."""
+        """Take the offer of an island that connects."""
         door.check_hello(hello)
         if unknown := admission.unknown(self._config, hello.island):
             raise Refused("unknown_island", unknown)
@@ -118,21 +119,22 @@ class Gatherer:
     def receive(
         self, session: Session, message: messages.Report | messages.Goodbye
     ) -> None:
-        """What reports say comes again, in the new term; a goodbye ends the session."""
+        """End the session on a goodbye; ignore reports, which come again in the new
+        term."""
         hello = session.hello
         if isinstance(message, messages.Report):
             said = Said(island=hello.island, session=hello.session, message=message)
             self._thread.post(said)
 
     def disconnect(self, session: Session) -> None:
-        """A control stream ended."""
+        """Note that a control stream ended."""
         hello = session.hello
         if self._sessions.gone(session):
             lost = Disconnected(island=hello.island, session=hello.session)
             self._thread.post(lost)
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
-        """The place of an anchor's stripe, if it was asked for."""
+        """Return the place of an anchor's stripe, if the anchor was asked for."""
         asked = self._thread.state.asked.get(start.fragment)
         member = self._thread.state.members.get(start.island)
         if (
@@ -150,7 +152,7 @@ class Gatherer:
         return place
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
-        """A stripe is in its place; the last one makes the anchor an event."""
+        """Accept a stripe in its place; the last one makes the anchor an event."""
         if not self._inbox.end(_keyed(start), place):
             return False
         assert start.version is not None
@@ -164,11 +166,11 @@ class Gatherer:
         return True
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
-        """There is nothing to fetch yet."""
+        """Answer Busy: there is nothing to fetch yet."""
         raise Busy(f"{NO_STATE}; come again")
 
     def status(self) -> dict[str, Any]:
-        """What `diloco status` shows."""
+        """Return what `diloco status` shows."""
         state = self._thread.state
         return {
             "run_id": "",
@@ -180,7 +182,7 @@ class Gatherer:
             "goodput": 0.0,
             "alerts": [
                 f"{NO_STATE}: {len(state.got)} of {self._config.fragments} fragments "
-                f"are here"
+                f"have arrived"
             ],
             "versions": [],
             "islands": {
@@ -207,7 +209,7 @@ class Gatherer:
     # ---- what was decided, on one thread -------------------------------------------
 
     def discard(self, discard: Discard) -> None:
-        """See engine.Gatherer."""
+        """See engine.AnchorHolder."""
         logger.warning(
             "fragment %d did not come from island %s", discard.fragment, discard.island
         )
@@ -219,12 +221,12 @@ class Gatherer:
             self._inbox.drop(key)
 
     def open(self, opened: Open) -> None:
-        """See engine.Gatherer."""
+        """See engine.AnchorHolder."""
         self._opened = opened
         self._thread.stop()
 
     def give_up(self, reason: GiveUp) -> None:
-        """See engine.Gatherer."""
+        """See engine.AnchorHolder."""
         self._thread.fail(ConfigError(reason.message))
 
     def _decode(self, key: DeltaKey) -> None:
@@ -246,7 +248,7 @@ class Gatherer:
 
 
 def _keyed(start: bulk.UploadStart) -> bulk.UploadStart:
-    """With the version for a tick: anchors of two versions are not put together."""
+    """Use the version as the tick, so that anchors of two versions are kept apart."""
     assert start.version is not None
     return msgspec.structs.replace(start, tick=start.version.number)
 

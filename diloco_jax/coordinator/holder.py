@@ -1,8 +1,7 @@
-"""What holds fragments in the lead's own process: parameters, and deltas on their way.
+"""Hold parameters and deltas in the lead's own process.
 
-Merges are computed one by one on a thread of their own; a result comes back as an
-event. From then on its deltas are not needed any more, and its publish waits for the
-log.
+Merges are computed one by one on a thread of their own, and a result comes back as an
+event. The merged deltas are not needed after that; the publish waits for the log.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.inbox import Inbox
-from diloco_jax.coordinator.store import Merged, Store
+from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol.coordinator.events import (
     Commit,
@@ -27,8 +27,8 @@ from diloco_jax.protocol.values import DeltaKey
 class StoreHolder:
     """The `Holder` of the service's engine.
 
-    post: queues an event for the engine's thread, and what to do there just ahead of
-    it. failed: called with what went wrong in a merge.
+    post: queues an event for the engine's thread, with a function to call there just
+    before it. failed: called with the error of a merge. note: writes to the tape.
     """
 
     def __init__(
@@ -38,15 +38,16 @@ class StoreHolder:
         metrics: Metrics,
         post: Callable[[MergeComputed | None, Callable[[], None]], None],
         failed: Callable[[BaseException], None],
+        note: Callable[[notes.Note], None],
     ) -> None:
         self._store, self._inbox, self._metrics = store, inbox, metrics
-        self._post, self._failed = post, failed
+        self._post, self._failed, self._note = post, failed, note
         self._merger = ThreadPoolExecutor(1, "diloco-merge")
-        self._computed: dict[int, Merged] = {}
+        self._computed: dict[int, ComputedMerge] = {}
         self._closing = False
 
     def warm_up(self, compiled: Callable[[], None]) -> None:
-        """Compiles what merges need, ahead of the first one. compiled: called on the
+        """Compile what merges need, ahead of the first merge. compiled: called on the
         engine's thread once that is done."""
         future = self._merger.submit(self._store.warm_up, lambda: self._closing)
 
@@ -57,16 +58,17 @@ class StoreHolder:
         future.add_done_callback(done)
 
     def close(self) -> None:
-        """Waits for the merge under way; begins no other."""
+        """Wait for the merge under way; begin no other."""
         self._closing = True
         self._merger.shutdown(wait=True, cancel_futures=True)
 
     def published(self, fragment: int) -> bytes:
-        """The encoded publish of a merge that is computed and not committed yet."""
+        """Return the encoded publish of a merge that is computed and not committed
+        yet."""
         return self._computed[fragment].payload
 
     def merge(self, merge: Merge) -> None:
-        """See Holder."""
+        """See engine.Holder."""
         keys = _keys(merge)
         payloads = [self._inbox.payload(key) for key in keys]
         started = time.monotonic()
@@ -80,7 +82,7 @@ class StoreHolder:
             final=merge.final,
         )
 
-        def done(future: Future[Merged]) -> None:
+        def done(future: Future[ComputedMerge]) -> None:
             if not self._succeeded(future):
                 return
             merged = future.result()
@@ -99,18 +101,26 @@ class StoreHolder:
         future.add_done_callback(done)
 
     def commit(self, commit: Commit) -> None:
-        """See Holder."""
-        self._store.commit(commit.fragment, self._computed.pop(commit.fragment))
+        """See engine.Holder."""
+        merged = self._computed.pop(commit.fragment)
+        self._store.commit(commit.fragment, merged)
+        self._note(
+            notes.Measured(
+                fragment=commit.fragment,
+                version=merged.version,
+                **merged.measures._asdict(),
+            )
+        )
 
     def drop(self, drop: Drop) -> None:
-        """See Holder."""
+        """See engine.Holder."""
         self._inbox.drop(drop.delta)
 
     def forget(self, forget: Forget) -> None:
-        """See Holder."""
+        """See engine.Holder."""
         self._inbox.drop_island(forget.island, forget.before, frozenset(forget.kept))
 
-    def _succeeded(self, future: Future[Merged] | Future[None]) -> bool:
+    def _succeeded(self, future: Future[ComputedMerge] | Future[None]) -> bool:
         if future.cancelled():
             return False
         if (failure := future.exception()) is None:
@@ -118,7 +128,7 @@ class StoreHolder:
         self._failed(failure)
         return False
 
-    def _measured(self, merge: Merge, merged: Merged, seconds: float) -> None:
+    def _measured(self, merge: Merge, merged: ComputedMerge, seconds: float) -> None:
         self._metrics.append(
             {
                 "kind": "merge",
@@ -129,6 +139,7 @@ class StoreHolder:
                 "tokens": sum(c.tokens for c in merge.contributions),
                 "share": merge.share,
                 "norm": merged.norm,
+                **merged.measures._asdict(),
                 "seconds": seconds,
             }
         )

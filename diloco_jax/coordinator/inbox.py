@@ -1,10 +1,10 @@
 """Deltas on their way in: places for their bytes, checked before they are allocated.
 
 A delta is assembled from stripes that arrive in any order on several connections. It
-stays until the policy has merged or dropped it. An island has one delta of a fragment
-outstanding, and may leave another behind. Those that memory is not meant for wait on
+stays until the policy has merged or dropped it. An island has one outstanding delta of
+a fragment, and may leave another behind. Deltas that do not fit into memory wait on
 disk (`rooms.py`): no delta may keep out the one that its fragment's quorum needs. A
-stripe for which the disk has no room either is answered Busy, and comes again.
+stripe that does not fit on disk either is answered Busy, and comes again.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
 
 DELTAS_AT_ONCE = 2
-"""Of an island and fragment: one that is outstanding, one that was left behind."""
+"""Deltas per island and fragment: one that is outstanding, one that was left behind."""
 
 
 class _Arriving:
-    """The bytes of one part, stripe by stripe."""
+    """Bytes of one part, stripe by stripe."""
 
     def __init__(self, room: Room) -> None:
         self.nbytes = room.place.nbytes
         self.room: Room | None = room
-        """None once they are in their place in the payload."""
+        """None once the bytes are in their place in the payload."""
         self.stripes: set[tuple[int, int]] = set()
 
     @property
     def complete(self) -> bool:
-        """Whether the stripes, which are disjoint, are all of it."""
+        """Tell if the stripes, which are disjoint, cover the whole part."""
         return sum(length for _, length in self.stripes) == self.nbytes
 
     def require_disjoint(self, start: UploadStart) -> None:
-        """RemoteProtocolError if the stripe overlaps others that are here; itself it
-        may repeat."""
+        """Raise RemoteProtocolError if the stripe overlaps other stripes that have
+        arrived. A repetition of the same stripe is allowed."""
         for offset, length in self.stripes - {(start.offset, start.length)}:
             if start.offset < offset + length and offset < start.offset + start.length:
                 raise RemoteProtocolError(
                     f"bytes {start.offset} to {start.offset + start.length} of a delta "
                     f"of fragment {start.fragment} from {start.island!r} overlap "
-                    f"{offset} to {offset + length}, which are here; the stripes of a "
+                    f"{offset} to {offset + length}, which arrived; the stripes of a "
                     f"delta are disjoint"
                 )
 
@@ -57,7 +57,8 @@ class _Assembly:
         self.room = room
         self.coverage = Coverage(layout)
         self.parts: dict[Part, _Arriving] = {}
-        """What has a room beside the payload, or, the whole of it, is the payload."""
+        """Parts that arrive beside the payload; the whole delta, as a part, is the
+        payload."""
         self.complete = False
 
     @property
@@ -70,7 +71,8 @@ class _Assembly:
         return self.room.memory_bytes + beside
 
     def require_space(self, nbytes: int) -> None:
-        """RemoteProtocolError if such a part cannot be beside those there are."""
+        """Raise RemoteProtocolError if a part of this size does not fit beside the
+        others."""
         held = sum(arriving.nbytes for arriving in self.parts.values())
         if held + nbytes > self.room.place.nbytes:
             raise RemoteProtocolError(
@@ -84,14 +86,14 @@ class Inbox:
     """All deltas that are arriving or wait for their merge."""
 
     def __init__(self, layouts: Sequence[PayloadLayout], rooms: Rooms) -> None:
-        """layouts: of an encoded delta, by fragment. rooms: for these, and for parts
+        """layouts: of an encoded delta, by fragment. rooms: for deltas, and for parts
         of them that are on their way."""
         self._layouts, self._rooms = layouts, rooms
         self._lock = threading.Lock()
         self._deltas: dict[DeltaKey, _Assembly] = {}
 
     def begin(self, start: UploadStart) -> memoryview:
-        """The writable place of a stripe.
+        """Return the writable place of a stripe.
 
         Raises:
           RemoteProtocolError: sizes or tiles do not fit the fragment, or other stripes.
@@ -126,12 +128,12 @@ class Inbox:
                     self._move_in(start, layout, room)
                     spare = None
                     continue
-            # Not under the lock, which decisions need: a disk may take its time.
+            # Outside the lock, which decisions need: a disk may take its time.
             spare = self._rooms.on_disk(missing)
 
     def end(self, start: UploadStart, place: memoryview) -> bool:
-        """A stripe is in the place that `begin` gave; returns True once, when the delta
-        is complete."""
+        """Accept a stripe that is in the place from `begin`; return True once, when the
+        delta is complete."""
         with self._lock:
             assembly = self._deltas.get(_key(start))
             if assembly is None or assembly.complete:
@@ -140,7 +142,7 @@ class Inbox:
             if arriving is None or arriving.room is None:
                 return False
             if place.obj is not arriving.room.place.data.obj:
-                return False  # Of a delta that was dropped, and has come again since.
+                return False  # Of a delta that was dropped and has come again.
             arriving.require_disjoint(start)
             arriving.stripes.add((start.offset, start.length))
             if not arriving.complete:
@@ -157,8 +159,8 @@ class Inbox:
             return assembly.complete
 
     def reopen(self, start: UploadStart) -> None:
-        """The part of a complete delta to which this stripe belongs has to come again;
-        what other hosts sent stays."""
+        """Ask again for the part of a complete delta that holds this stripe; parts from
+        other hosts stay."""
         with self._lock:
             assembly = self._deltas.get(_key(start))
             if assembly is not None and assembly.complete:
@@ -166,7 +168,8 @@ class Inbox:
                 assembly.complete = False
 
     def _missing(self, start: UploadStart, layout: PayloadLayout) -> int:
-        """Bytes of the room that this stripe has to have next; 0: it has a place."""
+        """Return the bytes of room that this stripe still needs; 0 if it has a
+        place."""
         key = _key(start)
         assembly = self._deltas.get(key)
         if assembly is None:
@@ -178,7 +181,7 @@ class Inbox:
             if len(held) >= DELTAS_AT_ONCE:
                 raise Busy(
                     f"{len(held)} deltas of fragment {key.fragment} of {key.island!r} "
-                    f"are here; come again when they are merged"
+                    f"have arrived; come again when they are merged"
                 )
             return layout.total_bytes
         if assembly.complete or start.part in assembly.parts:
@@ -200,7 +203,7 @@ class Inbox:
         assembly = self._deltas[_key(start)]
         arriving = assembly.parts.get(start.part)
         if assembly.complete or arriving is None or arriving.room is None:
-            # A repetition of what is here already: its bytes go nowhere.
+            # A repetition: its bytes have arrived already and go nowhere.
             return memoryview(bytearray(start.length))
         arriving.require_disjoint(start)
         place = arriving.room.place.data
@@ -211,12 +214,13 @@ class Inbox:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of memory that they take."""
+        """Bytes of memory that all deltas take."""
         with self._lock:
             return self._memory_bytes()
 
     def payload(self, key: DeltaKey) -> npt.NDArray[np.uint8]:
-        """The bytes of a complete delta; KeyError if it is not here."""
+        """Return the bytes of a complete delta; raise KeyError if it has not
+        arrived."""
         with self._lock:
             assembly = self._deltas[key]
         if not assembly.complete:
@@ -224,14 +228,14 @@ class Inbox:
         return assembly.room.place
 
     def drop(self, key: DeltaKey) -> None:
-        """Frees a delta, if it is here."""
+        """Free a delta, if it has arrived."""
         with self._lock:
             self._deltas.pop(key, None)
 
     def drop_island(
         self, island: str, before: int, kept: Collection[DeltaKey] = ()
     ) -> None:
-        """Frees what incarnations of an island below `before` sent, but for `kept`."""
+        """Free the deltas of an island's incarnations below `before`, except `kept`."""
         with self._lock:
             for key in [k for k in self._deltas if k.island == island]:
                 if key.incarnation < before and key not in kept:

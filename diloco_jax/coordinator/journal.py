@@ -1,4 +1,4 @@
-"""What the service writes down: the record log, and the tape beside it."""
+"""The service's writing: the record log, and the tape beside it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALERTS_KEPT = 20
 
 
 class Journal:
-    """The `Log` of the service's engine. Not thread-safe: of the engine's thread."""
+    """The `Log` of the service's engine. Only the engine's thread may use it."""
 
     def __init__(
         self,
@@ -30,11 +30,12 @@ class Journal:
         faults: Faults,
         merges: int,
     ) -> None:
-        """published: the encoded publish of a fragment's computed merge. faults: strike
-        once the so many-th merge of the run is durable; merges: how many are so far."""
+        """published: returns the encoded publish of a fragment's computed merge.
+        faults: fired with the number of each merge once that is durable. merges: merges
+        of the run so far."""
         self.alerts: list[str] = []
         self.ignored_messages: Counter[str] = Counter()
-        """Messages that made no move, by what they met."""
+        """Messages that made no move, counted by the state that they met."""
         self._log, self._tape, self._published = log, tape, published
         self._faults, self._merges = faults, merges
 
@@ -50,7 +51,7 @@ class Journal:
             self._faults.fire(self._merges)
 
     def note(self, record: notes.Note | records.Durable | records.Noted) -> None:
-        """See engine.Log; also what a coordinator notes of itself."""
+        """See engine.Log; also writes the coordinator's own notes."""
         if isinstance(record, records.TurnedAway):
             logger.info(
                 "island %s refused (%s): %s", record.island, record.code, record.message

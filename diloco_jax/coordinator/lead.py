@@ -1,4 +1,5 @@
-"""The coordinator's lead: the engine of the service, with all that is given to it."""
+"""The coordinator's lead: the engine of the service, and everything that it is
+given."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from diloco_jax.protocol.messages import Hello
 
 
 class Lead(EngineThread[State, Event]):
-    """Decides for one run. Merges are computed on a thread of their own."""
+    """Decide for one run. Merges are computed on a thread of their own."""
 
     def __init__(
         self,
@@ -47,7 +48,14 @@ class Lead(EngineThread[State, Event]):
     ) -> None:
         """housekeeping: called on the engine's thread at least twice a second."""
         self.config = config
-        self._holder = StoreHolder(store, inbox, metrics, self.post, self.fail)
+        self._holder = StoreHolder(
+            store,
+            inbox,
+            metrics,
+            self.post,
+            self.fail,
+            lambda note: self.journal.note(note),
+        )
         self.journal = Journal(
             log,
             tape,
@@ -73,7 +81,7 @@ class Lead(EngineThread[State, Event]):
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over."""
+        """True once the run is over."""
         return self.state.phase == "done"
 
     def _peer(self, event: Event | None) -> Disconnected | None:
@@ -88,7 +96,8 @@ class Lead(EngineThread[State, Event]):
         return None
 
     def run(self) -> None:
-        """See EngineThread; compiles what merges need first, beside the decisions."""
+        """Decide until `stop`, see EngineThread; compile what merges need at the same
+        time."""
         self._holder.warm_up(lambda: self.journal.note(notes.Compiled()))
         try:
             super().run()

@@ -1,4 +1,4 @@
-"""Whether an island trains what the coordinator does: one config, and one model."""
+"""Check that an island trains the coordinator's config and model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from diloco_jax.protocol import messages
 
 
 class Likeness:
-    """Compares what islands say of themselves with the run."""
+    """Compare what islands say about themselves with the run."""
 
     def __init__(self, run: RunConfig, plan: FragmentPlan) -> None:
         self._shared, self._fingerprint = shared_fields(run), run.fingerprint()
         self._plan = plan.digest()
 
     def differences(self, hello: messages.Hello) -> list[str]:
-        """Field by field, what is here and what is there; empty: it is the same run."""
+        """Return the differences, field by field, here and there; empty for the same
+        run."""
         if hello.fingerprint != self._fingerprint:
             prints = f"fingerprint: {self._fingerprint} here, {hello.fingerprint} there"
             return [*differences(self._shared, hello.run), prints]

@@ -1,10 +1,11 @@
-"""The record log: what must survive a crash, written before anyone can see it.
+"""The record log: everything that must survive a crash, written before anyone can see
+it.
 
 A log is a row of numbered segments; a snapshot with number n holds everything up to
 segment n. A frame is a fixed header (magic, lengths, CRC-32 of all that follows), a
-JSON record and a payload of raw bytes. A frame that a crash left unfinished can only
-be the last one of the last segment; it is cut off. Anything else that does not read is
-damage, and an error.
+JSON record and a payload of raw bytes. Only the last frame of the last segment can be
+left unfinished by a crash; it is cut off. Any other frame that does not read is damage,
+and an error.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MAGIC = b"dlc1"
 
 
 class DurableError(ConfigError):
-    """The log does not read back as this version would have written it: names the
+    """The log does not read back as this version would have written it; names the
     place."""
 
 
@@ -40,10 +41,10 @@ class Entry(NamedTuple):
 
 
 class RecordLog:
-    """Appends durable records to the newest segment of a folder."""
+    """Append durable records to the newest segment of a folder."""
 
     def __init__(self, folder: Path, after: int = -1) -> None:
-        """after: a snapshot's number, which no segment of this log may have."""
+        """after: the number of a snapshot; segments of this log have higher numbers."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.segment = next_number(folder, after)
@@ -52,14 +53,14 @@ class RecordLog:
             _sync_folder(made)
 
     def append(self, record: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Writes a record and its payload; on disk when this returns."""
+        """Write a record and its payload; both are on disk when this returns."""
         with naming(_path(self._folder, self.segment)):
             self._file.write(frame(record, payload))
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def rotate(self) -> int:
-        """Starts the next segment; returns the number of the one that ended."""
+        """Start the next segment; return the number of the segment that ended."""
         ended = self.segment
         self._file.close()
         self.segment += 1
@@ -68,33 +69,34 @@ class RecordLog:
         return ended
 
     def forget(self, through: int) -> None:
-        """Deletes the segments that the oldest snapshot has made superfluous."""
+        """Delete the segments that the oldest snapshot has made superfluous."""
         for number in _segments(self._folder):
             if number <= through:
                 _path(self._folder, number).unlink()
 
     def close(self) -> None:
-        """Closes the newest segment."""
+        """Close the newest segment."""
         with naming(_path(self._folder, self.segment)):
             self._file.close()
 
 
 def next_number(folder: Path, after: int) -> int:
-    """Of a new segment or snapshot: no segment of the folder has a higher one, and none
-    up to `after` is meant."""
+    """Return the number of a new segment or snapshot: above `after`, and not below any
+    segment of the folder."""
     return max([0, after + 1, *_segments(folder)])
 
 
 def goes_on_from(folder: Path, after: int) -> bool:
-    """Whether there are all segments from the next one on: see `RecordLog.forget`."""
+    """Tell if the log has every segment after `after` (`RecordLog.forget` deletes
+    some)."""
     later = [number for number in _segments(folder) if number > after]
     return bool(later) and later == list(range(after + 1, later[-1] + 1))
 
 
 def read(folder: Path, after: int) -> Iterator[Entry]:
-    """All entries of the segments numbered above `after`, oldest first.
+    """Yield the entries of all segments numbered above `after`, oldest first.
 
-    Raises DurableError where a frame does not read; cuts off an unfinished last one.
+    Raises DurableError where a frame does not read; cuts off an unfinished last frame.
     """
     numbers = [n for n in _segments(folder) if n > after]
     for number in numbers:
@@ -104,15 +106,16 @@ def read(folder: Path, after: int) -> Iterator[Entry]:
 
 
 def frame(record: Mapping[str, Any], payload: bytes = b"") -> bytes:
-    """One record as the log has it."""
+    """Return one record as the log stores it."""
     head = json.dumps(record, separators=(",", ":")).encode()
     crc = zlib.crc32(payload, zlib.crc32(head))
     return b"".join((_HEADER.pack(_MAGIC, len(head), len(payload), crc), head, payload))
 
 
 def read_frames(file: BinaryIO, name: str, *, last: bool) -> Iterator[Entry]:
-    """The entries of one segment. last: it is the newest, which a crash may have left
-    with an unfinished frame; that is cut off. Raises DurableError as `read` does."""
+    """Yield the entries of one segment. last: it is the newest segment; an unfinished
+    frame at its end, as a crash leaves it, is cut off. Raises DurableError as `read`
+    does."""
     size, offset = file.seek(0, os.SEEK_END), file.seek(0)
     while offset < size:
         raw = file.read(_HEADER.size)
@@ -138,7 +141,7 @@ def read_frames(file: BinaryIO, name: str, *, last: bool) -> Iterator[Entry]:
             if _has_record(file, offset + 1):
                 raise DurableError(
                     f"{name}, byte {offset}: a record of {end - offset:,} bytes, which "
-                    f"is more than the file has, and whole ones after its beginning; "
+                    f"is more than the file has, and whole ones follow its beginning; "
                     f"the log is damaged, restore the workdir from a copy"
                 )
             _cut_off(file, name, offset)
@@ -158,8 +161,8 @@ def read_frames(file: BinaryIO, name: str, *, last: bool) -> Iterator[Entry]:
 
 
 def _has_record(file: BinaryIO, start: int) -> bool:
-    """Whether a whole record begins there or later: each was on disk before the next
-    one was written, so none does after one that a crash left unfinished."""
+    """Tell if a whole record begins at `start` or later. Each record was on disk before
+    the next one was written, so none follows a record that a crash left unfinished."""
     file.seek(start)
     data, at = file.read(), 0
     while (at := data.find(_MAGIC, at)) >= 0:

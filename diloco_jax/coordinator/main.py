@@ -1,7 +1,7 @@
 """The coordinator's process: start, run, stop.
 
-Without `--init` the run in the workdir goes on. Where there is none, islands are waited
-for, whose anchors are the run as far as anybody has it: a new term begins with them.
+Without `--init` the run in the workdir goes on. If there is none, the coordinator waits
+for islands, and a new term begins with their anchors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 
 import jax
 
-from diloco_jax import checkpoint, compilation, loading, run_files, storage
+from diloco_jax import checkpoint, compilation, files, run_files, storage
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import origin, summary, term
 from diloco_jax.coordinator.gatherer import Gathered
@@ -33,16 +34,14 @@ from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import admitted, policy_config, require_room
 from diloco_jax.coordinator.snapshots import Snapshots
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR, parse_faults
-from diloco_jax.loading import write_config_json
 from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
-from diloco_jax.protocol.coordinator.events import Resumed
+from diloco_jax.protocol.coordinator.events import RunResumed
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.wire import addresses
 from diloco_jax.wire.server import Handlers, Server
@@ -52,30 +51,29 @@ from diloco_jax.workdir import RunFacts
 logger = logging.getLogger(__name__)
 
 SPARED_BYTES = 32
-"""Of the workdir's disk, per parameter, that deltas do not wait on: two snapshots of
+"""Bytes of the workdir's disk, per parameter, that deltas leave free: two snapshots of
 parameters, anchors and momentum, and what is published meanwhile."""
 SPARE_ISLANDS = 8
-"""Places for streams of those who are told that they may not come in."""
+"""Places for streams of islands that are told that they may not come in."""
 REFRESH_S = 0.5
-"""Age of what `diloco status` shows."""
+"""Greatest age of what `diloco status` shows, in seconds."""
 
 
 def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> int:
-    """Serves one run until it is over; returns the exit code.
+    """Serve one run until it is over; return the exit code.
 
     Args:
       config: resolved and validated.
-      workdir: where the run lives.
+      workdir: the run's folder.
       init: begin a new run there; otherwise the run there goes on.
-      resume: it was stopped as a whole; islands begin anew.
+      resume: the run was stopped as a whole; islands begin anew.
 
     Raises:
       ConfigError: no run to go on with, and no island that has one; another run in the
         workdir, an address that cannot be bound, snapshots that cannot be written, a
         coordinator that is there already.
     """
-    # Whatever the machine has: its TPUs are an island's. In time although a config may
-    # have imported jax, which reads JAX_PLATFORMS then.
+    # TPUs here are an island's. JAX_PLATFORMS is too late if a config imported jax.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     coordinator = Coordinator(config, workdir, init=init, resume=resume)
     try:
@@ -91,7 +89,7 @@ class Coordinator:
     def __init__(
         self, config: Config, workdir: Path, *, init: bool, resume: bool = False
     ) -> None:
-        """Prepares or finds the run in `workdir`, once it is sure to be served."""
+        """Prepare or find the run in `workdir`, once it is sure to be served."""
         self._config, self._workdir = config, workdir
         self._init, self._resume = init, resume
         self._open = contextlib.ExitStack()
@@ -110,7 +108,7 @@ class Coordinator:
             storage.require_access(self._folder)
         self._model = build(config.run)
         self._plan = build_plan(config.run, self._model)
-        # Islands have it; a name that optax lacks is refused before they start.
+        # Islands need it: refuse a name that optax lacks before they start.
         build_inner(config.run, self._model)
         require_room(config, self._plan)
         if init:
@@ -119,15 +117,15 @@ class Coordinator:
             self._facts = workdirs.find_run(config, workdir)
         else:
             self._facts = RunFacts(run_id="", begun_unix=time.time())
-        self._deadlines = Deadlines(config.placement.time_budget_s)
+        self._deadlines = config.placement.deadlines
         self._refreshed = 0.0
         self._end_by: float | None = None
         self._status: dict[str, Any] = {}
         self._interrupted = False
 
     def start(self) -> None:
-        """Loads or makes the state, and serves. Without any, and without --init, it
-        waits for islands that have it."""
+        """Load or make the state, and serve. Without a run and without --init, wait for
+        islands that have it."""
         config, workdir = self._config, self._workdir
         run, placement = config.run, config.placement
         gathered = None if self._facts.run_id else self._gather()
@@ -135,8 +133,8 @@ class Coordinator:
         self._open.enter_context(lock)
         if gathered is not None and workdirs.holds_run(workdir):
             raise ConfigError(
-                f"{workdir} holds a run again, which it did not when this coordinator "
-                f"came up; start it once more, to go on with that"
+                f"{workdir} holds a run now, but held none when this coordinator came "
+                f"up; start the coordinator again to go on with that run"
             )
         compilation.use_cache(compilation.of_run(workdir))
         self.policy_config = policy_config(
@@ -158,7 +156,7 @@ class Coordinator:
                 f"{self._folder}, and without --init nothing is initialised; {remedy}"
             )
         if found is None and gathered is None:
-            # Of a start that came to nothing: before the first snapshot, no run is.
+            # Left by a start that failed: no run exists before the first snapshot.
             (workdir / run_files.TAPE).unlink(missing_ok=True)
         self._tape = Tape(workdir / run_files.TAPE)
         self._open.callback(self._tape.close)
@@ -166,7 +164,7 @@ class Coordinator:
         self._metrics = Metrics(workdir)
         self._open.callback(self._metrics.close)
         self._roster = Roster.begin_from(workdir / run_files.ROSTER)
-        # Unix time; 0: it was not over before this life.
+        # Unix time; 0 if the run was not over before this life.
         self._over = self._roster.saved_unix() if state.phase == "done" else 0.0
         spared = SPARED_BYTES * self.policy_config.parameters
         rooms = Rooms(placement.merge_buffer_bytes, workdir, spared)
@@ -200,16 +198,16 @@ class Coordinator:
         )
         if gathered is not None:
             self._server.hand_over(service)
-            self._open.callback(self._server.stop, 0.0)  # Before what it writes to.
+            self._open.callback(self._server.stop, 0.0)  # Before its files.
         else:
             self._serve(service)
         address_file = workdir / run_files.ADDRESS
-        loading.write_text(addresses.on_this_machine(self.address), address_file)
+        files.write_text(addresses.on_this_machine(self.address), address_file)
         self._open.callback(address_file.unlink, missing_ok=True)
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
 
     def run(self) -> int:
-        """Decides until the run is over or the process is asked to end."""
+        """Decide until the run is over or the process is asked to end."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._asked_to_end)
@@ -218,32 +216,32 @@ class Coordinator:
         return EXIT_DONE if over else EXIT_FAILED
 
     def conclude(self) -> int:
-        """Writes the last snapshot and the summary; returns the exit code. Not after a
-        failure: then only what was durable counts."""
+        """Write the last snapshot and the summary; return the exit code. Not called
+        after a failure: then only what was durable counts."""
         self._server.stop(self._deadlines.stop_s / 5)
         self._roster.save()
         finished = self.lead.finished
         if not finished:
-            # Whoever asked for the end may not wait for a snapshot.
+            # The sender of a signal may not wait for a snapshot.
             self._sum_up()
         if self._snapshots.wait(self._patience_s):
             self._save(self._log.rotate(), self.lead.state, self.store.arrays())
         else:
             logger.error(
                 "a snapshot has not ended within %g s: none is written at the end, and "
-                "the log has what is since the last one%s",
+                "the log has everything since the last one%s",
                 self._patience_s(),
                 "; start the coordinator again, and it writes it" if finished else "",
             )
             if finished:
                 return EXIT_FAILED
         if finished:
-            # It says so: now there is nothing left to do.
+            # The summary says that the run is over: nothing is left to do.
             self._sum_up()
         return EXIT_DONE
 
     def _sum_up(self) -> None:
-        """Writes the summary, unless the run was over before and left it."""
+        """Write the summary, unless the run was over before and left it."""
         digest = self.store.digest()
         left = workdirs.read_summary(self._workdir)
         if self._over and left.get("parameters_digest") == digest:
@@ -262,10 +260,10 @@ class Coordinator:
         )
         result["parameters_digest"] = digest
         result["ignored_messages"] = dict(self.lead.journal.ignored_messages)
-        loading.write_json(result, self._workdir / run_files.SUMMARY)
+        files.write_json(result, self._workdir / run_files.SUMMARY)
 
     def close(self) -> None:
-        """Ends service and closes the files; also after a start that failed."""
+        """End service and close the files; also after a start that failed."""
         self._open.close()
 
     def _serve(self, handlers: Handlers) -> None:
@@ -293,9 +291,9 @@ class Coordinator:
         return gathered
 
     def _make_state(self, gathered: Gathered | None, found: int | None) -> State:
-        """The store and the state that goes with it: of a new term with what islands
-        had, of a new run, or of this one as far as it was durable. What is new is
-        durable before anyone can ask for it."""
+        """Make the store and its state: of a new term from islands' anchors, of a new
+        run, or of this run as far as it was durable. A new one is durable before any
+        island can ask for it."""
         config, policy, plan = self._config, self.policy_config, self._plan
         workdir = self._workdir
         if gathered is None and found is not None:
@@ -308,19 +306,19 @@ class Coordinator:
                 workdir / run_files.LOG,
                 self._tape,
             )
-            # After the snapshot: it may have been killed between that and the log.
+            # After the snapshot: the process may have been killed between snapshot and
+            # log.
             self._log = self._open_log(found)
             return state
         if gathered is not None:
-            if found is not None:  # An older one, as where snapshots go elsewhere.
+            if found is not None:  # Of an older run, as where snapshots go elsewhere.
                 self._snapshots.require_own(found)
             self.store, state = term.begin(gathered, config, policy, plan, self._tape)
         else:
             self.store, state = origin.initialise(
                 config, policy, self._model, plan, self._tape
             )
-        # The log comes after the snapshot that it goes on from: where it is, the run
-        # has begun.
+        # After the log's snapshot: where a log is, the run has begun.
         number = durable.next_number(
             workdir / run_files.LOG, -1 if found is None else found
         )
@@ -339,8 +337,7 @@ class Coordinator:
         return log
 
     def _begin_again(self) -> None:
-        """The run was stopped as a whole: who was in it is not any more, and the time
-        until now does not count."""
+        """Continue a stopped run without its islands and without the time until now."""
         stopped_s = max(0.0, time.time() - self._roster.saved_unix())
         steps = self._roster.resume(stopped_s)
         begun = self._facts.begun_unix + stopped_s
@@ -352,7 +349,7 @@ class Coordinator:
         self._facts.write(self._workdir)
         self._roster.save()
         # Before any hello.
-        self.lead.post(Resumed(steps=steps))
+        self.lead.post(RunResumed(steps=steps))
 
     def _keep_house(self, lead: Lead) -> None:
         now = time.monotonic()
@@ -362,13 +359,13 @@ class Coordinator:
             self._roster.save()
         ending = lead.finished or self._interrupted
         if self._snapshots.due(now) and not ending:
-            # Number, state and arrays of one moment.
+            # Number, state and arrays of the same moment.
             now_saved = (self._log.rotate(), lead.state, self.store.arrays())
             self._snapshots.write(now, functools.partial(self._save, *now_saved))
         if ending:
             if self._end_by is None:
                 logger.info("ending, %s", "asked to" if self._interrupted else "done")
-                # Asked to end alone, it is not waited for: islands train on without it.
+                # A stop of the coordinator alone does not wait long: islands train on.
                 deadlines = self._deadlines
                 patience = deadlines.stop_s if lead.finished else deadlines.report_s
                 self._end_by = now + patience
@@ -387,17 +384,17 @@ class Coordinator:
         )
 
     def _save(self, number: int, state: State, arrays: dict[str, Any]) -> None:
-        """Writes snapshot `number`, then deletes the log that is superfluous now. State
+        """Write snapshot `number`, then delete the log that is superfluous now. State
         and arrays are those of the moment at which the log was rotated."""
         self._snapshots.save(number, state, arrays)
         self._log.forget(self._snapshots.oldest())
 
     def _patience_s(self) -> float:
-        """For the snapshot that is being written at the end."""
+        """Return the longest wait for the snapshot that is being written at the end."""
         if self._interrupted or not self.lead.finished:
             return self._deadlines.stop_s
         return self._config.placement.outage_budget_s
 
     def _asked_to_end(self, number: int, frame: Any) -> None:
-        # Nothing else: a handler may find any lock held, that of a log's stream too.
+        # Nothing else here: a handler may find any lock held, even a log stream's.
         self._interrupted = True

@@ -1,7 +1,7 @@
-"""What a coordinator writes onto the tape of itself: every kind of line as a struct.
+"""The coordinator's own lines on the tape: every kind of line as a struct.
 
-What the policy decides to write down is in `protocol/records.py`; the two together are
-all that a tape holds.
+Lines that the policy decides to write are in `protocol/records.py`. A tape holds these
+two kinds of lines and no other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from diloco_jax.protocol import records
 from diloco_jax.protocol.values import Version
 
 Environment = dict[str, Any]
-"""What `diloco_jax.environment.describe` said in a process."""
+"""Result of `diloco_jax.environment.describe` in a process."""
 
 
 class Begun(records.Written, frozen=True, kw_only=True):
@@ -29,31 +29,34 @@ class Begun(records.Written, frozen=True, kw_only=True):
 
 
 class Recovered(records.Written, frozen=True, kw_only=True):
-    """A coordinator came back, from a snapshot and the log after it."""
+    """A coordinator came back from a snapshot and the log after it."""
 
     snapshot: int
     snapshot_merges: int
-    """How many the snapshot held."""
+    """Merges that the snapshot held."""
     records: int
-    """How many the log held after it."""
+    """Records that the log held after the snapshot."""
     versions: tuple[Version, ...]
-    """By fragment, with the log's."""
+    """Versions by fragment, the log's records included."""
     parameters_digest: str
     environment: Environment
+    momentum_untouched: bool = False
+    """True if the outer optimizer is as it was in the snapshot, for all merges in
+    `records`: it cannot be inferred from a published change."""
 
 
 class Term(records.Written, frozen=True, kw_only=True):
-    """The first line of a coordinator that had lost its state: a new term, begun with
+    """The first line of a coordinator that had lost its state: a new term begins with
     anchors of islands."""
 
     term: int
     run_id: str
     versions: tuple[Version, ...]
-    """By fragment, as they are called in this term."""
+    """Versions by fragment, as this term calls them."""
     sources: tuple[str, ...] = msgspec.field(name="from")
-    """By fragment, the island whose anchor it is."""
+    """Names of the islands whose anchors were taken, by fragment."""
     replaced: tuple[Version, ...]
-    """By fragment, what that island called it."""
+    """Versions by fragment, as those islands called them."""
     tokens: int
     next_position: int
     fingerprint: str
@@ -68,25 +71,38 @@ class Hello(records.Written, frozen=True, kw_only=True):
     island: str
     incarnation: int
     config: dict[str, Any]
-    """Its `IslandConfig`."""
+    """The island's `IslandConfig`."""
     environment: Environment
     peer: str
-    """Its address."""
+    """Address of the island."""
 
 
 class Compiled(records.Written, frozen=True):
-    """What merges need is compiled: those that are ordered earlier wait."""
+    """Everything that merges need is compiled: merges ordered before this line
+    waited."""
+
+
+class Measured(records.Written, frozen=True, kw_only=True):
+    """Measures of a merge (`core/merge/measures.py`); no decision depends on them."""
+
+    fragment: int
+    version: Version
+    pairwise_cosine: float | None = None
+    cosine_to_last: float | None = None
+    length_ratio: float | None = None
+    step_ratio: float | None = None
 
 
 class Alert(records.Written, frozen=True, kw_only=True):
-    """Something that people should know of."""
+    """An alert that people should know about."""
 
     text: str
 
 
-Note = Begun | Recovered | Term | Hello | Compiled | Alert
+Note = Begun | Recovered | Term | Hello | Compiled | Measured | Alert
 
 
 def dated(record: Note | records.Durable | records.Noted) -> dict[str, Any]:
-    """The line of the tape: with the time at which it is written, in unix seconds."""
+    """Return the record as a line of the tape, with the present time in unix
+    seconds."""
     return {**records.line(record), "time": time.time()}

@@ -1,6 +1,6 @@
-"""Where a coordinator's state comes from: a new run, or what was durable of one.
+"""Make the coordinator's state: for a new run, or from the durable part of an old one.
 
-The third way, from what islands have, is `term.py`.
+The third way, from what islands have, is in `term.py`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from diloco_jax import environment
 from diloco_jax.config import Config
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import notes
+from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.core.outer import optimizer as outer
 from diloco_jax.models.model import Model
 from diloco_jax.observability.tape import Tape, not_on_tape
 from diloco_jax.protocol import records
@@ -40,11 +41,11 @@ def initialise(
     plan: FragmentPlan,
     tape: Tape,
 ) -> tuple[Store, State]:
-    """A new run: draws the parameters. The tape says so first, since a run with a
+    """Begin a new run: draw the parameters. The tape says so first, since a run with a
     snapshot goes on after a crash."""
     run = config.run
     params = jax.jit(model.init)(jax.random.key(run.seed))
-    pin_s = Deadlines(config.placement.time_budget_s).pin_s
+    pin_s = config.placement.deadlines.pin_s
     store = Store(run, plan, params, pin_s)
     tape.append(
         notes.dated(
@@ -68,11 +69,11 @@ def recover(
     log: Path,
     tape: Tape,
 ) -> tuple[Store, State, int]:
-    """The run goes on: the newest snapshot that reads, and the records in `log` after
-    it. The tape gets those of them that it lacks, and says where the cut was. Returns
-    the snapshot's number, too."""
+    """Continue the run from the newest snapshot that reads and the records in `log`
+    after it. The tape gets the records that it lacks, and says where the cut was.
+    Return the store, the state and the snapshot's number."""
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), model.shapes())
-    pin_s = Deadlines(config.placement.time_budget_s).pin_s
+    pin_s = config.placement.deadlines.pin_s
     store = Store(config.run, plan, zeros, pin_s)
     found, arrays, snapshot = snapshots.load_newest(
         store.arrays(), functools.partial(durable.goes_on_from, log)
@@ -87,6 +88,17 @@ def recover(
             store.replay(record.fragment, record.version, payload, final=record.final)
     state = recovery.recover(policy, snapshot, log_records, time.monotonic())
     digest = store.digest()
+    untouched = not outer.is_invertible(outer_settings(config.run)) and any(
+        isinstance(record, records.Merged) and not record.final
+        for record in log_records
+    )
+    if untouched:
+        logger.warning(
+            "the momentum of outer.optimizer = %r is that of snapshot %d: it cannot "
+            "be inferred from the changes that were published since",
+            config.run.outer.optimizer,
+            found,
+        )
     logger.info(
         "recovered from snapshot %d and %d records after it: global parameters %s",
         found,
@@ -104,6 +116,7 @@ def recover(
                 versions=tuple(f.version for f in state.fragments),
                 parameters_digest=digest,
                 environment=environment.describe(),
+                momentum_untouched=untouched,
             )
         )
     )

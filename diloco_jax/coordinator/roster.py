@@ -1,7 +1,7 @@
-"""What islands measured of themselves, over all their incarnations.
+"""Islands' measures of themselves, over all their incarnations.
 
-Kept beside the policy, since no decision depends on it, in a small file that is
-replaced about once a second, so that a coordinator's crash costs the summary nothing.
+They are kept apart from the policy, since no decision depends on them, in a small file
+that is replaced about once a second. A coordinator's crash costs the summary nothing.
 """
 
 from __future__ import annotations
@@ -23,23 +23,26 @@ from diloco_jax.protocol.values import MAX_COUNT, Record
 logger = logging.getLogger(__name__)
 
 INTERVALS_KEPT = 64
-"""Activity intervals per island; when there are more, the oldest two become one."""
+"""Activity intervals per island; beyond it, the oldest two become one."""
 STOPPING_S = 60.0
-"""Who left so shortly before the last one left because the run was stopped."""
+"""An island last seen within these seconds before the newest sign of life of any
+island was in the run when it stopped."""
 MAX_PAST_TOKENS = 2**62
-"""The file holds whole numbers of 64 bits."""
+"""Highest sum of tokens: the file holds whole numbers of 64 bits."""
 RATE_OVER_S = 5.0
-"""Fragments travel in bursts: over less, a rate says nothing."""
+"""Seconds over which rates are taken: fragments travel in bursts."""
 
 
-class Member(msgspec.Struct, kw_only=True):
-    """One island. Times are unix seconds; `past` sums the ended incarnations."""
+class MeasuredIsland(msgspec.Struct, kw_only=True):
+    """Measures of one island. Times are unix seconds; `past` sums the ended
+    incarnations."""
 
     tokens_per_step: int
-    """Of the newest incarnation."""
+    """Tokens per step of the newest incarnation."""
     past_tokens: int = 0
     past_seconds: float = 0.0
-    """Of the steps of ended incarnations, each as long as the median of its own."""
+    """Seconds of the steps of ended incarnations, each step as long as its
+    incarnation's median."""
     first_seen: float
     last_seen: float
     ended: bool = False
@@ -48,53 +51,55 @@ class Member(msgspec.Struct, kw_only=True):
     past: Measures = Measures()
     active: list[tuple[float, float]] = []
     away_seconds: float = 0.0
-    """Between an incarnation's last sign of life and the next one's first step."""
+    """Seconds between an incarnation's last sign of life and the next one's first
+    step."""
     last_sign: float = 0.0
     waiting_since: float = 0.0
     first_compile_seconds: float = 0.0
     steps_before: int | None = None
-    """Made before its first hello here by an incarnation that was in the run when the
-    coordinator lost its state; None: it began here."""
+    """Steps before the first hello here of an incarnation that was in the run when the
+    coordinator lost its state; None if it began here."""
     incarnations: int = 0
     resumed: int = 0
-    """How often it came again since the run as a whole was stopped."""
+    """Times that the island came again since the run as a whole was stopped."""
     awaited: bool = False
-    """It was in the run when that was stopped, and has not come again."""
+    """True if the island was in the run when that was stopped, and has not come
+    again."""
     adopted: dict[int, int] = {}
     """Version number by fragment."""
     bytes_per_second: tuple[float, float] = (0.0, 0.0)
-    """Up and down, of the last `RATE_OVER_S` that it reported on; joins apart."""
+    """Rates up and down over the last `RATE_OVER_S` of reports, without joins."""
     rate_since: tuple[float, int, int] = (0.0, 0, 0)
-    """When that began, and the incarnation's bytes until then."""
+    """Start of that interval, and the incarnation's bytes up to then."""
 
 
 class Incarnation(Protocol):
-    """Who says hello: as in `wire.messages.Hello`."""
+    """An incarnation that says hello, with the fields of `protocol.messages.Hello`."""
 
     @property
     def island(self) -> str:
-        """Its name."""
+        """Name of the island."""
 
     @property
     def incarnation(self) -> int:
-        """Counts the processes of this island."""
+        """Number of the process among all processes of this island."""
 
     @property
     def tokens_per_step(self) -> int:
-        """Over all its hosts and devices."""
+        """Tokens per step over all hosts and devices of the island."""
 
 
 class Roster:
-    """All islands that ever said hello. Used from the engine's thread."""
+    """All islands that ever said hello. Only the engine's thread uses it."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """path: where `save` keeps it; what is there already is read."""
+        """path: the file that `save` writes; it is read if it exists."""
         self._path = path
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, MeasuredIsland] = {}
         if path is not None and path.exists():
             try:
                 self.members = msgspec.msgpack.decode(
-                    path.read_bytes(), type=dict[str, Member]
+                    path.read_bytes(), type=dict[str, MeasuredIsland]
                 )
             except msgspec.DecodeError as error:
                 raise ConfigError(
@@ -103,7 +108,7 @@ class Roster:
 
     @classmethod
     def begin_from(cls, path: Path) -> Roster:
-        """What the last life of the coordinator left there. A file that does not read,
+        """Load what the coordinator's last life left there. A file that does not read,
         as after a power cut, is put aside: no decision depends on it."""
         try:
             return cls(path)
@@ -121,11 +126,11 @@ class Roster:
     def hello(
         self, hello: Incarnation, now: float, *, steps_before: int | None = None
     ) -> None:
-        """An incarnation was let in. steps_before: that it had made, if it was in the
-        run when the coordinator lost its state."""
+        """Note that an incarnation was let in. steps_before: steps that it had made, if
+        it was in the run when the coordinator lost its state."""
         member = self.members.get(hello.island)
         if member is None:
-            member = self.members[hello.island] = Member(
+            member = self.members[hello.island] = MeasuredIsland(
                 tokens_per_step=hello.tokens_per_step,
                 first_seen=now,
                 last_seen=now,
@@ -147,7 +152,7 @@ class Roster:
     def report(
         self, island: str, measures: Measures, records: tuple[Record, ...], now: float
     ) -> None:
-        """An island's newest measures of its incarnation."""
+        """Take an island's newest measures of its incarnation."""
         member = self.members.get(island)
         if member is None:
             return
@@ -170,16 +175,16 @@ class Roster:
                 member.adopted[record.fragment] = record.version.number
 
     def left(self, island: str, now: float) -> None:
-        """An island is gone for good."""
+        """Note that an island is gone for good."""
         member = self.members.get(island)
         if member is not None:
             member.ended, member.last_seen = True, now
 
     def resume(self, stopped_s: float) -> dict[tuple[str, int], int]:
-        """The run goes on after it was stopped for so long: every incarnation has
-        ended, and times move on as if there had been no stop.
+        """Continue after a stop of `stopped_s` seconds: every incarnation has ended,
+        and times move on as if there had been no stop.
 
-        Returns the steps that each last reported, by name and incarnation.
+        Returns the steps that each incarnation last reported, by name and incarnation.
         """
         steps = {}
         stop = max((member.last_seen for member in self.members.values()), default=0.0)
@@ -196,12 +201,12 @@ class Roster:
         return steps
 
     def saved_unix(self) -> float:
-        """When `save` last wrote the file."""
+        """Return the unix time at which `save` last wrote the file."""
         assert self._path is not None
         return self._path.stat().st_mtime if self._path.exists() else time.time()
 
     def save(self) -> None:
-        """Replaces the file, atomically."""
+        """Replace the file atomically."""
         assert self._path is not None
         scratch = self._path.with_suffix(".tmp")
         with naming(self._path):
@@ -209,15 +214,15 @@ class Roster:
         os.replace(scratch, self._path)
 
     def measures(self, island: str) -> Measures:
-        """Sums and extremes over all incarnations."""
+        """Return sums and extremes over all incarnations."""
         member = self.members[island]
         return _sum(member.past, member.current)
 
     def measure(
         self, island: str, computed: int, merged: int, now: float, carried: int = 0
     ) -> IslandMeasure:
-        """What goodput is computed from. carried: tokens of earlier terms, which are
-        not in the others."""
+        """Return the inputs of goodput. carried: tokens of earlier terms, which the
+        other measures do not include."""
         member = self.members[island]
         until = member.last_seen if member.ended else now
         active = [
@@ -226,13 +231,14 @@ class Roster:
             if end > member.first_seen
         ]
         sums = self.measures(island)
-        # Compiling for the first time and validating are no outages; compiling again
-        # after one is part of it.
+        # The first compilation and validation are no outages; compiling again after an
+        # outage is part of it.
         apart = member.first_compile_seconds + sums.eval_seconds
         tokens_per_step, median_step_seconds = _mean_step(member)
         provisioned_seconds = max(until - member.first_seen - apart, 0.0)
         if member.steps_before is not None:
-            # Of those, what is not carried counts here, and so does its time.
+            # The tokens of these steps that are not carried count here, and so does
+            # their time.
             counted = member.steps_before - carried / tokens_per_step
             provisioned_seconds += max(counted, 0.0) * median_step_seconds
         return IslandMeasure(
@@ -244,7 +250,7 @@ class Roster:
             active=tuple(active),
         )
 
-    def _fold(self, member: Member) -> None:
+    def _fold(self, member: MeasuredIsland) -> None:
         member.active += _activity(member.current)
         while len(member.active) > INTERVALS_KEPT:
             first, second, *rest = member.active
@@ -255,8 +261,9 @@ class Roster:
         member.adopted = {}
 
 
-def _made(member: Member) -> tuple[int, float]:
-    """Tokens of all its steps, and what these take undisturbed."""
+def _made(member: MeasuredIsland) -> tuple[int, float]:
+    """Return the tokens of all steps, and the undisturbed seconds that these steps
+    take."""
     now = member.current
     return (
         min(member.past_tokens + now.steps * member.tokens_per_step, MAX_PAST_TOKENS),
@@ -264,9 +271,9 @@ def _made(member: Member) -> tuple[int, float]:
     )
 
 
-def _mean_step(member: Member) -> tuple[float, float]:
-    """Tokens and undisturbed seconds of a step, over all incarnations: they may differ
-    in their batches, as where a run goes on with others."""
+def _mean_step(member: MeasuredIsland) -> tuple[float, float]:
+    """Return the tokens and undisturbed seconds of a mean step over all incarnations.
+    Their batches may differ, as where a run goes on with other batches."""
     tokens, seconds = _made(member)
     steps = member.past.steps + member.current.steps
     if not steps:
@@ -281,8 +288,8 @@ def _activity(measures: Measures) -> list[tuple[float, float]]:
 
 
 def _sum(past: Measures, current: Measures) -> Measures:
-    """Seconds, bytes and steps added, up to what measures may be; the median of the
-    longer one; newest losses."""
+    """Add seconds, bytes and steps, up to the limits of measures. The median is that of
+    the longer one, losses are the newest."""
     longer = current if current.steps >= past.steps else past
     newest = current if current.steps else past
 

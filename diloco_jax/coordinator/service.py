@@ -1,8 +1,8 @@
-"""What the coordinator does about calls: messages become events of the policy.
+"""Answer calls to the coordinator: messages become events of the policy.
 
-Called from many threads. What an island asks for is the policy's to decide; here only
-calls are turned away that are not of this run, config, term or incarnation, before they
-cost anything. Reads of the engine's state are reads of one immutable value.
+Calls come from many threads. The policy decides what islands ask for. This file only
+turns away calls of another run, config, term or incarnation, before they cost anything.
+A read of the engine's state is a read of one immutable value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
-from diloco_jax.loading import json_number
+from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import takes
@@ -58,7 +58,7 @@ class Service:
         self._written: dict[str, float] = {}
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
-        """A control stream said hello."""
+        """Accept a control stream that said hello."""
         door.check_hello(hello)
         if lines := self._likeness.differences(hello):
             raise Refused(
@@ -69,7 +69,8 @@ class Service:
                 f"model",
             )
         if gathering.is_superseded(self._lead.state, hello.term):
-            # Not refused, since the fault is here: the island goes on, and comes again.
+            # Not refused, since the fault is at this end: the island goes on, and comes
+            # again.
             raise Busy(
                 f"island {hello.island!r} is in term {hello.term}, this coordinator's "
                 f"state is of one before it; stop this coordinator, and start the one "
@@ -89,14 +90,14 @@ class Service:
             )
 
         self._lead.post(hello, introduce)
-        # The roster follows the policy's answer, which stands when this comes up.
+        # The roster follows the policy's answer, which stands when this is called.
         peer = Disconnected(island=hello.island, session=hello.session)
         self._lead.post(None, lambda: self._let_in(hello, session), peer)
 
     def receive(
         self, session: Session, message: messages.Report | messages.Goodbye
     ) -> None:
-        """An island reports, or leaves."""
+        """Take a report or a goodbye of an island."""
         hello = session.hello
         if not self._sessions.serves(session):
             return
@@ -108,13 +109,14 @@ class Service:
         self._lead.post(said, lambda: self._measured(hello.island, message))
 
     def disconnect(self, session: Session) -> None:
-        """A control stream ended."""
+        """Note that a control stream ended."""
         if self._sessions.gone(session):
             hello = session.hello
             self._lead.post(Disconnected(island=hello.island, session=hello.session))
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
-        """The place of a delta's stripe, once the sender proved to be current."""
+        """Return the place of a delta's stripe, once the sender has proved to be
+        current."""
         self._check(start)
         if start.version is not None:
             raise Refused(
@@ -127,27 +129,28 @@ class Service:
             raise Refused(
                 "not_awaited",
                 f"the delta of fragment {start.fragment}, tick {start.tick}, of island "
-                f"{start.island!r} is not waited for; if it is to be sent again, that "
-                f"is asked for",
+                f"{start.island!r} is not waited for; the coordinator asks for "
+                f"those that are to be sent again",
             )
         return self._inbox.begin(start)
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
-        """A stripe is in its place; the last one makes the delta an event."""
+        """Accept a stripe in its place; the last one makes the delta an event."""
         if not self._inbox.end(start, place):
             return False
         key = DeltaKey(start.island, start.incarnation, start.fragment, start.tick)
         try:
             finite = self._store.is_finite(start.fragment, self._inbox.payload(key))
         except BaseException:
-            # Nobody knows that it is here: its last part has to come again.
+            # The policy does not know that the delta has arrived: its last part must
+            # come again.
             self._inbox.reopen(start)
             raise
         if not finite:
             logger.warning(
                 "the delta of fragment %d, tick %d from %s, incarnation %d, has values "
-                "or a norm that are not finite, all must be: it is not merged; lower "
-                "inner.learning_rate, or start that island again",
+                "or a norm that are not finite, but all must be: it is not merged; "
+                "lower inner.learning_rate, or start that island again",
                 start.fragment,
                 start.tick,
                 start.island,
@@ -164,7 +167,7 @@ class Service:
         return True
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
-        """Published fragments for an island."""
+        """Return published fragments for an island."""
         self._check(request)
         try:
             return self._store.fetch(
@@ -176,7 +179,7 @@ class Service:
             ) from error
 
     def status(self) -> dict[str, Any]:
-        """What `diloco status` shows."""
+        """Return what `diloco status` shows."""
         return self._status()
 
     def _check(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
@@ -196,7 +199,7 @@ class Service:
             )
         island, term = state.islands.get(call.island), state.fragments[0].version.term
         if term > 1 and (island is None or island.incarnation < call.incarnation):
-            # It was in the run before this term, and its hello is on its way.
+            # The island was in the run before this term, and its hello is on its way.
             raise Busy(
                 f"incarnation {call.incarnation} of island {call.island!r} has not "
                 f"said hello in term {term}; come again"

@@ -1,4 +1,4 @@
-"""Which control streams are connected, by the session that said hello on them."""
+"""The connected control streams, by the session that said hello on them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from diloco_jax.wire.session import Session
 
 
 class Sessions:
-    """Streams by session name; the `Sender` of an engine.
+    """Streams by session name; the `Messenger` of an engine.
 
-    A stream says hello first and serves its session once that is told Welcome. A newer
-    stream of a session replaces an older one.
+    A stream says hello first and serves its session once that is sent a Welcome. A
+    newer stream of a session replaces an older one.
     """
 
     def __init__(self) -> None:
@@ -22,13 +22,13 @@ class Sessions:
         self._serving: dict[str, Session] = {}
 
     def arrived(self, session: Session) -> None:
-        """A stream said hello."""
+        """Keep a stream that said hello."""
         with self._lock:
             self._waiting[session.hello.session] = session
 
     def tell(self, session: str, message: FromCoordinator) -> None:
-        """See engine.Sender. A Welcome has the newest stream serve, a Refused ends all
-        streams of the session."""
+        """See engine.Messenger. A Welcome makes the newest stream serve; a Refused ends
+        all streams of the session."""
         if isinstance(message, Refused):
             self._refuse(session, errors.Refused(message.code, message.message))
             return
@@ -40,12 +40,12 @@ class Sessions:
             stream.send(message)
 
     def postpone(self, session: str, message: str) -> None:
-        """See engine.Sender."""
+        """See engine.Messenger."""
         for stream in self._removed(session):
             stream.fail(errors.Busy(message))
 
     def gone(self, stream: Session) -> bool:
-        """A stream ended; returns whether its session is without one now."""
+        """Forget a stream that ended; return True if its session has no stream now."""
         name = stream.hello.session
         with self._lock:
             if self._waiting.get(name) is stream:
@@ -56,12 +56,12 @@ class Sessions:
             return name not in self._waiting
 
     def serves(self, stream: Session) -> bool:
-        """Whether this stream is the one that serves its session."""
+        """Tell if this stream serves its session."""
         with self._lock:
             return self._serving.get(stream.hello.session) is stream
 
     def connected(self) -> list[str]:
-        """Names of the islands that are served."""
+        """Return the names of the islands that are served."""
         with self._lock:
             return sorted({s.hello.island for s in self._serving.values()})
 

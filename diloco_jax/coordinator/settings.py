@@ -1,12 +1,14 @@
-"""The policy's numbers, from a config."""
+"""Derive the settings of decisions and of the outer optimizer from a config."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from diloco_jax.config import Config, ConfigError, Placement, RunConfig
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 
 
@@ -17,39 +19,36 @@ def policy_config(
     fragment_sizes: tuple[int, ...],
     admitted: dict[str, int | None] | None = None,
 ) -> PolicyConfig:
-    """fragment_sizes: parameters by fragment. admitted: see there; None: anybody."""
-    deadlines = Deadlines(placement.time_budget_s)
-    return PolicyConfig(
-        run_id=run_id,
-        fingerprint=run.fingerprint(),
-        fragment_sizes=fragment_sizes,
-        steps_per_cycle=run.sync.steps_per_cycle,
-        overlap_steps=run.sync.overlap_steps,
-        quorum=run.sync.quorum,
-        grace=run.sync.grace,
-        awaits_alike=run.sync.grace_window == "alike",
-        max_staleness=run.sync.max_staleness,
-        scale_partial_merges=run.sync.partial_merges == "scaled",
-        total_tokens=run.total_tokens,
-        lease_s=deadlines.lease_s,
-        reunion_s=deadlines.reunion_s,
-        compile_budget_s=placement.compile_budget_s,
-        outage_budget_s=placement.outage_budget_s,
-        flush_s=deadlines.flush_s,
-        admitted=admitted,
-        sequence_length=run.sequence_length,
-    )
+    """Collect the settings that decisions depend on, by name, from a config and its
+    deadlines.
+
+    fragment_sizes: parameters by fragment. admitted: as in `PolicyConfig`.
+    """
+    given: dict[str, Any] = {
+        "run_id": run_id,
+        "fingerprint": run.fingerprint(),
+        "fragment_sizes": fragment_sizes,
+        "admitted": admitted,
+    }
+    named = {
+        name: getattr(owner, name)
+        for owner in (run.sync, run, placement, placement.deadlines)
+        for name in PolicyConfig.__struct_fields__
+        if name not in given and hasattr(owner, name)
+    }
+    return PolicyConfig(**given, **named)
 
 
 def admitted(config: Config) -> dict[str, int | None]:
-    """Sequences per step of the islands that may join, by name; None: any number."""
+    """Return the sequences per step of the islands that may join, by name; None: any
+    number."""
     others = dict.fromkeys(config.placement.admit)
     return {**others, **{name: i.batch_size for name, i in config.islands.items()}}
 
 
 def require_room(config: Config, plan: FragmentPlan) -> None:
-    """Raises ConfigError if the deltas of all islands for one fragment do not find
-    room: at the end of a run it is merged from all of them."""
+    """Raise ConfigError if there is no room for one fragment's deltas from all islands:
+    the merge at the end of a run takes all of them."""
     codec = get_codec(config.run.sync.codec_up)
     largest = max(PayloadLayout.of(codec, p).total_bytes for p in plan.fragments)
     needed = largest * len(config.islands)
@@ -60,3 +59,20 @@ def require_room(config: Config, plan: FragmentPlan) -> None:
             f"(sync.codec_up = {codec.name!r}), and there are {len(config.islands)} "
             f"islands; give at least {needed}, or more sync.fragments"
         )
+
+
+def outer_settings(run: RunConfig) -> OuterSettings:
+    """Return the outer optimizer's settings in a resolved config."""
+    chosen = run.outer
+    if chosen.optimizer is None or chosen.learning_rate is None:
+        raise ValueError(
+            "outer.optimizer and outer.learning_rate are not resolved; use the "
+            "config.json of the run"
+        )
+    return OuterSettings(
+        optimizer=chosen.optimizer,
+        learning_rate=chosen.learning_rate,
+        momentum=chosen.momentum or 0.0,
+        warmup_merges=chosen.warmup_merges,
+        norm_guard=chosen.norm_guard,
+    )

@@ -1,7 +1,7 @@
-"""The coordinator's snapshots: all of its state, now and then, beside the run.
+"""The coordinator's snapshots: its whole state, written now and then beside the run.
 
-Snapshot n stands for the segments of the record log up to n; those up to the oldest one
-that is kept are superfluous.
+Snapshot n stands for the segments of the record log up to n. Segments up to the oldest
+snapshot that is kept are superfluous.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 logger = logging.getLogger(__name__)
 
 PATIENCE_ASKED_S = 0.2
-"""How often it is asked how long to wait still."""
+"""Seconds between two looks at the patience that is left."""
 LATE_AFTER = 10
-"""Times the interval of snapshots."""
+"""Intervals of snapshots after which a snapshot under way is late."""
 
 
 class Snapshots:
-    """Those of one run, in one folder."""
+    """Snapshots of one run, in one folder."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Snapshots:
         config: PolicyConfig,
         whose: dict[str, Any],
     ) -> None:
-        """Opens the folder, and makes it if it is missing. whose: see `checkpoint`."""
+        """Open the folder, and make it if it is missing. whose: see `checkpoint`."""
         self._manager = checkpoint.open_folder(folder, placement.snapshots_kept)
         self._keep, self._every_s = placement.snapshots_kept, placement.snapshot_every_s
         self._folder = folder
@@ -49,30 +49,30 @@ class Snapshots:
         self._failure = ""
 
     def newest(self) -> int | None:
-        """The number of the newest one, if there is any."""
+        """Return the number of the newest snapshot, if there is any."""
         return checkpoint.newest(self._manager)
 
     def oldest(self) -> int:
-        """The number of the oldest one that is to be kept; there must be one."""
-        # Older ones may be there: not every bucket lets what it has be removed.
+        """Return the number of the oldest snapshot to be kept; there must be one."""
+        # Older snapshots may exist: not every bucket permits removal.
         return checkpoint.kept(self._manager)[-self._keep :][0]
 
     def require_own(self, number: int) -> None:
-        """ConfigError if that snapshot is of another run."""
+        """Raise ConfigError if that snapshot is of another run."""
         facts = checkpoint.read_facts(self._manager, number)
         checkpoint.refuse_other(self._folder, number, facts, self._whose)
 
     def load_newest(
         self, like: dict[str, Any], goes_on_from: Callable[[int], bool]
     ) -> tuple[int, dict[str, Any], State]:
-        """The newest snapshot that reads: its number, arrays and state. There must be
-        one; a power cut may leave the very newest torn.
+        """Load the newest snapshot that reads; return its number, arrays and state.
+        There must be one; a power cut may leave the very newest torn.
 
-        goes_on_from: whether the log has all that came after a snapshot.
+        goes_on_from: tells if the log has everything that came after a snapshot.
 
         Raises:
-          ConfigError: it is of another run; or it does not read, and the log does not
-            go on from an older one.
+          ConfigError: the snapshot is of another run; or it does not read, and the log
+            does not go on from an older one.
         """
         *older, number = checkpoint.kept(self._manager)
         while True:
@@ -83,13 +83,14 @@ class Snapshots:
                     raise
                 number = older.pop()
                 logger.warning(
-                    "%s; going on from snapshot %d, after which the log has all",
+                    "%s; going on from snapshot %d, after which the log is complete",
                     error.what,
                     number,
                 )
 
     def load(self, number: int, like: dict[str, Any]) -> tuple[dict[str, Any], State]:
-        """Arrays and state of a snapshot; ConfigError if it is of another run."""
+        """Load arrays and state of a snapshot; raise ConfigError if it is of another
+        run."""
         facts = checkpoint.read_facts(self._manager, number)
         checkpoint.refuse_other(self._folder, number, facts, self._whose)
         arrays = {
@@ -99,7 +100,8 @@ class Snapshots:
         return arrays, msgspec.convert(facts["state"], State)
 
     def save(self, number: int, state: State, arrays: dict[str, Any]) -> None:
-        """Writes snapshot `number`; durable when this returns. One at a time."""
+        """Write snapshot `number`; it is durable when this returns. One call at a
+        time."""
         trained = checkpoint.trained(
             sum(fragment.merges for fragment in state.fragments),
             ledger.trained_tokens(self._config, state),
@@ -108,23 +110,23 @@ class Snapshots:
         checkpoint.save(self._manager, number, arrays, facts)
 
     def save_first(self, number: int, state: State, arrays: dict[str, Any]) -> None:
-        """The same, for a run that does not begin without it. Raises OSError where the
-        disk is full, ConfigError or StorageAway of a bucket that takes none."""
+        """Write the snapshot without which a run does not begin. Raises OSError if the
+        disk is full, ConfigError or StorageAway if a bucket takes no snapshot."""
         try:
             self.save(number, state, arrays)
         except OSError:
             raise
         except Exception as error:
-            # Of orbax, of tensorstore: of many kinds.
+            # orbax and tensorstore raise many kinds of errors.
             storage.raise_if_away(self._folder, error)
             raise ConfigError(storage.cannot_write(self._folder, error)) from error
 
     def due(self, now: float) -> bool:
-        """Whether it is time for the next one, and none is being written."""
+        """Tell if it is time for the next snapshot and none is being written."""
         return now >= self._due and not self._writing()
 
     def write(self, now: float, save: Callable[[], None]) -> None:
-        """Calls `save` on a thread. A failure costs nothing: the log stays."""
+        """Call `save` on a thread. A failure costs nothing: the log stays."""
 
         def attempt() -> None:
             try:
@@ -146,7 +148,7 @@ class Snapshots:
         self._thread.start()
 
     def alerts(self, now: float) -> list[str]:
-        """What people should know: without snapshots, the record log grows."""
+        """Return alerts for people: without snapshots, the record log grows."""
         grows = "until one is, the record log grows"
         if self._writing() and now - self._began > LATE_AFTER * self._every_s:
             return [
@@ -158,8 +160,8 @@ class Snapshots:
         )
 
     def wait(self, patience_s: Callable[[], float]) -> bool:
-        """For the one that is being written, so long since the call, which may change
-        meanwhile; whether it came to its end."""
+        """Wait for the snapshot being written; return True once none is. `patience_s`
+        gives the seconds to wait since the call, and may change meanwhile."""
         began = time.monotonic()
         while self._thread is not None and self._thread.is_alive():
             left_s = began + patience_s() - time.monotonic()
@@ -169,7 +171,7 @@ class Snapshots:
         return True
 
     def close(self) -> None:
-        """Frees the folder, unless a snapshot hangs: nobody waits for that one."""
+        """Free the folder, unless a snapshot hangs, which is not waited for."""
         if not self._writing():
             self._manager.close()
 

@@ -1,4 +1,4 @@
-"""How a run stands, for people and programs: the status and the summary."""
+"""The state of a run for people and programs: the status and the summary."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 from diloco_jax.config import Config
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.loading import json_number
+from diloco_jax.files import json_number
 from diloco_jax.observability import measures
 from diloco_jax.protocol.coordinator import ending, ledger
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 
 SKIPPED_STEPS = 10
-"""From so many on they are told of, while they go on."""
+"""Skipped steps from which on there is an alert, while the loss is not finite."""
 
 
 def status(
@@ -24,7 +24,8 @@ def status(
     alerts: list[str],
     now: float,
 ) -> dict[str, Any]:
-    """What `diloco status` shows: JSON-compatible. `seconds` since the run began."""
+    """Return what `diloco status` shows: JSON-compatible. `seconds` since the run
+    began."""
     phase = "flushing" if state.phase in ("stopping", "flushing") else state.phase
     islands = {
         name: _island_status(state, roster, name)
@@ -56,8 +57,8 @@ def summary(
     alerts: list[str],
     now: float,
 ) -> dict[str, Any]:
-    """`summary.json`, but for the evaluation of the flushed parameters. Its `phase` is
-    "done", or "stopped" if the run was before its end."""
+    """Return `summary.json` without the evaluation of the flushed parameters. Its
+    `phase` is "done", or "stopped" if the run was before its end."""
     totals = ledger.run_totals(config, state)
     known = [name for name in sorted(state.islands) if name in roster.members]
     all_measures = _measures(config, state, roster, now)
@@ -84,7 +85,7 @@ def summary(
 
 
 def missing(config: Config, roster: Roster) -> list[str]:
-    """Alerts for islands of the config that have not made a step in the whole run."""
+    """Return alerts for islands of the config that never made a step in the run."""
     return [
         f"island {name} never made a step: see its log"
         for name in config.islands
@@ -93,8 +94,8 @@ def missing(config: Config, roster: Roster) -> list[str]:
 
 
 def _skipping(roster: Roster) -> list[str]:
-    """Islands whose steps change nothing at the moment: what they compute is counted,
-    so that no other number tells."""
+    """Return alerts for islands whose steps change nothing at the moment. Their tokens
+    count as computed, so no other number shows it."""
     sums = {name: roster.measures(name) for name in sorted(roster.members)}
     return [
         f"island {name} makes steps that change nothing, since their loss or gradient "
@@ -106,7 +107,7 @@ def _skipping(roster: Roster) -> list[str]:
 
 
 def _awaited(config: PolicyConfig, state: State) -> list[str]:
-    """Why a run that has its tokens does not end."""
+    """Return an alert that says why a run that has its tokens does not end."""
     names = ending.awaited(state) if state.phase == "stopping" else ()
     away = [name for name in names if state.islands[name].status == "absent"]
     if not away:
@@ -118,7 +119,7 @@ def _awaited(config: PolicyConfig, state: State) -> list[str]:
 
 
 def _progress(config: PolicyConfig, state: State, alerts: list[str]) -> dict[str, Any]:
-    """What status and summary both say of the run as a whole."""
+    """Return what both status and summary say about the run as a whole."""
     return {
         "tokens": state.progress_tokens,
         "total_tokens": config.total_tokens,

@@ -1,4 +1,4 @@
-"""How a coordinator without its state comes to one: anchors of islands, a new term."""
+"""Begin a new term with the anchors of islands, for a coordinator without its state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from diloco_jax.coordinator.gatherer import Gathered, Gatherer
 from diloco_jax.coordinator.settings import admitted, policy_config
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.new_term import gathering
@@ -28,13 +27,13 @@ def gather(
     plan: FragmentPlan,
     serve: Callable[[Handlers], None],
 ) -> Gathered:
-    """Waits for islands' anchors; writes nothing.
+    """Wait for islands' anchors; write nothing.
 
     Args:
-      serve: has islands' calls answered.
+      serve: starts to answer islands' calls with the handlers that it is given.
 
     Raises:
-      ConfigError: nobody has them; why, and what can be done.
+      ConfigError: no island has the anchors; says why, and what can be done.
     """
     numbers = policy_config(
         config.run, config.placement, "", plan.sizes, admitted(config)
@@ -58,9 +57,10 @@ def begin(
     plan: FragmentPlan,
     tape: Tape,
 ) -> tuple[Store, State]:
-    """What the new term begins with: Theta = A, without momentum; the tape says so."""
+    """Make the state that the new term begins with: Theta = A, without momentum. The
+    tape says so."""
     opened = gathered.opened
-    pin_s = Deadlines(config.placement.time_budget_s).pin_s
+    pin_s = config.placement.deadlines.pin_s
     store = Store(config.run, plan, gathered.params, pin_s)
     store.load(store.arrays(), opened.versions)
     tape.append(

@@ -1,7 +1,6 @@
 """One thread of decisions: an engine, and a queue of events.
 
-Everything that changes a run goes through the queue of this thread, so decisions need
-no lock.
+Every change of a run goes through the queue of this thread, so decisions need no lock.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from diloco_jax.protocol.messages import Refused
 logger = logging.getLogger(__name__)
 
 EVENTS_WAITING = 10_000
-"""Events that may wait; beyond it, those who post wait too."""
+"""Events that may wait; beyond it, `post` blocks."""
 LONGEST_WAIT_S = 0.5
-"""The thread looks at its housekeeping at least this often."""
+"""Longest interval between two calls of housekeeping, in seconds."""
 
 Before = Callable[[], None]
 
 
 class EngineThread(Generic[S, E]):
-    """Make it, `run` it on one thread, `post` from any."""
+    """Run an engine on one thread; any thread may `post` events."""
 
     def __init__(
         self,
@@ -37,10 +36,10 @@ class EngineThread(Generic[S, E]):
         peer_of: Callable[[E | None], Disconnected | None],
         housekeeping: Callable[[], None],
     ) -> None:
-        """next_deadline: when time alone changes something, given the state and the
-        time of the last step; a `timer` is the engine's event then. peer_of: the
-        end of the session that an event came from, if it came from one. housekeeping:
-        called on this thread at least twice a second."""
+        """next_deadline: the time at which time alone changes something, given the
+        state and the time of the last step; `timer` is the engine's event then.
+        peer_of: the end of the session that an event came from, if it came from one.
+        housekeeping: called on this thread at least twice a second."""
         self.engine = engine
         self._next_deadline, self._timer = next_deadline, timer
         self._peer_of, self._housekeeping = peer_of, housekeeping
@@ -48,13 +47,13 @@ class EngineThread(Generic[S, E]):
             tuple[E | None, Before | None, Disconnected | None, float]
         ] = queue.Queue(EVENTS_WAITING)
         self._now = time.monotonic()
-        """Of the last step."""
+        """Time of the last step."""
         self._stopping = False
         self._failure: BaseException | None = None
 
     @property
     def state(self) -> S:
-        """After the last step; one immutable value, to be read from any thread."""
+        """State after the last step; one immutable value, which any thread may read."""
         return self.engine.state
 
     def post(
@@ -63,26 +62,26 @@ class EngineThread(Generic[S, E]):
         before: Before | None = None,
         peer: Disconnected | None = None,
     ) -> None:
-        """Queues an event of now; `before` is called on the engine's thread just
-        ahead. peer: the end of the session whose doing it is, where the event does
-        not tell."""
+        """Queue an event at the present time. before: called on the engine's thread
+        just ahead of it. peer: the end of the session that caused the event, where the
+        event does not tell."""
         self._queue.put((event, before, peer, time.monotonic()))
 
     def stop(self) -> None:
-        """Ends `run` after what is queued. Safe in a signal handler."""
+        """End `run` after the events that are queued. Safe in a signal handler."""
         self._stopping = True
 
     def fail(self, failure: BaseException) -> None:
-        """Ends `run` with what went wrong on another thread."""
+        """End `run` with the error of another thread."""
         self._failure = failure
         self.post(None)
 
     def run(self) -> None:
-        """Decides until `stop`.
+        """Decide until `stop`.
 
-        Raises what went wrong elsewhere (`fail`) or while carrying out an effect: the
-        process must end then, and start again from what is durable. An event of a peer
-        upon which nothing can be decided ends that peer's session only.
+        Raises the error of another thread (`fail`) or of an effect: the process must
+        end then, and start again from what is durable. If no decision can be made upon
+        a peer's event, only that peer's session ends.
         """
         while not self._stopping:
             self._turn()
@@ -98,8 +97,8 @@ class EngineThread(Generic[S, E]):
             event, before, peer, at = self._queue.get(timeout=max(wait, 0.0))
         except queue.Empty:
             event, before, peer, at = self._timer, None, None, time.monotonic()
-        # At the time at which it came: what waited here while this thread was held up
-        # (by a disk, or with the whole machine) is not late.
+        # Use the time at which the event came. An event that waited while this thread
+        # was held up (by a disk, or with the whole machine) is not late.
         self._now = max(self._now, at)
         self._handle(event, before, peer or self._peer_of(event))
         self._housekeeping()
@@ -116,14 +115,14 @@ class EngineThread(Generic[S, E]):
         except Exception as error:
             if peer is None:
                 raise
-            # The state is still that of before: decisions are pure.
+            # Decisions are pure, so the state is still the old one.
             logger.exception("%s of %s failed", type(event).__name__, peer)
             self._put_out(peer, error)
             if not isinstance(event, Disconnected):
                 self._handle(cast(E, peer), None, peer)
             return
-        # From here on a failure is nobody's fault but this process's, and ends it: the
-        # state has the event, a part of it may be durable, and the rest is not told.
+        # A failure from here on is this process's own and ends it: the state has the
+        # event, a part of the effects may be durable, and the rest is not carried out.
         for effect in effects:
             self.engine.carry_out(effect)
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 @jax.jit
 def delta(anchor: jax.Array, local: jax.Array) -> jax.Array:
-    """anchor - local in f32: a step along *minus* the delta leads to `local`.
+    """Return anchor - local in f32: a step along *minus* the delta leads to `local`.
 
-    Theta - theta[m] of Decoupled DiLoCo (arXiv 2604.21428), with the anchor, which the
-    island has, in the place of Theta, which it has not.
+    This is Theta - theta[m] of Decoupled DiLoCo (arXiv 2604.21428), with the anchor in
+    place of Theta, which the island does not have.
     """
     return anchor.astype(jnp.float32) - local.astype(jnp.float32)

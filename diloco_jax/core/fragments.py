@@ -1,10 +1,10 @@
-"""Which parts of the parameters are merged together.
+"""Fragments: the parts of the parameters that are merged together.
 
 A *piece* is one tensor, or one layer of a stacked tensor. A *fragment* is a set of
 pieces that is merged at the same tick. Fragments are balanced by size, since peak
 bandwidth follows from the largest (Decoupled DiLoCo, arXiv 2604.21428, "balanced tensor
 fragmentation"); pieces of one layer or of one tensor may be kept together. Embeddings
-are dealt into fragments as all else; what is apart is the rule that they are merged by.
+are dealt into fragments like all other pieces, but are merged by a rule of their own.
 
 Parameters are a nested dict of arrays. `P` is the number of fragments.
 """
@@ -16,18 +16,16 @@ import hashlib
 import json
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.core.choices import FragmentBy
-
 Params = dict[str, Any]
 """Nested dicts with string keys and arrays at the leaves."""
 
-WAYS: tuple[FragmentBy, ...] = get_args(FragmentBy)
+WAYS = ("size", "layer", "tensor")
 
 LAYERS = "layers"
 VOCAB = "vocab"
@@ -42,9 +40,9 @@ class Piece:
     layer: int
     """Index along the leaf's leading axis; -1: the whole leaf."""
     shape: tuple[int, ...]
-    """Of the piece, the layer axis apart."""
+    """Shape of the piece, without the layer axis."""
     embedding: bool
-    """Has a vocabulary axis: merged by weighted mean under every rule."""
+    """True if it has a vocabulary axis: most rules merge it by weighted mean."""
 
     @property
     def name(self) -> str:
@@ -80,7 +78,7 @@ class FragmentPlan:
         return sum(self.sizes)
 
     def digest(self) -> str:
-        """16 hex digits over every piece and its place."""
+        """Return 16 hex digits over every piece and its place."""
         text = json.dumps(
             [
                 [[p.name, p.layer, p.shape, p.embedding] for p in fragment]
@@ -94,14 +92,14 @@ def plan_fragments(
     shapes: Mapping[str, Any],
     axes: Mapping[str, Any],
     num_fragments: int,
-    by: FragmentBy = "size",
+    by: str = "size",
 ) -> FragmentPlan:
-    """Deals all pieces out to `num_fragments` fragments of about equal size.
+    """Deal all pieces out to `num_fragments` fragments of about equal size.
 
-    The largest goes first, each to the fragment with the fewest parameters so far
-    (ties: the lowest index; what is equally large: by path and layer). So equal layers
-    go round the fragments in turn, the strided pattern of Streaming DiLoCo (arXiv
-    2501.18512); what larger tensors outside the layers unbalance, they even out.
+    Each piece, the largest first, goes to the fragment with the fewest parameters so
+    far (ties: the lowest index; equally large pieces: by path and layer). So equal
+    layers go to the fragments in turn, the strided pattern of Streaming DiLoCo (arXiv
+    2501.18512), and even out the larger tensors outside the layers.
 
     Args:
       shapes: nested dict; leaves are tuples of ints or have a `.shape`.
@@ -109,13 +107,13 @@ def plan_fragments(
         every axis. A leading "layers" makes one piece per layer; "vocab" anywhere
         marks an embedding.
       num_fragments: P.
-      by: what is dealt out. "size": each piece by itself. "layer": all pieces of a
-        layer (of one index, in every stack) together, tensors outside the layers each
+      by: the unit dealt out. "size": each piece by itself. "layer": all pieces of a
+        layer (of one index, in every stack) together, each tensor outside the layers
         by itself. "tensor": all layers of a tensor together.
 
     Raises:
-      ValueError: P is below 1 or above what there is to deal out; shapes and axes do
-        not match; two pieces have one name; `by` is unknown.
+      ValueError: P is below 1 or above the number of units; shapes and axes do not
+        match; two pieces have one name; `by` is unknown.
     """
     pieces = sorted(_pieces(shapes, axes, ()))
     dealt: dict[Hashable, list[Piece]] = {}
@@ -144,7 +142,7 @@ def plan_fragments(
 
 
 def get_piece(params: Mapping[str, Any], piece: Piece) -> Any:
-    """The piece's values, shape `piece.shape`; a whole leaf is returned itself."""
+    """Return the piece's values, of shape `piece.shape`; a whole leaf as it is."""
     leaf: Any = params
     for key in piece.path:
         leaf = leaf[key]
@@ -152,18 +150,18 @@ def get_piece(params: Mapping[str, Any], piece: Piece) -> Any:
 
 
 def set_piece(params: Mapping[str, Any], piece: Piece, value: Any) -> Params:
-    """New parameters with one piece replaced; all other leaves are shared."""
+    """Return new parameters with one piece replaced; all other leaves are shared."""
     replaced: Params = _replace(params, piece.path, piece.layer, value)
     return replaced
 
 
 def to_pieces(plan: FragmentPlan, params: Mapping[str, Any]) -> dict[str, Any]:
-    """All pieces by name, in the plan's order."""
+    """Return all pieces by name, in the plan's order."""
     return {piece.name: get_piece(params, piece) for piece in plan.pieces}
 
 
 def from_pieces(plan: FragmentPlan, arrays: Mapping[str, Any]) -> Params:
-    """Parameters from all their pieces by name; layers are stacked again.
+    """Build parameters from all their pieces by name; layers are stacked again.
 
     numpy pieces make numpy leaves, anything else makes jax ones.
 
@@ -199,15 +197,15 @@ def from_pieces(plan: FragmentPlan, arrays: Mapping[str, Any]) -> Params:
 
 
 def digest_arrays(arrays: Iterable[Any]) -> str:
-    """64 hex digits of SHA-256 over the arrays' bytes (row-major, little-endian)."""
+    """Return 64 hex digits: SHA-256 of the arrays' bytes, row-major, little-endian."""
     sha = hashlib.sha256()
     for array in arrays:
         sha.update(np.ascontiguousarray(array).data)
     return sha.hexdigest()
 
 
-def _kept_with(piece: Piece, by: FragmentBy) -> Hashable:
-    """Equal for pieces that share a fragment whatever their size."""
+def _kept_with(piece: Piece, by: str) -> Hashable:
+    """Return a key that is equal for pieces that must share a fragment."""
     match by:
         case "size":
             return piece

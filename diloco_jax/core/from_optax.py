@@ -1,17 +1,16 @@
 """Inner optimizers by their names in optax and optax.contrib.
 
-An island takes updates at learning rate 1, times a rate that follows the run. So one
-fits if its learning rate is no more than a factor of its updates, and if gradients,
-state and parameters are all that an update needs. `check` tries both on small arrays.
+An island takes updates at learning rate 1, times a rate that follows the run. So an
+optimizer fits if its learning rate is only a factor of its updates, and if an update
+needs only gradients, state and parameters. `check` tries both on small arrays.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ import numpy as np
 import optax
 
 from diloco_jax.core.fragments import LAYERS
+from diloco_jax.core.members import suggest
 
 Argument = bool | int | float | str
 Make = Callable[[Mapping[str, Any], float], optax.GradientTransformation]
@@ -35,19 +35,19 @@ OURS = {
     "mask": "the parameter's axes",
     "weight_decay_mask": "the parameter's axes",
 }
-"""What says it, by the parameter of an optax function."""
+"""Setting that gives the value, by the parameter of an optax function."""
 MASKS = ("mask", "weight_decay_mask")
 
 AXES = {"matrix": (LAYERS, "embed", "mlp"), "vector": ("embed",)}
 SHAPES = {"matrix": (3, 4, 6), "vector": (4,)}
 STEPS, SMALLER_RATE = 3, 0.25
 RELATIVE, ABSOLUTE = 1e-2, 1e-4
-"""Between two ways that differ in rounding alone."""
+"""Tolerances between two computations that differ only in rounding."""
 
 
-def find(name: str) -> Callable[..., optax.GradientTransformation]:
-    """The function that makes it; ValueError with the nearest name if optax has none
-    that takes a learning rate."""
+def find(name: str, remedy: str) -> Callable[..., optax.GradientTransformation]:
+    """Return optax's function of that name; ValueError with the nearest name and the
+    remedy if optax has none that takes a learning rate."""
     for module in (optax, optax.contrib):
         exported: Any = getattr(module, name, None)
         if _is_optimizer(name, exported):
@@ -60,9 +60,8 @@ def find(name: str) -> Callable[..., optax.GradientTransformation]:
         if _is_optimizer(other, value)
     ]
     raise ValueError(
-        f"inner.optimizer = {name!r} is no optimizer of optax or optax.contrib"
-        f"{_suggest(name, known)}; choose 'adamw', 'lion', 'sgd', 'muon' or "
-        f"a function there that takes a {RATE}"
+        f"{name!r} is no optimizer of optax or optax.contrib{suggest(name, known)}; "
+        f"{remedy}, or a function there that takes a {RATE}"
     )
 
 
@@ -77,19 +76,22 @@ def from_optax(
     weight_decay: float,
     decays: Any,
 ) -> optax.GradientTransformation:
-    """The optimizer of this name, with all of our settings that it takes.
+    """Return the optimizer of this name, with all of our settings that it takes.
 
     Args:
-      arguments: more of what it takes.
-      weight_decay: by its own rule if that takes a mask; else apart from it, as AdamW
-        has it.
-      decays: nested like the parameters; whether each decays.
+      arguments: further arguments of the optax function.
+      weight_decay: applied by the optimizer if its decay takes a mask; otherwise
+        added to its updates, as in AdamW.
+      decays: nested like the parameters; True where a parameter decays.
 
     Raises:
-      ValueError: unknown name or argument, one that is missing, or a dtype that the
-        optimizer gives no choice of.
+      ValueError: an unknown name, an unknown or missing argument, or a moment dtype
+        that the optimizer cannot set.
     """
-    function = find(name)
+    try:
+        function = find(name, "choose 'adamw', 'lion', 'sgd', 'muon'")
+    except ValueError as error:
+        raise ValueError(f"inner.optimizer = {error}") from None
     takes = inspect.signature(function).parameters
     if moment_dtype != "float32" and "mu_dtype" not in takes:
         others = [p for p in takes if "dtype" in p]
@@ -119,7 +121,7 @@ def call(
     own: Mapping[str, Any],
     arguments: Mapping[str, Argument],
 ) -> optax.GradientTransformation:
-    """function(**own, **arguments); ValueError if they do not go together."""
+    """Call function(**own, **arguments); ValueError if they do not fit together."""
     takes = inspect.signature(function).parameters
     for argument, value in arguments.items():
         said = OURS.get(argument, "another field" if argument in own else "")
@@ -131,7 +133,7 @@ def call(
         if argument not in takes:
             raise ValueError(
                 f"inner.arguments has {argument} = {value!r}, which {_called(name)} "
-                f"does not take{_suggest(argument, takes)}; it takes "
+                f"does not take{suggest(argument, takes)}; it takes "
                 f"{', '.join(p for p in takes if p not in OURS)}"
             )
     missing = [
@@ -152,7 +154,7 @@ def call(
 
 
 def check(name: str, arguments: Mapping[str, Argument], make: Make) -> None:
-    """Raises ValueError if the optimizer does not fit, as the module says."""
+    """Raise ValueError if the optimizer does not fit (see the module's docstring)."""
     try:
         scaled = _train(make(AXES, 1.0), SMALLER_RATE)
         itself = _train(make(AXES, SMALLER_RATE), 1.0)
@@ -168,7 +170,7 @@ def check(name: str, arguments: Mapping[str, Argument], make: Make) -> None:
 
 
 def _train(optimizer: optax.GradientTransformation, scale: float) -> list[Any]:
-    """Where some steps end."""
+    """Return the parameters after some steps."""
     rng = np.random.default_rng(0)
 
     def draw(*steps: int) -> dict[str, Any]:
@@ -212,8 +214,3 @@ def _refused(
         f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''});"
         f" correct inner.arguments, or choose another optimizer"
     )
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -2,8 +2,8 @@
 follows the progress of the whole run.
 
 Progress (tokens of all islands / tokens of the run) is not a count of local steps, so
-a late or returned island is in step with the others. Axis names say what may decay
-and what Muon may orthogonalise: stacking layers makes no matrix of a vector.
+a late or returned island is in step with the others. Axis names decide which parameters
+decay and which Muon orthogonalises: a stack of vectors is not a matrix.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 import jax
 import optax
 
-from diloco_jax.core.choices import Schedule
 from diloco_jax.core.fragments import LAYERS, VOCAB
 from diloco_jax.core.from_optax import RATE, Argument, call, check, from_optax
 
 NAMES = ("adamw", "lion", "sgd", "muon")
-"""Known to fit, as long as they get no arguments."""
+"""Optimizers known to fit, as long as they get no arguments."""
 
 
 def make_inner(
@@ -34,18 +33,18 @@ def make_inner(
     weight_decay: float = 0.0,
     clip_norm: float = 0.0,
 ) -> optax.GradientTransformation:
-    """The optimizer at learning rate 1: scale its updates by `learning_rate(...)`.
+    """Make the optimizer at learning rate 1; scale its updates by `learning_rate`.
 
     Args:
       name: one in NAMES, or any in optax or optax.contrib that fits (`from_optax`).
         "sgd" ignores the betas. "muon" orthogonalises the matrices (two axes besides
         "layers", none of them "vocab"), layer by layer, with momentum beta1; all else
-        goes through Adam with Nesterov momentum. What optax makes one tensor of, a
-        trust ratio for example, is the whole stack of layers.
+        goes through Adam with Nesterov momentum. Anything that optax computes per
+        tensor, such as a trust ratio, is per stack of layers.
       axes: nested like the parameters; leaves are tuples of logical axis names.
-      arguments: more of what optax's function takes.
-      moment_dtype: of the first moment, or of Muon's momentum.
-      weight_decay: of parameters with at least two axes besides "layers".
+      arguments: further arguments of optax's function.
+      moment_dtype: dtype of the first moment, or of Muon's momentum.
+      weight_decay: decay of parameters with at least two axes besides "layers".
       clip_norm: longest global gradient norm; 0 = any.
 
     Raises:
@@ -59,7 +58,7 @@ def make_inner(
             decay = optax.add_decayed_weights(weight_decay, decays)
             return optax.chain(decay, call(name, optax.sgd, {RATE: rate}, more))
         if name == "muon":
-            # 0.2 brings Muon's updates to the size of AdamW's, so that one learning
+            # 0.2 scales Muon's updates to the size of AdamW's, so that one learning
             # rate serves both (arXiv 2502.16982).
             own = {
                 RATE: rate,
@@ -71,7 +70,7 @@ def make_inner(
                 "consistent_rms": 0.2,
             }
             direction = call(name, optax.contrib.muon, own, more)
-            # Its own decay of what is not a matrix takes no mask.
+            # Muon's own decay of non-matrices takes no mask.
             decay = optax.add_decayed_weights(-rate * weight_decay, decays)
             return optax.chain(direction, decay)
         return from_optax(
@@ -96,19 +95,19 @@ def make_inner(
 def learning_rate(
     *,
     peak: float,
-    schedule: Schedule,
+    schedule: str,
     warmup_fraction: float,
     final_fraction: float,
     progress: float,
     rewarm: float = 1.0,
 ) -> float:
-    """The rate at a point of the run: up in a line from 0, then down by the schedule.
+    """Return the rate at a point of the run: linear from 0, then by the schedule.
 
     Args:
       peak: rate after the warm-up.
       schedule: "cosine" ends at final_fraction * peak, "constant" stays.
       warmup_fraction: share of the run over which the rate rises.
-      progress: share of the run that is done; anything outside [0, 1] is cut.
+      progress: share of the run that is done; clipped to [0, 1].
       rewarm: share in [0, 1] that an island with fresh moments may use.
 
     Raises:

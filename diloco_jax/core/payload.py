@@ -1,9 +1,9 @@
-"""A fragment's payload: its encoded pieces, one after the other, no padding.
+"""A fragment's payload: its encoded pieces, one after the other, without padding.
 
-A message carries all of it, or a part: boxes of tiles, which is what a shard of an
-aligned mesh is. A part's bytes are its boxes' bytes one after the other, each row-major
-over the box. An anchor in full travels as its values, f32 and not encoded, of the same
-boxes: each row-major over the elements that its tiles have.
+A message carries the whole payload or a part. A part is boxes of tiles, as a shard of
+an aligned mesh is; its bytes are its boxes' bytes, one after the other, each row-major
+over the box. A full anchor travels as unencoded f32 values of the same boxes, each
+row-major over the elements of its tiles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.core.codec import Codec
+from diloco_jax.core.codecs.codec import Codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.tiles import TileGrid
 
@@ -33,12 +33,12 @@ class Box(NamedTuple):
 
 
 Part = tuple[Box, ...]
-"""What one host has of a payload. Empty: all of it."""
+"""Boxes of a payload on one host. Empty: the whole payload."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """Where one encoded piece lies in the payload (bytes)."""
+    """Place of one encoded piece in the payload (bytes)."""
 
     piece: Piece
     offset: int
@@ -60,7 +60,7 @@ class PayloadLayout:
 
     @classmethod
     def of(cls, codec: Codec, pieces: Sequence[Piece]) -> PayloadLayout:
-        """The layout of these pieces, in this order."""
+        """Return the layout of these pieces, in this order."""
         placed, offset = [], 0
         for piece in pieces:
             shape = codec.encoded_shape(piece.shape)
@@ -74,10 +74,10 @@ class PayloadLayout:
         return self.placed[-1].offset + self.placed[-1].nbytes if self.placed else 0
 
     def pack(self, arrays: Sequence[Any]) -> bytearray:
-        """One payload from the encoded arrays, uint8[*grid, tile_bytes] each.
+        """Pack the encoded arrays, uint8[*grid, tile_bytes] each, into one payload.
 
         Raises:
-          ValueError: another number of arrays, or an array of another shape.
+          ValueError: a wrong number of arrays, or an array of the wrong shape.
         """
         if len(arrays) != len(self.placed):
             raise ValueError(
@@ -97,10 +97,10 @@ class PayloadLayout:
         return payload
 
     def unpack(self, payload: Buffer) -> list[npt.NDArray[np.uint8]]:
-        """Views of the payload, uint8[*grid, tile_bytes] each; nothing is copied.
+        """Return views of the payload, uint8[*grid, tile_bytes] each; copy nothing.
 
         Raises:
-          ValueError: the payload has another length than the layout.
+          ValueError: the payload and the layout differ in length.
         """
         length = memoryview(payload).nbytes
         if length != self.total_bytes:
@@ -115,19 +115,19 @@ class PayloadLayout:
         ]
 
     def part_bytes(self, part: Part) -> int:
-        """Bytes of a part.
+        """Return the bytes of a part.
 
         Raises:
-          ValueError: a box that is not in its piece's grid.
+          ValueError: a box is not in its piece's grid.
         """
         return sum(map(math.prod, self._shapes(part)))
 
     def values_bytes(self, part: Part) -> int:
-        """Bytes of the values in a part; ValueError as `part_bytes`."""
+        """Return the bytes of the values in a part; ValueError as `part_bytes`."""
         return 4 * sum(math.prod(_extents(self.elements(b))) for b in self._boxes(part))
 
     def elements(self, box: Box) -> tuple[slice, ...]:
-        """Which elements of its piece a box has; ValueError as `part_bytes`."""
+        """Return the elements of its piece in a box; ValueError as `part_bytes`."""
         self._box_shape(box)
         tile = TileGrid.of(self.placed[box.piece].piece.shape).tile
         return tuple(
@@ -136,8 +136,8 @@ class PayloadLayout:
         )
 
     def cut(self, payload: Buffer, part: Part) -> list[npt.NDArray[np.uint8]]:
-        """The bytes of a part in the whole payload, box by box, or as one if it is
-        all; nothing is copied.
+        """Return views of a part's bytes in the whole payload, box by box, or one view
+        if the part is the whole.
 
         Raises:
           ValueError: as `part_bytes` and `unpack`.
@@ -151,8 +151,8 @@ class PayloadLayout:
     def cut_values(
         self, arrays: Sequence[npt.NDArray[np.float32]], part: Part
     ) -> list[npt.NDArray[np.float32]]:
-        """The values of a part in those of the pieces, f32[shape] each, box by box;
-        nothing is copied. ValueError as `part_bytes`."""
+        """Return views of a part's values in the pieces' values, f32[shape] each, box
+        by box. ValueError as `part_bytes`."""
         boxes: list[tuple[int, Any]] = [
             (box.piece, (*self.elements(box), ...)) for box in self._boxes(part)
         ]
@@ -161,7 +161,7 @@ class PayloadLayout:
     def split(
         self, octets: Buffer, part: Part
     ) -> list[tuple[Box, npt.NDArray[np.uint8]]]:
-        """The boxes of a part, with their tiles among its bytes; nothing is copied.
+        """Return the boxes of a part, with views of their tiles in its bytes.
 
         Raises:
           ValueError: `octets` has another length than the part.
@@ -172,18 +172,17 @@ class PayloadLayout:
     def split_values(
         self, octets: Buffer, part: Part
     ) -> list[tuple[Box, npt.NDArray[np.float32]]]:
-        """The boxes of a part, with their elements among its values; nothing is
-        copied.
+        """Return the boxes of a part, with views of their elements in its values.
 
         Raises:
-          ValueError: `octets` has another length than the part's values.
+          ValueError: `octets` and the part's values differ in length.
         """
         flat = _of_length(octets, self.values_bytes(part)).view("<f4")
         boxes = self._boxes(part)
         return _split(flat, boxes, [_extents(self.elements(box)) for box in boxes])
 
     def scatter(self, payload: Buffer, part: Part, octets: Buffer) -> None:
-        """Puts the bytes of a part in their places in the whole payload.
+        """Copy the bytes of a part to their places in the whole payload.
 
         Raises:
           ValueError: `octets` has another length than the part.
@@ -193,14 +192,14 @@ class PayloadLayout:
             views[box.piece][tiles_of(box)] = tiles
 
     def _boxes(self, part: Part) -> Part:
-        """Those of the part; the pieces, if it is all."""
+        """Return the boxes of a part; if it is the whole, one box per piece."""
         grids = (placed.encoded_shape[:-1] for placed in self.placed)
         return part or tuple(
             Box(number, (0,) * len(grid), grid) for number, grid in enumerate(grids)
         )
 
     def _shapes(self, part: Part) -> list[tuple[int, ...]]:
-        """(*tiles, tile_bytes) of every box."""
+        """Return (*tiles, tile_bytes) of every box."""
         return [
             (*self._box_shape(box), self.placed[box.piece].tile_bytes)
             for box in self._boxes(part)
@@ -222,13 +221,13 @@ class PayloadLayout:
 
 
 class Coverage:
-    """Which tiles of a payload are here already."""
+    """The tiles of a payload that have arrived."""
 
     def __init__(self, layout: PayloadLayout) -> None:
         self._here = [np.zeros(p.encoded_shape[:-1], np.bool_) for p in layout.placed]
 
     def add(self, part: Part) -> None:
-        """The tiles of this part are here."""
+        """Note that the tiles of this part have arrived."""
         for box in part:
             self._here[box.piece][tiles_of(box)] = True
         if not part:
@@ -236,7 +235,7 @@ class Coverage:
                 here[...] = True
 
     def remove(self, part: Part) -> None:
-        """The tiles of this part have to come again."""
+        """Note that the tiles of this part must be sent again."""
         for box in part:
             self._here[box.piece][tiles_of(box)] = False
         if not part:
@@ -245,12 +244,12 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Whether all tiles are here."""
+        """True if all tiles have arrived."""
         return all(bool(here.all()) for here in self._here)
 
 
 def tiles_of(box: Box) -> tuple[slice, ...]:
-    """The tiles of a box, as an index into its piece's grid."""
+    """Return the tiles of a box, as an index into its piece's grid."""
     return tuple(map(slice, box.start, box.stop))
 
 

@@ -1,8 +1,8 @@
-"""What the coordinator publishes, and what islands make of it.
+"""Publishes: the coordinator encodes a change, and islands apply it to their anchors.
 
-A_v = A_{v-1} + dec(enc(Theta_v - A_{v-1})): encoded once, and the same bits wherever
-it is applied. Theta - A is what the codec has not brought across yet, so the next
-publish carries it: downward error feedback without a residual of its own.
+A_v = A_{v-1} + dec(enc(Theta_v - A_{v-1})): encoded once, with the same bits wherever
+it is applied. Theta - A is the change that the codec has lost so far, and the next
+publish carries it: downward error feedback without a separate residual.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import functools
 
 import jax
 
-from diloco_jax.core.codec import Codec, flush_subnormals
+from diloco_jax.core.codecs.codec import Codec, flush_subnormals
 from diloco_jax.core.tiles import ArrayLike
 
 
 def publish(
     codec: Codec, theta: ArrayLike, anchor: ArrayLike
 ) -> tuple[jax.Array, jax.Array]:
-    """(encoded change uint8[*grid, tile_bytes], new anchor f32[shape]) of one piece.
+    """Encode the change of one piece; return it, uint8[*grid, tile_bytes], and the new
+    anchor, f32[shape].
 
     The new anchor comes from the encoded bytes through `apply_publish`, as on the
     islands. Nothing is donated.
@@ -29,7 +30,7 @@ def publish(
 
 @functools.partial(jax.jit, static_argnums=0)
 def apply_publish(codec: Codec, anchor: jax.Array, encoded: jax.Array) -> jax.Array:
-    """The anchor after a publish, f32[shape]. Nothing is donated."""
+    """Return the anchor after a publish, f32[shape]. Nothing is donated."""
     # Products in the decoded change are exact, so a fused multiply-add changes no bit;
     # a sum below the smallest normal would be zero on some devices only.
     return flush_subnormals(anchor + codec.decode(encoded, anchor.shape))

@@ -1,8 +1,8 @@
 """Tiles of an array, the units that are encoded, sent and put on a mesh.
 
-Tiles are chosen from an array's shape alone, so every island and the coordinator cut
-it alike, whatever their meshes. A mesh whose shards end on tile boundaries encodes
-without communication.
+Tiles depend only on an array's shape, so all islands and the coordinator cut it alike,
+whatever their meshes. A mesh whose shards end on tile boundaries encodes without
+communication.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import numpy.typing as npt
 
 ArrayLike = jax.Array | npt.NDArray[Any]
-"""What the functions of this package take: an array of jax or of numpy."""
+"""An array of jax or numpy, as the functions of this package take it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TileGrid:
     @staticmethod
     @functools.cache
     def of(shape: tuple[int, ...]) -> TileGrid:
-        """The tiling of an array of that shape.
+        """Return the tiling of an array of that shape.
 
         Starting from the whole array, even extents are halved, the one halved least
         so far first (ties: the largest, then the lowest axis), until a tile has at
@@ -60,7 +60,7 @@ class TileGrid:
     # Axes are split and merged one at a time: explicit sharding allows no more.
 
     def split(self, x: Any) -> Any:
-        """[shape] -> [*grid, elements]: the grid's axes stay apart, as shards are."""
+        """Split [shape] -> [*grid, elements]; the grid's axes stay apart for shards."""
         rank = len(self.grid)
         for axis in reversed(range(rank)):
             pair = (self.grid[axis], self.tile[axis])
@@ -69,7 +69,7 @@ class TileGrid:
         return x.reshape((*self.grid, self.elements))
 
     def join(self, tiles: Any) -> Any:
-        """[*grid, elements] -> [shape]: the inverse of `split`."""
+        """Join [*grid, elements] -> [shape]: the inverse of `split`."""
         rank = len(self.grid)
         x = tiles.reshape((*self.grid, *self.tile))
         x = x.transpose([axis for i in range(rank) for axis in (i, rank + i)])

@@ -39,7 +39,7 @@ SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Documents; of text, each is followed by a separator.
+    """Documents in two rows of tokens. A separator follows each document of text.
 
     `train` and `validation` are integers [tokens], of text uint8; `names` those of all
     documents, in order; `digest` 16 hex digits over names and contents; `largest` the
@@ -55,7 +55,7 @@ class Corpus:
 
 
 def load_corpus(paths: tuple[str, ...], validation_fraction: float) -> Corpus:
-    """Reads the corpus.
+    """Read the corpus.
 
     Args:
       paths: text files, and folders in which every regular file counts, hidden ones
@@ -121,7 +121,7 @@ def _load_tokens(
 
 
 def load_checked_corpus(data: DataConfig) -> Corpus:
-    """The corpus of a run; ConfigError if what is here has another digest."""
+    """Load a run's corpus; raise ConfigError if its digest here is another one."""
     corpus = load_corpus(data.paths, data.validation_fraction)
     if data.digest and corpus.digest != data.digest:
         raise ConfigError(
@@ -142,7 +142,7 @@ def load_checked_corpus(data: DataConfig) -> Corpus:
 
 
 def require_window(nbytes: int, sequence_length: int) -> None:
-    """Raises ConfigError if a training text of that length does not fill a window."""
+    """Raise ConfigError if a training text of that length does not fill a window."""
     if nbytes <= sequence_length:
         raise ConfigError(
             f"the training text has {nbytes} bytes, but one window at "
@@ -152,8 +152,7 @@ def require_window(nbytes: int, sequence_length: int) -> None:
 
 
 def require_prediction(nbytes: int) -> None:
-    """Raises ConfigError if nothing of a validation text of that length can be
-    predicted."""
+    """Raise ConfigError if a validation text of that length has nothing to predict."""
     if nbytes < 2:
         raise ConfigError(
             f"the validation text has {nbytes} bytes, but 2 are needed to "
@@ -163,8 +162,8 @@ def require_prediction(nbytes: int) -> None:
 
 
 def require_vocabulary(corpus: Corpus, model: ModelConfig) -> None:
-    """Raises ConfigError if the bundled model has no place for a token. What one's own
-    model has is not known here."""
+    """Raise ConfigError if the bundled model has no place for a token. The vocabulary
+    of a user's own model is not known here."""
     if corpus.largest >= model.vocab_size and not model.factory:
         raise ConfigError(
             f"model.vocab_size = {model.vocab_size}, but the tokens go up to "
@@ -173,7 +172,7 @@ def require_vocabulary(corpus: Corpus, model: ModelConfig) -> None:
 
 
 def is_validation(name: str, fraction: float) -> bool:
-    """Whether the document of this name is held out."""
+    """Return True if the document of this name is held out."""
     head = hashlib.sha256(name.encode()).digest()[:8]
     return int.from_bytes(head, "big") < fraction * 2**64
 
@@ -183,7 +182,7 @@ def _split(
     fraction: float,
     cut: Callable[[DocumentT, float], tuple[DocumentT, DocumentT]],
 ) -> tuple[list[DocumentT], list[DocumentT]]:
-    """Documents to train on, and to validate on. cut: one of them into both."""
+    """Return documents to train on and to validate on. cut: splits one into both."""
     held = {name for name in documents if is_validation(name, fraction)}
     if 0 < len(held) < len(documents):
         return (
@@ -196,7 +195,7 @@ def _split(
 
 
 def _cut(data: bytes, fraction: float) -> tuple[bytes, bytes]:
-    """At the beginning of a character."""
+    """Cut a text in two at the beginning of a character."""
     at = len(data) - math.ceil(len(data) * fraction)
     while at > 0 and data[at] & 0xC0 == 0x80:
         at -= 1
@@ -259,8 +258,8 @@ def _user_files(paths: Iterable[str]) -> Iterator[tuple[str, pathlib.Path]]:
 def _walk(
     root: pathlib.Path, skipped: frozenset[str] = frozenset()
 ) -> list[tuple[str, pathlib.Path]]:
-    """Regular files below root by relative name, in order of the names; neither
-    hidden folders nor links to folders are entered."""
+    """Return the regular files below root with relative names, in order of the names;
+    neither hidden folders nor links to folders are entered."""
     found = []
     for folder, folders, files in os.walk(root, onerror=_refuse):
         folders[:] = [f for f in folders if f not in skipped and f[0] != "."]

@@ -10,7 +10,7 @@ from diloco_jax.protocol.values import Span
 
 
 class LeasedPositions:
-    """What one incarnation of an island was granted, and how much of it is used."""
+    """The positions granted to one incarnation of an island, and the number used."""
 
     def __init__(self) -> None:
         self.granted = 0
@@ -20,12 +20,12 @@ class LeasedPositions:
         self._spans: collections.deque[Span] = collections.deque()
 
     def grant(self, span: Span) -> None:
-        """Adds positions [start, stop) after those granted before."""
+        """Add positions [start, stop) after those granted before."""
         self._spans.append(span)
         self.granted += span.stop - span.start
 
     def draw(self, count: int) -> np.ndarray | None:
-        """The next int64 [count] positions, or None if fewer are leased."""
+        """Return the next int64 [count] positions, or None if fewer are leased."""
         if self.granted - self.drawn < count:
             return None
         self.drawn += count

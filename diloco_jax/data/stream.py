@@ -1,7 +1,7 @@
 """Batches from leased positions, prepared ahead of the train loop.
 
-The network's thread grants ranges of positions, the loop's thread takes batches; a
-worker reads the next ones meanwhile. Positions are used in the order granted.
+The network's thread grants ranges of positions, and the loop's thread takes batches. A
+worker reads the next batches meanwhile. Positions are used in the order granted.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ class LeasedStream:
 
     @property
     def granted(self) -> int:
-        """Sequences leased to this incarnation so far."""
+        """Number of sequences leased to this incarnation so far."""
         with self._lock:
             return self._positions.granted
 
     @property
     def consumed(self) -> int:
-        """Sequences handed out by `next_batch` so far."""
+        """Number of sequences handed out by `next_batch` so far."""
         with self._lock:
             return self._consumed
 
     def grant(self, span: Span) -> None:
-        """Adds positions [start, stop) after those granted before."""
+        """Add positions [start, stop) after those granted before."""
         with self._lock:
             self._positions.grant(span)
             self._prepare()
 
     @property
     def ready(self) -> bool:
-        """Whether the leases fill another batch."""
+        """Return True if the leases fill another batch."""
         with self._lock:
             return bool(self._ready)
 
     def next_batch(self, timeout_s: float) -> np.ndarray:
-        """int32 [B, T + 1]; waits until it is read.
+        """Return the next batch, int32 [B, T + 1]; wait until it is read.
 
         Raises:
           ValueError: the leases do not fill it (see `ready`).
@@ -86,13 +86,13 @@ class LeasedStream:
             ) from None
 
     def close(self) -> None:
-        """Ends the worker."""
+        """End the worker."""
         with self._lock:
             self._closed = True
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def _prepare(self) -> None:
-        """Starts reading as many batches as are leased and may be ahead."""
+        """Start reading as many batches as the leases and the lead allow."""
         while not self._closed and len(self._ready) < BATCHES_AHEAD:
             positions = self._positions.draw(self._per_step)
             if positions is None:

@@ -9,12 +9,12 @@ VOCAB_SIZE = 256
 
 
 def encode(text: str) -> np.ndarray:
-    """uint8 [bytes] of the text's UTF-8."""
+    """Return the text's UTF-8 as uint8 [bytes]."""
     return np.frombuffer(text.encode(), np.uint8)
 
 
 def decode(tokens: np.ndarray) -> str:
-    """Text of integer [n] tokens; separators become line ends, broken characters a
-    replacement mark."""
+    """Return the text of integer [n] tokens; separators become line ends, broken
+    characters a replacement mark."""
     data = np.asarray(tokens).astype(np.uint8)
     return bytes(np.where(data == SEPARATOR, ord("\n"), data)).decode(errors="replace")

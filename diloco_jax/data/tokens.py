@@ -1,8 +1,8 @@
 """Tokens that were made beforehand: `.npy` files, large ones mapped into memory.
 
-A file is a document, as one of text is. It is one row of integers, as `numpy.save`
-writes it; separators between what it holds are its maker's. Every process reads all of
-it once, for the digest; after that, only what it trains on.
+A file is one document, like a text file. It is one row of integers, as `numpy.save`
+writes it; its maker puts the separators into it. Every process reads the whole file
+once, for the digest; after that, only the tokens that it trains on.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from diloco_jax.config import ConfigError
 
 SUFFIX = ".npy"
 CHUNK = 1 << 24
-"""Tokens looked at at a time."""
+"""Tokens checked at a time."""
 MOST = 2**31 - 1
 MAPPED_FROM = 1 << 24
-"""Bytes of a file. Each one that is mapped stays open, and those are limited."""
+"""Bytes from which a file is mapped. Mapped files stay open, and those are limited."""
 
 
 class TokenRow:
-    """Arrays one after the other, without a copy of them: what `numpy.concatenate`
-    gives, as far as `len` and slices go."""
+    """Arrays one after the other, without a copy: like the result of
+    `numpy.concatenate`, for `len` and slices alone."""
 
     def __init__(self, parts: Sequence[np.ndarray]) -> None:
         self._parts = tuple(parts)
@@ -38,7 +38,7 @@ class TokenRow:
         return int(self._ends[-1]) if self._parts else 0
 
     def __getitem__(self, wanted: slice) -> np.ndarray:
-        """A copy of the tokens in a slice of step 1."""
+        """Return a copy of the tokens in a slice of step 1."""
         start, stop, _ = wanted.indices(len(self))
         first = int(np.searchsorted(self._ends, start, side="right"))
         found = []
@@ -56,7 +56,7 @@ Tokens = np.ndarray | TokenRow
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """One file. tokens: mapped, [tokens]; `digest` is of its type and contents."""
+    """One file. `tokens`: mapped, [tokens]; `digest`: of its type and contents."""
 
     tokens: np.ndarray
     digest: bytes
@@ -64,8 +64,8 @@ class TokenFile:
 
 
 def read_token_file(path: pathlib.Path) -> TokenFile:
-    """Maps it, and looks at every token once. Raises ConfigError, naming the file, for
-    what is no row of token numbers."""
+    """Map a file, and check every token once. Raise ConfigError, naming the file, if it
+    is not a row of token numbers."""
     try:
         if path.stat().st_size >= MAPPED_FROM:
             tokens: np.ndarray = format.open_memmap(path, mode="r")
@@ -73,7 +73,7 @@ def read_token_file(path: pathlib.Path) -> TokenFile:
             with path.open("rb") as file:
                 tokens = format.read_array(file, allow_pickle=False)
     except Exception as error:
-        # A header is parsed as Python, so they are of many kinds.
+        # numpy parses a header as Python, so errors are of many kinds.
         if isinstance(error, OSError) and error.errno == errno.EMFILE:
             raise ConfigError(
                 f"data.paths: {path} is one file too many to be open at a time; join "

@@ -57,6 +57,6 @@ class ValidationBatches:
         return ValidationBatch(tokens, weights.reshape(shape))
 
     def spread(self, count: int) -> list[int]:
-        """Indices of at most `count` batches, evenly over the text."""
+        """Return the indices of at most `count` batches, evenly over the text."""
         count = min(count, len(self))
         return [i * len(self) // count for i in range(count)]

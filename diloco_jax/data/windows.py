@@ -1,8 +1,8 @@
 """Windows of text, addressed by their position in one global shuffled index.
 
 Position p is in epoch p // n, n windows to an epoch; each epoch is a permutation of
-all windows drawn from (seed, epoch). Islands are leased ranges of positions, so who
-trains on what is decided by numbers alone. `B` sequences, `T` tokens predicted.
+all windows drawn from (seed, epoch). Islands are leased ranges of positions, so numbers
+alone decide which island trains on which text. `B` sequences, `T` tokens predicted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Windows:
     """Random access to batches of training windows, without an index in memory.
 
     Window i holds tokens [i T, (i + 1) T]: neighbours share one token, and every
-    token but the first is predicted once per epoch. What is left at the end and does
-    not fill a window is not trained on.
+    token but the first is predicted once per epoch. Tokens at the end that do not fill
+    a window are not trained on.
     """
 
     def __init__(self, tokens: Tokens, sequence_length: int, seed: int):
@@ -32,11 +32,11 @@ class Windows:
         self._windows = index.map(self._window)
 
     def __len__(self) -> int:
-        """Windows per epoch."""
+        """Return the number of windows per epoch."""
         return self._count
 
     def batch(self, positions: np.ndarray) -> np.ndarray:
-        """int32 [B, T + 1] of int64 [B] positions."""
+        """Return int32 [B, T + 1], the windows of int64 [B] positions."""
         return np.stack([self._windows[int(p)] for p in positions])
 
     def _window(self, index: int) -> np.ndarray:

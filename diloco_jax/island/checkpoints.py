@@ -1,16 +1,16 @@
 """An island's checkpoints: written beside its steps, read when it comes back.
 
 A checkpoint has the local parameters, the inner optimizer's moments, anchors and codec
-residuals, and says where in data and versions the island was. A returned island takes
-its parameters and anchors from the coordinator all the same: the checkpoint's hold
-steps that may never have been merged, and would be nobody's if they were trained on.
-Moments carry no steps, so they are taken over as they are. A residual is what a merged
-take left unsaid; it is taken over where no take and no merge came after it, and is zero
-elsewhere, since a later take has sent it already.
+residuals, and says where in data and versions the island was. A returned island still
+takes its parameters and anchors from the coordinator: those of the checkpoint hold
+steps that may never have been merged, and training on from them would add steps that no
+delta accounts for. Moments carry no steps, so they are restored unchanged. A residual
+is what a merged take left unsaid. It is restored where no take and no merge came after
+it, and is zero elsewhere, since a later take has sent it already.
 
-At a boundary the arrays are only copied, to host memory; a thread writes the copies.
+At a boundary the arrays are only copied to host memory; a thread writes the copies.
 Every host of the island writes the shards that it holds, so all must reach the same
-boundary: host 0 decides which (`following.py`).
+boundary, which host 0 decides (`following.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from etils.epath import Path as Folder
 from diloco_jax import checkpoint, storage
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
@@ -41,23 +40,24 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Those of one island, in one folder, for one incarnation and host.
+    """Checkpoints of one island, in one folder, for one incarnation and host.
 
     Make it, `open`, `restore`; then `due` and `save` at boundaries, at the end `close`.
     """
 
     def __init__(self, config: Config, name: str, folder: Folder) -> None:
-        """Raises ConfigError if a folder that was asked for cannot be written."""
+        """Raise ConfigError if a folder that was asked for cannot be written."""
         placement = config.placement
         self._every_s = placement.checkpoint_every_s
         self._keep = placement.checkpoints_kept
         self._explicit = bool(placement.checkpoints)
         self._config, self._name, self._folder = config, name, folder
-        self._deadlines = Deadlines(placement.time_budget_s)
+        self._deadlines = placement.deadlines
         self._hosts = config.island(name).hosts
         self._due = time.monotonic() + self._every_s
         self._saved: tuple[int, set[int]] = (0, set())
-        """Of what is written or about to be: steps, and fragments outstanding."""
+        """Steps, and outstanding fragments, of the checkpoint that is written or about
+        to be."""
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._final = False
         self._manager: Any = None
@@ -71,10 +71,11 @@ class Checkpoints:
             storage.require_access(folder)
 
     def open(self, identity: Identity, plan: FragmentPlan, hosts: Hosts | None) -> None:
-        """Looks what is there. All hosts must call it.
+        """Look for checkpoints in the folder. All hosts must call it.
 
         Raises ConfigError if there are checkpoints of another run, or if the hosts do
-        not see one folder that was asked for; HostsError if one does not answer.
+        not see the same folder that was asked for; HostsError if a host does not
+        answer.
         """
         if not self._every_s:
             return
@@ -83,7 +84,7 @@ class Checkpoints:
             what = f"the {hosts.count} hosts of island {self._name!r} do not share"
             if self._explicit:
                 raise ConfigError(
-                    f"{what} the folder {self._folder}; give one that they do as "
+                    f"{what} the folder {self._folder}; give a shared one as "
                     f"--checkpoints, such as gs://BUCKET/FOLDER"
                 )
             logger.warning(
@@ -117,8 +118,8 @@ class Checkpoints:
         exchange: Exchange,
         versions: Sequence[Version],
     ) -> Restored | None:
-        """What the newest checkpoint has for an island that begins at these versions;
-        None if there is no checkpoint. All hosts must call it."""
+        """Return the newest checkpoint's arrays for an island that begins at these
+        versions; None if there is no checkpoint. All hosts must call it."""
         found = self._found
         if found is None:
             return None
@@ -156,13 +157,13 @@ class Checkpoints:
         )
 
     def due(self) -> bool:
-        """Whether the next one is to be written now: once for each, and not while one
-        is being written."""
+        """Tell if the next checkpoint is to be written now. It returns True once for
+        each, and not while one is being written."""
         now = time.monotonic()
         due = bool(self._every_s) and now >= self._due
         due = due and not self._work.unfinished_tasks
         if due:
-            # Not when it is saved: that may be some boundaries later.
+            # Decided here, not at `save`, which may come some boundaries later.
             self._due = now + self._every_s
         return due
 
@@ -176,18 +177,18 @@ class Checkpoints:
         sequences: int,
         final: bool = False,
     ) -> None:
-        """Has the state after so many steps written. Returns before anything is; what
-        it was called with may be donated at once.
+        """Write the state after so many steps, on a thread. This returns before
+        anything is written; the arguments may be donated at once.
 
         trees: see `Replica.trees`. outstanding: fragments with a take that may still be
-        merged. sequences: of data that this incarnation has used.
-        final: the incarnation ends with it, and `close` is to wait for it.
+        merged. sequences: of data that this incarnation has used. final: the
+        incarnation ends with it, and `close` is to wait for it.
         """
         self._final = final
         if not self._every_s:
             return
         if not steps:
-            # There is nothing to write yet: it stays due.
+            # There is nothing to write yet: the checkpoint stays due.
             self._due = time.monotonic()
             return
         if (steps, set(outstanding)) == self._saved:
@@ -206,7 +207,7 @@ class Checkpoints:
         self._work.put(lambda: self._write(number, copies, facts))
 
     def close(self, timeout_s: float) -> None:
-        """Waits so long for the final one, if there is one."""
+        """Wait for the final checkpoint, if there is one, up to the given seconds."""
         if self._thread.ident is not None:
             self._work.put(None)
             self._thread.join(timeout_s if self._final else 0.0)
@@ -219,7 +220,8 @@ class Checkpoints:
             self._work.task_done()
 
     def _write(self, number: int, trees: dict[str, Any], facts: dict[str, Any]) -> None:
-        """A failure must not end the run: the next one may succeed."""
+        """Write a checkpoint. A failure must not end the run: the next one may
+        succeed."""
         began = time.monotonic()
         try:
             checkpoint.save(self._manager, number, trees, facts)
@@ -240,7 +242,7 @@ class Checkpoints:
     # ---- the other hosts --------------------------------------------------------
 
     def _one_folder(self, hosts: Hosts, session: str) -> bool:
-        """Whether all hosts see what host 0 puts into the folder."""
+        """Tell if all hosts see what host 0 puts into the folder."""
         mark = self._folder / f"meeting-{session}"
         if hosts.index > 0:
             self._hear(hosts, "folder/marked")
@@ -265,8 +267,8 @@ class Checkpoints:
 
 
 def _to_host(trees: Any) -> Any:
-    """Copies in host memory; the copying goes on after this returns, and reads what
-    was there before anything that is dispatched later."""
+    """Copy into host memory. The copying goes on after this returns, and reads the
+    values from before anything that is dispatched later."""
     shardings = jax.tree.map(
         lambda x: x.sharding.with_memory_kind("pinned_host"), trees
     )
@@ -274,6 +276,6 @@ def _to_host(trees: Any) -> Any:
 
 
 def _owned(arrays: Any) -> Any:
-    """Copies that may be donated: on a CPU, what was read may lie in the reader's
-    memory."""
+    """Copy an array so that it may be donated: on a CPU, the original may lie in the
+    reader's memory."""
     return jax.tree.map(lambda x: x.copy(), arrays)

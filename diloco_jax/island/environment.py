@@ -14,9 +14,9 @@ HOST_DEVICES = "--xla_force_host_platform_device_count"
 MIN_NPROC = 16
 MULTI_SLICE = "MEGASCALE_"
 GOOGLE = "0x1ae0"
-"""Vendor of TPUs, and of some network cards, on the PCI bus."""
+"""Vendor number of TPUs, and of some network cards, on the PCI bus."""
 GENERATIONS = {"0x0062": "v5p", "0x006f": "v6e"}
-"""TPUs by their device number on the PCI bus, as jax has them."""
+"""TPU generations by their device number on the PCI bus, with jax's numbers."""
 
 
 def prepare_island(
@@ -24,10 +24,9 @@ def prepare_island(
     environment: MutableMapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> None:
-    """Makes the process one host of the island; call before importing jax.
+    """Make the process one host of the island; call before importing jax.
 
-    libtpu's flags are those of the island's topology, or else of the TPUs that are
-    here.
+    libtpu's flags are those of the island's topology, or else of this machine's TPUs.
     """
     prepare_environment(island.devices // island.hosts, environment)
     generation = libtpu.generation_of(island.topology) or generation_here(root)
@@ -37,7 +36,7 @@ def prepare_island(
 def prepare_environment(
     devices: int, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Gives the process `devices` virtual CPU devices; call before importing jax.
+    """Give the process `devices` virtual CPU devices; call before importing jax.
 
     Variables of a multi-slice job that it inherited are cleared: an island's world is
     one slice, and with them jax would wait for the others. Real accelerators are not
@@ -57,11 +56,11 @@ def prepare_environment(
 def skip_absent_tpu(
     environment: MutableMapping[str, str] = os.environ, root: Path = Path("/")
 ) -> None:
-    """Where the CPU is all that jax can find, has it look no further; call before
+    """Keep jax from looking further where the CPU is all that it can find; call before
     importing jax.
 
-    With libtpu installed it would ask that for a TPU, which asks a metadata server and
-    complains on standard error. Nothing is hidden: with a platform chosen, a sign of a
+    With libtpu installed jax would ask it for a TPU. It would ask a metadata server and
+    complain on standard error. Nothing is hidden: with a platform chosen, a sign of a
     TPU, or a plugin for another accelerator, jax looks for itself.
     """
     chosen = "JAX_PLATFORMS" in environment
@@ -71,7 +70,7 @@ def skip_absent_tpu(
 
 
 def generation_here(root: Path = Path("/")) -> str:
-    """The generation of the TPUs of this machine; empty if there is none known."""
+    """Return the generation of this machine's TPUs; empty if it has no known one."""
     cards = root.glob("sys/bus/pci/devices/*")
     ids = [(_read(card / "vendor"), _read(card / "device")) for card in cards]
     known = [GENERATIONS.get(device) for vendor, device in ids if vendor == GOOGLE]
@@ -83,13 +82,13 @@ def _read(path: Path) -> str:
 
 
 def _plugins() -> bool:
-    """Whether jax has any, which is how it finds GPUs."""
+    """Tell if jax has plugins, which is how it finds GPUs."""
     entry_points = metadata.entry_points(group="jax_plugins")
     return bool(entry_points) or util.find_spec("jax_plugins") is not None
 
 
 def _google_devices(root: Path) -> bool:
-    """Whether anything here may be a TPU."""
+    """Tell if any device here may be a TPU."""
     if any(any(root.glob(pattern)) for pattern in ("dev/accel*", "dev/vfio/[0-9]*")):
         return True
     vendors = root.glob("sys/bus/pci/devices/*/vendor")

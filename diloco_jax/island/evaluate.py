@@ -11,15 +11,15 @@ from diloco_jax.models.model import Params
 
 
 class Evaluation(NamedTuple):
-    """`loss` in nats per token; `bits_per_byte` is the same where tokens are bytes, and
-    None elsewhere."""
+    """Losses of a validation. `loss` is in nats per token; `bits_per_byte` is the same
+    where tokens are bytes, and None elsewhere."""
 
     loss: float
     bits_per_byte: float | None
 
 
 class Evaluator:
-    """A pass over part of the validation text, one batch per step boundary.
+    """Run passes over part of the validation text, one batch per step boundary.
 
     The parameters move on during a pass; the mean is over all of its batches.
     """
@@ -31,8 +31,8 @@ class Evaluator:
         every_steps: int,
         batches: int,
     ):
-        """every_steps: steps between two passes, 0 = none; batches: of one pass,
-        spread evenly over the text, the same in every pass."""
+        """every_steps: steps between two passes, 0 = none. batches: batches of one
+        pass, spread evenly over the text, the same in every pass."""
         self._trainer = trainer
         self._validation = validation
         self._every_steps = every_steps
@@ -40,14 +40,15 @@ class Evaluator:
         self._done: list[tuple[float, float]] = []
 
     def due(self, step: int) -> bool:
-        """Whether `advance` is to be called after `step` steps."""
+        """Tell if `advance` is to be called after `step` steps."""
         if self._every_steps < 1 or not self._batches:
             return False
         return bool(self._done) or (step > 0 and step % self._every_steps == 0)
 
     def advance(self, params: Params) -> float | None:
-        """One batch, waited for, so that its time is not taken for a step's; after
-        the last one of a pass, its mean loss in nats per token."""
+        """Evaluate one batch and wait for it, so that its time is not taken for a
+        step's. Return the mean loss of a pass in nats per token after its last
+        batch."""
         batch = self._validation[self._batches[len(self._done)]]
         total, weight = self._trainer.eval_step(params, *batch)
         self._done.append((float(total), float(weight)))
@@ -60,7 +61,8 @@ class Evaluator:
 def evaluate_all(
     trainer: Trainer, params: Params, validation: ValidationBatches
 ) -> Evaluation:
-    """Loss over the whole validation text, each token predicted once."""
+    """Return the loss over the whole validation text, with each token predicted
+    once."""
     sums = []
     for index in range(len(validation)):
         total, weight = trainer.eval_step(params, *validation[index])

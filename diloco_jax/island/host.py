@@ -1,6 +1,6 @@
-"""One host process of an island: what it has, whoever decides for it.
+"""One host process of an island: its parts, whichever host decides for it.
 
-`main.py` makes the one that leads (the only one, on most islands), `follower.py` the
+`main.py` makes the host that leads (the only one, on most islands), `follower.py` the
 others.
 """
 
@@ -17,10 +17,7 @@ from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import Faults
-from diloco_jax.island.books import Books
-from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.decisions import Decisions
 from diloco_jax.island.device.build import (
@@ -33,13 +30,17 @@ from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import Arrival, Mailbox
+from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.network.fetcher import Fetcher
 from diloco_jax.island.network.identity import Identity
 from diloco_jax.island.network.sender import Sender
+from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.timing import Timing
+from diloco_jax.island.traits import adopt_traits
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
+from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles
@@ -51,14 +52,14 @@ class Host:
     def __init__(
         self, config: Config, name: str, coordinator_address: str, workdir: Path
     ) -> None:
-        """Reads the corpus, and makes the plan of the model's fragments; raises
+        """Read the corpus, and make the plan of the model's fragments; raises
         ConfigError or SecurityError."""
         folder = checkpoint.island_folder(config.placement, workdir, name)
         self.checkpoints = Checkpoints(config, name, folder)
         compilation.use_cache(compilation.of_run(workdir))
         placement, run = config.placement, config.run
         self.config, self.name, self.island = config, name, config.island(name)
-        self.deadlines = Deadlines(placement.time_budget_s)
+        self.deadlines = placement.deadlines
         self.mailbox = Mailbox()
         self.plan = build_plan(run, build(run))
         corpus = load_checked_corpus(run.data)
@@ -77,8 +78,8 @@ class Host:
         )
 
     def build(self, identity: Identity, hosts: Hosts | None) -> None:
-        """Everything that needs a device. hosts: of the island, if it has several; all
-        of them must come here."""
+        """Build everything that needs a device. hosts: those of the island, if it has
+        several; all of them must call it."""
         run, self._hosts = self.config.run, hosts
         model, self._trainer = build_trainer(run, self.island)
         self.checkpoints.open(identity, self.plan, hosts)
@@ -101,13 +102,14 @@ class Host:
         )
 
     def compile(self) -> None:
-        """Runs everything once, so that nothing compiles later. On islands of several
-        hosts all of them must come here, and none runs anything before all have
-        compiled it: one may find in its cache what another takes minutes for. On TPUs
-        all is compiled before anything runs, too: that tells a refusal of the compiler
-        from a failure of the machine, which another attempt may cure.
+        """Run everything once, so that nothing compiles later. All hosts of an island
+        must call it, and none runs anything before all have compiled it: one host may
+        find in its cache what takes another minutes. On TPUs, too, all is compiled
+        before anything runs. This tells a refusal of the compiler from a failure of the
+        machine, which another attempt may cure.
 
-        Raises ConfigError for what does not compile."""
+        Raises ConfigError for what does not compile.
+        """
         began, trainer = time.monotonic(), self._trainer
         if self._hosts is not None or jax.default_backend() == "tpu":
             compile_ahead(
@@ -124,35 +126,45 @@ class Host:
         self.compile_seconds = time.monotonic() - began
 
     def loop(
-        self, arrivals: list[Arrival], decisions: Decisions, faults: Faults
+        self, versions: list[Version], decisions: Decisions, faults: Faults
     ) -> Loop:
-        """The train loop, beginning at these anchors: one arrival in full for every
-        fragment, in order."""
-        rule = self.config.run.sync.adopt
-        anchors = {a.fragment: a.anchor or () for a in arrivals}
-        versions = [a.version for a in arrivals]
+        """Make the train loop, beginning at the anchors of these versions, by fragment;
+        they have arrived in full."""
+        run, incoming = self.config.run, self.mailbox.arrivals
+        anchors = {
+            fragment: incoming.pick(fragment, version).anchor or ()
+            for fragment, version in enumerate(versions)
+        }
         restored = self.checkpoints.restore(
             self.plan, self._trainer, self._exchange, versions
         )
         replica = join(self.plan, self._trainer, self._exchange, anchors, restored)
         self._meet("ready")
-        books = Books(versions, rule)
+        books = Books(versions, adopt_traits(run.sync.adopt))
         books.begin()
         if restored is not None:
             books.restored(restored.incarnation, restored.steps, restored.residuals)
+        goal = goal_of(run, self.island.batch_size)
         return Loop(
             config=self.config,
             name=self.name,
             replica=replica,
-            boundary=Boundary(books, replica, self.data, self.sender, rule),
+            boundary=Boundary(
+                books,
+                goal,
+                arrays=replica,
+                incoming=incoming,
+                outgoing=self.sender,
+                data=self.data,
+            ),
             data=self.data,
             mailbox=self.mailbox,
             decisions=decisions,
+            pace=Pace(run, goal, warm=restored is not None),
             timing=Timing(self.compile_seconds),
             evaluator=self._evaluator,
             send_anchor=self._send_anchor,
             checkpoints=self.checkpoints,
-            warm=restored is not None,
             faults=faults,
         )
 
@@ -168,7 +180,7 @@ class Host:
         self.sender.put_anchor(fragment, version, self._exchange.anchor(fragment))
 
     def close(self) -> None:
-        """Frees sockets and threads; waits a while for a checkpoint."""
+        """Free sockets and threads; wait a while for a checkpoint."""
         self.data.close()
         self.client.close()
         patience_s = max(self.deadlines.stop_s / 2, self.config.placement.notice_s)

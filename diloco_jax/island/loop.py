@@ -1,8 +1,8 @@
 """The train loop: one page, and it never waits for the network.
 
 At each step boundary: act on what came in, one batch of validation if it is due, then
-the next step. Steps are dispatched ahead of the device by at most one: the metrics of
-a step are read after the next one is dispatched, so the device always has work.
+the next step. Steps are dispatched ahead of the device by at most one: the metrics of a
+step are read after the next one is dispatched, so the device always has work.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from typing import Any
 
 from diloco_jax.config import Config
 from diloco_jax.data.stream import LeasedStream
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import Faults
-from diloco_jax.island.boundary import Boundary
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.decisions import Decisions
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.evaluate import Evaluator
-from diloco_jax.island.mailbox import Ending, Inbox, Mailbox, Status
+from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.pace import Pace
+from diloco_jax.island.refused_takes import log_refused
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.model import Metrics
-from diloco_jax.protocol.values import Phase, Version
+from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.decision import Decision, Ending
+from diloco_jax.protocol.values import Version
 
 logger = logging.getLogger(__name__)
 
 DATA_POLL_S = 0.05
-"""Longest wait for data before the loop looks at its mailbox again."""
+"""Longest wait for data in seconds before the loop looks at its mailbox again."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -46,33 +47,30 @@ class Loop:
     data: LeasedStream
     mailbox: Mailbox
     decisions: Decisions
+    pace: Pace
     timing: Timing
     evaluator: Evaluator
     send_anchor: Callable[[int, Version], None]
-    """Of a fragment, at that version, to a coordinator that lost its state."""
+    """Sends a fragment's anchor at that version to a coordinator that lost its
+    state."""
     checkpoints: Checkpoints | None = None
-    warm: bool = False
-    """It begins with the moments of a checkpoint."""
     faults: Faults = dataclasses.field(default_factory=Faults)
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
-        run, island = self.config.run, self.config.island(self.name)
-        self._deadlines = Deadlines(self.config.placement.time_budget_s)
-        self._step_seconds = island.step_seconds
+        self._deadlines = self.config.placement.deadlines
+        self._step_seconds = self.config.island(self.name).step_seconds
         self._patience_s = 3 * self.config.placement.outage_budget_s
-        tokens_per_step = island.batch_size * run.sequence_length
-        self._pace = Pace(run, tokens_per_step, warm=self.warm)
         self._step = 0
-        self._seen = Inbox()
-        """What came in last."""
+        self._seen = Decision()
+        """The last decision."""
         self._last_metrics: Metrics | None = None
         self._waiting: tuple[tuple[str, int], float] | None = None
-        """For what, after how many answers, and since when."""
+        """Reason of the wait, answers seen when it began, and its start time."""
 
     def run(self) -> Ending:
-        """Trains until the run is over, or something ends this incarnation."""
+        """Train until the run is over, or something ends this incarnation."""
         while True:
             stepping = self._at_boundary()
             if self._seen.ending is not None:
@@ -94,7 +92,7 @@ class Loop:
 
     @property
     def ended_together(self) -> bool:
-        """Whether all hosts of the island ended at this boundary: it was decided."""
+        """True if all hosts of the island ended at this boundary, which was decided."""
         return self._seen.finished or self._seen.ending is not None
 
     # ---- one step ---------------------------------------------------------------
@@ -102,10 +100,10 @@ class Loop:
     def _train_step(self, batch: Any) -> None:
         with self.timing.step():
             began = self.clock()
-            rate = self._pace.learning_rate(self._step, self.boundary.others_tokens)
+            rate = self.pace.learning_rate(self._step, self.boundary.others_tokens)
             self.timing.learning_rate = rate
             metrics = self.replica.step(batch, rate)
-            # One step late: by now the device has the next one to do.
+            # One step late: the device has the next one to do by now.
             self._read_metrics()
             self._last_metrics = metrics
             remaining = began + self._step_seconds - self.clock()
@@ -122,7 +120,7 @@ class Loop:
             self._last_metrics = None
 
     def _tell_skipped(self, count: int) -> None:
-        """In ever longer intervals."""
+        """Warn of skipped steps, in ever longer intervals."""
         if count.bit_count() == 1:
             logger.warning(
                 "%d of %d steps had a loss or gradient that is not finite: they "
@@ -143,21 +141,20 @@ class Loop:
     # ---- a boundary -------------------------------------------------------------
 
     def _at_boundary(self) -> bool:
-        """Acts on what came in; returns whether a step follows."""
+        """Act on what came in; return True if a step follows."""
         again = True
         while again:
-            stepping = self._may_step()
-            self._post("training" if stepping else "stopped")
+            self._post()
+            stepping = self.boundary.may_step(self._step)
             self._seen = self.decisions.at(self._step, stepping=stepping)
-            self.boundary.act(self._seen, self._step)
+            log_refused(self.boundary.act(self._seen, self._step))
             for fragment in self._seen.anchors:
                 self.send_anchor(fragment, self.boundary.books.version(fragment))
             if self._seen.save or self._seen.leaving:
                 self._save(final=self._seen.leaving)
             again = self._seen.again
-        stepping = self._may_step()
-        self._post("training" if stepping else "stopped")
-        return stepping
+        self._post()
+        return self.boundary.may_step(self._step)
 
     def _save(self, *, final: bool = False) -> None:
         if self.checkpoints is None:
@@ -172,28 +169,18 @@ class Loop:
         )
 
     def _in_doubt(self) -> list[int]:
-        """Fragments with a take that may be merged after this incarnation's end."""
+        """Return fragments with a take that may be merged after this incarnation's
+        end."""
         books = self.boundary.books
         if self._seen.leaving:
             return list(range(len(books.versions())))  # All are about to be taken.
         return [take.fragment for take in books.outstanding()]
 
-    def _post(self, phase: Phase) -> None:
-        status = Status(
-            phase=phase,
-            steps=self._step,
-            outstanding=self.boundary.books.outstanding(),
-            versions=tuple(self.boundary.books.versions()),
-            measures=self.timing.measures(),
-        )
+    def _post(self) -> None:
+        status = self.boundary.status(self._step, self.timing.measures())
         self.mailbox.post(status, self.boundary.books.drain())
 
     # ---- ends and waits ---------------------------------------------------------
-
-    def _may_step(self) -> bool:
-        """Until the run has its tokens, by the coordinator's count or by ours."""
-        done = self._pace.share_done(self._step, self.boundary.others_tokens)
-        return not self._seen.stop and done < 1
 
     def _wait_for_data(self) -> Ending | None:
         self.decisions.wait(DATA_POLL_S)
@@ -204,13 +191,13 @@ class Loop:
         self.decisions.wait(self._deadlines.report_s)
         self.timing.restart()
         if self._seen.leaving:
-            return None  # Whoever had it leave ends it, in time.
-        waits = "the run did not finish" if self._seen.stop else "nobody said it ends"
+            return None  # What made it leave ends it in time.
+        waits = "the run did not finish" if self._seen.stop else "no end was announced"
         return self._overdue(waits, self._seen.heard)
 
     def _overdue(self, what: str, heard: int = 0) -> Ending | None:
-        """An end, once this was waited for so long. heard: how often the coordinator
-        answered, if that makes the time begin anew: its last merges may take long."""
+        """End once it has waited longer than the patience. heard: the coordinator's
+        answers, if they make the time begin anew: its last merges may take long."""
         now, waiting = self.clock(), (what, heard)
         if self._waiting is None or self._waiting[0] != waiting:
             self._waiting = waiting, now

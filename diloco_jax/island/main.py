@@ -24,14 +24,14 @@ from diloco_jax import environment, libtpu
 from diloco_jax.config import Config, ConfigError, shared_fields
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import parse_faults
+from diloco_jax.island.arrivals import NotHereError
 from diloco_jax.island.decisions import Decisions, LiveDecisions
 from diloco_jax.island.environment import prepare_island
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts.follower import Follower
 from diloco_jax.island.hosts.following import (
-    Begin,
+    HostsBegin,
     LeadDecisions,
-    Order,
     Orders,
     Refusal,
     lead_of,
@@ -46,13 +46,15 @@ from diloco_jax.island.hosts.world import (
     leave_world,
 )
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import Arrival, Ending, Status
 from diloco_jax.island.network.identity import Identity
-from diloco_jax.island.network.inbound import Targets
-from diloco_jax.island.network.link import Link, ending_of
+from diloco_jax.island.network.link import Link, Targets, ending_of
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.preemption import Preemption
-from diloco_jax.protocol.messages import Hello, Welcome
+from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.hello import Introduction, hello
+from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.messages import Hello, ResendRequest, Welcome
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
 
 logger = logging.getLogger(__name__)
@@ -66,23 +68,23 @@ def run(
     incarnation: int,
     where: WorldAddress | None = None,
 ) -> int:
-    """Trains island `name` until the run is over; returns the process's exit code.
+    """Train island `name` until the run is over; return the process's exit code.
 
     Args:
       config: resolved: outer optimizer and corpus digest are filled in.
       coordinator_address: HOST:PORT.
-      workdir: of this process; holds the compilation cache unless the environment
-        names another.
-      incarnation: counts the attempts of this island, from 1; that of host 0 counts.
-      where: the hosts of the island meet, if it has several.
+      workdir: of this process; holds the compilation cache unless the environment names
+        another.
+      incarnation: number of the attempt of this island, from 1; that of host 0 counts.
+      where: address at which the hosts of the island meet, if it has several.
     """
-    island: Island | Follower
+    island: LeadingHost | Follower
     try:
         hosts = _meet(config, name, where or WorldAddress())
         if hosts is not None and hosts.index > 0:
             island = Follower(config, name, coordinator_address, workdir, hosts)
         else:
-            island = Island(
+            island = LeadingHost(
                 config, name, coordinator_address, workdir, incarnation, hosts
             )
     except (ConfigError, SecurityError) as error:
@@ -96,7 +98,7 @@ def run(
         config.placement.notice_s,
         island.asked_to_end if isinstance(island, Follower) else None,
     )
-    if isinstance(island, Island) and preemption.expected:
+    if isinstance(island, LeadingHost) and preemption.expected:
         island.asked_to_end = preemption.notice
     with _ended_by_signals(island):
         try:
@@ -107,7 +109,7 @@ def run(
             ending = Ending(EXIT_CONFIG, str(error))
         except Refused as refused:
             ending = ending_of(refused)
-        except (WireError, HostsError, TimeoutError) as error:
+        except (WireError, HostsError, NotHereError, TimeoutError) as error:
             # Asked to end, or refused on the control stream, while it was joining.
             ending = island.mailbox.ending or Ending(EXIT_FAILED, str(error))
         except Exception as error:
@@ -119,15 +121,16 @@ def run(
     logger.log(level, "island %s ends: %s", name, ending.text)
     if hosts is not None:
         if island.ended_together:
-            # Who goes first would have the others abort, which hides their exit code.
+            # The first host to leave would make the others abort, which hides their
+            # exit code.
             leave_world()
         if not island.ended_together or ending.exit_code != EXIT_DONE:
             abandon_world(ending.exit_code)
     return ending.exit_code
 
 
-class Island:
-    """The host that leads: start, run, stop, close are called once, in this order."""
+class LeadingHost:
+    """Lead the hosts: start, run, stop and close are called once, in this order."""
 
     def __init__(
         self,
@@ -138,7 +141,7 @@ class Island:
         incarnation: int,
         hosts: Hosts | None = None,
     ) -> None:
-        """Reads the corpus; raises ConfigError or SecurityError.
+        """Read the corpus; raises ConfigError or SecurityError.
 
         hosts: of this island, if it has several.
         """
@@ -149,7 +152,8 @@ class Island:
         self.mailbox = self._host.mailbox
         self._link = Link(self._host.client, self._hello, self.mailbox, self._deadlines)
         self.asked_to_end: Callable[[str], None] = self._end
-        """Called with who asks; ends it at a step boundary, with a goodbye."""
+        """Called with the name of the asker; ends the host at a step boundary, with a
+        goodbye."""
         self._hosts = hosts
         self._orders = (
             Orders(hosts, self.mailbox, self._deadlines.pin_s) if hosts else None
@@ -159,9 +163,9 @@ class Island:
         self._refused = False
 
     def start(self, script: Decisions | None = None) -> None:
-        """Joins: returns when the first step can be made.
+        """Join; return when the first step can be made.
 
-        script: another source of decisions than what comes in.
+        script: another source of decisions than the live one.
         """
         try:
             welcome = self._link.connect(self._config.placement.outage_budget_s)
@@ -177,14 +181,14 @@ class Island:
         lead = lead_of(self._host.island.hosts) if script is None else 0
         self._tell_begin(welcome.run_id, lead)
         try:
-            arrivals = self._join(welcome)
+            versions = self._join(welcome)
         except Refused as refused:
             self._tell_refused(refused, "joined")
             raise
-        self._tell_joined(arrivals)
+        self._tell_joined(versions)
         faults = parse_faults(self._config.placement.faults, self._config.islands)
         self._loop = self._host.loop(
-            arrivals,
+            versions,
             self._led(script or self._live(), lead),
             faults.for_who(self._name, self._incarnation),
         )
@@ -193,19 +197,20 @@ class Island:
         self._receiver.start()
 
     def run(self) -> Ending:
-        """Trains until the end."""
+        """Train until the end."""
         assert self._loop is not None
         return self._loop.run()
 
     @property
     def ended_together(self) -> bool:
-        """See Loop; also where it was refused, and all hosts know."""
+        """True if all hosts ended together, see Loop; also if it was refused and all
+        hosts know."""
         of_loop = self._loop is not None and self._loop.ended_together
         return self._refused or of_loop
 
     def stop(self, ending: Ending) -> None:
-        """Says goodbye, within `stop_s`; at once where the machine is taken away: what
-        was under way has had the time of the notice."""
+        """Say goodbye, within `stop_s`; at once where the machine is taken away: the
+        notice gave time to finish what was under way."""
         timeout_s = self._deadlines.stop_s / 4
         patience_s = 0.0 if ending.reason == "preempted" else timeout_s
         if self._loop is not None:
@@ -218,7 +223,7 @@ class Island:
                 self._hosts.tell("left", b"")
 
     def close(self) -> None:
-        """Frees sockets and threads."""
+        """Free sockets and threads."""
         self._host.close()
 
     def _end(self, who: str) -> None:
@@ -227,8 +232,8 @@ class Island:
 
     # ---- joining ----------------------------------------------------------------
 
-    def _join(self, welcome: Welcome) -> list[Arrival]:
-        """Builds, compiles and fetches every fragment, while reports go on."""
+    def _join(self, welcome: Welcome) -> list[Version]:
+        """Build, compile and fetch every fragment, while reports go on."""
         host, mailbox = self._host, self.mailbox
         host.build(
             Identity(
@@ -246,42 +251,34 @@ class Island:
         self._link.start(Targets(want=receiver.want, resend=self._resend))
         host.compile()
         began = time.monotonic()
-        arrivals = receiver.fetch_all()
+        versions = receiver.fetch_all()
         seconds = time.monotonic() - began
         logger.info(
             "compiled in %.1f s, fetched %d fragments in %.1f s (%.1f MB/s)",
             host.compile_seconds,
-            len(arrivals),
+            len(versions),
             seconds,
             mailbox.traffic()["bytes_join"] / max(seconds, 1e-3) / 1e6,
         )
-        return arrivals
+        return versions
 
-    def _hello(self, status: Status, sequences_granted: int) -> Hello:
+    def _hello(self, status: Status) -> Hello:
         run, island = self._config.run, self._host.island
-        return Hello(
-            run_id=self._link.run_id,
-            fingerprint=run.fingerprint(),
-            run=shared_fields(run),
-            plan=self._host.plan.digest(),
-            island=self._name,
-            island_config=dataclasses.asdict(island),
-            incarnation=self._incarnation,
-            session=self._session,
-            environment={**environment.describe()},
-            tokens_per_step=island.batch_size * run.sequence_length,
-            sequences_per_step=island.batch_size,
-            phase=status.phase,
-            steps=status.steps,
-            step_seconds=status.measures.median_step_seconds,
-            outstanding=status.outstanding,
-            sequences_granted=sequences_granted,
-            records_through=status.records_through,
-            term=self._link.term,
-            versions=status.versions,
-            tokens=status.tokens,
-            next_position=status.next_position,
-            lead=lead_of(island.hosts),
+        return hello(
+            Introduction(
+                island=self._name,
+                incarnation=self._incarnation,
+                session=self._session,
+                fingerprint=run.fingerprint(),
+                run=shared_fields(run),
+                plan=self._host.plan.digest(),
+                island_config=dataclasses.asdict(island),
+                environment={**environment.describe()},
+                tokens_per_step=island.batch_size * run.sequence_length,
+                sequences_per_step=island.batch_size,
+                lead=lead_of(island.hosts),
+            ),
+            status,
         )
 
     # ---- the other hosts ----------------------------------------------------------
@@ -297,7 +294,7 @@ class Island:
     def _tell_begin(self, run_id: str, lead: int) -> None:
         if self._hosts is None:
             return
-        begin = Begin(
+        begin = HostsBegin(
             run_id=run_id,
             incarnation=self._incarnation,
             session=self._session,
@@ -310,8 +307,8 @@ class Island:
         threading.Thread(target=self._watch_for_leave, daemon=True).start()
 
     def _tell_refused(self, refused: Refused, instead_of: str) -> None:
-        """The others end as this host does, once they know. instead_of: the key that
-        they wait for."""
+        """Tell the other hosts of a refusal, so that they end as this host does.
+        instead_of: the key that they wait for."""
         if self._hosts is None:
             return
         with contextlib.suppress(HostsError):
@@ -324,18 +321,18 @@ class Island:
             ]
             self._refused = None not in heard
 
-    def _tell_joined(self, arrivals: list[Arrival]) -> None:
+    def _tell_joined(self, versions: list[Version]) -> None:
         if self._hosts is not None:
-            versions = [arrival.version for arrival in arrivals]
             self._hosts.tell("joined", msgspec.msgpack.encode(versions))
 
     def _resend(self, fragment: int, tick: int) -> None:
         self._host.sender.resend(fragment, tick)
         if self._orders is not None:
-            self._orders.give(Order(fragment=fragment, resend_tick=tick))
+            self._orders.give(ResendRequest(fragment=fragment, tick=tick))
 
     def _watch_for_leave(self) -> None:
-        """Another host was asked to end, as before a preemption: so is the island."""
+        """Watch for another host that was asked to end, as before a preemption: the
+        island ends too."""
         assert self._hosts is not None
         with contextlib.suppress(HostsError):
             while self.mailbox.ending is None:
@@ -349,7 +346,8 @@ def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
     island = config.island(name)
     prepare_island(island)
     if libtpu.VARIABLE in os.environ:
-        # libtpu ends a process whose flags it does not know: then this says which.
+        # libtpu ends a process whose flags it does not know: the log says which they
+        # were.
         logger.info("island %s compiles with %s", name, libtpu.in_force(os.environ))
     if island.hosts == 1:
         return None
@@ -357,10 +355,10 @@ def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
 
 
 @contextlib.contextmanager
-def _ended_by_signals(island: Island | Follower) -> Iterator[None]:
-    """Inside, SIGTERM and Ctrl-C end the island at its next step boundary, with a
-    goodbye; a second Ctrl-C ends it at once. What was ignored before still is, as by
-    processes in the background of a script."""
+def _ended_by_signals(island: LeadingHost | Follower) -> Iterator[None]:
+    """End the island at its next step boundary on SIGTERM or Ctrl-C, with a goodbye; a
+    second Ctrl-C ends it at once. A signal that was ignored before still is, as in a
+    script's background processes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -5,26 +5,29 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config import Config, ConfigError
+from diloco_jax.config.fields import setting
 from diloco_jax.wire.addresses import parse_address
 
 
 @dataclasses.dataclass(frozen=True)
 class IslandOptions:
-    """Of `diloco island`."""
+    """The options of `diloco island`."""
 
-    name: str = ""
-    """The island's name in the config."""
-    coordinator: str = ""
-    """HOST:PORT of the coordinator."""
-    incarnation: int = 0
-    """Number of this attempt, higher than any before; 0 = counted in WORKDIR."""
-    world: str = ""
-    """HOST:PORT where the island's hosts meet; empty = found by jax (TPU slices)."""
-    host_index: int = 0
-    """Which host of the island this is, with --world."""
+    name: str = setting("", help="The island's name in the config.")
+    coordinator: str = setting("", help="HOST:PORT of the coordinator.")
+    incarnation: int = setting(
+        0,
+        help="Number of this attempt, higher than any before; 0 = counted in WORKDIR.",
+    )
+    world: str = setting(
+        "",
+        help="HOST:PORT where the island's hosts meet; empty = found by jax (TPU "
+        "slices).",
+    )
+    host_index: int = setting(0, help="Which host of the island this is, with --world.")
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError, naming the option, for what cannot be meant."""
+        """Raise ConfigError, naming the option, for settings that cannot be meant."""
         for field in ("name", "coordinator"):
             if not getattr(self, field):
                 raise ConfigError(f"--{field} is missing; see diloco island --help")

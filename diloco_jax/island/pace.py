@@ -1,34 +1,38 @@
-"""Where an island stands in the run: what its learning rate and its end go by."""
+"""The learning rate of an island's steps, which follows the run's progress."""
 
 from __future__ import annotations
 
 from diloco_jax.config import RunConfig
 from diloco_jax.core.inner import learning_rate
+from diloco_jax.protocol.island.stopping import Goal
+
+
+def goal_of(run: RunConfig, batch_size: int) -> Goal:
+    """Return the goal of an island of that batch size: all of the run's tokens."""
+    return Goal(
+        total_tokens=run.total_tokens, tokens_per_step=batch_size * run.sequence_length
+    )
 
 
 class Pace:
-    """Progress of one incarnation. Progress = (the others' tokens that are not lost +
-    own ones) / total_tokens, monotone."""
+    """Learning rates of one incarnation, which follow its progress.
 
-    def __init__(
-        self, run: RunConfig, tokens_per_step: int, *, warm: bool = False
-    ) -> None:
-        """warm: it does not begin with fresh moments."""
+    Progress = (the others' tokens that are not lost + own ones) / total_tokens,
+    monotone.
+    """
+
+    def __init__(self, run: RunConfig, goal: Goal, *, warm: bool = False) -> None:
+        """warm: the incarnation does not begin with fresh moments."""
         self._rewarm_steps = 0 if warm else run.inner.rewarm_steps
-        self._inner, self._total_tokens = run.inner, run.total_tokens
-        self._tokens_per_step = tokens_per_step
+        self._inner, self._goal = run.inner, goal
         self._progress = 0.0
 
-    def share_done(self, step: int, others_tokens: int) -> float:
-        """Of the run's tokens, before `step`. Can be too high for a moment, when
-        another island's steps were lost."""
-        return (others_tokens + step * self._tokens_per_step) / self._total_tokens
-
     def learning_rate(self, step: int, others_tokens: int) -> float:
-        """Of `step`, counted from 0. Call it once for every step, in order."""
-        inner = self._inner
+        """Return the rate of `step`, counted from 0. Call it once for every step, in
+        order."""
+        inner, done = self._inner, self._goal.share_done(step, others_tokens)
         # Monotone, though tokens may be lost elsewhere.
-        self._progress = max(self._progress, self.share_done(step, others_tokens))
+        self._progress = max(self._progress, done)
         rewarm = (step + 1) / self._rewarm_steps if self._rewarm_steps else 1.0
         return learning_rate(
             peak=inner.learning_rate,

@@ -1,9 +1,9 @@
-"""The notice that this machine will be taken away, and what is done with its seconds.
+"""The notice that this machine will be taken away, and the use of its seconds.
 
-It comes as SIGTERM, or as a value of the cloud's metadata server. The loop then makes
-no more steps, and the coordinator asks for all that is open, whatever tick is due. Once
-it has that, or after `placement.notice_s`, the island says goodbye: a delta that has
-arrived is merged without it, one that is on its way is lost.
+The notice comes as SIGTERM, or as a value of the cloud's metadata server. The loop then
+makes no more steps, and the coordinator asks for everything that is open, whatever tick
+is due. Once it has that, or after `placement.notice_s`, the island says goodbye: a
+delta that has arrived is merged without the island, one that is on its way is lost.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ logger = logging.getLogger(__name__)
 
 METADATA_HOST = "metadata.google.internal"
 LONG_POLL_S = 60
-"""The metadata server answers at least this often, changed or not."""
+"""Seconds after which the metadata server answers at the latest, changed or not."""
 ANSWER_S = 5.0
-"""Longest wait for an answer beyond that."""
+"""Longest wait for an answer beyond that, in seconds."""
 AWAY_S = 5.0
-"""Between questions to a server that is away."""
+"""Seconds between questions to a server that is away."""
 
 
 class Preemption:
-    """One island's notice. `watch` waits for it, `notice` uses it.
+    """Handle one island's notice. `watch` waits for it, `notice` uses it.
 
     notice_s: seconds from the notice until everything should be said; 0 = this machine
-    is not taken away, and nothing is watched or waited for.
-    tell_leader: on a host that follows another, which is told and decides.
+    is not taken away, and nothing is watched or waited for. tell_leader: on a host that
+    follows another, which is told and decides.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class Preemption:
 
     @property
     def expected(self) -> bool:
-        """Whether SIGTERM is a notice."""
+        """True if SIGTERM is a notice."""
         return self._notice_s > 0
 
     def notice(self, source: str) -> None:
-        """Ends the loop, once what is open has been sent. Not from a signal handler:
-        the mailbox has a lock. The exit code is that of a failure, so that whoever
-        supervises the island starts it again."""
+        """End the loop once what is open has been sent. Do not call it from a signal
+        handler: the mailbox has a lock. The exit code is that of a failure, so that a
+        supervisor starts the island again."""
         if self._tell_leader is not None:
             self._tell_leader(source)
             return
@@ -71,7 +71,7 @@ class Preemption:
         thread.start()
 
     def watch(self, host: str = "") -> threading.Thread | None:
-        """Starts waiting for the metadata server's notice, beside the loop.
+        """Start waiting for the metadata server's notice, beside the loop.
 
         host: HOST or HOST:PORT of the server; empty = GCE_METADATA_HOST, or the usual
         one. Where none answers, the thread ends and nothing else happens.
@@ -106,7 +106,7 @@ class Preemption:
                 if not known:
                     logger.debug("no metadata server at %s: %s", host, error)
                     return
-                # It is away for moments now and then.
+                # The server is away for moments now and then.
                 time.sleep(AWAY_S)
                 continue
             known = True
@@ -116,8 +116,8 @@ class Preemption:
 
 
 def _ask(host: str, tag: str) -> tuple[str, str]:
-    """The value of `instance/preempted` and its tag. With a tag, the answer comes when
-    the value is no longer that one, or after LONG_POLL_S.
+    """Return the value of `instance/preempted` and its tag. With a tag, the answer
+    comes when the value is no longer that one, or after LONG_POLL_S.
 
     Raises OSError (no server, no such value) or ValueError (another kind of server).
     """

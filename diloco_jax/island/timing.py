@@ -1,8 +1,8 @@
-"""Where an incarnation's time goes. A clock is read, nothing is waited for.
+"""Measure where an incarnation's time goes. Clocks are read, nothing is waited for.
 
 A *gap* is the time from one completed step's boundary to the next one's, validation
-apart. Of a gap, what is neither the step (with its emulated delay) nor validation is
-*stalled*: decisions, dispatch of takes and adoptions, waiting for data.
+apart. *Stalled* is the part of a gap that is neither the step (with its emulated delay)
+nor validation: decisions, dispatch of takes and adoptions, waiting for data.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Timing:
 
     @contextmanager
     def validation(self) -> Iterator[None]:
-        """Around one batch of validation."""
+        """Measure one batch of validation."""
         began = self._clock()
         yield
         seconds = self._clock() - began
@@ -49,7 +49,7 @@ class Timing:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step and its emulated delay; its end is a boundary."""
+        """Measure a step and its emulated delay; its end is a boundary."""
         began = self._clock()
         self._first_unix = self._first_unix or time.time()
         yield
@@ -64,20 +64,20 @@ class Timing:
         self._last_unix = time.time()
 
     def restart(self) -> None:
-        """A boundary without a step: what was waited for was not data."""
+        """Begin a new gap at a boundary without a step: the wait was not for data."""
         self._boundary, self._evaluated_in_gap = self._clock(), 0.0
 
     def loss(self, value: float) -> None:
-        """The training loss of a step, nats per token."""
+        """Note the training loss of a step, in nats per token."""
         self._losses.append(value)
 
     def skipped(self) -> int:
-        """A step changed nothing; returns how many have by now."""
+        """Note a step that changed nothing; return how many have by now."""
         self._skipped += 1
         return self._skipped
 
     def measures(self) -> Measures:
-        """Everything so far."""
+        """Return the measures so far."""
         return Measures(
             steps=self._steps,
             skipped_steps=self._skipped,

@@ -1,6 +1,4 @@
-"""Runs one command of the cloud's tools, with a deadline, and says what to do when it
-fails.
-"""
+"""Run one command of the cloud's tools, with a deadline and a remedy if it fails."""
 
 from __future__ import annotations
 
@@ -12,13 +10,13 @@ from typing import NamedTuple
 from diloco_jax.launch.resources import Command
 
 UNREACHED = "Could not prepare all"
-"""`queued-resources ssh` says so of machines that it leaves out, and exits with 0."""
+"""Message of `queued-resources ssh`, which leaves out machines and exits with 0."""
 NOT_FOUND = re.compile(r"not[ _]found", re.IGNORECASE)
 
 CAPACITY = re.compile(
     r"quota|RESOURCE_EXHAUSTED|STOCKOUT|capacity|insufficient|not available in"
     r"|not supported|accelerator type .* not found|zone .* not found"
-    # How the cloud says that a zone has no TPUs at all.
+    # The cloud's message for a zone that has no TPUs at all.
     r"|Permission denied on 'locations",
     re.IGNORECASE,
 )
@@ -48,11 +46,11 @@ INSTALL = {
 
 
 class CommandError(Exception):
-    """A command failed: names it, its exit code, what it said, and the remedy."""
+    """A command failed: names it, its exit code, its output and the remedy."""
 
 
 class Result(NamedTuple):
-    """What a command printed, and how it ended."""
+    """The output and the exit code of a command."""
 
     code: int
     output: str
@@ -60,12 +58,12 @@ class Result(NamedTuple):
 
     @property
     def not_found(self) -> bool:
-        """Whether it failed because what it is about is not there."""
+        """True if the command failed because its object does not exist."""
         return self.code != 0 and bool(NOT_FOUND.search(self.errors))
 
 
 def attempt(command: Command) -> Result:
-    """Runs it to its end, whatever that is.
+    """Run a command to its end; return its result even if it failed.
 
     Raises CommandError if the program is missing or the deadline passes.
     """
@@ -95,7 +93,7 @@ def attempt(command: Command) -> Result:
 
 
 def call(command: Command) -> str:
-    """Runs it and returns what it printed; CommandError if it fails."""
+    """Run a command and return its output; raise CommandError if it fails."""
     result = attempt(command)
     if result.code:
         raise failure(command, result)
@@ -103,7 +101,7 @@ def call(command: Command) -> str:
 
 
 def failure(command: Command, result: Result) -> CommandError:
-    """The error of a command that failed."""
+    """Return the error for a command that failed."""
     said = result.errors.strip() or result.output.strip() or "(it said nothing)"
     remedy = "put that right and run the same `diloco launch` again"
     known = [text for pattern, text in REMEDIES.items() if re.search(pattern, said)]

@@ -22,10 +22,10 @@ ROLES = (COORDINATOR, "island")
 
 
 def prepare_certificates(folder: Path, hosts: tuple[str, ...]) -> None:
-    """Makes `folder` hold certificates for `hosts`, and ROLE.tar of each role's three
+    """Make certificates for `hosts` in `folder`, and ROLE.tar of each role's three
     files: `ca.pem`, `ROLE.pem`, `ROLE.key`.
 
-    What is there already is kept. Raises SecurityError if it cannot be completed.
+    Existing files are kept. Raises SecurityError if they cannot be completed.
     """
     if not (folder / "ca.pem").exists():
         make_certificates(folder, hosts, DAYS)
@@ -36,7 +36,7 @@ def prepare_certificates(folder: Path, hosts: tuple[str, ...]) -> None:
 
 
 def digest(folder: Path, role: str) -> str:
-    """Of what `prepare_certificates` packed for a role; empty if it has not."""
+    """Return the SHA-256 of a role's ROLE.tar; empty if there is none."""
     try:
         packed = (folder / f"{role}.tar").read_bytes()
     except FileNotFoundError:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 from diloco_jax.config import Config, ConfigError, suggest
+from diloco_jax.config.fields import setting
 from diloco_jax.launch import gke, tpu_vm
 from diloco_jax.launch.calls import CommandError
 from diloco_jax.launch.certificates import prepare_certificates
 from diloco_jax.launch.order import COORDINATOR, Order, make_order
-from diloco_jax.launch.record import Record
+from diloco_jax.launch.record import LaunchRecord
 from diloco_jax.launch.submit import Submitter
 from diloco_jax.paths import absolute
 
@@ -23,26 +24,31 @@ BACKENDS = {"tpu_vm": tpu_vm, "gke": gke}
 
 @dataclasses.dataclass(frozen=True)
 class LaunchOptions:
-    """Of `diloco launch`."""
+    """The options of `diloco launch`."""
 
-    on: Literal["tpu_vm", "gke"] | None = None
-    """Where: Cloud TPU queued resources, or a GKE cluster."""
-    action: Literal["create", "run", "logs", "stop", "delete"] = "create"
-    """create: everything is there and runs; what was preempted or failed is made anew.
-    stop, run: processes end and start again on machines that stay. logs: their last
-    lines. delete: nothing stays but the coordinator's disk."""
-    only: tuple[str, ...] = ()
-    """Islands, or "coordinator", to whom the action is limited."""
-    dry_run: bool = False
-    """Write the files and print the command lines; run nothing."""
-    yes: bool = False
-    """Do not ask."""
-    disk: bool = False
-    """With delete: the coordinator's disk too, and with it the run."""
+    on: Literal["tpu_vm", "gke"] | None = setting(
+        None, help="Where to run: Cloud TPU queued resources, or a GKE cluster."
+    )
+    action: Literal["create", "run", "logs", "stop", "delete"] = setting(
+        "create",
+        help="create: make and start everything; what was preempted or failed is made "
+        "anew. stop, run: end or start the processes; the machines stay. logs: show "
+        "the processes' last lines. delete: leave nothing but the coordinator's disk.",
+    )
+    only: tuple[str, ...] = setting(
+        (), help='Limit the action to these islands, or to "coordinator".'
+    )
+    dry_run: bool = setting(
+        False, help="Write the files and print the command lines; run nothing."
+    )
+    yes: bool = setting(False, help="Do not ask.")
+    disk: bool = setting(
+        False, help="With delete: the coordinator's disk too, and with it the run."
+    )
 
 
 def run(config: Config, path: str, options: LaunchOptions) -> int:
-    """Does what the options say; returns the exit code.
+    """Carry out the action of the options; return the exit code.
 
     Raises ConfigError or SecurityError before anything is run.
     """
@@ -61,7 +67,7 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     order = make_order(config, path, options.on)
     _check_owners(order, options.only)
     workdir = Path(absolute(config.placement.workdir or f"runs/{order.name}"))
-    record = Record(workdir / "launch.json", options.on)
+    record = LaunchRecord(workdir / "launch.json", options.on)
     own = config.placement.certificates
     certificates = Path(absolute(own)) if own else workdir / "certificates"
     folder = workdir / "launch"

@@ -1,7 +1,7 @@
-"""TPU slices by topology: what each is called, and what machines it is made of.
+"""TPU slices by topology: the names of each, and the machines it is made of.
 
-A topology is written GENERATION:SHAPE, "v5p:4x4x4", "v6e:16x16". What a provider may
-change stands in one table here, and nowhere else.
+A topology is written GENERATION:SHAPE, as in "v5p:4x4x4" or "v6e:16x16". Facts that a
+provider may change stand in one table here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from diloco_jax.config import ConfigError, suggest
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What all slices of one generation have in common."""
+    """The facts that all slices of one generation share."""
 
     name: str
     shapes: tuple[str, ...]
-    """Those that have an accelerator type, smallest first."""
+    """Shapes that have an accelerator type, smallest first."""
     counted_per_chip: int
     """An accelerator type counts chips (1) or their cores (2): "v6e-16", "v5p-16"."""
     runtime_version: str
-    """Of the machines' image, at the Cloud TPU API."""
+    """Name of the machines' image in the Cloud TPU API."""
     node_label: str
     """Value of GKE's node label `gke-tpu-accelerator`."""
     machine_types: dict[int, str]
-    """By chips per host."""
+    """Machine types by chips per host."""
     cube: int
-    """Shapes of multiples of this along every axis exist too; 0 = no others do."""
+    """Number whose multiples along every axis are shapes too; 0 = no other shapes."""
     max_chips: int
     zones: tuple[str, ...]
-    """Where it is known to be offered, for messages; the provider has the last word."""
+    """Zones known to offer it, for messages; the provider has the last word."""
 
 
 GENERATIONS = {
@@ -79,44 +79,46 @@ class Slice:
 
     @property
     def topology(self) -> str:
-        """As configs write it."""
+        """Topology as a config writes it."""
         return f"{self.generation.name}:{self.shape}"
 
     @property
     def chips(self) -> int:
-        """Chips, which are JAX's devices."""
+        """Number of chips, each of which is one JAX device."""
         return math.prod(self.axes)
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Chips along each axis."""
+        """Number of chips along each axis."""
         return tuple(_axes(self.shape))
 
     @property
     def chips_per_host(self) -> int:
-        """4, but for the v6e slices of a single chip and of a single 8-chip host."""
+        """Number of chips per host: 4, except in v6e slices of one chip or one 8-chip
+        host."""
         return self.chips if self.chips in self.generation.machine_types else 4
 
     @property
     def hosts(self) -> int:
-        """Machines, each of which runs the island's command."""
+        """Number of machines, each of which runs the island's command."""
         return self.chips // self.chips_per_host
 
     @property
     def machine_type(self) -> str:
-        """Of the hosts."""
+        """Machine type of the hosts."""
         return self.generation.machine_types[self.chips_per_host]
 
     @property
     def accelerator_type(self) -> str:
-        """ "v5p-128"; empty for a shape that shares its size with a usual one."""
+        """Accelerator type such as "v5p-128"; empty for a shape that shares its size
+        with a usual one."""
         if self.shape not in self.generation.shapes:
             return ""
         return f"{self.generation.name}-{self.chips * self.generation.counted_per_chip}"
 
 
 def find_slice(topology: str, field: str) -> Slice:
-    """The slice of that topology.
+    """Return the slice of that topology.
 
     Raises ConfigError naming `field` and the nearest topologies if there is none.
     """
@@ -153,7 +155,7 @@ def _exists(generation: Generation, shape: str) -> bool:
 
 
 def _nearest(generation: Generation, shape: str) -> list[str]:
-    """Up to three topologies: first the same numbers in order, then by size."""
+    """Return up to three topologies: first the same numbers in order, then by size."""
     axes = _axes(shape)
     ordered = "x".join(map(str, sorted(axes)))
     chips = max(math.prod(axes), 1) if axes else 1
@@ -167,6 +169,6 @@ def _nearest(generation: Generation, shape: str) -> list[str]:
 
 
 def _axes(shape: str) -> list[int]:
-    """Its numbers; empty if it is not made of numbers."""
+    """Return the numbers of a shape; empty if it is not made of numbers."""
     parts = shape.split("x")
     return [int(part) for part in parts] if all(map(str.isdecimal, parts)) else []

@@ -20,13 +20,14 @@ from diloco_jax.launch.resources import SHARED, Command, Deployment, Owned, Reso
 
 LOG_LINES = 100
 OBJECTS = "statefulset,service,poddisruptionbudget"
-"""Of the coordinator, in `coordinator.yaml`."""
+"""Kinds of the coordinator's objects in `coordinator.yaml`."""
 
 
 def deployment(
     order: Order, certificates: str, folder: str, now_unix: int
 ) -> Deployment:
-    """All that `diloco launch --on gke` makes and runs; see `tpu_vm.deployment`."""
+    """Return all that `diloco launch --on gke` makes and runs; see
+    `tpu_vm.deployment`."""
     settings, name = order.settings, order.coordinator
     service, _ = hosts(order)
     address = f"{service}:{PORT}"
@@ -64,7 +65,7 @@ def deployment(
 
 
 def hosts(order: Order) -> tuple[str, ...]:
-    """Names by which islands reach the coordinator, for its certificate."""
+    """Return the names by which islands reach the coordinator, for its certificate."""
     return (f"{order.coordinator}.{order.settings.namespace}.svc", order.coordinator)
 
 
@@ -159,7 +160,7 @@ def _jobset(order: Order, island: PlacedIsland, file: str) -> Resource:
 def _object(
     order: Order, file: str, kinds: str, name: str, owner: str, *, keeps: bool = False
 ) -> Resource:
-    """Objects of one name in one file; the first of `kinds` tells if they are there."""
+    """Return the objects of one name in one file; `find` looks for the first kind."""
     first = kinds.partition(",")[0]
     return Resource(
         what=f"{kinds} {name}",
@@ -258,7 +259,7 @@ def _kubectl(order: Order, *arguments: str, deadline_s: float = 120.0) -> Comman
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
-    """Scripts and files as blocks of lines, and everything written out."""
+    """Dumper that writes scripts and files as blocks of lines, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         """Always."""

@@ -1,6 +1,7 @@
 """The Kubernetes objects of a launch, as plain values.
 
-One JobSet per island: its restarts are its own. Labels and values are strings.
+There is one JobSet per island, so that each restarts by itself. Labels and values are
+strings.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ Manifest = dict[str, Any]
 
 CLOUD_IMAGE = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
 MAX_RESTARTS = 1000
-"""Crashes of an island before it is given up. Preemptions do not count, if the cluster
-tells them apart."""
+"""Crashes of an island before it is given up. Preemptions do not count if the cluster
+tells them from crashes."""
 NOTICE_S = {"spot": 15, "reserved": 60, "on_demand": 60}
-"""From SIGTERM to SIGKILL. A Spot node has 15 s, whatever a pod asks for."""
+"""Seconds from SIGTERM to SIGKILL. A Spot node has 15 s, whatever a pod asks for."""
 GOODBYE_S = 5
-"""Of those, what the goodbye and the end of the process need."""
+"""Seconds of the notice that the goodbye and the end of the process need."""
 STOP_S = 60
-"""The same for the coordinator, which writes a snapshot and the summary."""
+"""Seconds of notice for the coordinator, which writes a snapshot and the summary."""
 TPU_PORTS = (8471, 8482, 8431)
-"""libtpu, JAX, runtime metrics."""
+"""Ports of libtpu, JAX and the runtime metrics."""
 
 
 def jobset(order: Order, island: PlacedIsland, address: str, now_unix: int) -> Manifest:
-    """The island's JobSet: as many pods as the slice has hosts, all or none.
+    """Return the island's JobSet: as many pods as the slice has hosts, all or none.
 
-    now_unix: the incarnations of this JobSet begin there, above any before it.
+    now_unix: first incarnation of this JobSet, above those of any JobSet before it.
     """
     job = {
         "parallelism": island.slice.hosts,
@@ -85,7 +86,7 @@ def jobset(order: Order, island: PlacedIsland, address: str, now_unix: int) -> M
         "spec": {
             "failurePolicy": {
                 "maxRestarts": MAX_RESTARTS,
-                # No new pod before the last old one has let go of its chips.
+                # No new pod starts before the last old one has released its chips.
                 "restartStrategy": "BlockingRecreate",
                 "rules": [
                     {
@@ -109,8 +110,8 @@ def jobset(order: Order, island: PlacedIsland, address: str, now_unix: int) -> M
 
 
 def coordinator(order: Order, address: str, now_unix: int) -> list[Manifest]:
-    """Service, disruption budget and StatefulSet of the coordinator, which may begin a
-    run for a while after `now_unix`."""
+    """Return service, disruption budget and StatefulSet of the coordinator, which may
+    begin a run for a while after `now_unix`."""
     name, labels = order.coordinator, _labels(order, COORDINATOR)
     command = shlex.join(["diloco", *order.coordinator_arguments(address)])
     init_before = now_unix + INIT_WITHIN_S
@@ -177,8 +178,8 @@ exec sleep infinity
 
 
 def disk(order: Order) -> Manifest:
-    """Where the coordinator keeps the run. Not made by the StatefulSet, so that what
-    deletes the one leaves the other."""
+    """Return the disk on which the coordinator keeps the run. The StatefulSet does not
+    make it, so deleting the StatefulSet leaves the disk."""
     size = f"{order.settings.coordinator_disk_gb}Gi"
     return {
         "apiVersion": "v1",
@@ -192,7 +193,7 @@ def disk(order: Order) -> Manifest:
 
 
 def config_map(order: Order) -> Manifest:
-    """The config, as every pod reads it."""
+    """Return the ConfigMap from which every pod reads the config."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -202,12 +203,12 @@ def config_map(order: Order) -> Manifest:
 
 
 def config_name(order: Order) -> str:
-    """Of the ConfigMap."""
+    """Return the name of the ConfigMap."""
     return f"{order.name}-config"
 
 
 def secret_name(order: Order, role: str) -> str:
-    """Of the Secret with a role's certificates."""
+    """Return the name of the Secret with a role's certificates."""
     return f"{order.name}-certificates-{role}"
 
 
@@ -218,14 +219,14 @@ def _island_pod(
     command = shlex.join(
         ["diloco", *island.arguments(address, float(notice_s - GOODBYE_S))]
     )
-    # The shell adds, and is gone: signals reach `diloco` itself.
+    # The shell adds the numbers and is replaced: signals reach `diloco` itself.
     script = f"exec {command} --incarnation $(({now_unix} + RESTART_ATTEMPT))"
     chips = {"google.com/tpu": str(island.slice.chips_per_host)}
     volumes = [*_volumes(order, "island"), {"name": "run", "emptyDir": {}}]
     selector = {
         "cloud.google.com/gke-tpu-accelerator": island.slice.generation.node_label,
         "cloud.google.com/gke-tpu-topology": island.slice.shape,
-        # Its own pool: another island's pods never take part of the slice.
+        # The island's own pool: another island's pods never take part of the slice.
         "cloud.google.com/gke-nodepool": island.resource,
     }
     tolerations = [{"key": "google.com/tpu", "operator": "Exists"}]
@@ -249,7 +250,7 @@ def _island_pod(
                         "name": "RESTART_ATTEMPT",
                         "valueFrom": {"fieldRef": {"fieldPath": attempt}},
                     },
-                    # Without TPUs it fails, and does not train on the CPU.
+                    # Without TPUs the island fails; it does not train on the CPU.
                     {"name": "JAX_PLATFORMS", "value": PLATFORMS},
                 ],
                 "ports": [{"containerPort": port} for port in TPU_PORTS],
@@ -286,7 +287,7 @@ def _mounts(volumes: list[Manifest]) -> list[Manifest]:
 
 
 def _copies_data(order: Order) -> Manifest:
-    """The part of a pod that fetches the text before anything else."""
+    """Return the init part of a pod, which fetches the text before anything else."""
     if not order.settings.data:
         return {}
     copy = ["gcloud", "storage", "rsync", "--recursive", order.settings.data, DATA]

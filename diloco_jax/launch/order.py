@@ -1,5 +1,6 @@
-"""What is to be launched, checked: the names, places and command lines that both
-backends share. Nothing is asked of the cloud here.
+"""A checked launch order: the names, places and command lines that both backends share.
+
+Nothing is asked of the cloud here.
 """
 
 from __future__ import annotations
@@ -11,8 +12,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from diloco_jax import run_files
-from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
-from diloco_jax.launch.config import LaunchConfig
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    IslandConfig,
+    LaunchConfig,
+    Placement,
+    own_code,
+)
 from diloco_jax.launch.fleet import Slice, find_slice
 
 Backend = Literal["tpu_vm", "gke"]
@@ -22,9 +29,9 @@ PURCHASES: dict[str, Purchase] = {p: p for p in get_args(Purchase)}
 PLATFORMS = "tpu,cpu"
 """JAX_PLATFORMS of every island's process."""
 PORT = 7077
-"""Of the coordinator."""
+"""Port of the coordinator."""
 
-# Where things lie on every machine, in every container.
+# Folders on every machine and in every container.
 ROOT = "/var/lib/diloco"
 CONFIG_FOLDER = f"{ROOT}/config"
 CERTIFICATES = f"{ROOT}/certificates"
@@ -33,23 +40,23 @@ WORKDIR = f"{ROOT}/run"
 
 COORDINATOR = "coordinator"
 INIT_WITHIN_S = 3600
-"""A coordinator begins a new run on an empty disk for this long after its machine is
-made, and never later: a disk that got lost is not a new run."""
+"""Seconds after the making of its machine in which a coordinator may begin a new run on
+an empty disk. Later, an empty disk means that the run's disk got lost."""
 
 ZONE = re.compile(r"(?<=\d)-[a-z]$")
-"""What a zone's name adds to its region's."""
+"""Ending of a zone's name after its region's name."""
 MAX_NAME = 40
-"""Letters that GKE allows a node pool, the least of all that is named."""
+"""Longest name in letters. GKE's node pools have the strictest limit of all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacedIsland:
-    """One island, the slice it runs on, and how that is bought."""
+    """One island, its slice, and the way in which the slice is bought."""
 
     name: str
-    """In the config."""
+    """Name of the island in the config."""
     resource: str
-    """Name of everything that is made for it."""
+    """Name of everything that is made for the island."""
     slice: Slice
     zone: str
     purchase: Purchase
@@ -57,9 +64,9 @@ class PlacedIsland:
     """Name of the reservation; empty = any of the project's."""
 
     def arguments(self, address: str, notice_s: float) -> tuple[str, ...]:
-        """What every host of it passes to `diloco`, but for the incarnation.
+        """Return the arguments of `diloco` on the island's hosts, less the incarnation.
 
-        notice_s: from SIGTERM until the goodbye must be said.
+        notice_s: seconds from SIGTERM until the goodbye must be said.
         """
         return (
             *("island", f"{CONFIG_FOLDER}/{run_files.CONFIG}", "--name", self.name),
@@ -70,13 +77,13 @@ class PlacedIsland:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """A launch, checked."""
+    """A checked launch."""
 
     name: str
     settings: LaunchConfig
     islands: tuple[PlacedIsland, ...]
     config_json: str
-    """As machines read it."""
+    """The config as the machines read it."""
 
     @property
     def coordinator(self) -> str:
@@ -84,7 +91,7 @@ class Order:
         return f"{self.name}-{COORDINATOR}"
 
     def coordinator_arguments(self, address: str) -> tuple[str, ...]:
-        """What the coordinator's machine passes to `diloco`, but for `--init`."""
+        """Return the coordinator's arguments of `diloco`, less `--init`."""
         return (
             *(COORDINATOR, f"{CONFIG_FOLDER}/{run_files.CONFIG}", "--workdir", WORKDIR),
             *("--bind", f"0.0.0.0:{PORT}", "--advertise", address),
@@ -93,7 +100,7 @@ class Order:
 
 
 def make_order(config: Config, path: str, on: Backend) -> Order:
-    """The launch of the config read from `path`.
+    """Return the launch of the config read from `path`.
 
     Raises ConfigError naming field, value and remedy.
     """
@@ -120,13 +127,15 @@ def make_order(config: Config, path: str, on: Backend) -> Order:
             f"copy it to a bucket (`gcloud storage rsync -r`) and name that as "
             f"launch.data = 'gs://BUCKET/FOLDER'"
         )
-    factory = config.run.model.factory
-    if (file := factory.rpartition(".py:")[0]) and Path(f"{file}.py").exists():
-        raise ConfigError(
-            f"model.factory = {factory!r} is a file of this machine, and islands run "
-            f"what is in launch.image; install it there as a package and name it as "
-            f"'package.module:function' (docs/tpu.md, The image)"
-        )
+    for section in ("model", "sync", "outer"):
+        for name, value in own_code(getattr(config.run, section)).items():
+            if Path(value.rpartition(":")[0]).exists():
+                raise ConfigError(
+                    f"{section}.{name} = {value!r} is a file of this machine, and "
+                    f"islands run what is in launch.image; install it there as a "
+                    f"package and name it as 'package.module:name' (docs/tpu.md, The "
+                    f"image)"
+                )
     for field in ("zones", "purchase"):
         for name in getattr(settings, field):
             if name not in config.islands:
@@ -183,7 +192,7 @@ def _place(name: str, config: Config, island: str, on: Backend) -> PlacedIsland:
         )
     if on == "gke" and purchase == "reserved" and not reservation:
         raise ConfigError(
-            f"{field} = 'reserved': GKE wants to know which; write 'reserved:NAME'"
+            f"{field} = 'reserved': GKE needs the reservation; write 'reserved:NAME'"
         )
     return PlacedIsland(
         name=island,
@@ -196,8 +205,8 @@ def _place(name: str, config: Config, island: str, on: Backend) -> PlacedIsland:
 
 
 def _check_zones(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> None:
-    """Raises ConfigError for a zone in which the cluster cannot have nodes. A zonal
-    cluster may have them in all zones of its region, as a regional one."""
+    """Raise ConfigError for a zone in which the cluster cannot have nodes. A zonal
+    cluster may have nodes in all zones of its region, like a regional one."""
     region = ZONE.sub("", settings.location)
     fields = {"launch.coordinator_zone": (settings.coordinator_zone, "")}
     for island in islands:
@@ -221,7 +230,7 @@ def _check_zones(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> N
 
 
 def slice_of(name: str, island: IslandConfig) -> Slice:
-    """The TPU slice that the island runs on, which its mesh fills.
+    """Return the TPU slice of the island, which its mesh fills.
 
     Raises ConfigError naming field, value and remedy.
     """
@@ -247,7 +256,7 @@ def slice_of(name: str, island: IslandConfig) -> Slice:
 
 
 def _resource(name: str, part: str) -> str:
-    """A name that every part of the cloud accepts."""
+    """Return a name that every part of the cloud accepts."""
     made = re.sub(r"[._]", "-", f"{name}-{part}" if part else name).lower()
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", made) or len(made) > MAX_NAME:
         raise ConfigError(
@@ -259,8 +268,8 @@ def _resource(name: str, part: str) -> str:
 
 
 def _host_config(config: Config, placed: tuple[PlacedIsland, ...]) -> dict[str, Any]:
-    """Without what is of this machine only, which command lines give, and with the
-    hosts that the slices have."""
+    """Return the config for the machines: with the slices' numbers of hosts, without
+    the settings of this machine, which command lines give instead."""
     here = Placement()
     placement = dataclasses.replace(
         config.placement,

@@ -1,4 +1,4 @@
-"""What a launch has made, in `launch.json` of its workdir."""
+"""The record of what a launch has made, in `launch.json` of its workdir."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.config import ConfigError
+from diloco_jax.files import write_json
 from diloco_jax.launch.resources import Resource
-from diloco_jax.loading import write_json
 
 
-class Record:
-    """The backend, and what was made there, oldest first."""
+class LaunchRecord:
+    """The backend, and the resources made there, oldest first."""
 
     def __init__(self, path: Path, on: str) -> None:
-        """Reads the file, if there is one.
+        """Read the file, if there is one.
 
         Raises ConfigError if it is another kind of file, or another backend's.
         """
@@ -40,20 +40,20 @@ class Record:
 
     @property
     def made(self) -> tuple[dict[str, Any], ...]:
-        """`what`, `owner`, `runs`, `keeps`, `content`, `delete` and `deadline_s` of
-        each thing."""
+        """Fields `what`, `owner`, `runs`, `keeps`, `content`, `delete` and `deadline_s`
+        of each resource."""
         return tuple(self._made)
 
     def content(self, what: str) -> str:
-        """What it was last given; empty if that is not known."""
+        """Return the content that a resource was last given; empty if unknown."""
         for entry in self._made:
             if entry["what"] == what:
                 return str(entry.get("content", ""))
         return ""
 
     def add(self, resource: Resource, content: str) -> None:
-        """It is there with that content, or about to be made (""): on disk before this
-        returns."""
+        """Record a resource with its content, or before it is made (""); the record is
+        on disk on return."""
         if resource.delete is None:
             return
         entry = {
@@ -70,7 +70,7 @@ class Record:
             self._write()
 
     def remove(self, what: str) -> None:
-        """It is gone."""
+        """Remove a resource that no longer exists from the record."""
         self._made = self._without(what)
         self._write()
 

@@ -1,5 +1,6 @@
-"""What a backend renders: files to read, commands to run. Plain values; `submit.py`
-acts on them.
+"""The output of a backend: files to read, commands to run.
+
+All are plain values; `submit.py` acts on them.
 """
 
 from __future__ import annotations
@@ -7,47 +8,48 @@ from __future__ import annotations
 import dataclasses
 
 SHARED = ""
-"""Owner of what belongs to no island."""
+"""Owner of resources that belong to no island."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """One command line, and how long it may take."""
+    """One command line and its deadline."""
 
     arguments: tuple[str, ...]
     deadline_s: float = 120.0
     remedy: str = ""
-    """What to do if it fails for want of capacity."""
+    """Advice if the command fails for want of capacity."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resource:
-    """One thing in the cloud: how to look for it, make it and delete it."""
+    """One thing in the cloud, with the commands that find, make and delete it."""
 
     what: str
-    """For people: "slice mixed-v5p in us-east5-a"."""
+    """Description for people, such as "slice mixed-v5p in us-east5-a"."""
     owner: str
-    """The island it is for, "coordinator", or SHARED."""
+    """Name of the island that it is for, "coordinator", or SHARED."""
     find: Command
-    """Prints its state; fails with "not found", or prints nothing, if there is none."""
+    """Command that prints the state. It fails with "not found", or prints nothing, if
+    the resource does not exist."""
     create: Command
     delete: Command | None
-    """None: it is left, since others may use it."""
+    """Command that deletes it; None = it stays, since others may use it."""
     dead: tuple[str, ...] = ()
-    """States in which it is of no use any more and must be made anew."""
+    """States in which it is useless and must be made anew."""
     runs: bool = False
-    """It is a process rather than a machine: stopping a launch deletes it."""
+    """True for a process rather than a machine: stopping a launch deletes it."""
     keeps: bool = False
-    """It holds the run: deleted only on demand."""
+    """True if it holds the run: it is deleted only on demand."""
     content: str = ""
-    """A digest of what is in it. Empty = what it was made with stays."""
+    """Digest of its content. Empty = the content never changes."""
     update: tuple[Command, ...] = ()
-    """Give it that content in the place of another."""
+    """Commands that replace its content."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Owned:
-    """A command for one owner's sake."""
+    """A command and its owner."""
 
     owner: str
     command: Command
@@ -58,11 +60,11 @@ class Deployment:
     """Everything that one backend renders from an order."""
 
     files: dict[str, str]
-    """Text by name, for the launch's folder. Without secrets."""
+    """Texts by name, for the launch's folder, without secrets."""
     prepare: tuple[Command, ...]
-    """Before anything else; changes nothing in the cloud."""
+    """Commands to run before all others; they change nothing in the cloud."""
     resources: tuple[Resource, ...]
-    """In the order in which they are made."""
+    """Resources in the order in which they are made."""
     start: tuple[Owned, ...]
     stop: tuple[Owned, ...]
     logs: tuple[Owned, ...]

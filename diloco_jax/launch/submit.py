@@ -1,6 +1,6 @@
-"""Acts on a deployment: looks what is there, asks, and runs one command after another.
+"""Act on a deployment: look for its resources, ask, and run one command after another.
 
-What is made is recorded before it is made, with the command that deletes it, so every
+A resource is recorded before it is made, with the command that deletes it, so every
 action may be interrupted and repeated.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from diloco_jax.launch.calls import attempt, call, failure
-from diloco_jax.launch.record import Record
+from diloco_jax.launch.record import LaunchRecord
 from diloco_jax.launch.resources import Command, Deployment, Owned, Resource
 
 
@@ -23,27 +23,27 @@ class _HasOwner(Protocol):
 Item = TypeVar("Item", bound=_HasOwner)
 
 
-class Step(NamedTuple):
+class LaunchStep(NamedTuple):
     """A command that changes something."""
 
     command: Command
     makes: Resource | None = None
     deletes: str = ""
-    """What is gone afterwards; it may be gone already."""
+    """Resource that the command deletes; it may be gone already."""
 
 
 class Submitter:
     """One action on a deployment, or several.
 
-    only: owners to whom everything is limited; empty = all. show: prints a line.
-    confirm: asks people whether to go on. dry_run: command lines are shown and nothing
-    is run, as if nothing were there but what is recorded.
+    only: owners that the action is limited to; empty = all. show: prints a line.
+    confirm: asks the user whether to go on. dry_run: show the command lines and run
+    nothing, as if only the recorded resources existed.
     """
 
     def __init__(
         self,
         deployment: Deployment,
-        record: Record,
+        record: LaunchRecord,
         *,
         only: tuple[str, ...],
         show: Callable[[str], None],
@@ -55,12 +55,12 @@ class Submitter:
         self._dry_run = dry_run
 
     def create(self) -> None:
-        """Everything is there afterwards; what was of no use any more is made anew."""
+        """Make every resource that is missing, and make useless ones anew."""
         self._prepare()
         self._carry_out(self._missing(self._deployment.resources))
 
     def run(self) -> None:
-        """Processes run again, on the machines that are there."""
+        """Start the processes again on the existing machines."""
         self._prepare()
         processes = [r for r in self._deployment.resources if r.runs or r.content]
         self._carry_out(
@@ -68,7 +68,7 @@ class Submitter:
         )
 
     def logs(self) -> None:
-        """Prints the last lines of every process."""
+        """Print the last lines of every process."""
         self._prepare()
         for owned in self._chosen(self._deployment.logs):
             self._show(shlex.join(owned.command.arguments))
@@ -76,13 +76,14 @@ class Submitter:
                 self._show(call(owned.command).rstrip())
 
     def stop(self) -> None:
-        """Islands say goodbye, the coordinator sums up; machines stay."""
+        """End the processes: islands say goodbye, the coordinator sums up. Machines
+        stay."""
         self._prepare()
         processes = [entry for entry in self._recorded() if entry["runs"]]
         self._carry_out([*_deletions(processes), *self._steps(self._deployment.stop)])
 
     def delete(self, *, disk: bool) -> None:
-        """Nothing is left but, unless `disk`, the one that holds the run."""
+        """Delete everything; keep the disk that holds the run unless `disk`."""
         self._prepare()
         entries = self._recorded()
         self._carry_out(_deletions([e for e in entries if disk or not e["keeps"]]))
@@ -92,10 +93,10 @@ class Submitter:
 
     # ---- what there is to do ----------------------------------------------------
 
-    def _missing(self, resources: Iterable[Resource]) -> list[Step]:
+    def _missing(self, resources: Iterable[Resource]) -> list[LaunchStep]:
         steps = []
         for resource in resources:
-            # What processes read has to be right for whomever this is limited to.
+            # The files that processes read must be right, whichever owners are chosen.
             if not (resource.content or self._chosen([resource])):
                 continue
             state = self._state(resource)
@@ -106,16 +107,16 @@ class Submitter:
                 self._record.add(resource, known)
                 if resource.content != known:
                     *first, last = resource.update
-                    steps += [Step(command) for command in first]
-                    steps.append(Step(last, makes=resource))
+                    steps += [LaunchStep(command) for command in first]
+                    steps.append(LaunchStep(last, makes=resource))
                 continue
             if state and resource.delete is not None:
-                steps.append(Step(resource.delete, deletes=resource.what))
-            steps.append(Step(resource.create, makes=resource))
+                steps.append(LaunchStep(resource.delete, deletes=resource.what))
+            steps.append(LaunchStep(resource.create, makes=resource))
         return steps
 
     def _state(self, resource: Resource) -> str:
-        """In words, on one line; empty if it is not there."""
+        """Return the state in words, on one line; empty if the resource is missing."""
         if self._dry_run:
             return ""
         result = attempt(resource.find)
@@ -130,8 +131,8 @@ class Submitter:
     def _chosen(self, items: Iterable[Item]) -> list[Item]:
         return [item for item in items if not self._only or item.owner in self._only]
 
-    def _steps(self, items: Iterable[Owned]) -> list[Step]:
-        return [Step(item.command) for item in self._chosen(items)]
+    def _steps(self, items: Iterable[Owned]) -> list[LaunchStep]:
+        return [LaunchStep(item.command) for item in self._chosen(items)]
 
     # ---- doing it ---------------------------------------------------------------
 
@@ -141,7 +142,7 @@ class Submitter:
             if not self._dry_run:
                 call(command)
 
-    def _carry_out(self, steps: list[Step]) -> None:
+    def _carry_out(self, steps: list[LaunchStep]) -> None:
         for step in steps:
             self._show(shlex.join(step.command.arguments))
         if self._dry_run or not steps:
@@ -163,10 +164,10 @@ class Submitter:
                 self._record.remove(step.deletes)
 
 
-def _deletions(entries: list[dict[str, Any]]) -> list[Step]:
-    """Newest first."""
+def _deletions(entries: list[dict[str, Any]]) -> list[LaunchStep]:
+    """Return the commands that delete these entries, newest first."""
     return [
-        Step(
+        LaunchStep(
             Command(tuple(entry["delete"]), entry["deadline_s"]), deletes=entry["what"]
         )
         for entry in reversed(entries)

@@ -1,8 +1,8 @@
 """Islands on TPU VMs: one queued resource each, and a CPU machine for the coordinator.
 
-One queued resource holds one slice (`--node-id`): with several nodes in one, the slices
-would be joined into a single `jax.distributed` world. Every host of a slice boots with
-the same script, `host.sh`, which keeps `diloco island` running.
+One queued resource holds one slice (`--node-id`): several nodes in one resource would
+be joined into a single `jax.distributed` world. Every host of a slice boots with the
+same script, `host.sh`, which keeps `diloco island` running.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from diloco_jax.launch.order import (
 from diloco_jax.launch.resources import SHARED, Command, Deployment, Owned, Resource
 
 NOTICE_S = 25.0
-"""A Spot machine has about 30 s from the notice."""
+"""Seconds from the notice to the goodbye. A Spot machine has about 30 s."""
 CLOUD_IMAGE = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
 DISK = "/mnt/disks/diloco"
 PORTS = (PORT, 8471, 8482, 8431)
-"""Coordinator; within a slice: libtpu, JAX, runtime metrics."""
+"""Ports of the coordinator and, within a slice, of libtpu, JAX and runtime metrics."""
 LOG_LINES = 100
 DEAD = ("FAILED", "SUSPENDING", "SUSPENDED")
 
@@ -36,13 +36,13 @@ DEAD = ("FAILED", "SUSPENDING", "SUSPENDED")
 def deployment(
     order: Order, certificates: str, folder: str, now_unix: int
 ) -> Deployment:
-    """All that `diloco launch --on tpu_vm` makes and runs.
+    """Return all that `diloco launch --on tpu_vm` makes and runs.
 
     Args:
       certificates: folder with `coordinator.tar` and `island.tar`.
-      folder: where the deployment's files will be.
-      now_unix: the incarnations of a slice made now begin there, above those of any
-        made before; a coordinator made now may begin a run for a while.
+      folder: folder for the deployment's files.
+      now_unix: first incarnation of a slice made now, above those of any slice made
+        before. A coordinator made now may begin a run for a while.
     """
     (host,) = hosts(order)
     address = f"{host}:{PORT}"
@@ -70,13 +70,13 @@ def deployment(
 
 
 def hosts(order: Order) -> tuple[str, ...]:
-    """Names by which islands reach the coordinator, for its certificate."""
+    """Return the names by which islands reach the coordinator, for its certificate."""
     settings = order.settings
     zone = f"{settings.coordinator_zone}.c.{settings.project}.internal"
     return (f"{order.coordinator}.{zone}",)
 
 
-# ---- what is made -----------------------------------------------------------------
+# ---- resources --------------------------------------------------------------------
 
 
 def _queued_resource(order: Order, island: PlacedIsland, script: str) -> Resource:
@@ -108,7 +108,7 @@ def _queued_resource(order: Order, island: PlacedIsland, script: str) -> Resourc
         owner=island.name,
         find=_gcloud(order, *describe, shown),
         create=create,
-        # Of a slice that is still there, --force deletes the machines too.
+        # --force also deletes the machines of a slice that still exists.
         delete=_gcloud(
             order, *tpus, "delete", island.resource, zone, "--force", deadline_s=900
         ),
@@ -199,7 +199,7 @@ def _secret_name(order: Order, role: str) -> str:
 
 
 def _network(order: Order, subnetwork: str = "--subnetwork") -> list[str]:
-    """Where machines are, and as whom they act."""
+    """Return the options for the machines' network and service account."""
     settings = order.settings
     options = [f"--network={settings.network}", "--scopes=cloud-platform"]
     if settings.subnetwork:
@@ -216,11 +216,11 @@ def _gcloud(
     return Command(line, deadline_s, remedy)
 
 
-# ---- what is run there ------------------------------------------------------------
+# ---- commands and scripts on the machines -----------------------------------------
 
 
 def _everywhere(order: Order, command: str) -> tuple[Owned, ...]:
-    """A command on the coordinator's machine, then on all hosts of every island."""
+    """Run a command on the coordinator's machine, then on all hosts of every island."""
     inside = ["--tunnel-through-iap"] if order.settings.internal_ips else []
     line = [f"--command={command}", *inside]
     there = f"--zone={order.settings.coordinator_zone}"
@@ -271,7 +271,7 @@ def _coordinator_script(order: Order, address: str, now_unix: int) -> str:
 def _script(
     order: Order, role: str, arguments: tuple[str, ...], **settings: str
 ) -> str:
-    """`host.sh` with its settings before it."""
+    """Return `host.sh` with its settings before it."""
     settings = {
         "ROLE": role,
         "ROOT": ROOT,

@@ -10,18 +10,19 @@ from collections.abc import Callable
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from diloco_jax.config.validation import LANES
 from diloco_jax.models.layout import Layout
-from diloco_jax.validation import LANES
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""[B, T, N, H] from [B, T, N, H], [B, T, K, H], [B, T, K, H]; softmax in f32."""
+"""Function of query, key and value, [B, T, N, H], [B, T, K, H] and [B, T, K, H], that
+returns [B, T, N, H]; softmax in f32."""
 
 ATTENDED = "attended"
-"""The name of attention's results for checkpoint policies."""
+"""Name of attention's results for checkpoint policies."""
 
 
 def dot_product(layout: Layout) -> Attend:
-    """What XLA makes of the plain formula."""
+    """Return the plain formula, compiled by XLA."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
@@ -32,15 +33,15 @@ def dot_product(layout: Layout) -> Attend:
 
 
 def splash(layout: Layout) -> Attend:
-    """The Pallas kernel for TPUs; interpreted, and slow, on any other device."""
+    """Return the Pallas kernel for TPUs; interpreted, so slow, on other devices."""
     # Pallas takes a third of a second to import.
     from diloco_jax.models.splash import make_splash
 
-    return make_splash(layout)
+    return make_splash(layout, ATTENDED)
 
 
 def auto(layout: Layout) -> Attend:
-    """The kernel on TPUs where it fits, the plain formula elsewhere."""
+    """Return the kernel on TPUs where it fits, the plain formula elsewhere."""
     if layout.platform != "tpu":
         return dot_product(layout)
     plain, kernel = dot_product(layout), splash(layout)

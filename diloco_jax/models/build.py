@@ -1,40 +1,34 @@
-"""The model of a run: the bundled transformer, or what `model.factory` names."""
+"""The model of a run: the bundled transformer, or that of `model.factory`."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.config import ConfigError, IslandConfig, RunConfig, suggest
+from diloco_jax.config import ConfigError, IslandConfig, RunConfig
 from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.core.members import load, said
 from diloco_jax.models import transformer
 from diloco_jax.models.layout import Layout
 from diloco_jax.models.model import Model
-from diloco_jax.paths import absolute
 
 Factory = Callable[[RunConfig, IslandConfig, Layout], Model]
-"""What `model.factory` names."""
+"""Type of the function that `model.factory` names."""
 
 
 def build(
     run: RunConfig, island: IslandConfig | None = None, layout: Layout | None = None
 ) -> Model:
-    """The run's model.
+    """Return the run's model.
 
     Args:
-      run: what all islands agree on.
-      island: how this one computes; None: as an island does by default.
-      layout: the mesh that it runs on; None: the default device.
+      run: settings that all islands share.
+      island: settings of this island; None = the defaults.
+      layout: the mesh that it runs on; None = the default device.
 
     Raises:
       ConfigError: sizes that do not fit together; a factory that is not there, or that
@@ -60,7 +54,7 @@ def _own(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{where} failed: {_said(error)}") from error
+        raise ConfigError(f"{where} failed: {said(error)}") from error
     if not isinstance(model, Model):
         raise ConfigError(
             f"{where} returned {type(model).__name__}; it must return a "
@@ -71,61 +65,25 @@ def _own(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:
-        raise ConfigError(f"{where}: its model fails: {_said(error)}") from error
+        raise ConfigError(f"{where}: its model fails: {said(error)}") from error
     return model
 
 
 def _find(factory: str) -> Factory:
-    """The function; ConfigError if module, file or function is not there."""
+    """Return the function of that name; raise ConfigError if there is none."""
     where = f"model.factory = {factory!r}"
-    place, _, name = factory.rpartition(":")
-    if not place or not name:
-        raise ConfigError(
-            f"{where} names no function; write 'package.module:function' or "
-            f"'path/to/file.py:function'"
-        )
-    if place.endswith(".py"):
-        path = Path(absolute(place))
-        if not path.is_file():
-            raise ConfigError(
-                f"{where}: there is no file {path}; correct the path, which counts "
-                f"from where the command is given"
-            )
-        module = _execute(path)
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"{where}: {error}; install it, put its folder on PYTHONPATH, or give "
-                f"'path/to/file.py:{name}'"
-            ) from error
-    found = getattr(module, name, None)
+    try:
+        found = load(factory)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
     if not callable(found):
-        known = [n for n, value in vars(module).items() if callable(value)]
-        raise ConfigError(
-            f"{where}: {place} has no function {name!r}{suggest(name, known)}"
-        )
+        raise ConfigError(f"{where} is {type(found).__name__}; it must be a function")
     function: Factory = found
     return function
 
 
-@functools.cache
-def _execute(path: Path) -> ModuleType:
-    """A file as a module, once."""
-    name = f"diloco_model_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None, "what ends in .py is a module"
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look up the module that they are in.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _check(model: Model, run: RunConfig, island: IslandConfig, layout: Layout) -> None:
-    """Raises ConfigError if the model is not what `Model` says; computes nothing."""
+    """Raise ConfigError unless the model is as `Model` says; compute nothing."""
     shapes = model.shapes()
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         keys = [getattr(key, "key", None) for key in path]
@@ -169,8 +127,3 @@ def _check_loss(result: Any) -> None:
             f"loss returned {name} of shape {value.shape} and dtype {value.dtype}; it "
             f"must be a float32 scalar, the mean over all weights of the batch"
         )
-
-
-def _said(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}{f': {lines[0]}' if lines else ''}"

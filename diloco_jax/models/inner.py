@@ -10,7 +10,8 @@ from diloco_jax.models.model import Model
 
 
 def build_inner(run: RunConfig, model: Model) -> optax.GradientTransformation:
-    """At learning rate 1; ConfigError if optax has none of that name and arguments."""
+    """Return the optimizer at learning rate 1; raise ConfigError if optax has none of
+    that name and arguments."""
     inner = run.inner
     try:
         return make_inner(

@@ -49,7 +49,7 @@ class Layer(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """x / rms(x) * (1 + scale), in f32."""
+    """RMSNorm: x / rms(x) * (1 + scale), in f32."""
 
     def __init__(self, size: int):
         self.scale = _weight((size,), ("embed",), 0.0)
@@ -81,7 +81,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """Gated MLP: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig):
         d, f = config.d_model, config.mlp_dim
@@ -97,7 +97,8 @@ class Mlp(nnx.Module):
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x / rms(x) * (1 + scale) over the last axis, computed in f32, in x's dtype."""
+    """Return x / rms(x) * (1 + scale) over the last axis, computed in f32, in x's
+    dtype."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + NORM_EPSILON)
     gain = jnp.expand_dims(1 + scale.astype(jnp.float32), range(x.ndim - 1))
@@ -105,7 +106,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def rotations(length: int, head_dim: int, base: float) -> Rotations:
-    """Cosines and sines of the rotations, f32 [1, T, 1, H / 2]."""
+    """Return cosines and sines of the rotations, f32 [1, T, 1, H / 2]."""
     frequencies = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     angles = np.arange(length)[:, None] * frequencies[None, :]
     angles = angles[None, :, None, :]
@@ -116,7 +117,7 @@ def rotations(length: int, head_dim: int, base: float) -> Rotations:
 
 
 def rotate(x: jax.Array, turns: Rotations) -> jax.Array:
-    """Rotates the pairs (x[i], x[i + H / 2]) of each head by their position's angle."""
+    """Rotate the pairs (x[i], x[i + H / 2]) of each head by their position's angle."""
     cosine, sine = turns
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate((a * cosine - b * sine, b * cosine + a * sine), axis=-1)
@@ -124,9 +125,9 @@ def rotate(x: jax.Array, turns: Rotations) -> jax.Array:
 
 
 def project(x: jax.Array, weight: jax.Array, axes: int = 1) -> jax.Array:
-    """Contracts the last `axes` axes of x with the first of weight.
+    """Contract the last `axes` axes of x with the first of weight.
 
-    As a product of two matrices: on CPU a quarter faster than the general form.
+    This is a product of two matrices: on CPU a quarter faster than the general form.
     """
     lead, size = x.shape[: x.ndim - axes], math.prod(weight.shape[:axes])
     y = x.reshape(-1, size) @ weight.reshape(size, -1)
@@ -140,5 +141,6 @@ def _weight(
 
 
 def _residual_scale(config: ModelConfig) -> float:
-    """Keeps the residual stream's size at depth: two additions per layer."""
+    """Return the factor that keeps the residual stream's size over two additions per
+    layer."""
     return float((2 * config.num_layers) ** -0.5)

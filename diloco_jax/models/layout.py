@@ -1,6 +1,6 @@
-"""How activations and weights lie on a mesh: what a model may ask of it.
+"""The layout of activations and weights on a mesh, as a model may ask for it.
 
-A model names the axes of its arrays, the island's rules turn names into mesh axes.
+A model names the axes of its arrays, and the island's rules turn names into mesh axes.
 Without constraints the partitioner is free to gather activations where gathering the
 weights is cheaper, and to leave a weight's gradient whole on every device.
 """
@@ -16,52 +16,52 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Names = tuple[str | None, ...]
-"""The logical names of an array's axes."""
+"""Logical names of an array's axes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh with Auto axes, and by logical name the mesh axes that cut an axis."""
+    """A mesh with Auto axes, and the mesh axes that cut an axis, by logical name."""
 
     mesh: Mesh
     rules: Mapping[str, tuple[str, ...]]
-    """Of activations, and of weights in use."""
+    """Rules for activations, and for weights in use."""
     at_rest: Callable[[Names, tuple[int, ...]], PartitionSpec]
-    """How a weight of these names and this shape lies between its uses."""
+    """Function of a weight's names and shape that returns its cut between its uses."""
 
     @classmethod
     def of_one_device(cls) -> Layout:
-        """The default device alone."""
+        """Return the layout on the default device alone."""
         devices = np.array(jax.devices()[:1], dtype=object)
         mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
         return cls(mesh, {}, lambda names, shape: PartitionSpec())  # type: ignore[no-untyped-call]
 
     @property
     def platform(self) -> str:
-        """What the mesh's devices are: "cpu", "gpu", "tpu"."""
+        """Platform of the mesh's devices: "cpu", "gpu", "tpu"."""
         platform: str = self.mesh.devices.flat[0].platform
         return platform
 
     def ways(self, name: str | None) -> int:
-        """In how many parts an axis of that name is cut, if that divides it."""
+        """Return the number of parts into which the rules cut an axis of that name."""
         return math.prod(
             self.mesh.shape[axis] for axis in self.rules.get(name or "", ())
         )
 
     def spec(self, names: Names, shape: tuple[int, ...]) -> PartitionSpec:
-        """Cuts each axis as the rules say; one without a rule stays whole, and so does
-        one that the mesh axes do not divide."""
+        """Cut each axis by the rules. An axis stays whole if it has no rule, or if the
+        mesh axes do not divide it."""
         return PartitionSpec(*map(self._cut, names, shape))  # type: ignore[no-untyped-call]
 
     def constrain(self, x: jax.Array, names: Names) -> jax.Array:
-        """x, cut as `spec` says."""
+        """Return x, cut as `spec` says."""
         return x if self.mesh.size == 1 else self._cut_by(x, self.spec(names, x.shape))
 
     def gather(self, weight: jax.Array, names: Names) -> jax.Array:
-        """A weight as it is used, cut as `spec` says, from what its devices hold.
+        """Gather a weight for its use, cut as `spec` says, from the devices' parts.
 
-        Its gradient is cut as it rests: a device gets the sum of the part that it
-        holds. The gradient of `constrain` would be summed whole on every device."""
+        Its gradient is cut like the weight at rest: a device gets the sum of its own
+        part. The gradient of `constrain` would be summed whole on every device."""
         if self.mesh.size == 1:
             return weight
         rest = self.at_rest(names, weight.shape)

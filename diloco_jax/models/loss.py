@@ -1,7 +1,7 @@
 """Cross entropy of the next token, without all logits at once.
 
-With 256 k words the logits of a batch weigh more than the model. They are computed a
-chunk of positions at a time, and again in the backward pass.
+With 256 k words the logits of a batch take more memory than the model. They are
+computed one chunk of positions at a time, and again in the backward pass.
 
 `B` sequences, `T` tokens, `C` positions of a chunk, `D` model, `V` vocabulary.
 """
@@ -15,25 +15,25 @@ import optax
 from diloco_jax.models.layout import Layout
 
 LOGITS_AT_A_TIME = 1 << 27
-"""Of each sequence: 512 MiB of f32."""
+"""Logits of each sequence that stand at a time: 512 MiB of f32."""
 
 
 def positions_at_a_time(vocab_size: int) -> int:
-    """C by default: all in practice up to some ten thousand words."""
+    """Return the default of C: in practice all, up to some ten thousand words."""
     return max(LOGITS_AT_A_TIME // vocab_size, 1)
 
 
 def token_losses(
     x: jax.Array, table: jax.Array, targets: jax.Array, chunk: int, layout: Layout
 ) -> jax.Array:
-    """Cross entropies in nats, f32 [B, T].
+    """Return the cross entropies in nats, f32 [B, T].
 
     Args:
       x: the last activations, [B, T, D].
       table: the output embedding, [D, V].
       targets: int32 [B, T].
       chunk: C; 0 = T.
-      layout: of the mesh.
+      layout: layout on the mesh.
     """
 
     def losses(x: jax.Array, targets: jax.Array) -> jax.Array:
@@ -50,7 +50,7 @@ def token_losses(
     count = -(-length // chunk)
 
     def cut(a: jax.Array) -> jax.Array:
-        """[B, T, ...] -> [count, B, C, ...], the end filled with zeros."""
+        """Cut [B, T, ...] into [count, B, C, ...], the end filled with zeros."""
         missing = count * chunk - length
         a = jnp.pad(a, [(0, 0), (0, missing)] + [(0, 0)] * (a.ndim - 2))
         return a.reshape(a.shape[0], count, chunk, *a.shape[2:]).swapaxes(0, 1)

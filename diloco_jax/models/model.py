@@ -1,4 +1,4 @@
-"""What the trainer knows of a model: two functions and the names of its axes.
+"""The trainer's view of a model: two functions and the names of its axes.
 
 Any library's model fits: `init` gives a nested dict of f32 arrays, `loss` takes one
 of the same structure. Shapes: `B` sequences, `T` tokens predicted of each.
@@ -36,13 +36,13 @@ class Model(NamedTuple):
     axes: Axes
 
     def shapes(self) -> Params:
-        """`jax.ShapeDtypeStruct` of every parameter; nothing is compiled for it."""
+        """Return `jax.ShapeDtypeStruct` of every parameter; compile nothing."""
         shapes: Params = jax.eval_shape(lambda: self.init(jax.random.key(0)))
         return shapes
 
 
 def split_batch(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Inputs and targets, int32 [B, T], and weights, f32 [B, T]."""
+    """Return inputs and targets, int32 [B, T], and weights, f32 [B, T]."""
     if isinstance(batch, Mapping):
         tokens, weights = batch["tokens"], batch["weights"]
     else:
@@ -52,7 +52,7 @@ def split_batch(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def weighted_loss(losses: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
-    """Mean of losses, f32 [B, T], under weights; 0 where all weights are 0."""
+    """Return the weighted mean of losses, f32 [B, T]; 0 if all weights are 0."""
     tokens = jnp.sum(weights)
     loss = jnp.sum(losses * weights) / jnp.maximum(tokens, 1.0)
     return loss, {"loss": loss, "tokens": tokens}

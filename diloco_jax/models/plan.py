@@ -8,8 +8,8 @@ from diloco_jax.models.model import Model
 
 
 def other_model(here: str, there: str) -> list[str]:
-    """What differs between two ends whose plans have these digests, for people; empty
-    if nothing does. Code makes a model, which a config names but does not hold."""
+    """Describe the difference between two plans by their digests; return [] if there is
+    none. A model comes from code, which a config names but does not hold."""
     if here == there:
         return []
     return [
@@ -20,7 +20,8 @@ def other_model(here: str, there: str) -> list[str]:
 
 
 def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
-    """From shapes alone; ConfigError if the run asks for more than there are."""
+    """Build the plan from shapes alone; raise ConfigError if the run asks for more
+    fragments than there can be."""
     sync = run.sync
     try:
         return plan_fragments(

@@ -1,11 +1,11 @@
 """Models by size: a name is the number of parameters, within 15 %.
 
-Those in millions are byte models. Those in billions have the sizes of Gemma 3 (arXiv
-2503.19786, table 1 and the released configurations): 256 k words, heads of 256, grouped
-queries, tied embeddings. Different from it: SiLU where it has GELU in the gate; every
-layer attends to all earlier tokens, where five of six there see a window; rotations
-have one base; queries and keys are not normalised, nor is what a layer adds; and
-embeddings are not scaled by sqrt(d_model). Tokens are bytes still, so most words never
+Presets in millions are byte models. Presets in billions have the sizes of Gemma 3
+(arXiv 2503.19786, table 1 and the released configurations): 256 k words, heads of 256,
+grouped queries, tied embeddings. They differ from it: the gate has SiLU rather than
+GELU; every layer attends to all earlier tokens, while five of six there see a window.
+Rotations have one base. Queries, keys and a layer's output are not normalised, and
+embeddings are not scaled by sqrt(d_model). Tokens are still bytes, so most words never
 occur.
 """
 
@@ -52,7 +52,7 @@ PRESETS = {
 
 
 def preset(name: str) -> ModelConfig:
-    """The model of this name; ConfigError with the nearest one if there is none."""
+    """Return the model of this name; raise ConfigError, naming the nearest, if none."""
     if name not in PRESETS:
         raise ConfigError(
             f"no model preset {name!r}{suggest(name, PRESETS)}; "

@@ -5,20 +5,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as pallas
 
-from diloco_jax.models.attention import ATTENDED, Attend
+from diloco_jax.config.validation import LANES, require_blocks
 from diloco_jax.models.layout import Layout
-from diloco_jax.validation import LANES, require_blocks
+
+if TYPE_CHECKING:
+    from diloco_jax.models.attention import Attend
 
 LARGEST_BLOCK = 512
-"""Tokens; larger blocks of f32 gradients do not fit a v5p's vector memory."""
+"""Tokens per block; larger blocks of f32 gradients exceed a v5p's vector memory."""
 
 
-def make_splash(layout: Layout) -> Attend:
-    """The attention of a model on this mesh."""
+def make_splash(layout: Layout, name: str) -> Attend:
+    """Return the attention of a model on this mesh. name: its results' name for
+    checkpoint policies."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         length, heads, head_dim = query.shape[1:]
@@ -40,7 +45,7 @@ def make_splash(layout: Layout) -> Attend:
         return mixed.swapaxes(1, 2)
 
     def one_device(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        """[B, N, T, H] of a device's sequences and heads."""
+        """Return [B, N, T, H] of one device's sequences and heads."""
         heads, length = query.shape[1:3]
         block = max(
             n for n in range(LANES, LARGEST_BLOCK + 1, LANES) if length % n == 0
@@ -56,7 +61,7 @@ def make_splash(layout: Layout) -> Attend:
                 block_q_dq=block,
                 block_kv_dq=block,
             ),
-            residual_checkpoint_name=ATTENDED,
+            residual_checkpoint_name=name,
             interpret=layout.platform != "tpu",
         )
         mixed: jax.Array = jax.vmap(kernel)(query, key, value)

@@ -49,13 +49,13 @@ def build(
     loss_chunk: int | None = None,
     layout: Layout | None = None,
 ) -> Model:
-    """The transformer of this config.
+    """Return the transformer of this config.
 
     Args:
       config: sizes.
-      compute_dtype: "float32" or "bfloat16", of activations and of the parameters as a
-        step computes with them; they rest in f32, and norms, softmax, logits and loss
-        are computed in it.
+      compute_dtype: "float32" or "bfloat16", for activations and for the parameters
+        within a step. Parameters rest in f32, and norms, softmax, logits and loss are
+        computed in it.
       remat: what the backward pass computes again; a name in REMAT.
       attention: a name in ATTENTION.
       loss_chunk: positions of each sequence whose logits stand at a time; 0 = all,
@@ -72,7 +72,7 @@ def build(
     attend = _choose("attention", attention, ATTENTION)(layout)
     if loss_chunk is None:
         loss_chunk = positions_at_a_time(config.vocab_size)
-    # Unrolled, nothing would keep the compiler from merging the repeated work again.
+    # In an unrolled scan the compiler could merge the repeated work again.
     per_iteration = 1
     if remat == "none":
         per_iteration = layers_per_iteration(config.num_layers, layout)
@@ -80,7 +80,7 @@ def build(
     axes = jax.tree.map(lambda t: t.axes, tensors, is_leaf=_is_tensor)
 
     def of_layer(weights: Any, names: Any) -> Any:
-        """One layer's weights, gathered apart from what the layout cuts."""
+        """Gather one layer's weights, except along the axes that the layout cuts."""
         return jax.tree.map(lambda w, n: layout.gather(w, n[1:]), weights, names)
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
@@ -116,7 +116,7 @@ def build(
 
 
 class Tensor(NamedTuple):
-    """A parameter: its shape, its axes' names, its standard deviation at the start."""
+    """A parameter: its shape, its axes' names and its initial standard deviation."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
@@ -124,7 +124,7 @@ class Tensor(NamedTuple):
 
 
 def layers_per_iteration(num_layers: int, layout: Layout) -> int:
-    """Layers in one iteration of the scan.
+    """Return the number of layers in one iteration of the scan.
 
     On CPU an unrolled step is a quarter faster and compiles no slower at these depths;
     elsewhere one layer per iteration keeps the program small at any depth.
@@ -134,9 +134,9 @@ def layers_per_iteration(num_layers: int, layout: Layout) -> int:
 
 
 def _init(tensors: dict[str, Any], key: jax.Array) -> Params:
-    """Normal values of each tensor's standard deviation.
+    """Draw normal values of each tensor's standard deviation.
 
-    One draw for all of them: compiling one per tensor takes several times as long.
+    One draw serves all: compiling one per tensor takes several times as long.
     """
     leaves, structure = jax.tree.flatten(tensors, is_leaf=_is_tensor)
     sizes = [math.prod(t.shape) if t.std else 0 for t in leaves]
@@ -151,7 +151,7 @@ def _init(tensors: dict[str, Any], key: jax.Array) -> Params:
 
 
 def _tensors(config: ModelConfig) -> dict[str, Any]:
-    """All parameters, described: init and axes both follow from it."""
+    """Describe all parameters; init and axes both follow from this."""
 
     def stacked(variable: Any) -> Tensor:
         metadata = variable.get_metadata()
@@ -174,7 +174,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _layer_graph(config: ModelConfig) -> tuple[Any, Any]:
-    """A layer's structure and its abstract state."""
+    """Return a layer's structure and its abstract state."""
     return nnx.split(nnx.eval_shape(lambda: Layer(config)))
 
 
@@ -193,7 +193,7 @@ REMAT: dict[str, Callable[[Any], Any]] = {
         policy=jax.checkpoint_policies.save_only_these_names(ATTENDED),
     ),
 }
-"""What the backward pass computes again of each layer: nothing, all, all but the
+"""Parts of each layer that the backward pass computes again: nothing, all, all but the
 products with weights, all but attention."""
 
 

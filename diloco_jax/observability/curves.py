@@ -1,4 +1,4 @@
-"""Points of curves for TensorBoard, written by a thread that nobody waits for."""
+"""Points of curves for TensorBoard, written by a thread that no caller waits for."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tensorboardX.proto.event_pb2 import Event
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 5.0
-"""A point is in the file after so long; flushing waits for the disk."""
+"""Seconds until a point is in the file; flushing waits for the disk."""
 CLOSE_S = 10.0
-"""So long for the last points; what hangs then is left behind."""
+"""Seconds for the last points; a thread that still hangs then is left behind."""
 RETRY_S = 60.0
-"""Between two files, of which a disk that stays full would see no end otherwise."""
+"""Seconds between two files; otherwise a full disk would lead to endless new files."""
 MOST_WAITING = 100_000
 """Points that may wait for a slow disk; later ones are left out."""
 
@@ -37,10 +37,10 @@ class Point(NamedTuple):
 
 
 class Curves:
-    """Event files in one folder. `add` never waits, and no error comes out of it.
+    """Event files in one folder. `add` never waits and never raises.
 
-    Not tensorboardX's own `SummaryWriter`: the thread in it ends at the first error of
-    the disk, and then whoever adds a point waits forever.
+    tensorboardX's own `SummaryWriter` does not do: its thread ends at the first error
+    of the disk, and the next caller that adds a point waits forever.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,7 +53,7 @@ class Curves:
         self._thread.start()
 
     def add(self, point: Point) -> None:
-        """Queues a point, or leaves it out where too many wait."""
+        """Queue a point, or leave it out if too many wait."""
         try:
             self._points.put_nowait(point)
         except queue.Full:
@@ -67,7 +67,7 @@ class Curves:
                 )
 
     def close(self) -> None:
-        """Writes what is queued, if the disk lets it."""
+        """Write the queued points, if the disk allows it."""
         self._closing.set()
         try:
             self._points.put(None, timeout=CLOSE_S)
@@ -78,8 +78,8 @@ class Curves:
     # ---- the thread -------------------------------------------------------------
 
     def _run(self) -> None:
-        """Goes on with another file after an error: the one before may end in half a
-        point, at which its readers stop."""
+        """Write files, a new one after each error: the old one may end in half a point,
+        at which its readers stop."""
         told = False
         while True:
             last = self._closing.is_set()
@@ -98,12 +98,12 @@ class Curves:
                 return
 
     def _write_file(self) -> None:
-        """Returns when `close` is called."""
+        """Write one file until `close` is called."""
         point = self._points.get()
         if point is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        # The name has seconds; a file that is there would be begun anew.
+        # The name only has seconds; an existing file would be overwritten.
         suffix = f".{next(self._files)}"
         file = EventsWriter(str(self._folder / "events"), suffix)
         try:
@@ -115,7 +115,7 @@ class Curves:
         file.close()
 
     def _write_points(self, file: EventsWriter, first: Point) -> None:
-        """Until `close` is called."""
+        """Write points until `close` is called."""
         point: Point | None = first
         flush_at = time.monotonic() + FLUSH_S
         while point is not None:

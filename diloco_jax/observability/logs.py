@@ -8,7 +8,7 @@ import time
 
 
 def setup_logging(level: str = "INFO") -> None:
-    """Sends the package's log to standard error, times in UTC; others' from WARNING on.
+    """Send the package's log to standard error, times in UTC; others' from WARNING on.
 
     Calling it again replaces what it did before.
     """

@@ -1,4 +1,4 @@
-"""What a run is measured by: one formula each, for the runtime and the simulator.
+"""The measures of a run: one formula each, for the runtime and the simulator.
 
 Provisioned time runs from an island's first hello to its goodbye or the end of the
 run, outages included, without the first compilation and evaluation. An island's
@@ -14,21 +14,21 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IslandMeasure:
-    """What is known of one island over all its incarnations."""
+    """The figures of one island over all its incarnations."""
 
     provisioned_seconds: float
     tokens_per_step: float
     median_step_seconds: float
-    """Of undisturbed steps; 0 if there was none. Both are means over incarnations, each
-    as often as it made steps."""
+    """Median seconds of undisturbed steps; 0 if there was none. Both fields are means
+    over incarnations, weighted by their steps."""
     computed_tokens: int
     merged_tokens: int
     active: tuple[tuple[float, float], ...] = ()
-    """Intervals (start, end) in which it was doing steps."""
+    """Intervals (start, end) in which the island did steps."""
 
     @property
     def undisturbed_tokens(self) -> float:
-        """Tokens it would have computed had nothing ever held it up."""
+        """Return the tokens that the island would have computed without any delay."""
         if self.median_step_seconds <= 0:
             return 0.0
         return (
@@ -37,7 +37,7 @@ class IslandMeasure:
 
 
 def goodput(islands: Iterable[IslandMeasure]) -> float:
-    """Merged tokens over those that undisturbed islands would have computed."""
+    """Return merged tokens over those that undisturbed islands would have computed."""
     islands = tuple(islands)
     return _ratio(
         sum(i.merged_tokens for i in islands),
@@ -46,7 +46,7 @@ def goodput(islands: Iterable[IslandMeasure]) -> float:
 
 
 def compute_goodput(islands: Iterable[IslandMeasure]) -> float:
-    """The same with computed tokens, merged or not: what the paper's table counts."""
+    """Return goodput with computed tokens, merged or not, as the paper's table does."""
     islands = tuple(islands)
     return _ratio(
         sum(i.computed_tokens for i in islands),
@@ -55,7 +55,7 @@ def compute_goodput(islands: Iterable[IslandMeasure]) -> float:
 
 
 def uptime(islands: Iterable[IslandMeasure], wall_seconds: float) -> float:
-    """Share of the wall time in which at least one island was doing steps."""
+    """Return the share of the wall time in which at least one island did steps."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(span for island in islands for span in island.active):
         covered += max(0.0, end - max(start, reached))
@@ -64,10 +64,10 @@ def uptime(islands: Iterable[IslandMeasure], wall_seconds: float) -> float:
 
 
 def participation(merges_in: int, merges_while_alive: int) -> float:
-    """Share of the merges during an island's life that it was part of."""
+    """Return the share of the merges during an island's life that it was part of."""
     return _ratio(merges_in, merges_while_alive)
 
 
 def _ratio(part: float, whole: float) -> float:
-    """0 of nothing is 0: a run that has not begun has no goodput."""
+    """Return part / whole, and 0 for 0 / 0: a run that has not begun has no goodput."""
     return part / whole if whole > 0 else 0.0

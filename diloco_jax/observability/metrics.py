@@ -15,9 +15,12 @@ CURVES = {
         *("loss", "eval_loss", "learning_rate"),
         *("median_step_seconds", "stalled_seconds", "bytes_up", "bytes_down"),
     ),
-    "merge": ("norm", "tokens", "seconds"),
+    "merge": (
+        *("norm", "tokens", "seconds"),
+        *("pairwise_cosine", "cosine_to_last", "length_ratio", "step_ratio"),
+    ),
 }
-"""Fields drawn, by kind of line."""
+"""Fields drawn as curves, by kind of line."""
 
 
 class Metrics:
@@ -28,8 +31,8 @@ class Metrics:
         self._curves = Curves(workdir / run_files.CURVES)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes a line, and a point of each of its curves: an island's over its own
-        steps, a fragment's merges over versions."""
+        """Write a line, and a point of each of its curves: an island's curves over its
+        own steps, a fragment's merges over versions."""
         self._lines.append(record)
         kind = record["kind"]
         if kind == "island":
@@ -43,6 +46,6 @@ class Metrics:
                 self._curves.add(Point(curve, value, step, record["time"]))
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         self._lines.close()
         self._curves.close()

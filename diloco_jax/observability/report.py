@@ -1,4 +1,4 @@
-"""What a newcomer wants to know when a run is over, from its summary."""
+"""The closing report of a run, for newcomers, from its summary."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from diloco_jax.protocol.reasons import STOPPED
 def closing_report(
     summary: Mapping[str, Any], outages: Mapping[str, Sequence[float | None]]
 ) -> str:
-    """Lines of plain text. outages: seconds away, by island, one per outage;
-    None for one that did not end."""
+    """Return the report as lines of plain text. outages: seconds of each outage, by
+    island; None for one that did not end."""
     islands: Mapping[str, Mapping[str, Any]] = summary.get("islands", {})
     lines = [
         _result(summary),
@@ -48,7 +48,7 @@ def closing_report(
 
 
 def comparison(summary: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
-    """One sentence on the run and plain training on as many tokens."""
+    """Return one sentence on the run and plain training on as many tokens."""
     ours, theirs = summary.get("eval_loss"), baseline.get("eval_loss")
     if ours is None or theirs is None:
         return "no comparison: a validation loss is missing, or not finite"
@@ -60,7 +60,7 @@ def comparison(summary: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
 
 
 def loss_line(found: Mapping[str, Any]) -> str:
-    """What `diloco eval` and summaries have of it, for people."""
+    """Return the validation loss of `diloco eval` or of a summary as a text."""
     if found["eval_loss"] is None:
         return "validation loss not finite: the parameters have diverged"
     bits = found.get("eval_bits_per_byte")
@@ -80,7 +80,7 @@ def _outage_lines(
     islands: Mapping[str, Mapping[str, Any]],
     outages: Mapping[str, Sequence[float | None]],
 ) -> list[str]:
-    """What each victim's outages cost it, and what they cost the others."""
+    """Describe the cost of each island's outages to itself and to the others."""
     victims = [
         name
         for name, island in islands.items()
@@ -114,13 +114,13 @@ def _outage_lines(
 
 
 def _returns(island: Mapping[str, Any]) -> int:
-    """How often it came again, but for when the whole run did."""
+    """Return the number of an island's returns, without those of the whole run."""
     return max(0, int(island.get("joins", 1)) - 1 - int(island.get("resumed", 0)))
 
 
 def _of_stops(island: Mapping[str, Any], *, stopped: bool) -> int:
-    """Tokens that it lost as the whole run was stopped, which it is now or was once.
-    One that is asked to end by itself loses some for the same reason."""
+    """Return the tokens that an island lost because the whole run was stopped, now or
+    earlier. An island that is asked to end alone loses tokens for the same reason."""
     if not stopped and not island.get("resumed"):
         return 0
     return int(island.get("tokens_lost", {}).get(STOPPED, 0))

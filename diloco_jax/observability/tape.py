@@ -1,9 +1,8 @@
 """Append-only JSON lines: the tape, whose lines are chained by hash, and plain ones.
 
 Every line of a tape carries `prev`, the first 16 hex digits of the SHA-256 of the line
-before it (without its newline; empty on the first line), so that a line which is
-missing, altered or out of order is found and named. What nobody can see is a tape that
-ends early.
+before it (without its newline; empty on the first line). So a line that is missing,
+altered or out of order is found and named. A tape that ends early cannot be told.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 16
 LAST_LINES = 1000
 BRIEF_CHARACTERS = 160
-"""Of what a message shows of a line, which may be anything."""
+"""Longest part of a line that a message shows."""
 
 
 NOT_A_RECORD = (ValueError, KeyError, AttributeError, TypeError, RecursionError)
-"""What reading a line as a record raises where it is none."""
+"""Errors that reading a line raises if the line is not a record."""
 
 
 class TapeError(ValueError):
-    """A tape that is not what was written: names the line and both hashes."""
+    """A tape differs from what was written: names the line and both hashes."""
 
 
 class JsonLines:
-    """Appends JSON objects to a file, one flushed line each.
+    """A file to which JSON objects are appended, one flushed line each.
 
     A line that a crash left unfinished is cut off when the file is opened again;
-    `cut_bytes` says how much that was. Use from one thread at a time.
+    `cut_bytes` is its length in bytes. Use from one thread at a time.
     """
 
     def __init__(self, path: str | Path):
@@ -56,11 +55,11 @@ class JsonLines:
             )
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes the record as one line and hands it to the operating system."""
+        """Write the record as one line and hand it to the operating system."""
         self._write(_line(record))
 
     def close(self) -> None:
-        """Closes the file; appending afterwards is an error."""
+        """Close the file; appending afterwards is an error."""
         with naming(self.path):
             self._file.close()
 
@@ -79,7 +78,7 @@ class Tape(JsonLines):
         self._prev = _digest(last) if last is not None else ""
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes the record, `prev` added; ValueError if it has a `prev` of its own."""
+        """Write the record plus `prev`; raise ValueError if it has a `prev` already."""
         if "prev" in record:
             raise ValueError(f"a tape record cannot have a field 'prev': {record!r}")
         line = _line({**record, "prev": self._prev})
@@ -88,7 +87,7 @@ class Tape(JsonLines):
 
 
 def read_tape(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The records of a tape in order, without `prev`, each checked before it is given.
+    """Yield the records of a tape in order, without `prev`, each checked first.
 
     An unfinished last line (its writer is at work, or died) is left out. Raises
     TapeError with the number of the first line that is not JSON or does not follow
@@ -121,7 +120,7 @@ def read_tape(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def brief(value: object) -> str:
-    """Its repr, cut in the middle where it is long."""
+    """Return the repr of a value, cut in the middle if it is long."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = BRIEF_CHARACTERS
     return short.repr(value)
@@ -130,8 +129,8 @@ def brief(value: object) -> str:
 def not_on_tape(
     path: str | Path, durable: Sequence[dict[str, Any]]
 ) -> Sequence[dict[str, Any]]:
-    """The last of these records that a crash kept from the tape: each was made durable
-    first, and goes onto the tape with its `time`."""
+    """Return the last of these records, which a crash kept from the tape: each record
+    is made durable first, and goes onto the tape with its `time`."""
     if not durable:
         return durable
     kinds = {record["kind"] for record in durable}
@@ -144,7 +143,8 @@ def not_on_tape(
 
 
 def newest_record(path: str | Path, kind: str) -> dict[str, Any]:
-    """The last complete line of that kind, unchecked; ValueError if there is none."""
+    """Return the last complete line of that kind, unchecked; raise ValueError if there
+    is none."""
     for line in _newest_first(Path(path)):
         if line["kind"] == kind:
             return line
@@ -152,13 +152,13 @@ def newest_record(path: str | Path, kind: str) -> dict[str, Any]:
 
 
 def tells_of_the_end(path: Path) -> bool:
-    """Whether the run is over: after that, no more is written than islands leaving."""
+    """Return True if the run is over: then the tape only records leaving islands."""
     newest = itertools.islice(_newest_first(path), LAST_LINES) if path.exists() else ()
     return any(line["kind"] == "finished" for line in newest)
 
 
 def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
-    """All complete lines from the last one back, unchecked."""
+    """Yield all complete lines from the last one back, unchecked."""
     with path.open("rb") as file:
         end = _after_last_newline(file, file.seek(0, os.SEEK_END))
         rest = b""
@@ -166,7 +166,7 @@ def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
             start = max(0, end - BLOCK_BYTES)
             file.seek(start)
             *whole, last = reversed((file.read(end - start) + rest).split(b"\n"))
-            # Of the first in the block, some may be in the one before.
+            # The first line of a block may begin in the block before.
             rest, end = last, start
             yield from (json.loads(line) for line in whole if line)
         if rest:
@@ -204,7 +204,7 @@ def _last_line(path: Path) -> bytes | None:
 
 
 def _after_last_newline(file: BinaryIO, end: int) -> int:
-    """Offset just after the last newline before `end`; 0 if there is none."""
+    """Return the offset after the last newline before `end`; 0 if there is none."""
     while end > 0:
         start = max(0, end - BLOCK_BYTES)
         file.seek(start)

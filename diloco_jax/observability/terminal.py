@@ -1,4 +1,4 @@
-"""What people see of a run while it goes on: one row per island, and how far it is.
+"""The live view of a run: one row per island, and the progress of the run.
 
 Everything is drawn from the coordinator's status alone. On a terminal the table stays
 in place; elsewhere a line is written now and then.
@@ -34,8 +34,8 @@ STATE_STYLES = {
 
 
 def render(status: Mapping[str, Any], seconds_left: float | None) -> RenderableType:
-    """The live view: table of islands, progress bar, latest alerts."""
-    # By itself it fills the width without a line's end, and what follows is cut off.
+    """Return the live view: table of islands, progress bar, latest alerts."""
+    # A bare bar fills the width without a line end, and the text after it is cut off.
     bar = Padding(ProgressBar(total=1.0, completed=_number(status, "progress")), 0)
     headline = Text(_headline(status, seconds_left))
     alerts = [
@@ -46,12 +46,12 @@ def render(status: Mapping[str, Any], seconds_left: float | None) -> RenderableT
 
 
 def island_table(status: Mapping[str, Any]) -> Table:
-    """One row per island."""
+    """Return a table with one row per island."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("island", no_wrap=True)
     table.add_column("state", no_wrap=True)
     islands = status.get("islands", {})
-    # Eighty columns hold it only where somebody evaluates.
+    # Eighty columns have room for the evaluation loss only where an island evaluates.
     evaluated = any(_loss(i, "eval_loss") != "-" for i in islands.values())
     losses = ("loss", "eval") if evaluated else ("loss",)
     for name in ("step", "tok/s", *losses, "part.", "version", "up", "down"):
@@ -78,7 +78,7 @@ def island_table(status: Mapping[str, Any]) -> Table:
 
 
 def line(status: Mapping[str, Any], seconds_left: float | None) -> str:
-    """The same in one line, for logs and pipes."""
+    """Return the live view in one line, for logs and pipes."""
     islands = ", ".join(
         f"{name} {island.get('state', '')} {int(_number(island, 'steps')):,}"
         f" loss {_loss(island, 'loss')}"
@@ -88,7 +88,7 @@ def line(status: Mapping[str, Any], seconds_left: float | None) -> str:
 
 
 class Dashboard:
-    """Shows each status it is given; a context manager."""
+    """A context manager that shows each status it is given."""
 
     def __init__(self, console: Console):
         self._console = console
@@ -113,7 +113,7 @@ class Dashboard:
         self._live.stop()
 
     def show(self, status: Mapping[str, Any], now: float) -> None:
-        """Draws the status; `now` is on any clock of seconds."""
+        """Draw the status; `now` is on any clock of seconds."""
         left = self.seconds_left(_number(status, "progress"), now)
         if self._console.is_terminal:
             self._live.update(render(status, left), refresh=True)
@@ -126,7 +126,8 @@ class Dashboard:
                 self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def seconds_left(self, progress: float, now: float) -> float | None:
-        """By the mean speed since the first progress; None as long as there is none."""
+        """Return the seconds left at the mean speed since the first progress; None
+        before any progress."""
         if self._began is None:
             if progress > 0:
                 self._began = (now, progress)
@@ -138,7 +139,7 @@ class Dashboard:
 
 
 def bytes_text(count: float) -> str:
-    """`12.3 MB`; decimal units, as bandwidths have."""
+    """Format bytes as `12.3 MB`, in decimal units like bandwidths."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -147,7 +148,7 @@ def bytes_text(count: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """`1:02:03` or `2:03`."""
+    """Format a duration as `1:02:03` or `2:03`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -169,7 +170,7 @@ def _bandwidth(status: Mapping[str, Any]) -> Text:
 
 
 def _number(values: Mapping[str, Any], name: str) -> float:
-    """0 for what is not known yet (NaN travels as null in JSON)."""
+    """Return a number of the status; 0 if unknown (NaN travels as null in JSON)."""
     value = values.get(name)
     return float(value) if value is not None and math.isfinite(value) else 0.0
 

@@ -1,1 +1,1 @@
-"""`diloco plan`: what a config needs of real TPU slices, found without one."""
+"""`diloco plan`: estimate what a config needs of real TPU slices, without a TPU."""

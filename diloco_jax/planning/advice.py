@@ -1,22 +1,26 @@
-"""What to change in a config that does not fit, or whose parts do not go together."""
+"""Advice on a config that does not fit, or whose parts do not suit each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from diloco_jax.config import Config, IslandConfig, SyncConfig
+from diloco_jax.core.codecs import CODECS
+from diloco_jax.core.codecs.codec import Codec
 from diloco_jax.planning.goodput import LATENCY_S
 from diloco_jax.planning.results import PlannedIsland, RunPlan
 
+TILE = 1 << 14
+"""Elements of a tile of a large tensor."""
 UNBALANCED = 1.15
-"""Longest over shortest step from which it is said."""
+"""Ratio of the longest step to the shortest from which advice is given."""
 GB = 1e9
 
 
 def advise(
     config: Config, islands: dict[str, PlannedIsland], run: RunPlan
 ) -> list[str]:
-    """Sentences, each with the field to change."""
+    """Return sentences of advice, each with the field to change."""
     return [
         *(
             line
@@ -101,7 +105,7 @@ def _to_run_well(
 
 
 def _to_balance(config: Config, islands: dict[str, PlannedIsland]) -> Iterator[str]:
-    """Batches with which all steps would take as long as the shortest."""
+    """Suggest batches with which every step would take as long as the shortest one."""
     times = {name: island.step_seconds for name, island in islands.items()}
     fastest = min(times, key=lambda name: times[name])
     for name, seconds in times.items():
@@ -148,7 +152,7 @@ def _to_carry(
     if means[busiest] > link:
         cycle = int(sync.steps_per_cycle * means[busiest] / link) + 1
         yield (
-            f"a link of {link:g} Gbit/s is to carry {means[busiest]:.3g} on average: "
+            f"a link of {link:g} Gbit/s must carry {means[busiest]:.3g} on average: "
             f"raise sync.steps_per_cycle from {sync.steps_per_cycle} to {cycle}"
             f"{_smaller_codec(sync)}"
         )
@@ -164,13 +168,19 @@ def _to_carry(
 
 
 def _smaller_codec(sync: SyncConfig) -> str:
-    smaller = {"f32": "bf16", "bf16": "int8", "int8": "int4"}
     options = [
-        f"sync.{field} = '{smaller[value]}'"
+        f"sync.{field} = '{smaller}'"
         for field in ("codec_up", "codec_down")
-        if (value := getattr(sync, field)) in smaller
+        if (smaller := _next_smaller(getattr(sync, field)))
     ]
     return f", or set {' and '.join(options)}" if options else ""
+
+
+def _next_smaller(codec: str) -> str:
+    """Return the largest codec of the table that makes fewer bytes, or ""."""
+    sizes = {name: Codec(name).tile_bytes(TILE) for name in (*CODECS.table, codec)}
+    smaller = [name for name in sizes if sizes[name] < sizes[codec]]
+    return max(smaller, key=lambda name: sizes[name], default="")
 
 
 def _smallest_factor(number: int) -> int:

@@ -17,20 +17,23 @@ from diloco_jax.launch.fleet import Slice
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """Of one generation."""
+    """Published rates of one generation of chips."""
 
     flops_per_s: float
-    """bf16, and f32 operands at the default precision, which are rounded to it."""
+    """Peak for bf16, and for f32 operands at the default precision, which rounds to
+    bf16.
+    """
     hbm_bytes: int
-    """Of HBM, those that a program may use."""
+    """Bytes of HBM that a program may use."""
     hbm_bytes_per_s: float
     ici_bytes_per_s: float
-    """All links of a chip, one direction."""
+    """Bytes per second of all links of a chip, one direction."""
     links: int
-    """To neighbours, two per axis."""
+    """Links to neighbours, two per axis."""
     wraps_from: int
-    """An axis of a multiple of this many chips is a ring; a shorter one is a line.
-    v5p: only if all axes are."""
+    """An axis is a ring if its length is a multiple of this, in chips, else a line.
+    v5p: only if this holds for all axes.
+    """
     wraps_together: bool
 
 
@@ -58,19 +61,21 @@ CHIPS = {
 
 
 def chip_of(found: Slice) -> Chip:
-    """The rates of a slice's chips; ConfigError if they are not in the table."""
+    """Return the rates of a slice's chips; ConfigError if they are not in the table."""
     name = found.generation.name
     if name not in CHIPS:
         raise ConfigError(
-            f"{found.topology}: no rates are known of {name}; plan for "
+            f"{found.topology}: the rates of {name} are not known; plan for "
             f"{' or '.join(CHIPS)}"
         )
     return CHIPS[name]
 
 
 def ici_bytes_per_s(found: Slice) -> float:
-    """What one chip of this slice can send to its neighbours: an axis that is a ring
-    has two links per chip, a line one, an axis of one chip none. 0 for a single chip.
+    """Return the bytes per second that one chip can send to its neighbours.
+
+    A ring axis has two links per chip, a line has one, and an axis of one chip has
+    none. The result is 0 for a single chip.
     """
     chip = chip_of(found)
     axes = found.axes

@@ -1,8 +1,8 @@
-"""What the chips of an island tell each other in a compiled program.
+"""Communication between the chips of an island in a compiled program.
 
-Bytes are those that one chip sends, with n chips in a group: (n - 1) / n of the result
-of an all-gather, of what a reduce-scatter or an all-to-all is given, and twice that of
-an all-reduce.
+Bytes are those that one chip sends in a group of n chips: (n - 1) / n of the result of
+an all-gather, or of the input of a reduce-scatter or an all-to-all. An all-reduce sends
+twice that.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ class Collective:
 
     kind: str
     times: int
-    """In one run of the program."""
+    """Times that it runs in one run of the program."""
     group: int
-    """Chips that it joins."""
+    """Chips in its group."""
     sent_bytes: int
-    """By each chip, each time."""
+    """Bytes that each chip sends, each time."""
     moved_bytes: int
-    """Between each chip and its HBM, each time: shard and whole, read and written."""
+    """Bytes between each chip and its HBM, each time: shard and whole, read and
+    written.
+    """
     overlaps: bool
-    """It is started and awaited apart, with other work in between."""
+    """True if it is started and awaited apart, with other work in between."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,19 +49,19 @@ class CollectiveSum:
 
     kind: str
     count: int
-    """Times that they run, loops counted."""
+    """Runs of all these operations, loops counted."""
     sent_bytes: int
-    """By each chip."""
+    """Bytes that each chip sends."""
     overlapping: int
-    """Of `count`."""
+    """Runs that overlap with other work, part of `count`."""
     overlapping_bytes: int
-    """Of `sent_bytes`."""
+    """Bytes of those runs, part of `sent_bytes`."""
     largest_group: int
-    """Chips."""
+    """Chips in the largest group."""
 
 
 def find_collectives(program: Program) -> list[Collective]:
-    """Those of a program, each once, however many instructions it is made of."""
+    """Return the collectives of a program, each once, whatever its instructions."""
     found: dict[str, Collective] = {}
     for computation, times in program.executed():
         for part, hidden in _parts(program, computation):
@@ -91,7 +93,7 @@ def find_collectives(program: Program) -> list[Collective]:
 
 
 def sum_collectives(collectives: Iterable[Collective]) -> list[CollectiveSum]:
-    """By kind, the one with the most bytes first."""
+    """Sum collectives by kind, the kind with the most bytes first."""
     kinds: dict[str, list[Collective]] = {}
     for collective in collectives:
         kinds.setdefault(collective.kind, []).append(collective)
@@ -112,7 +114,7 @@ def sum_collectives(collectives: Iterable[Collective]) -> list[CollectiveSum]:
 
 
 def _parts(program: Program, at: Computation) -> Iterator[tuple[Computation, bool]]:
-    """Everything that runs as part of `at`, and whether it runs beside other work."""
+    """Yield every computation that runs as part of `at`, and whether it overlaps."""
     for part in program.fused(at):
         yield part, _is_asynchronous(part)
     for start in at.instructions.values():
@@ -128,8 +130,11 @@ def _is_asynchronous(part: Computation) -> bool:
 
 
 def _meanwhile(at: Computation, start: Instruction) -> list[Instruction]:
-    """The instructions between the one that gives a SparseCore its operands, which is
-    the update if there is one, and the one that awaits the result."""
+    """Return the instructions that run while a SparseCore works.
+
+    They stand between the instruction that hands over the operands and the instruction
+    that awaits the result. An update, if there is one, hands over the operands.
+    """
     last, between = start, list[Instruction]()
     instructions = list(at.instructions.values())
     for instruction in instructions[instructions.index(start) + 1 :]:
@@ -143,7 +148,7 @@ def _meanwhile(at: Computation, start: Instruction) -> list[Instruction]:
 
 
 def _hides(program: Program, instructions: list[Instruction]) -> bool:
-    """Whether one of them is a matrix product, a kernel or a loop: those take time."""
+    """Return True if one of them is a product, a kernel or a loop: those take time."""
     return any(
         i.opcode in ("while", *PRODUCTS)
         or KERNEL in i.attributes
@@ -174,7 +179,7 @@ def _sent(kind: str, instruction: Instruction, group: int) -> int:
 
 
 def _whole(instruction: Instruction, group: int) -> int:
-    """Bytes of what the group has together, once."""
+    """Bytes of the group's whole array, counted once."""
     octets = instruction.bytes
     if instruction.opcode.endswith("-start") and len(instruction.arrays) > 1:
         # (operands, results, flags): the result of a gather is its largest array.

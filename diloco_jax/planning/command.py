@@ -1,4 +1,4 @@
-"""`diloco plan CONFIG`: every island compiled for its slice, and what to expect."""
+"""`diloco plan CONFIG`: compile every island for its slice and estimate the run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from diloco_jax.planning.processes import (
 
 
 def run(config: Config, path: str, options: PlanOptions) -> int:
-    """Shows the plan; returns 1 if an island does not fit.
+    """Show the plan; return 1 if an island does not fit.
 
     Raises ConfigError before anything is compiled.
     """
     options.validate()
-    # The simulated islands of `goodput` are not to speak.
+    # The simulated islands of `goodput` must not log.
     setup_logging("ERROR")
     for name, island in config.islands.items():
         chip_of(slice_of(name, island))
@@ -42,7 +42,7 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     from diloco_jax.planning.report import fragments_of, plan_run
     from diloco_jax.planning.table import render
 
-    # A machine's own TPUs are none of its business.
+    # TPUs of this machine play no part.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     fragments = fragments_of(config)
     console = Console(stderr=True, markup=False)
@@ -69,7 +69,7 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
 
 @contextmanager
 def _bars(console: Console, names: list[str]) -> Iterator[Report]:
-    """One bar per island on a terminal, gone when all are done."""
+    """Show one bar per island on a terminal; remove them when all are done."""
     columns = (
         bars.TextColumn("{task.fields[island]}"),
         bars.BarColumn(),

@@ -1,8 +1,8 @@
-"""One island of a config, compiled for its slice: in a process of its own.
+"""One island of a config, compiled for its slice in a process of its own.
 
 `python -m diloco_jax.planning.compiling CONFIG_JSON ISLAND` prints one JSON object per
-line on standard output: what it has done so far, and last the `IslandPlan`. What libtpu
-says goes to standard error. No TPU is touched, and no array is made.
+line on standard output: its progress, and last the `IslandPlan`. Messages of libtpu go
+to standard error. No TPU is touched, and no array is made.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import jax
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
+from diloco_jax.config.loading import read_config
 from diloco_jax.core.fragments import FragmentPlan, Piece
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.kinds import Kind, kind_of
 from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.launch.fleet import Slice
 from diloco_jax.launch.order import slice_of
-from diloco_jax.loading import read_config
 from diloco_jax.models.plan import build_plan
 from diloco_jax.planning import hlo, memory, traffic
 from diloco_jax.planning.chips import chip_of
@@ -36,9 +36,9 @@ from diloco_jax.planning.memory import Hbm
 from diloco_jax.planning.roofline import Roofline, roofline
 
 FUNCTIONS = ("take", "advance", "adopt")
-"""Of `Kind`: what every tick runs."""
+"""Functions of `Kind` that every tick runs."""
 Report = Callable[[str, int, int], None]
-"""(what is done now, parts done, parts in all)."""
+"""Callback (current work, parts done, parts in all)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,18 +46,18 @@ class ExchangePlan:
     """Takes and adoptions of one kind of piece."""
 
     piece: str
-    """The name of one of them."""
+    """Name of one piece of this kind."""
     pieces: int
-    """Of this kind."""
+    """Number of pieces of this kind."""
     aligned: bool
-    """Shards end on tiles, so that nothing needs to be gathered."""
+    """True if shards end on tiles, so that nothing needs to be gathered."""
     collectives: dict[str, list[CollectiveSum]]
-    """By function; those without any are left out."""
+    """Collectives by function; functions without any are left out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IslandPlan:
-    """What the compiler says of one island, and what follows."""
+    """Plan of one island: what the compiler reports, and what follows from it."""
 
     topology: str
     chips: int
@@ -65,18 +65,18 @@ class IslandPlan:
     tokens_per_step: int
     fits: bool
     refusal: str
-    """What the compiler says if the step does not fit."""
+    """The compiler's message if the step does not fit."""
     hbm: Hbm
     flops: Flops
     hbm_traffic_bytes: int | None
-    """Of one chip and step; None where nothing compiled, as with collectives."""
+    """Bytes per chip and step; None, as for collectives, if nothing compiled."""
     collectives: list[CollectiveSum] | None
     exchange: list[ExchangePlan]
     roofline: Roofline
 
 
 def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
-    """Compiles step, takes and adoptions.
+    """Compile the step, takes and adoptions of an island.
 
     Raises ConfigError, or the compiler's error if it is not about memory.
     """
@@ -149,7 +149,7 @@ def _conclude(
 
 
 def _compile_step(trainer: Trainer, length: int, beside: int) -> tuple[Any, str]:
-    """The compiled step, or None and the first lines of the refusal."""
+    """Return the compiled step, or None and the first lines of the refusal."""
     lowered = trainer.lower(length, beside)
     try:
         return lowered.compile(), ""
@@ -162,7 +162,7 @@ def _compile_step(trainer: Trainer, length: int, beside: int) -> tuple[Any, str]
 def _kinds(
     run: RunConfig, island: IslandConfig, plan: FragmentPlan, state: TrainState
 ) -> list[tuple[Kind, list[Piece]]]:
-    """Pieces by what is compiled for them."""
+    """Group the pieces for which the compiler makes the same programs."""
     kinds: dict[Any, tuple[Kind, list[Piece]]] = {}
     for piece in sorted(plan.pieces):
         leaf = _leaf(state, piece)
@@ -209,7 +209,7 @@ def _leaf(state: TrainState, piece: Piece) -> Any:
 
 
 def _devices(found: Slice) -> Any:
-    """Of the slice, which is not here."""
+    """Return the devices of a slice that this machine does not have."""
     from jax.experimental import topologies
 
     facts: dict[str, Any] = {"topology_name": found.topology}
@@ -219,7 +219,7 @@ def _devices(found: Slice) -> Any:
 
 
 def main(arguments: list[str]) -> None:
-    """Prints lines as the module says."""
+    """Print the lines that the module's docstring describes."""
     path, name = arguments
 
     def report(doing: str, done: int, parts: int) -> None:

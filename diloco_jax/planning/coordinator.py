@@ -1,8 +1,8 @@
-"""What the coordinator's machine needs: memory from its real buffers, cores from
-measured rates.
+"""Needs of the coordinator's machine: memory from its real buffers, cores from measured
+rates.
 
-The rates are those of docs/planning.md, of a machine with two cores; newer cores are
-faster.
+The rates come from docs/planning.md and were measured on a machine with two cores;
+newer cores are faster.
 """
 
 from __future__ import annotations
@@ -15,44 +15,49 @@ import jax
 import jax.numpy as jnp
 
 from diloco_jax.config import Placement, RunConfig
+from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.store import (
     PINNED_VERSIONS,
     RETAINED_PUBLISHES,
-    outer_settings,
 )
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.core.outer import make_outer
+from diloco_jax.core.merge import RULES, measures, merging
+from diloco_jax.core.outer.optimizer import make_outer
 from diloco_jax.core.payload import PayloadLayout
 
 WIRE_CORE_SECONDS_PER_GB = 1.45
-"""With mutual TLS, the mean of both ways (docs/results/wire.md)."""
+"""Core seconds per GB with mutual TLS, the mean of both ways (docs/results/wire.md)."""
 MERGE_CORE_SECONDS_PER_GB = 2 / 4.6
-"""Of f32 deltas: two cores decode, merge and step 4.6 GB/s, one arrival at a time."""
+"""Core seconds per GB of f32 deltas: two cores decode, merge and step 4.6 GB/s, one
+arrival at a time.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoordinatorPlan:
-    """Bytes of its memory, and its cores."""
+    """Bytes of the coordinator's memory, and its cores."""
 
     theta: int
     anchors: int
     outer_state: int
+    merge_state: int
+    """State of the merge rule, and the measured tiles of the last merged deltas."""
     publishes: int
-    """Encoded ones, kept for islands that missed some."""
+    """Encoded publishes, kept for islands that missed some."""
     merge_buffer: int
     """Encoded deltas: at most one per island and fragment, within
     `placement.merge_buffer_bytes`."""
     merging: int
-    """While the largest fragment is merged."""
+    """Memory in use while the largest fragment is merged."""
     joins: int
     """Anchors kept for joins under way, at most."""
     memory: int
-    """All of these."""
+    """Sum of the fields above."""
     wire_cores: float
     merge_cores: float
     cores: int
-    """Whole ones, and one for everything else."""
+    """Whole cores, with one for everything else."""
 
 
 def plan_coordinator(
@@ -62,7 +67,10 @@ def plan_coordinator(
     islands: int,
     cycle_seconds: float,
 ) -> CoordinatorPlan:
-    """run: resolved as far as the outer optimizer goes."""
+    """Estimate the coordinator's memory and cores.
+
+    run: a config with a resolved outer optimizer.
+    """
     up, down = (
         [PayloadLayout.of(get_codec(codec), p).total_bytes for p in plan.fragments]
         for codec in (run.sync.codec_up, run.sync.codec_down)
@@ -70,26 +78,32 @@ def plan_coordinator(
     params = 4 * plan.total
     fragment = 4 * max(plan.sizes)
     outer_state = _outer_state_bytes(run, plan)
+    rules = {p: merging.rule_for(p, RULES.find(run.sync.merge)) for p in plan.pieces}
     parts = {
         "theta": params,
         "anchors": params,
         "outer_state": outer_state,
         "publishes": RETAINED_PUBLISHES * sum(down),
         "merge_buffer": min(islands * sum(up), placement.merge_buffer_bytes),
-        # The merged delta, the new Theta, outer state and anchor; and every island's
-        # delta of one piece.
-        "merging": 4 * fragment + islands * 4 * max(p.size for p in plan.pieces),
+        "merge_state": sum(
+            merging.state_bytes(r, p.shape) + measures.sample_bytes(p.shape)
+            for p, r in rules.items()
+        ),
+        # The merged delta, the new Theta, outer state and anchor, and the rule's memory
+        # for one piece.
+        "merging": 4 * fragment
+        + max(merging.merging_bytes(r, islands, p.size) for p, r in rules.items()),
         "joins": PINNED_VERSIONS * params,
     }
     wire_gb = islands * (sum(up) + sum(down)) / 1e9
     wire = wire_gb * WIRE_CORE_SECONDS_PER_GB / cycle_seconds
-    merging = islands * params / 1e9 * MERGE_CORE_SECONDS_PER_GB / cycle_seconds
+    merge_cores = islands * params / 1e9 * MERGE_CORE_SECONDS_PER_GB / cycle_seconds
     return CoordinatorPlan(
         **parts,
         memory=sum(parts.values()),
         wire_cores=wire,
-        merge_cores=merging,
-        cores=math.ceil(wire + merging) + 1,
+        merge_cores=merge_cores,
+        cores=math.ceil(wire + merge_cores) + 1,
     )
 
 

@@ -1,10 +1,10 @@
-"""Floating-point operations of a step, as the program has them and as the formula says.
+"""Floating-point operations of a step, counted in the program and by the formula.
 
-Counted are the matrix products of the traced program, before any compiler, those of a
-loop as often as it turns: `Compiled.cost_analysis` counts a loop's body once. Attention
-of the bundled model counts as the plain formula over the whole square of positions: the
-TPU kernel leaves out what is masked, and in the backward pass computes scores twice
-more, which about cancel. Operations on single elements are left out.
+The count covers the matrix products of the traced program, before any compiler, with
+the body of a loop once per iteration; `Compiled.cost_analysis` counts a loop's body
+once. Attention of the bundled model counts by the plain formula over the whole square
+of positions: the TPU kernel leaves out masked scores, and computes scores twice more in
+the backward pass, which about cancels. Elementwise operations are left out.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from diloco_jax.planning.products import product_flops
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Of one step of an island, over all its chips."""
+    """Operations of one step of an island, over all its chips."""
 
     model: float
-    """Forward and backward."""
+    """Forward and backward pass."""
     analytic: float | None
-    """The same by the formula; None of a model of one's own, which has none."""
+    """The same by the formula; None for a user's own model, which has no formula."""
     executed: float
-    """With what the backward pass computes again: see `IslandConfig.remat`."""
+    """The same, plus what the backward pass computes again: see `IslandConfig.remat`.
+    """
 
 
 def count_flops(run: RunConfig, island: IslandConfig) -> Flops:
-    """Traces forward and backward of one sequence, on the default device."""
+    """Trace forward and backward pass of one sequence on the default device."""
     own = bool(run.model.factory)
     plain = dataclasses.replace(island, remat="none", loss_chunk=0)
     analytic = None if own else analytic_flops(run.model, run.sequence_length)
@@ -44,21 +45,24 @@ def count_flops(run: RunConfig, island: IslandConfig) -> Flops:
 
 
 def analytic_flops(model: ModelConfig, length: int) -> float:
-    """Forward and backward of one sequence of that many tokens: 6 per weight of a
-    matrix product and token, 12 per head element and pair of positions."""
+    """Count forward and backward pass of one sequence of `length` tokens.
+
+    The formula is 6 per weight of a matrix product and token, and 12 per head element
+    and pair of positions.
+    """
     weights = model.vocab_size * model.d_model + model.num_layers * layer_weights(model)
     attended = model.num_layers * model.num_heads * model.head_dim
     return 6.0 * weights * length + 12.0 * attended * length**2
 
 
 def layer_weights(model: ModelConfig) -> int:
-    """Of the matrix products of one layer."""
+    """Weights of the matrix products of one layer."""
     heads = 2 * model.num_heads + 2 * model.num_kv_heads
     return model.d_model * (heads * model.head_dim + 3 * model.mlp_dim)
 
 
 def _products(run: RunConfig, island: IslandConfig) -> float:
-    """Of one sequence."""
+    """Operations of one sequence."""
     if not run.model.factory:
         island = dataclasses.replace(island, attention="dot_product")
     model = build(run, island)

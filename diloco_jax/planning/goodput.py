@@ -1,10 +1,10 @@
 """Expected goodput of the planned islands, from the simulator of `diloco simulate`.
 
-Interruptions of some hundred chips are rare: to see enough of them would take months
-of simulated steps. So the simulator tells what two things cost, each in some hundred
-steps: the islands' differences alone, and one interruption of each island. An island
-whose interruptions come every `mtti` seconds and cost it `loss` seconds of work has
-mtti / (mtti + loss) of what it would have without.
+Interruptions of a few hundred chips are rare: to see enough of them would take months
+of simulated steps. So the simulator measures two costs, each over a few hundred steps:
+the differences between islands alone, and one interruption of each island. An island
+whose interruptions come every `mtti` seconds and cost it `loss` seconds of work keeps
+mtti / (mtti + loss) of its undisturbed work.
 """
 
 from __future__ import annotations
@@ -22,20 +22,24 @@ from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.protocol.coordinator import schedule
 from diloco_jax.simulation.fleets.failures import FailureModel, Segment, undisturbed
-from diloco_jax.simulation.fleets.fleet import TIME_BUDGET_STEPS, Exchange, Fleet
+from diloco_jax.simulation.fleets.fleet import (
+    TIME_BUDGET_STEPS,
+    ExchangeTerms,
+    VirtualFleet,
+)
 from diloco_jax.simulation.virtual.steps import durations
 
 CYCLES, STEPS = 6, 300
-"""Simulated, of the slowest island: the more of both."""
-LATENCY_S = Exchange.latency_seconds
-"""Of a link, one way."""
+"""Simulated cycles or steps of the slowest island, whichever takes longer."""
+LATENCY_S = ExchangeTerms.latency_seconds
+"""Seconds of latency of a link, one way."""
 OUTAGE_STEPS = 50
-"""Length of a simulated outage; what a real one takes longer is lost in full."""
+"""Length of a simulated outage; the rest of a real outage counts as lost in full."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """An island, as the simulator sees it."""
+class SimulatedIsland:
+    """An island as the simulator sees it."""
 
     chips: int
     tokens_per_step: int
@@ -44,7 +48,7 @@ class Machine:
 
     @property
     def tokens_per_second(self) -> float:
-        """Undisturbed."""
+        """Tokens per second without interruptions."""
         return self.tokens_per_step / self.step_seconds
 
 
@@ -54,25 +58,28 @@ class ExpectedGoodput:
 
     goodput: float
     undisturbed: float
-    """The same without interruptions."""
+    """Goodput without interruptions."""
     participation: float
     lost_seconds: dict[str, float]
-    """By island: what one interruption costs it."""
+    """Seconds of work that one interruption costs, by island."""
     mean_hours_between: dict[str, float | None]
-    """By island: between its interruptions; None = they never come."""
+    """Mean hours between interruptions, by island; None if there are none."""
     assumptions: Assumptions
 
 
 def expected_goodput(
     sync: SyncConfig,
     params: int,
-    machines: dict[str, Machine],
+    machines: dict[str, SimulatedIsland],
     merge_seconds: float,
     assumptions: Assumptions,
 ) -> ExpectedGoodput:
-    """merge_seconds: from the last delta of a merge to its publish."""
+    """Simulate the islands and return the goodput to expect.
+
+    merge_seconds: seconds from the last delta of a merge to its publish.
+    """
     assumptions.validate()
-    exchange = Exchange(
+    exchange = ExchangeTerms(
         cycle=sync.steps_per_cycle,
         fragments=sync.fragments,
         overlap=sync.overlap_steps,
@@ -120,18 +127,18 @@ def expected_goodput(
 
 
 def _simulate(
-    exchange: Exchange,
+    exchange: ExchangeTerms,
     sync: SyncConfig,
-    machines: dict[str, Machine],
+    machines: dict[str, SimulatedIsland],
     outages: dict[str, tuple[float, float]],
     horizon: float,
     spread: float,
 ) -> tuple[dict[str, IslandMeasure], float]:
-    """Measures by island, and the participation. outages: (start, seconds)."""
+    """Return measures by island, and the participation. outages: (start, seconds)."""
     pace = schedule.pace(sync.quorum, [m.step_seconds for m in machines.values()])
-    # The fleet's time budget is so many steps: not less than some round trips.
+    # The fleet's time budget is a number of steps, and must cover several round trips.
     pace = max(pace, 20 * LATENCY_S / TIME_BUDGET_STEPS)
-    fleet = Fleet(exchange, sync, pace)
+    fleet = VirtualFleet(exchange, sync, pace)
     # The same step times with and without outages.
     rngs = np.random.default_rng(0).spawn(len(machines))
     for (name, machine), rng in zip(machines.items(), rngs, strict=True):
@@ -142,7 +149,7 @@ def _simulate(
     fleet.begin()
     fleet.run(horizon)
     fleet.end()
-    # The fleet gives every island as many tokens per step.
+    # The fleet gives every island the same number of tokens per step.
     scaled = {
         name: _scaled(measure, machine.tokens_per_step / measure.tokens_per_step)
         for (name, machine), measure in zip(
@@ -153,7 +160,7 @@ def _simulate(
 
 
 def _interrupted(start: float, seconds: float) -> Iterator[Segment]:
-    """The life of an island that loses all its chips once."""
+    """Return the life of an island that loses all its chips once."""
     yield Segment(0.0, start, 1.0)
     yield Segment(start, start + seconds, 0.0, lost=True)
     yield Segment(start + seconds, math.inf, 1.0)

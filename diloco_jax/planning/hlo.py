@@ -1,11 +1,12 @@
 """A compiled program's text as data: computations, loops, collectives, HBM traffic.
 
-XLA prints an optimised program one instruction per line. A loop's body stands once; how
-often it runs is the constant that its condition compares the counter with. On TPUs
-  - an asynchronous all-gather is cut into fusions, a start, steps that hide it behind
-    matrix products, a done, which all hold a copy of it under one channel id;
-  - a collective that a SparseCore carries out is a computation of its own, called by
-    call-start, given its operands by call-update and awaited by call-done;
+XLA prints an optimised program one instruction per line. A loop's body stands once; its
+number of runs is the constant that its condition compares the counter with. On TPUs
+
+  - an asynchronous all-gather is cut into fusions: a start, steps that hide it behind
+    matrix products, and a done; all hold a copy of it under one channel id;
+  - a collective that a SparseCore carries out is a computation of its own: call-start
+    calls it, call-update gives it its operands and call-done awaits it;
   - a fusion of an all-reduce and a slice of its result is one operation, a
     reduce-scatter.
 """
@@ -43,35 +44,35 @@ class Array:
 
     bytes: int
     in_hbm: bool
-    """Otherwise in a chip's fast memory, or the host's."""
+    """False for an array in a chip's fast memory or in the host's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line."""
+    """One instruction: a line of the text."""
 
     name: str
     opcode: str
     arrays: tuple[Array, ...]
-    """Of the result."""
+    """Arrays of the result."""
     operands: tuple[str, ...]
     number: str
-    """The value of a constant, the position of a parameter."""
+    """Value of a constant, or position of a parameter."""
     attributes: str
     root: bool
 
     @property
     def bytes(self) -> int:
-        """Of the result, wherever it lies."""
+        """Bytes of the result, wherever it lies."""
         return sum(array.bytes for array in self.arrays)
 
     @property
     def hbm_bytes(self) -> int:
-        """Of the result, what lies in HBM."""
+        """Bytes of the result that lie in HBM."""
         return sum(array.bytes for array in self.arrays if array.in_hbm)
 
     def called(self, how: str) -> tuple[str, ...]:
-        """Names of the computations that it calls in that way."""
+        """Return the names of the computations that it calls in that way."""
         return tuple(
             name
             for kind, names in CALLED.findall(self.attributes)
@@ -89,22 +90,25 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """What it returns."""
+        """The instruction whose result the computation returns."""
         return next(i for i in self.instructions.values() if i.root)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A whole module."""
+    """A whole compiled module."""
 
     computations: dict[str, Computation]
     entry: Computation
     partitions: int
-    """Devices that it is compiled for."""
+    """Devices that the program is compiled for."""
 
     def executed(self) -> Iterator[tuple[Computation, int]]:
-        """Every computation that runs by itself, and how often: the entry, and the
-        bodies of its loops. Fused ones are part of their caller."""
+        """Yield every computation that runs by itself, with the number of its runs.
+
+        These are the entry and the bodies of its loops. Fused computations are part of
+        their caller.
+        """
         yield from self._executed(self.entry, 1)
 
     def _executed(
@@ -123,7 +127,7 @@ class Program:
                     yield from self._executed(self.computations[callee], times)
 
     def fused(self, at: Computation) -> Iterator[Computation]:
-        """The computation, and those that are part of it at any depth."""
+        """Yield the computation and all its parts, at any depth."""
         yield at
         for instruction in at.instructions.values():
             for name in instruction.called("calls"):
@@ -131,7 +135,7 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """The program of `Compiled.as_text()`.
+    """Parse the text of `Compiled.as_text()`.
 
     Raises ValueError if the text has no entry.
     """
@@ -158,9 +162,9 @@ def parse(text: str) -> Program:
 
 
 def trips(condition: Computation) -> int:
-    """How often a loop runs whose counter starts at 0 and goes up by 1.
+    """Return the iterations of a loop whose counter starts at 0 and goes up by 1.
 
-    Raises ValueError if the condition says something else.
+    Raises ValueError if the condition has another form.
     """
     root, known = condition.root, condition.instructions
     if root.opcode == "compare" and "direction=LT" in root.attributes:
@@ -174,7 +178,7 @@ def trips(condition: Computation) -> int:
 
 
 def group_size(attributes: str, partitions: int) -> int:
-    """Devices that a collective joins."""
+    """Return the number of devices in a collective's group."""
     if found := MESH_GROUPS.search(attributes):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
@@ -203,7 +207,7 @@ def _instruction(line: str, head: re.Match[str]) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Index of the parenthesis that closes the one at `start`."""
+    """Return the index of the parenthesis that closes the one at `start`."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, start):
         depth += 1 if found[0] == "(" else -1

@@ -1,4 +1,4 @@
-"""What lies in the HBM of one chip of an island, by kind, and whether it fits."""
+"""Contents of the HBM of one chip of an island, by kind, and whether they fit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from diloco_jax.config import SyncConfig
+from diloco_jax.core.adopt import RULES
 from diloco_jax.core.fragments import FragmentPlan, Piece
 from diloco_jax.island.device.kinds import Kind
 
@@ -21,33 +22,35 @@ REFUSAL = re.compile(rf"{AMOUNT}\)? exceeds available HBM \(?{AMOUNT}")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hbm:
-    """Bytes of one chip."""
+    """Bytes in the HBM of one chip, unless a field says otherwise."""
 
     parameters: int
     optimizer: int
     anchors: int
     residuals: int
-    """Of the error feedback."""
+    """Residuals of the error feedback."""
     open_takes: int
-    """Bases, and residuals as they were, of the fragments under way."""
+    """Bases, and residuals as they were at the take, of the fragments under way."""
     late_takes: int
-    """Likewise of all others, where every delta of the island misses its merge. Counted
-    in no other figure: beside these there is to be room for it."""
+    """The same for all other fragments, if every delta of the island misses its merge.
+    No other figure counts these bytes, so there must be room for them as well.
+    """
     temporaries: int | None
-    """Activations, gradients, gathered weights: what the compiler adds to all of
-    these. None where it refuses."""
+    """Activations, gradients and gathered weights: the compiler's share beyond the
+    fields above. None if the compiler refuses the step.
+    """
     used: int
-    """By all of it, as the compiler says."""
+    """All bytes used, as the compiler reports them."""
     available: int
     missing: int
-    """By how much it does not fit; 0 if it does."""
+    """Bytes by which the step does not fit; 0 if it fits."""
     pinned_host: int
-    """Of the chip's share of its host's memory."""
+    """Bytes in the chip's share of its host's memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resident:
-    """What an island holds between steps; bytes of one chip."""
+    """Bytes that an island holds between steps, for one chip."""
 
     parameters: int
     optimizer: int
@@ -56,16 +59,16 @@ class Resident:
     open_takes: int
     late_takes: int
     in_host_memory: bool
-    """Anchors, residuals and takes are."""
+    """True if anchors, residuals and takes lie in the host's memory."""
 
     @property
     def beside(self) -> int:
-        """In HBM, that a step does not touch."""
+        """Bytes in HBM that a step does not touch."""
         return 0 if self.in_host_memory else self._exchange
 
     @property
     def pinned_host(self) -> int:
-        """In the host's memory."""
+        """Bytes in the host's memory."""
         return self._exchange if self.in_host_memory else 0
 
     @property
@@ -81,13 +84,16 @@ def resident(
     *,
     in_host_memory: bool,
 ) -> Resident:
-    """From shapes and shardings alone. state: `Trainer.abstract_state()`."""
+    """Compute the bytes from shapes and shardings alone.
+
+    state: `Trainer.abstract_state()`.
+    """
     share = {piece: _piece_bytes(piece, kind) for piece, kind in kinds.items()}
     anchors = sum(share.values())
     fragments = [sum(share[p] for p in pieces) for pieces in plan.fragments]
     feedback = bool(sync.error_feedback)
     under_way = max(fragments) * open_fragments(sync)
-    is_late = (sync.adopt == "keep") + feedback
+    is_late = RULES.find(sync.adopt).keeps_pending + feedback
     return Resident(
         parameters=_bytes(state.params),
         optimizer=_bytes(state.opt_state),
@@ -100,22 +106,29 @@ def resident(
 
 
 def open_fragments(sync: SyncConfig) -> int:
-    """Fragments that an island has taken and not adopted yet: one is taken every H / P
-    steps, and adopted tau steps later. An adoption that is late, because its merge
-    waited for others, is one of the late takes."""
+    """Count the fragments that an island has taken and not adopted yet.
+
+    One fragment is taken every H / P steps and adopted tau steps later. An adoption
+    that is late, because its merge waited for other islands, counts as a late take.
+    """
     under_way = math.ceil(sync.overlap_steps * sync.fragments / sync.steps_per_cycle)
     return min(max(1, under_way), sync.fragments)
 
 
 def accepted(held: Resident, stats: Any, available: int) -> Hbm:
-    """Of a step that compiled. stats: `Compiled.memory_analysis()`."""
+    """Return the memory of a step that compiled.
+
+    stats: `Compiled.memory_analysis()`.
+    """
     used = stats.peak_memory_in_bytes + stats.generated_code_size_in_bytes
     known = held.parameters + held.optimizer + held.beside
     return _hbm(held, used, available, temporaries=used - known)
 
 
 def refused(held: Resident, message: str) -> Hbm | None:
-    """Of a step that the compiler refused; None if not for want of HBM."""
+    """Return the memory of a step that the compiler refused; None if HBM was not the
+    reason.
+    """
     found = REFUSAL.search(message)
     if not found:
         return None
@@ -140,7 +153,7 @@ def _hbm(held: Resident, used: int, available: int, temporaries: int | None) -> 
 
 
 def _bytes(tree: Any) -> int:
-    """Of the shards that one chip holds."""
+    """Bytes of the shards that one chip holds."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)

@@ -1,11 +1,10 @@
-"""What an island's link and the coordinator's have to carry."""
+"""Rates that an island's link has to carry."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from diloco_jax.config import SyncConfig
-from diloco_jax.core.choices import CodecName
 from diloco_jax.simulation.fleets.bandwidth import BandwidthConfig, simulate_bandwidth
 
 LINK_UTILISATION = BandwidthConfig.link_utilisation
@@ -16,15 +15,16 @@ class Rates:
     """Gbit/s in one direction, by the formula of `diloco simulate bandwidth`."""
 
     mean: float
-    """Over a cycle of the run."""
+    """Mean rate over a cycle of the run."""
     peak: float
-    """While a fragment is under way: half of the overlap window is for each direction.
+    """Rate while a fragment is under way; each direction has half of the overlap
+    window.
     """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IslandNetwork:
-    """Of one island."""
+    """Rates of one island's link."""
 
     up: Rates
     down: Rates
@@ -33,8 +33,12 @@ class IslandNetwork:
 def island_network(
     sync: SyncConfig, params: int, pacing_seconds: float, own_seconds: float
 ) -> IslandNetwork:
-    """Seconds are of one step: of the island that sets the pace of ticks, which ask
-    every island, and of this one, whose steps are its overlap window."""
+    """Return the rates of an island's link.
+
+    pacing_seconds: seconds of a step of the island that sets the pace of ticks, which
+    ask every island. own_seconds: seconds of a step of this island, whose steps are its
+    overlap window.
+    """
     return IslandNetwork(
         up=_rates(sync, sync.codec_up, params, pacing_seconds, own_seconds),
         down=_rates(sync, sync.codec_down, params, pacing_seconds, own_seconds),
@@ -42,7 +46,7 @@ def island_network(
 
 
 def _rates(
-    sync: SyncConfig, codec: CodecName, params: int, pacing: float, own: float
+    sync: SyncConfig, codec: str, params: int, pacing: float, own: float
 ) -> Rates:
     paced, alone = (
         simulate_bandwidth(
@@ -52,7 +56,7 @@ def _rates(
                 step_seconds=seconds,
                 cycle=sync.steps_per_cycle,
                 fragments=sync.fragments,
-                # Without overlap an island waits; a step long is a fair share.
+                # Without overlap an island waits; a window of one step is a fair share.
                 overlap=max(1, sync.overlap_steps),
                 codec=codec,
                 link_utilisation=LINK_UTILISATION,

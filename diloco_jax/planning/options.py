@@ -1,42 +1,55 @@
-"""What a plan supposes of the world, and the options of `diloco plan`."""
+"""Assumptions of a plan about the world, and the options of `diloco plan`."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from diloco_jax.validation import NOT_NEGATIVE, POSITIVE, SHARE, within
+from diloco_jax.config.fields import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    check_bounds,
+    setting,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Of the world around the islands."""
+    """The world around the islands."""
 
-    mtbi_years: float = 1.0
-    """Mean time between interruptions of one chip; 0 = they never come."""
-    return_minutes: float = 15.0
-    """Until an island that lost its slice steps again: a new slice, start, compilation;
-    the fetch of the parameters comes on top."""
-    step_spread: float = 0.05
-    """Standard deviation of step times over their mean."""
-    link_gbit_per_s: float = 5.0
-    """Of each island's link, each way."""
+    mtbi_years: float = setting(
+        1.0,
+        NOT_NEGATIVE,
+        help="Mean years between interruptions of one chip; 0 = they never come.",
+    )
+    return_minutes: float = setting(
+        15.0,
+        NOT_NEGATIVE,
+        help="Minutes until an island that lost its slice steps again: a new slice, "
+        "start, compilation; the fetch of the parameters comes on top.",
+    )
+    step_spread: float = setting(
+        0.05, SHARE, help="Standard deviation of step times over their mean."
+    )
+    link_gbit_per_s: float = setting(
+        5.0, POSITIVE, help="Gbit/s of each island's link, each way."
+    )
 
     def validate(self) -> None:
-        """Raises ConfigError naming field, value and remedy."""
-        within(self, SHARE, "step_spread")
-        within(self, NOT_NEGATIVE, "mtbi_years", "return_minutes")
-        within(self, POSITIVE, "link_gbit_per_s")
+        """Raise ConfigError naming field, value and remedy."""
+        check_bounds(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions(Assumptions):
-    """Of `diloco plan`."""
+    """The options of `diloco plan`."""
 
-    json: bool = False
-    """Print the plan to standard output as one JSON object."""
+    json: bool = setting(
+        False, help="Print the plan to standard output as one JSON object."
+    )
 
     @property
     def assumptions(self) -> Assumptions:
-        """Without what is about the output."""
+        """The assumptions alone, without the options of the output."""
         fields = dataclasses.fields(Assumptions)
         return Assumptions(**{f.name: getattr(self, f.name) for f in fields})

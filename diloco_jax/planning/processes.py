@@ -1,7 +1,7 @@
-"""The islands of a config, each compiled in a process of its own, two at a time.
+"""Islands of a config, each compiled in a process of its own, two at a time.
 
-libtpu reads its flags once, talks on standard error and may abort: none of that is for
-the process that plans. Islands that are equal are compiled once.
+libtpu reads its flags once, writes to standard error and may abort, so it must not run
+in the process that plans. Equal islands are compiled once.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 
 from diloco_jax import libtpu, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.environment import prepare_environment
-from diloco_jax.loading import write_config_json
 
 DEADLINE_S = 3600.0
-"""Of one island: some minutes for a dozen billion parameters on a free core."""
+"""Seconds for one island; a dozen billion parameters take minutes on a free core."""
 WORKER = "diloco_jax.planning.compiling"
 AT_A_TIME = 2
-"""Each takes a core, and some GB of memory."""
+"""Processes at a time; each takes a core and some GB of memory."""
 Report = Callable[[str, str, float], None]
-"""(island, what is done now, share that is done); several threads call it."""
+"""Callback (island, current work, share that is done); several threads call it."""
 
 
 class PlanError(Exception):
@@ -39,7 +39,7 @@ class PlanError(Exception):
 
 
 def require_libtpu() -> None:
-    """ConfigError with the way to get it if there is none."""
+    """Raise ConfigError with the remedy if libtpu is not installed."""
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
             "libtpu is not installed, and `diloco plan` compiles with it: "
@@ -48,7 +48,7 @@ def require_libtpu() -> None:
 
 
 def compile_islands(config: Config, report: Report) -> dict[str, Any]:
-    """Plans by island, as builtins.
+    """Return the islands' plans by name, as builtins.
 
     Raises ConfigError, also if a compilation fails, or PlanError if one is killed.
     """
@@ -76,12 +76,12 @@ def compile_islands(config: Config, report: Report) -> dict[str, Any]:
 
 
 def _compiled_part(island: IslandConfig) -> IslandConfig:
-    """Without what no compiler sees."""
+    """Return the island without the fields that no compiler sees."""
     return dataclasses.replace(island, stands_for="", step_seconds=0.0, hosts=1)
 
 
 class _Compiler:
-    """Processes, one per call of `compile`, from any thread."""
+    """Processes that compile, one per call of `compile`, from any thread."""
 
     def __init__(self, path: Path, report: Report) -> None:
         self._path = path
@@ -89,7 +89,7 @@ class _Compiler:
         self._running: set[subprocess.Popen[str]] = set()
 
     def compile(self, name: str, island: IslandConfig) -> Any:
-        """The plan of an island."""
+        """Compile an island in its process and return its plan."""
         log = self._path.with_name(f"{name}.log")
         environment = environment_of(island)
         with log.open("wb") as errors:
@@ -102,7 +102,7 @@ class _Compiler:
                 text=True,
             )
         self._running.add(process)
-        # A process that hangs says nothing: its end, not a read, is the deadline.
+        # A process that hangs prints nothing, so the deadline must kill it.
         killer = threading.Timer(DEADLINE_S, process.kill)
         killer.start()
         try:
@@ -125,11 +125,11 @@ class _Compiler:
         raise ConfigError(
             f"compiling island {name} for {island.topology} ended with code {code} and "
             f"no result, with {libtpu.in_force(environment)}; flags that you set there "
-            f"win over the ones of diloco_jax/libtpu.py; it said:\n{tail}"
+            f"override those of diloco_jax/libtpu.py; it said:\n{tail}"
         )
 
     def stop(self) -> None:
-        """Ends all processes."""
+        """End all processes."""
         for process in list(self._running):
             process.kill()
 
@@ -147,7 +147,7 @@ class _Compiler:
 
 
 def environment_of(island: IslandConfig) -> dict[str, str]:
-    """The environment of an island's process, but without devices of this machine."""
+    """Return the environment of an island's process, without this machine's devices."""
     environment = dict(os.environ)
     prepare_environment(1, environment)
     libtpu.set_flags(libtpu.generation_of(island.topology), environment)
@@ -155,7 +155,7 @@ def environment_of(island: IslandConfig) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         # No device is opened, so that several processes may load the library.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        # The cache cannot read compilations for absent devices again.
+        # The cache cannot read back compilations for absent devices.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "TPU_SKIP_MDS_QUERY": "1",
     }

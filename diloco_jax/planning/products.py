@@ -8,9 +8,11 @@ from typing import Any
 
 
 def product_flops(jaxpr: Any) -> float:
-    """2 for each multiplication and addition. What a scan does counts as often as it
-    turns, what a loop of unknown length does counts once, and of branches the dearest
-    one counts."""
+    """Count 2 operations for each multiplication and addition of matrix products.
+
+    The body of a scan counts once per iteration, the body of a loop of unknown length
+    once, and of the branches of a condition only the most expensive one.
+    """
     total = 0.0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":

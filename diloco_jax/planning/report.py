@@ -1,4 +1,4 @@
-"""The whole plan of a run, put together from what its islands came to."""
+"""The whole plan of a run, put together from the plans of its islands."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from diloco_jax.config import Config
+from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.loading import resolve_outer
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.planning.advice import advise
@@ -16,7 +16,7 @@ from diloco_jax.planning.coordinator import (
     MERGE_CORE_SECONDS_PER_GB,
     plan_coordinator,
 )
-from diloco_jax.planning.goodput import Machine, expected_goodput
+from diloco_jax.planning.goodput import SimulatedIsland, expected_goodput
 from diloco_jax.planning.network import island_network
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.results import PlannedIsland, RunPlan
@@ -27,7 +27,7 @@ SECONDS_PER_DAY = 86400
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All of it."""
+    """Plan of all islands and of the run."""
 
     config: str
     fits: bool
@@ -37,12 +37,12 @@ class Plan:
     versions: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
-        """As builtins."""
+        """Return the plan as Python builtins."""
         return dataclasses.asdict(self)
 
 
 def fragments_of(config: Config) -> FragmentPlan:
-    """Of the run's model; ConfigError if the config asks for more than there are."""
+    """Cut the run's model into fragments; ConfigError if the config wants too many."""
     return build_plan(config.run, build(config.run))
 
 
@@ -54,10 +54,13 @@ def plan_run(
     assumptions: Assumptions,
     versions: dict[str, str],
 ) -> Plan:
-    """versions: of what compiled. Raises ConfigError."""
+    """Plan the run from its compiled islands. Raises ConfigError.
+
+    versions: versions of the packages that compiled.
+    """
     run, sync = resolve_outer(config).run, config.run.sync
     machines = {
-        name: Machine(
+        name: SimulatedIsland(
             chips=island.chips,
             tokens_per_step=island.tokens_per_step,
             step_seconds=max(
@@ -77,7 +80,7 @@ def plan_run(
         sync,
         fragments.total,
         machines,
-        # On two cores, as it was measured.
+        # The rate was measured on two cores.
         merge_seconds=deltas_gb * MERGE_CORE_SECONDS_PER_GB / 2,
         assumptions=assumptions,
     )

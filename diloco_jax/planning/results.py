@@ -1,4 +1,4 @@
-"""What a plan says of one island among the others, and of the run."""
+"""Results of a plan: one island among the others, and the run."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from diloco_jax.planning.network import IslandNetwork
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedIsland:
-    """One island among the others."""
+    """Plan of one island among the others."""
 
     compiled: IslandPlan
     step_seconds: float
-    """The roofline's, or the config's emulated one if that is longer."""
+    """Seconds of a step by the roofline, or of the emulated step if that is longer."""
     tokens_per_second: float
-    """Undisturbed."""
+    """Tokens per second without interruptions."""
     network: IslandNetwork
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What the islands make together."""
+    """Plan of all islands together."""
 
     params: int
     pacing_step_seconds: float
     cycle_seconds: float
     tokens_per_second: float
-    """Of all islands, undisturbed."""
+    """Tokens per second of all islands, without interruptions."""
     goodput: ExpectedGoodput
     tokens_per_day: float
-    """Merged, at the expected goodput."""
+    """Tokens merged per day at the expected goodput."""
     days: float | None
-    """To the config's total tokens; None if none is ever merged."""
+    """Days to the config's total tokens; None if nothing is ever merged."""
     coordinator: CoordinatorPlan

@@ -1,8 +1,8 @@
-"""How fast a step can be at best, by the published rates of its chips.
+"""The fastest possible step, by the published rates of the chips.
 
-Each resource has a time of its own. What overlaps costs as long as the longest of
-them; collectives that the compiler did not make asynchronous come on top, because the
-chip waits for them.
+Each resource has a time of its own. Work that overlaps costs as much time as the
+longest part. Collectives that the compiler did not make asynchronous come on top,
+because the chip waits for them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Resource = Literal["compute", "hbm", "ici"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Seconds of one step."""
+    """Seconds of one step by resource, and the rates that follow."""
 
     compute_seconds: float
     hbm_seconds: float
     ici_seconds: float
-    """Of all collectives."""
+    """Seconds of all collectives."""
     waiting_seconds: float
-    """Of `ici_seconds`, collectives that overlap with nothing."""
+    """Seconds of the collectives that overlap with nothing, part of `ici_seconds`."""
     binding: Resource
     """The resource that takes longest."""
     step_seconds: float
-    """The longest of what overlaps, and the waiting."""
+    """The longest of the overlapping times plus the waiting time."""
     model_flops_utilisation: float
-    """Share of the peak rate that forward and backward are at then."""
+    """Share of the peak rate that forward and backward pass reach in that step."""
 
 
 def roofline(
@@ -43,7 +43,10 @@ def roofline(
     hbm_bytes: int,
     collectives: list[CollectiveSum],
 ) -> Roofline:
-    """flops: of the whole island; bytes: of one chip."""
+    """Return the roofline of one step.
+
+    flops: of the whole island; bytes: of one chip.
+    """
     chip = chip_of(found)
     sent = sum(c.sent_bytes for c in collectives)
     hidden = sum(c.overlapping_bytes for c in collectives)

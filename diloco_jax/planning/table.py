@@ -1,4 +1,4 @@
-"""A plan for people."""
+"""A plan as text for people."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Cell = Callable[[PlannedIsland], str]
 
 
 def render(plan: Plan, console: Console) -> None:
-    """Islands side by side, then the run, then what to change."""
+    """Print the islands side by side, then the run, then the advice."""
     console.print(_islands(plan))
     console.print(_run(plan.run), highlight=False, soft_wrap=True)
     for line in plan.advice:

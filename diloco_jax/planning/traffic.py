@@ -1,8 +1,8 @@
-"""How many bytes a compiled program moves between HBM and the chip.
+"""Bytes that a compiled program moves between HBM and the chip.
 
-An instruction reads its operands and writes its result, as far as they lie in HBM; a
-fusion reads of its operands what it uses: of one that is only sliced, the slices; of
-one that is updated in place, nothing. What stays in fast memory costs nothing.
+An instruction reads its operands and writes its result, as far as they lie in HBM. A
+fusion reads only what it uses: the slices of an operand that is only sliced, and
+nothing of an operand that is updated in place. Data in fast memory costs nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("while", "conditional", "call", "partition-id", "replica-id", "iota", "domain"),
     *("opt-barrier", "copy-done", "async-done", "slice-done"),
-    # Given to a SparseCore: what that does is counted as what it is.
+    # Given to a SparseCore: the work itself is counted where it is defined.
     *("call-start", "call-update", "call-done"),
-    # Pieces of one collective are many instructions: they are summed apart.
+    # One collective is many instructions: `find_collectives` sums them.
     *(f"{kind}{part}" for kind in COLLECTIVES for part in ("", "-start", "-done")),
 }
 SLICES = {"dynamic-slice", "slice", "gather"}
 PASSED_ON = {"tuple", "custom-call", *COLLECTIVES}
-"""In a fusion: no read of its own."""
+"""Inside a fusion, these do not read on their own account."""
 
 
 def hbm_bytes(program: Program) -> int:
-    """Read and written by one chip in one run of the program, loops counted."""
+    """Return the bytes that one chip reads and writes in one run, loops counted."""
     collectives = sum(c.times * c.moved_bytes for c in find_collectives(program))
     return collectives + sum(
         times * _moved(program, computation, instruction)

@@ -1,8 +1,8 @@
-"""All that islands and the coordinator say to each other: one set of messages.
+"""The messages that islands and the coordinator exchange.
 
-What the coordinator's half decides to tell an island is one of these, and what an
-island says is an event of the coordinator's half: nothing is renamed on the way.
-`wire/messages.py` makes bytes of them; arrays travel apart from them.
+The coordinator's half decides to send one of these, and takes a message of an island
+as an event; nothing is renamed on the way. `wire/messages.py` turns them into bytes;
+arrays travel separately.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from diloco_jax.protocol.values import (
 )
 
 MAX_RECORDS = 1000
-"""Most records of one report."""
+"""Most records in one report."""
 MAX_TEXT = 1000
-"""Most characters of what is said to people."""
+"""Most characters of a text for people."""
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**56
 MAX_TOKENS = 2**56
-"""Most tokens of one incarnation: sums over many stay whole numbers of 64 bits."""
+"""Most tokens of one incarnation: sums over many incarnations still fit in 64 bits."""
 
-# A bound on a number bounds no product: see `coordinator/door.py`.
+# Bounds on single numbers do not bound their products: see `coordinator/door.py`.
 Sequences = Annotated[int, Meta(ge=1, le=2**24)]
 Tokens = Annotated[int, Meta(ge=1, le=2**40)]
 Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
@@ -45,7 +45,7 @@ Name = Annotated[str, Meta(pattern=ISLAND_NAME)]
 Identifier = Annotated[str, Meta(max_length=128)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
-# What goes onto the tape as it comes: JSON can say it, and no reader gets lost in it.
+# Values copied to the tape unchanged: JSON can express them, and they are shallow.
 Fact = (
     Annotated[str, Meta(max_length=16 << 10)]
     | int
@@ -58,8 +58,8 @@ Fields = dict[Identifier, Fact | list[Fact | list[Fact]]]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all control messages; the class name is the tag. Its options are said
-    again by every message because type checkers do not inherit them."""
+    """Base of all control messages; the class name is the tag. Every message repeats
+    the options because type checkers do not inherit them."""
 
 
 # ---- from an island -------------------------------------------------------------
@@ -69,18 +69,18 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     """First message on every control stream."""
 
     run_id: Identifier
-    """Empty at an island's first join: it learns it from the Welcome."""
+    """The run; empty at an island's first join, whose Welcome names it."""
     fingerprint: Identifier
     run: dict[Identifier, Fact | Fields] = msgspec.field(default_factory=dict)
-    """`config.shared_fields` of the RunConfig, to name what differs."""
+    """`config.shared_fields` of the RunConfig, to name the fields that differ."""
     plan: Identifier = ""
-    """`FragmentPlan.digest` of its model."""
+    """`FragmentPlan.digest` of the island's model."""
     island: Name
     island_config: Facts = msgspec.field(default_factory=dict)
     incarnation: Count
     session: Identifier
     environment: Facts = msgspec.field(default_factory=dict)
-    """Versions, device kind, host, thread and process counts: for the tape."""
+    """Software versions, device kind, host, thread and process counts: for the tape."""
     tokens_per_step: Tokens
     sequences_per_step: Sequences
     phase: Phase = "joining"
@@ -89,26 +89,26 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     outstanding: tuple[Outstanding, ...] = ()
     sequences_granted: Count = 0
     records_through: Count = 0
-    """Its records up to this number are acknowledged."""
+    """Number of the last acknowledged record of this incarnation."""
     term: Term = 0
-    """The newest one in which it was welcomed; 0: in none."""
+    """Newest term in which the island was welcomed; 0: in none."""
     versions: tuple[Version, ...] = ()
-    """Of its anchors, by fragment; empty until it has all of them. With what follows,
-    it is what a coordinator without its state goes by."""
+    """Versions of the island's anchors, by fragment; empty until it has all of them.
+    A coordinator without its state relies on this field and the next two."""
     tokens: Count = 0
-    """Progress of the run, as it last heard."""
+    """Progress of the run in tokens, as the island last heard."""
     next_position: Count = 0
-    """Up to which data was granted to anybody, as far as it heard."""
+    """Position below which data was granted to any island, as the island last heard."""
     lead: Annotated[int, Meta(ge=0, le=2**16)] = 0
-    """Boundaries from a request to its take: its hosts agree on it ahead."""
+    """Boundaries from a request to its take, for the island's hosts to agree on it."""
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True):
-    """What an incarnation measured of itself since it started (seconds)."""
+    """Measurements of an incarnation since its start; times are in seconds."""
 
     steps: Count = 0
     skipped_steps: Count = 0
-    """Of them, those that changed nothing: their loss or gradient was not finite."""
+    """Steps that changed nothing because their loss or gradient was not finite."""
     median_step_seconds: Seconds = 0.0
     max_step_gap_seconds: Seconds = 0.0
     step_seconds_total: Seconds = 0.0
@@ -124,23 +124,23 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     bytes_up: Bytes = 0
     """Bytes of deltas sent, headers included."""
     bytes_down: Bytes = 0
-    """Bytes of published fragments received, headers included, joins apart."""
+    """Bytes of published fragments received, headers included, joins excluded."""
     bytes_join: Bytes = 0
 
 
 class Report(Message, frozen=True, kw_only=True, tag=True):
-    """Where the island is; sent as often as `Deadlines.report_s` says."""
+    """Progress of the island; sent every `Deadlines.report_s` seconds."""
 
     phase: Phase
     steps: Count
     step_seconds: Seconds
-    """Running median, 0 before the second step."""
+    """Running median of the step time; 0 before the second step."""
     records: Annotated[tuple[Record, ...], Meta(max_length=MAX_RECORDS)] = ()
     measures: Measures = Measures()
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag=True):
-    """The island leaves. `text` says why, for people."""
+    """The island leaves. `text` gives people the reason."""
 
     reason: EndReason
     text: Text
@@ -150,7 +150,7 @@ class Goodbye(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag=True):
-    """The island is in. Term 0: of a coordinator that gathers anchors."""
+    """The island is let in. Term 0: the coordinator is gathering anchors."""
 
     run_id: str
     term: int
@@ -167,7 +167,7 @@ class Refused(Message, frozen=True, kw_only=True, tag=True):
 
 
 class TakeRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Take the fragment and send it, `after` boundaries later than it can."""
+    """Take the fragment and send it, `after` boundaries later than possible."""
 
     fragment: int
     tick: int
@@ -192,7 +192,7 @@ class Published(Message, frozen=True, kw_only=True, tag=True):
 
 
 class TakeVerdict(Message, frozen=True, kw_only=True, tag=True):
-    """What became of a take, apart from a publish."""
+    """Verdict on a take, sent apart from a publish."""
 
     fragment: int
     tick: int
@@ -202,16 +202,16 @@ class TakeVerdict(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Granted(Message, frozen=True, kw_only=True, tag=True):
-    """More data: these positions follow the first `offset` ones."""
+    """More data: these positions follow the island's first `offset` sequences."""
 
     span: Span
     offset: int
 
 
 class Progress(Message, frozen=True, kw_only=True, tag=True):
-    """How far the run is: tokens of all islands that are not lost, and those of this
-    incarnation's steps; records up to `records_through` need no resending; nothing from
-    `next_position` on is granted to anybody."""
+    """Progress of the run: tokens of all islands that are not lost, and the tokens of
+    this incarnation's steps. Records up to `records_through` need no resending. No
+    position from `next_position` on is granted to any island."""
 
     tokens: int
     own_tokens: int
@@ -226,11 +226,11 @@ class AnchorRequest(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Stop(Message, frozen=True, kw_only=True, tag=True):
-    """The run has its tokens: no more steps, answer takes."""
+    """The run has its tokens: make no more steps, but answer take requests."""
 
 
 class MayLeave(Message, frozen=True, kw_only=True, tag=True):
-    """All that this island, which is about to leave, could be asked for is here."""
+    """The coordinator has every delta that it can ask of this leaving island."""
 
 
 class Finished(Message, frozen=True, kw_only=True, tag=True):

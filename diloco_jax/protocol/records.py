@@ -1,9 +1,9 @@
-"""What the policy decides to write down: every kind of record as a struct.
+"""The records that the coordinator's half writes: every kind as a struct.
 
-A line of log or tape is such a struct as a JSON object, whose `kind` says which. Those
-in `Durable` are in both, and recovery reads them back; those in `Noted` are on the tape
-alone, for replay, calibration and people. What coordinators note there of themselves is
-in `coordinator/notes.py`.
+A line of the log or the tape is one of these structs as a JSON object; `kind` names it.
+Records in `Durable` are on both, and recovery reads them back. Records in `Noted` are
+only on the tape, for replay, calibration and people. The records that a coordinator
+notes about itself are in `coordinator/notes.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Written(
     tag_field="kind",
     tag=str.lower,
 ):
-    """Its kind is the name of its class."""
+    """Base of all records; the kind is the name of the class."""
 
 
 class _OfIncarnation(Written, frozen=True, kw_only=True):
@@ -40,14 +40,14 @@ class _OfIncarnation(Written, frozen=True, kw_only=True):
 
 
 class Carrying(msgspec.Struct, frozen=True, kw_only=True):
-    """What an incarnation of an earlier term brings into this one."""
+    """Counts that an incarnation of an earlier term brings into this one."""
 
     steps: int
     sequences_granted: int
 
 
 class Joined(_OfIncarnation, frozen=True, kw_only=True):
-    """An incarnation is in. carried: it began in an earlier term."""
+    """An incarnation joined. carried: it began in an earlier term."""
 
     session: str
     tokens_per_step: int
@@ -56,7 +56,7 @@ class Joined(_OfIncarnation, frozen=True, kw_only=True):
 
 
 class Carried(_OfIncarnation, frozen=True, kw_only=True):
-    """What became of a fragment's steps before `steps` is in books of an earlier
+    """A fragment's steps before `steps` are settled in the books of an earlier
     term."""
 
     fragment: int
@@ -64,7 +64,7 @@ class Carried(_OfIncarnation, frozen=True, kw_only=True):
 
 
 class Granted(_OfIncarnation, frozen=True, kw_only=True):
-    """Positions [start, stop) of the data, after `offset` sequences it had before."""
+    """Positions [start, stop) of the data, after the incarnation's first `offset`."""
 
     start: int
     stop: int
@@ -72,15 +72,15 @@ class Granted(_OfIncarnation, frozen=True, kw_only=True):
 
 
 class LeftBehind(Contribution, frozen=True, kw_only=True):
-    """A delta of an incarnation that has ended, which may be merged still."""
+    """A delta of an ended incarnation that may still be merged."""
 
     fragment: int
 
 
 class Left(_OfIncarnation, frozen=True, kw_only=True):
-    """An incarnation ended after `steps` steps; what it `said` is for people.
+    """An incarnation ended after `steps` steps; `said` is its explanation for people.
 
-    settled_steps_by_fragment, merged_steps: as `membership.ended` takes them."""
+    settled_steps_by_fragment, merged_steps: the arguments of `members.ended`."""
 
     steps: int
     reason: EndReason
@@ -92,9 +92,9 @@ class Left(_OfIncarnation, frozen=True, kw_only=True):
 
 
 class Merged(Written, frozen=True, kw_only=True):
-    """A merge that is done. final: of the flush; share: what the merged delta was
-    multiplied by; verdicts: (tick, verdict, reason) of outstanding takes, by island;
-    digest: of the fragment's Theta."""
+    """A finished merge. final: it belongs to the flush. share: the factor applied to
+    the merged delta. verdicts: (tick, verdict, reason) of outstanding takes, by island.
+    digest: the digest of the fragment's Theta."""
 
     fragment: int
     version: Version
@@ -107,7 +107,7 @@ class Merged(Written, frozen=True, kw_only=True):
 
 
 class Ticks(Written, frozen=True, kw_only=True):
-    """Numbers of ticks up to `through` may be used before the next such record."""
+    """Tick numbers up to `through` may be used before the next such record."""
 
     through: int
 
@@ -128,13 +128,13 @@ Durable = Joined | Carried | Granted | Left | Merged | Ticks | Stopping | Finish
 
 
 class Fact(_OfIncarnation, frozen=True, kw_only=True, tag="island"):
-    """A fact of an island's own life came in."""
+    """A record from an island arrived."""
 
     record: Record
 
 
 class Tick(Written, frozen=True, kw_only=True):
-    """Islands are asked for a fragment. final: for the flush."""
+    """Islands are asked for a fragment. final: the tick belongs to the flush."""
 
     tick: int
     fragment: int
@@ -150,11 +150,11 @@ Why = Literal[
     "too few islands can be asked",
     "quorum is out of reach",
 ]
-"""The first four: the fragment is in that phase."""
+"""Reason for a skipped tick. The first four name the fragment's phase."""
 
 
 class Skipped(Written, frozen=True, kw_only=True):
-    """A tick asks nobody, or what it asked for is given up."""
+    """A tick asks no island, or its request is given up."""
 
     tick: int
     fragment: int
@@ -162,19 +162,19 @@ class Skipped(Written, frozen=True, kw_only=True):
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """One take that is asked for."""
+    """One requested take."""
 
     fragment: int
     tick: int
 
 
 class Leaving(_OfIncarnation, frozen=True, kw_only=True):
-    """An island that is about to leave is asked for what it has."""
+    """A leaving island is asked for its open deltas."""
 
     asked: tuple[Asked, ...]
 
 
-class Refused(_OfIncarnation, frozen=True, kw_only=True):
+class DeltaRefused(_OfIncarnation, frozen=True, kw_only=True, tag="refused"):
     """A delta is not merged."""
 
     fragment: int
@@ -191,7 +191,7 @@ class TurnedAway(Written, frozen=True, kw_only=True, tag="turned_away"):
 
 
 class Resumed(_OfIncarnation, frozen=True, kw_only=True):
-    """A known incarnation is back on a new connection."""
+    """A known incarnation returned on a new connection."""
 
     steps: int
 
@@ -200,23 +200,24 @@ AbsentFor = Literal["silent", "disconnected"]
 
 
 class Absent(_OfIncarnation, frozen=True, kw_only=True):
-    """No sign of it: its connection broke (disconnected), or its lease ran out."""
+    """An incarnation is absent: its connection broke (disconnected) or its lease ran
+    out (silent)."""
 
     why: AbsentFor
 
 
-Noted = Fact | Tick | Skipped | Leaving | Refused | TurnedAway | Resumed | Absent
+Noted = Fact | Tick | Skipped | Leaving | DeltaRefused | TurnedAway | Resumed | Absent
 
 
 def line(record: Written) -> dict[str, Any]:
-    """As log and tape have it."""
+    """Convert a record to the form that log and tape hold."""
     found: dict[str, Any] = msgspec.to_builtins(record)
     return found
 
 
 def from_log(written: Mapping[str, Any]) -> Durable:
-    """The record that a line of the log is; msgspec.ValidationError if it is none, or
-    says more than this version knows."""
+    """Parse a line of the log; msgspec.ValidationError if it is no record, or has
+    fields that this version does not know."""
     found: Durable = msgspec.convert(written, Durable)
     if json.loads(json.dumps(line(found))) != written:
         raise msgspec.ValidationError(f"fields that {type(found).__name__} has not")
@@ -224,6 +225,6 @@ def from_log(written: Mapping[str, Any]) -> Durable:
 
 
 def from_tape(written: Mapping[str, Any], kind: type[R]) -> R:
-    """The record of that kind that a line of the tape is, whatever else is in the line;
+    """Parse a line of the tape as a record of that kind, ignoring other fields;
     msgspec.ValidationError if it is none."""
     return msgspec.convert(written, kind)

@@ -1,7 +1,7 @@
-"""What events, records and effects are about: versions, data, deltas, islands' facts.
+"""Values in events, records and effects: versions, data, deltas, records of islands.
 
-Steps count from 0 within an incarnation; intervals of steps are half-open; `tokens`
-are of one island.
+Steps count from 0 within an incarnation. Intervals of steps are half-open. `tokens`
+counts the tokens of one island.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ Phase = Literal["joining", "compiling", "training", "stopped"]
 Verdict = Literal["merged", "pending", "refused", "none"]
 
 ISLAND_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
-"""Names are in paths, commands and lines of logs."""
+"""Pattern of an island's name, which appears in paths, commands and log lines."""
 
-# What decisions are computed from: more than any run has, and far from where whole
-# numbers of 64 bits end.
+# Bounds every count that decisions use: above that of any run, and far below the limit
+# of 64-bit integers.
 MAX_COUNT = 2**48
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 CountOrNone = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
-"""-1: there is none."""
+"""A count, or -1 for none."""
 
 
 class Version(NamedTuple):
-    """A fragment's version. A coordinator that lost its state opens a new term."""
+    """Version of a fragment. A coordinator that lost its state opens a new term."""
 
     term: int = 1
     number: int = 0
 
     def next(self) -> Version:
-        """The version that the next merge makes."""
+        """Return the version that the next merge makes."""
         return Version(self.term, self.number + 1)
 
 
@@ -51,20 +51,21 @@ RecordKind = Literal[OfFragment, "granted", "progress", "restored"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One asynchronous fact of an island's life, numbered per incarnation by `seq`.
+    """One asynchronous fact about an island, numbered per incarnation by `seq`.
 
-    kind: `took` (fragment, tick, start: the interval [start, step) entered the delta,
-    version: of the anchor it is against), `adopted` (fragment, version; tick: of
-    the take that is not in it, and stays in the local parameters; its first ones, at
-    step 0, are what it begins with), `reopened` (fragment, tick: a refused
-    delta's steps are in the local parameters still), `dropped` (fragment, tick: they
-    are not), `reset` (as dropped, and the local parameters are the anchor's),
-    `carried` (fragment, start: what became of the steps before `start` is in the books
-    of an earlier term), `granted` (start, stop: data positions), `progress` (value:
-    others' tokens on which the learning rate is based; below 0 where these had lost
-    more in an earlier term than they have done since), `restored` (it begins with the
-    moments that incarnation `start` had after `value` steps; with a fragment: and with
-    the residual of it).
+    Kinds and their fields:
+    `took` (fragment, tick, start, version): the steps [start, step) entered the delta
+    against the anchor of that version. `adopted` (fragment, version, tick): the version
+    lacks the take of `tick`, whose steps stay in the local parameters; an incarnation
+    begins with the versions adopted at step 0. `reopened` (fragment, tick): a refused
+    delta's steps are still in the local parameters. `dropped` (fragment, tick): they
+    are not. `reset`: as `dropped`, and the local parameters are the anchor's.
+    `carried` (fragment, start): an earlier term's books settle the steps before
+    `start`. `granted` (start, stop): data positions. `progress` (value): the other
+    islands' tokens behind the learning rate; negative if those islands lost more in an
+    earlier term than they have computed since. `restored`: the incarnation begins with
+    the moments that incarnation `start` had after `value` steps, and with its residual
+    of the fragment if one is given.
     """
 
     seq: Count
@@ -79,8 +80,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outstanding(msgspec.Struct, frozen=True, kw_only=True):
-    """A take whose verdict an island does not know; it still holds the bytes. `seq` is
-    the number of its record."""
+    """A take whose verdict the island does not know; the island still holds the bytes.
+    `seq` is the number of its record."""
 
     fragment: Count
     tick: Count
@@ -91,7 +92,7 @@ class Outstanding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeltaKey(NamedTuple):
-    """Which delta."""
+    """Identity of a delta."""
 
     island: str
     incarnation: int

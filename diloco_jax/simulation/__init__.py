@@ -11,7 +11,7 @@ if TYPE_CHECKING:
         simulate_bandwidth,
     )
     from diloco_jax.simulation.fleets.failures import FailureModel
-    from diloco_jax.simulation.fleets.fleet import Exchange
+    from diloco_jax.simulation.fleets.fleet import ExchangeTerms
     from diloco_jax.simulation.fleets.goodput import GoodputConfig, simulate_goodput
     from diloco_jax.simulation.fleets.mix import MixConfig, simulate_mix
     from diloco_jax.simulation.fleets.scavenge import ScavengeConfig, simulate_scavenge
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BandwidthConfig",
-    "Exchange",
+    "ExchangeTerms",
     "FailureModel",
     "GoodputConfig",
     "MixConfig",
@@ -31,10 +31,11 @@ __all__ = [
     "sweep_goodput",
 ]
 
-# Nothing heavy is imported before it is needed: jax looks at the environment then.
+# Nothing heavy is imported before it is needed: jax reads the environment when it is
+# imported.
 _HOMES = {
     "BandwidthConfig": "fleets.bandwidth",
-    "Exchange": "fleets.fleet",
+    "ExchangeTerms": "fleets.fleet",
     "FailureModel": "fleets.failures",
     "GoodputConfig": "fleets.goodput",
     "MixConfig": "fleets.mix",

@@ -13,9 +13,11 @@ from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
-from diloco_jax.config import ConfigError, suggest
-from diloco_jax.loading import numbers, require_writable
+from diloco_jax.config.fields import setting
+from diloco_jax.errors import ConfigError, suggest
+from diloco_jax.files import require_writable
 from diloco_jax.observability.logs import setup_logging
+from diloco_jax.options import parse
 from diloco_jax.simulation.progress import Progress
 
 ConfigT = TypeVar("ConfigT")
@@ -23,7 +25,7 @@ OutputT = TypeVar("OutputT", bound="Output")
 
 
 def simulate_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate KIND [options]`."""
+    """Run `diloco simulate KIND [options]`."""
     kind = arguments[0] if arguments else "--help"
     if kind in ("-h", "--help"):
         print(_help())
@@ -33,31 +35,31 @@ def simulate_command(arguments: Sequence[str]) -> int:
             f"no simulation {kind!r}{suggest(kind, list(KINDS))}; there are "
             f"{', '.join(KINDS)}"
         )
-    # What simulated islands would say is no news: there are many, and it is counted.
+    # Logs of simulated islands are no news: there are many, and their content is
+    # counted.
     setup_logging("ERROR")
     return KINDS[kind][0](arguments[1:])
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What becomes of the result."""
+    """Options of the output."""
 
-    json: bool = False
-    """Print one JSON object to standard output."""
+    json: bool = setting(False, help="Print one JSON object to standard output.")
 
 
 @dataclasses.dataclass(frozen=True)
 class SweepOutput(Output):
-    """What becomes of a result that may be a sweep."""
+    """Options of the output of a command that may sweep."""
 
-    sweep: bool = False
-    """Go over methods, chips and islands."""
-    out: Path = Path()
-    """Folder for goodput.csv and goodput.png of a sweep."""
+    sweep: bool = setting(False, help="Go over methods, chips and islands.")
+    out: Path = setting(
+        Path(), help="Folder for goodput.csv and goodput.png of a sweep."
+    )
 
 
 def goodput_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate goodput`."""
+    """Run `diloco simulate goodput`."""
     from diloco_jax.simulation.fleets import goodput, sweep
 
     default = goodput.GoodputConfig()
@@ -83,7 +85,7 @@ def goodput_command(arguments: Sequence[str]) -> int:
     results: list[goodput.GoodputResult] = []
     try:
         with _bar("sweep") as progress:
-            # One by one: those that are done are there if it is interrupted.
+            # One by one: if it is interrupted, the finished points are there.
             results.extend(sweep.simulated(points, progress))
     except KeyboardInterrupt:
         _show_sweep(output.json, results)
@@ -97,7 +99,7 @@ def goodput_command(arguments: Sequence[str]) -> int:
 
 
 def mix_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate mix`."""
+    """Run `diloco simulate mix`."""
     from diloco_jax.simulation.fleets.mix import MixConfig, simulate_mix
 
     config, output = _parse("mix", arguments, MixConfig(), Output())
@@ -125,7 +127,7 @@ def mix_command(arguments: Sequence[str]) -> int:
 
 
 def scavenge_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate scavenge`."""
+    """Run `diloco simulate scavenge`."""
     from diloco_jax.simulation.fleets.scavenge import ScavengeConfig, simulate_scavenge
 
     config, output = _parse("scavenge", arguments, ScavengeConfig(), Output())
@@ -153,7 +155,7 @@ def scavenge_command(arguments: Sequence[str]) -> int:
 
 
 def bandwidth_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate bandwidth`."""
+    """Run `diloco simulate bandwidth`."""
     from diloco_jax.simulation.fleets.bandwidth import (
         BandwidthConfig,
         simulate_bandwidth,
@@ -172,11 +174,11 @@ def bandwidth_command(arguments: Sequence[str]) -> int:
 
 
 def faults_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate faults`."""
+    """Run `diloco simulate faults`."""
     from diloco_jax.simulation.faults import command, play
 
     config, output = _parse("faults", arguments, command.FaultsConfig(), Output())
-    report = play.Report()
+    report = play.FaultsReport()
     try:
         with _bar("faults") as progress:
             report = command.check_faults(
@@ -193,10 +195,10 @@ def faults_command(arguments: Sequence[str]) -> int:
 
 
 def calibrate_command(arguments: Sequence[str]) -> int:
-    """`diloco simulate calibrate WORKDIR`."""
+    """Run `diloco simulate calibrate WORKDIR`."""
     from diloco_jax.island.environment import skip_absent_tpu
 
-    # Before anything imports jax.
+    # This must happen before anything imports jax.
     skip_absent_tpu()
     from diloco_jax.simulation.calibration import command
 
@@ -204,12 +206,12 @@ def calibrate_command(arguments: Sequence[str]) -> int:
 
 
 KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "goodput": (goodput_command, "what failures leave of the chip time; --sweep"),
+    "goodput": (goodput_command, "chip time left by failures; --sweep"),
     "mix": (mix_command, "unequal islands: waiting for all, for one, with grace"),
     "scavenge": (scavenge_command, "extra islands for a part of the token budget"),
-    "bandwidth": (bandwidth_command, "what links must carry"),
-    "faults": (faults_command, "random faults, and what must hold all the same"),
-    "calibrate": (calibrate_command, "fitted to a recorded run, another one predicted"),
+    "bandwidth": (bandwidth_command, "rates that links must carry"),
+    "faults": (faults_command, "random faults, and invariants that must hold"),
+    "calibrate": (calibrate_command, "predict a run from a recorded one"),
 }
 
 
@@ -219,23 +221,10 @@ KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 def _parse(
     kind: str, arguments: Sequence[str], config: ConfigT, output: OutputT
 ) -> tuple[ConfigT, OutputT]:
-    """The fields of both as options, those of nested dataclasses by their own names.
-    Unknown or malformed ones end the process with code 2 and a suggestion."""
-    import tyro
-
-    parsed_type = dataclasses.make_dataclass(
-        "Simulation", [("config", type(config)), ("output", type(output))], frozen=True
-    )
-    parsed: Any = tyro.cli(
-        parsed_type,
-        prog=f"diloco simulate {kind}",
-        description=type(config).__doc__,
-        args=list(arguments),
-        default=parsed_type(config, output),
-        config=(tyro.conf.OmitArgPrefixes,),
-        registry=numbers(),
-    )
-    return parsed.config, parsed.output
+    """Read the fields of `config` and `output` as options."""
+    prog = f"diloco simulate {kind}"
+    parsed, shown = parse([config, output], arguments, prog, str(type(config).__doc__))
+    return parsed, shown
 
 
 # ---- output ----------------------------------------------------------------------
@@ -243,7 +232,7 @@ def _parse(
 
 @contextmanager
 def _bar(title: str) -> Iterator[Progress]:
-    """A progress bar on a terminal, gone when it is done."""
+    """Show a progress bar on a terminal; remove it at the end."""
     console = Console(stderr=True)
     hidden = not console.is_terminal
     with bars.Progress(console=console, transient=True, disable=hidden) as bar:
@@ -321,7 +310,7 @@ def _sweep_table(results: Sequence[Any]) -> Table:
 
 
 def _with_config(config: Any, **values: Sequence[Any]) -> dict[str, Any]:
-    """Dataclasses as JSON-compatible builtins, with what they were computed from."""
+    """Return dataclasses as JSON-compatible builtins, together with their config."""
     listed = {n: [dataclasses.asdict(v) for v in rows] for n, rows in values.items()}
     return {**listed, "config": dataclasses.asdict(config)}
 

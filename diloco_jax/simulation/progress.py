@@ -1,4 +1,4 @@
-"""How far a simulation is: a function that is told what share is done."""
+"""Progress of a simulation: a function that is called with the share that is done."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ Progress = Callable[[float], None]
 
 
 def nobody(share: float) -> None:
-    """Nobody is told."""
+    """Ignore the progress."""
 
 
 def part(progress: Progress, index: int, parts: int) -> Progress:
-    """For part `index`, from 0, of so many equal parts."""
+    """Return the progress of part `index`, from 0, of `parts` equal parts."""
     return lambda share: progress((index + share) / parts)

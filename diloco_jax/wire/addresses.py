@@ -6,11 +6,11 @@ import errno
 import ipaddress
 import socket
 
-from diloco_jax.config import ConfigError
+from diloco_jax.errors import ConfigError
 
 
 def parse_address(address: str, field: str = "") -> tuple[str, int]:
-    """`HOST:PORT` or `[IPv6]:PORT` -> (host without brackets, port).
+    """Parse `HOST:PORT` or `[IPv6]:PORT` into (host without brackets, port).
 
     Raises ConfigError naming the address, and the field or option if that is given.
     """
@@ -29,13 +29,13 @@ def parse_address(address: str, field: str = "") -> tuple[str, int]:
 
 
 def format_address(host: str, port: int) -> str:
-    """The inverse of `parse_address`."""
+    """Format host and port as HOST:PORT, the inverse of `parse_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def on_this_machine(address: str) -> str:
-    """Where a server that is bound to `address` is reached from its own machine: one on
-    all addresses (0.0.0.0, [::]) listens on loopback, too."""
+    """Return the address at which this machine reaches a server that is bound to
+    `address`. A server on all addresses (0.0.0.0, [::]) listens on loopback, too."""
     host, port = parse_address(address)
     try:
         everywhere = ipaddress.ip_address(host).is_unspecified
@@ -47,7 +47,7 @@ def on_this_machine(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine can reach `host`. Names are not looked up."""
+    """Tell if only this machine can reach `host`. Names are not looked up."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -55,7 +55,8 @@ def is_loopback(host: str) -> bool:
 
 
 def require_tls(address: str, *, tls: bool, insecure: bool) -> None:
-    """Raises ConfigError if the address needs TLS, has none and nobody insisted."""
+    """Raise ConfigError if the address needs TLS and neither certificates nor
+    `insecure` are given."""
     host, _ = parse_address(address)
     if not (tls or insecure or is_loopback(host)):
         raise ConfigError(
@@ -66,10 +67,10 @@ def require_tls(address: str, *, tls: bool, insecure: bool) -> None:
 
 
 def resolve(address: str) -> str:
-    """The one numeric address that a server binds; ConfigError if there is none.
+    """Return the one numeric address that a server binds; ConfigError if there is none.
 
-    A name that stands for several addresses would else be bound in part when one of
-    them is in use.
+    A name may stand for several addresses. Binding the name would bind only some of
+    them if one is in use.
     """
     host, port = parse_address(address)
     try:
@@ -84,20 +85,21 @@ def resolve(address: str) -> str:
 
 
 def require_free(address: str) -> None:
-    """Raises ConfigError if `address` cannot be bound: asked before a run is begun."""
+    """Raise ConfigError if `address` cannot be bound; called before a run is begun."""
     obstacle = _obstacle(resolve(address))
     if obstacle:
         raise ConfigError(f"cannot bind {address}: {obstacle}")
 
 
 def bind_error(address: str) -> ConfigError:
-    """Why `address`, which a server has just failed to bind, cannot be bound."""
+    """Explain why a server has just failed to bind `address`."""
     obstacle = _obstacle(address) or "unknown reason; give another address"
     return ConfigError(f"cannot bind {address}: {obstacle}")
 
 
 def _obstacle(address: str) -> str:
-    """What keeps a numeric address from being bound, with the remedy; "" = nothing."""
+    """Return what keeps a numeric address from being bound, with the remedy; "" =
+    nothing."""
     host, port = parse_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

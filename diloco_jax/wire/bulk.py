@@ -8,7 +8,7 @@ from diloco_jax.protocol.values import Count, Version
 
 
 class UploadStart(Message, frozen=True, kw_only=True, tag=True):
-    """Announces a contiguous stripe of one delta, or of one host's part of it."""
+    """Announce a contiguous stripe of one delta, or of one host's part of it."""
 
     run_id: Identifier
     island: Name
@@ -22,13 +22,13 @@ class UploadStart(Message, frozen=True, kw_only=True, tag=True):
     total: int
     """Bytes of the whole part."""
     part: Part = ()
-    """Which tiles of the fragment's payload are sent; empty: all of it."""
+    """Tiles of the fragment's payload that are sent; empty: all of them."""
     version: Version | None = None
-    """None: a delta. Else it is the island's anchor, of this version, in f32."""
+    """None: a delta. Otherwise the f32 anchor of the island at this version."""
 
 
 class FetchRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Asks for a stripe of a fragment: encoded publishes since `have`, or all of A."""
+    """Ask for a stripe of a fragment: encoded publishes since `have`, or all of A."""
 
     run_id: Identifier
     island: Name
@@ -40,13 +40,13 @@ class FetchRequest(Message, frozen=True, kw_only=True, tag=True):
     """None: send the anchor (f32)."""
     offset: int = 0
     length: int = -1
-    """-1: to the end."""
+    """Bytes of the stripe; -1: to the end."""
     part: Part = ()
-    """Which tiles are wanted, of each publish or of the anchor; empty: all."""
+    """Tiles that are wanted, of each publish or of the anchor; empty: all of them."""
 
 
 class FetchStart(Message, frozen=True, kw_only=True, tag=True):
-    """First frame of a fetch: what follows is bytes `offset` on of `total`."""
+    """First frame of a fetch: the bytes from `offset` on, of `total`, follow it."""
 
     version: Version
     full: bool
@@ -58,6 +58,7 @@ class FetchStart(Message, frozen=True, kw_only=True, tag=True):
 
 
 class UploadDone(Message, frozen=True, kw_only=True, tag=True):
-    """The stripe is stored; `complete` if it was the delta's last one."""
+    """Answer to an upload: the stripe is stored; `complete` if it was the delta's last
+    one."""
 
     complete: bool

@@ -1,4 +1,4 @@
-"""Several gRPC calls that stand and fall together, each with an idle deadline."""
+"""Several gRPC calls that succeed or fail together, each with an idle deadline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CallSlot:
         self._cancelled = False
 
     def fill(self, call: Any) -> Any:
-        """Puts the call in its place, and returns it."""
+        """Put the call in its place, and return it."""
         with self._lock:
             self._call = call
             cancelled = self._cancelled
@@ -35,7 +35,7 @@ class CallSlot:
         return call
 
     def cancel(self) -> None:
-        """Cancels the call, now or when it comes; harmless if it is done."""
+        """Cancel the call, now or when it is filled in; harmless if it is done."""
         with self._lock:
             self._cancelled = True
             call = self._call
@@ -54,7 +54,8 @@ class CallGroup:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[tuple[CallSlot, Guard]]:
-        """One call: fill the slot, touch the guard. gRPC's errors leave as ours."""
+        """Make one call: fill the slot, touch the guard. gRPC's errors are raised as
+        wire errors."""
         slot = CallSlot()
         with self._lock:
             self._slots.add(slot)
@@ -80,7 +81,7 @@ class CallGroup:
                 self._slots.discard(slot)
 
     def cancel(self) -> None:
-        """Ends all calls, those to come too."""
+        """Cancel all calls, including later ones."""
         self._cancelled.set()
         with self._lock:
             slots = list(self._slots)
@@ -88,11 +89,11 @@ class CallGroup:
             slot.cancel()
 
     def pause(self, seconds: float) -> bool:
-        """Waits; returns early and True if the group is cancelled."""
+        """Wait; return early and True if the group is cancelled."""
         return self._cancelled.wait(seconds)
 
     def results(self, running: list[futures.Future[Result]]) -> list[Result]:
-        """All results; on the first error the other calls end and it is raised."""
+        """Return all results; on the first error end the other calls and raise it."""
         try:
             for done in futures.as_completed(running):
                 done.result()

@@ -1,4 +1,4 @@
-"""Makes a run's own certificate authority and the certificates of its two roles.
+"""Make a run's own certificate authority and the certificates of its two roles.
 
 Folder: `ca.pem`, `ca.key` (needed only to add hosts; keep it off the islands),
 `coordinator.pem`, `coordinator.key`, `island.pem`, `island.key`. EC P-256 throughout.
@@ -33,7 +33,7 @@ def make_certificates(
     *,
     replace: bool = False,
 ) -> None:
-    """Writes a new authority and both roles' certificates, valid for `days`.
+    """Write a new authority and both roles' certificates, valid for `days`.
 
     `names` are host names and IP addresses at which islands reach the coordinator.
     Raises SecurityError if the folder has an authority already, unless `replace`.
@@ -41,9 +41,10 @@ def make_certificates(
     folder = Path(folder)
     if (folder / "ca.pem").exists() and not replace:
         raise SecurityError(
-            f"{folder / 'ca.pem'} exists: a new authority would shut out everyone who "
-            f"has its certificates; add names to it (`diloco certs --add`), choose "
-            f"another folder, or replace it on purpose (`diloco certs --replace`)"
+            f"{folder / 'ca.pem'} exists: a new authority would shut out every process "
+            f"that has certificates of the old one; add names to it (`diloco certs "
+            f"--add`), choose another folder, or replace it on purpose (`diloco certs "
+            f"--replace`)"
         )
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _name("diloco authority")
@@ -58,7 +59,7 @@ def make_certificates(
 
 
 def add_names(folder: str | Path, names: Iterable[str], days: int) -> None:
-    """Signs both roles' certificates anew, the coordinator's with further names.
+    """Sign both roles' certificates anew, the coordinator's with further names.
 
     Certificates given out before stay valid. Raises SecurityError if the folder does
     not hold the authority with its key.
@@ -90,7 +91,7 @@ def add_names(folder: str | Path, names: Iterable[str], days: int) -> None:
 
 
 def coordinator_names(folder: str | Path) -> list[str]:
-    """Names and addresses in the coordinator's certificate."""
+    """Return the names and addresses in the coordinator's certificate."""
     path = Path(folder) / "coordinator.pem"
     return _names_in(x509.load_pem_x509_certificate(path.read_bytes()))
 
@@ -111,7 +112,7 @@ def _leaves(
 ) -> dict[str, _Signed]:
     signed = {}
     server, client = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
-    # On the coordinator's machine people ask for its status.
+    # People on the coordinator's machine ask for its status there.
     for role, usages in (("coordinator", [server, client]), ("island", [client])):
         key = ec.generate_private_key(ec.SECP256R1())
         builder = (
@@ -146,10 +147,10 @@ def _builder(
         .issuer_name(issuer)
         .public_key(public_key)
         .serial_number(x509.random_serial_number())
-        # An hour back, for machines whose clocks are late.
+        # One hour back, for machines whose clocks are behind.
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(days=days))
-        # By RFC 5280, on which some, as Python from 3.13 on, insist.
+        # RFC 5280 asks for it, and Python from 3.13 on insists.
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), False)
         .add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), False

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco_jax.config import ConfigError
+from diloco_jax.config.fields import positional, setting
+from diloco_jax.errors import ConfigError
+from diloco_jax.options import parse
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CertsOptions:
+    """The options of `diloco certs`."""
+
+    folder: Path = positional(metavar="DIR", help="Folder of the certificates.")
+    hosts: tuple[str, ...] = setting(
+        (),
+        help="Names and addresses at which islands reach the coordinator, besides "
+        "localhost; without any, only its own machine reaches it.",
+    )
+    days: int = setting(365, help="Days for which the certificates are valid.")
+    add: bool = setting(False, help="Add hosts to DIR's authority.")
+    replace: bool = setting(False, help="Replace DIR's authority.")
 
 
 def certs_command(arguments: Sequence[str]) -> int:
-    """Makes a run's authority and certificates, or adds to them."""
-    parser = argparse.ArgumentParser(
-        prog="diloco certs",
-        description="Makes a run's authority and certificates (mutual TLS).",
-        allow_abbrev=False,
+    """Make a run's authority and certificates, or add to them."""
+    (options,) = parse(
+        [CertsOptions],
+        arguments,
+        "diloco certs",
+        "Make a run's authority and certificates for mutual TLS.",
     )
-    parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument(
-        "--hosts",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names and addresses at which islands reach the coordinator, besides "
-        "localhost; without any, the coordinator is reached from its own machine only",
-    )
-    parser.add_argument(
-        "--days", type=int, default=365, help="validity (default: %(default)s)"
-    )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--add", action="store_true", help="add hosts to DIR's authority")
-    how.add_argument("--replace", action="store_true", help="replace DIR's authority")
-    options = parser.parse_args(arguments)
+    if options.add and options.replace:
+        raise ConfigError("--add with --replace: choose one of them")
     from diloco_jax.wire.certificates import (
         CA_DAYS,
         add_names,

@@ -26,7 +26,7 @@ from diloco_jax.wire.transfers import Fetched, Transfers
 
 
 class Client:
-    """Connects to a coordinator as needed; every call is bounded in time."""
+    """Connect to a coordinator when needed; every call is bounded in time."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Client:
         bulk_channels: int,
         insecure: bool = False,
     ) -> None:
-        """Raises ConfigError if `address` is malformed or must not go without TLS."""
+        """Raise ConfigError if `address` is malformed or must not go without TLS."""
         addresses.require_tls(address, tls=tls is not None, insecure=insecure)
         self.address = address
         self._tls, self._deadlines = tls, deadlines
@@ -52,7 +52,7 @@ class Client:
         self._streams: list[ControlStream] = []
 
     def open_control(self, hello: messages.Hello) -> ControlStream:
-        """Says hello; returns when the Welcome is here, within about `connect_s`.
+        """Say hello; return when the Welcome has arrived, within about `connect_s`.
 
         Raises Refused, Busy, ConnectionLost, SecurityError or ProtocolError.
         """
@@ -69,27 +69,27 @@ class Client:
     def upload(
         self, start: bulk.UploadStart, payload: bytes | bytearray | memoryview
     ) -> int:
-        """Sends bytes `offset` to `offset + length` of a payload, in parallel stripes.
+        """Send bytes `offset` to `offset + length` of a payload, in parallel stripes.
 
         Returns the bytes sent, headers included. Raises Refused, ConnectionLost,
-        ProtocolError, or Busy if a stripe finds no place for `budget_s`; the whole
-        upload may then be repeated.
+        ProtocolError, or Busy if a stripe finds no place for `budget_s`. The whole
+        upload may be repeated then.
         """
         return self._transfers.upload(start, payload)
 
     def fetch(self, request: bulk.FetchRequest, *, max_bytes: int) -> Fetched:
-        """Fetches one version of a fragment whole; the request's offset and length
-        are set here.
+        """Fetch one version of a fragment whole; the request's offset and length are
+        set here.
 
         A stripe that breaks is resumed after its last good byte, until `pin_s` after
         the call. Raises VersionGone if the version is not kept any more, Refused,
-        ConnectionLost, or RemoteProtocolError: before anything is allocated if the
-        payload has more than `max_bytes`.
+        ConnectionLost, or RemoteProtocolError. A payload of more than `max_bytes` is
+        refused before anything is allocated.
         """
         return self._transfers.fetch(request, max_bytes)
 
     def status(self, timeout_s: float) -> dict[str, Any]:
-        """The coordinator's state, as its handlers give it."""
+        """Return the coordinator's state, as its handlers give it."""
         method = self._control_channel.unary_unary(f"/{SERVICE}/Status")
         try:
             raw = method(b"", timeout=timeout_s)
@@ -109,12 +109,12 @@ class Client:
         return state
 
     def close(self) -> None:
-        """Ends streams and transfers and closes all channels, within `stop_s`."""
+        """End streams and transfers and closes all channels, within `stop_s`."""
         deadline = time.monotonic() + self._deadlines.stop_s
         with self._lock:
             streams, self._streams = self._streams, []
         for stream in streams:
-            # Half of what is left, so that the transfers' threads get theirs.
+            # Half of the time left, so that the transfers' threads get the other half.
             stream.close(max(0.0, deadline - time.monotonic()) / 2)
         self._transfers.cancel()
         for channel in (self._control_channel, *self._bulk_channels):
@@ -123,10 +123,11 @@ class Client:
         self._watch.close(1.0)
 
     def _explained(self, error: WireError) -> WireError:
-        """The error, or a better one if the socket knows more."""
+        """Return the error, or a better one if the socket knows more."""
         if not isinstance(error, ConnectionLost):
             return error
-        # Short: the caller has waited already, and a socket answers or does not.
+        # Kept short: the caller has waited already, and a socket answers at once or
+        # never.
         return explain(self.address, self._tls, self._deadlines.connect_s / 4) or error
 
     def _channel(self) -> Any:
@@ -139,7 +140,8 @@ class Client:
 
 
 def channel_options(deadlines: Deadlines) -> list[tuple[str, Any]]:
-    """gRPC's options: a connection of its own, sizes, reconnection and keepalive."""
+    """Return gRPC's options: a connection of its own, sizes, reconnection and
+    keepalive."""
     half_budget_ms = int(deadlines.budget_s * 500)
     return [
         *frames.SIZE_OPTIONS,

@@ -26,11 +26,13 @@ logger = logging.getLogger(__name__)
 
 OUTBOX_BYTES = encoding.QUEUED_CONTROL_BYTES
 INBOX_BYTES = encoding.QUEUED_CONTROL_BYTES
-"""When it is full the stream is not read on, and the coordinator's queue fills."""
+"""Bytes of messages before the stream is not read on. The coordinator's queue fills
+then."""
 
 
 class ControlStream:
-    """Messages both ways. `send` never blocks; `receive` has a deadline."""
+    """Exchange messages with the coordinator. `send` never blocks; `receive` has a
+    deadline."""
 
     welcome: messages.Welcome
     """The coordinator's first message."""
@@ -49,9 +51,9 @@ class ControlStream:
         self._reader.start()
 
     def await_welcome(self, connect_s: float) -> None:
-        """Waits at most `connect_s` for the answer to the hello.
+        """Wait at most `connect_s` for the answer to the hello.
 
-        Raises Refused, Busy, ConnectionLost or ProtocolError, the stream being closed.
+        Raises Refused, Busy, ConnectionLost or ProtocolError, and closes the stream.
         """
         try:
             first = self.receive(connect_s)
@@ -71,10 +73,10 @@ class ControlStream:
             raise
 
     def send(self, message: messages.FromIsland) -> None:
-        """Queues a message and returns at once.
+        """Queue a message and return at once.
 
-        Raises LocalProtocolError if it is too large, ConnectionLost if the stream is
-        dead or the coordinator reads so slowly that the queue is full.
+        Raises LocalProtocolError if it is too large; ConnectionLost if the stream is
+        dead, or if the queue is full because the coordinator reads too slowly.
         """
         raw = encoding.encode(message)
         if len(raw) > encoding.MAX_CONTROL_BYTES:
@@ -94,10 +96,11 @@ class ControlStream:
             )
 
     def receive(self, timeout_s: float) -> messages.FromCoordinator | None:
-        """The next message, or None after `timeout_s`.
+        """Return the next message, or None after `timeout_s`.
 
         Raises Refused if that is the coordinator's last word, ConnectionLost (or the
-        error that ended it) when the stream is dead and all that came is read.
+        error that ended the stream) when the stream is dead and everything that came is
+        read.
         """
         try:
             raw = self._inbox.get(timeout_s)
@@ -114,20 +117,20 @@ class ControlStream:
 
     @property
     def alive(self) -> bool:
-        """Whether the stream is open still."""
+        """Tell if the stream is still open."""
         return self._reader.is_alive()
 
     def close(self, timeout_s: float) -> None:
-        """Sends what is queued, then ends the stream; cuts it off at `timeout_s`."""
+        """Send what is queued, then end the stream; cut it off at `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         self._outbox.close()
-        # Nobody may be reading any more, and a full inbox would hold up the end.
+        # Nothing may be reading any more, and a full inbox would hold up the end.
         self._inbox.close(discard=True)
         self._reader.join(max(0.0, deadline - time.monotonic()))
         self.cancel()
 
     def cancel(self) -> None:
-        """Ends the stream at once."""
+        """End the stream at once."""
         self._outbox.close(discard=True)
         self._inbox.close(discard=True)
         self._call.cancel()
@@ -155,7 +158,7 @@ class ControlStream:
             self._inbox.close(error)
 
     def _drain(self) -> None:
-        """Reads on without keeping anything, until the coordinator ends the stream."""
+        """Read on without keeping anything, until the coordinator ends the stream."""
         try:
             for _ in self._call:
                 pass

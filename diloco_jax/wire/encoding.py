@@ -1,4 +1,4 @@
-"""Messages <-> bytes: MessagePack of tagged structs.
+"""Convert messages to bytes and back: MessagePack of tagged structs.
 
 Unknown tags, missing fields and wrong types are refused with the field's path.
 """
@@ -30,7 +30,8 @@ fetch_start = msgspec.msgpack.Decoder(bulk.FetchStart).decode
 
 
 def decoded(decode: Callable[[bytes], Decoded], raw: bytes, peer: str) -> Decoded:
-    """`decode(raw)`; RemoteProtocolError if it is not what the decoder expects."""
+    """Return `decode(raw)`; raise RemoteProtocolError if it is not what the decoder
+    expects."""
     try:
         return decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,8 +1,8 @@
-"""What can go wrong on the wire, by cause, and its table of gRPC status codes.
+"""Errors of the wire, by cause, and their gRPC status codes.
 
-Who is to blame decides the class: the path (`ConnectionLost`), this process
-(`LocalProtocolError`), the peer (`RemoteProtocolError`), the peer's policy
-(`Refused`, `Busy`, `VersionGone`) or the certificates (`SecurityError`).
+The class says which side is to blame: the path (`ConnectionLost`), this process
+(`LocalProtocolError`), the peer (`RemoteProtocolError`), the peer's policy (`Refused`,
+`Busy`, `VersionGone`) or the certificates (`SecurityError`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class WireError(Exception):
 
 
 class ConnectionLost(WireError):  # noqa: N818
-    """The peer is gone, cannot be reached, or did not answer in time. Try again."""
+    """The peer is gone, cannot be reached, or did not answer in time. A retry may
+    help."""
 
 
 class ProtocolError(WireError):
@@ -36,9 +37,9 @@ class RemoteProtocolError(ProtocolError):
 
 
 class Refused(WireError):  # noqa: N818
-    """The peer's policy said no, for good: `code` for programs, `message` for people.
+    """The peer's policy said no for good: `code` for programs, `message` for people.
 
-    The process that is refused exits with code 3.
+    The refused process exits with code 3.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -48,19 +49,20 @@ class Refused(WireError):  # noqa: N818
 
 
 class Busy(WireError):  # noqa: N818
-    """The peer has no room for this transfer now. Try again later."""
+    """The peer has no room for this transfer now. A later retry may succeed."""
 
 
 class VersionGone(WireError):  # noqa: N818
-    """The version asked for is not kept any more. Start this fragment again."""
+    """The version asked for is not kept any more. The fragment must be fetched
+    again."""
 
 
 class SecurityError(WireError):
     """A certificate or key is missing, wrong, expired or unreadable."""
 
 
-# What a server answers with, and what its client makes of it. An error that blames
-# the peer blames this process at the other end.
+# The status a server answers with, and the error its client makes of it. An error that
+# blames the peer becomes one that blames this process at the other end.
 _STATUS: tuple[tuple[type[WireError], grpc.StatusCode, type[WireError]], ...] = (
     (Refused, grpc.StatusCode.FAILED_PRECONDITION, Refused),
     (Busy, grpc.StatusCode.ABORTED, Busy),
@@ -70,7 +72,7 @@ _STATUS: tuple[tuple[type[WireError], grpc.StatusCode, type[WireError]], ...] = 
     (ConnectionLost, grpc.StatusCode.UNAVAILABLE, ConnectionLost),
     (WireError, grpc.StatusCode.INTERNAL, RemoteProtocolError),
 )
-# What gRPC itself raises.
+# The statuses that gRPC itself raises.
 _RAISED: dict[grpc.StatusCode, type[WireError]] = {
     **{code: there for _, code, there in _STATUS},
     grpc.StatusCode.DEADLINE_EXCEEDED: ConnectionLost,
@@ -82,7 +84,7 @@ _RAISED: dict[grpc.StatusCode, type[WireError]] = {
 
 
 def status_of(error: WireError) -> tuple[grpc.StatusCode, str]:
-    """The status with which a server ends a call because of `error`."""
+    """Return the status with which a server ends a call because of `error`."""
     for kind, code, _ in _STATUS:
         if isinstance(error, kind):
             return code, str(error)[:MAX_DETAIL_CHARS]
@@ -90,7 +92,7 @@ def status_of(error: WireError) -> tuple[grpc.StatusCode, str]:
 
 
 def abort(context: Any, error: WireError) -> None:
-    """Ends the call of a `grpc.ServicerContext` with `error`; never returns."""
+    """End the call of a `grpc.ServicerContext` with `error`; never return."""
     code, details = status_of(error)
     if isinstance(error, Refused):
         context.set_trailing_metadata(((CODE_KEY, error.code),))
@@ -98,7 +100,7 @@ def abort(context: Any, error: WireError) -> None:
 
 
 def from_rpc(error: Any, peer: str) -> WireError:
-    """The error behind a `grpc.RpcError` that a client got from `peer`."""
+    """Return the error behind a `grpc.RpcError` that a client got from `peer`."""
     code, details = error.code(), error.details() or "no details"
     kind = _RAISED.get(code, RemoteProtocolError)
     if kind is Refused:

@@ -1,8 +1,8 @@
-"""Chunks: how the bytes of a delta or a published fragment travel.
+"""Chunks of the bytes of a delta or a published fragment on the wire.
 
 A chunk is a header of 24 bytes (magic, XXH3-64 of the payload, offset in the whole
-payload u64, length u32; little-endian) and at most 1 MiB of payload. XXH3 because a
-CRC-32 of every byte at both ends took a quarter of a transfer's CPU time.
+payload u64, length u32; little-endian) and at most 1 MiB of payload. It is XXH3 because
+a CRC-32 of every byte at both ends took a quarter of a transfer's CPU time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _HEADER = struct.Struct("<4sQQI")
 HEADER_BYTES = _HEADER.size
 MAX_FRAME_BYTES = HEADER_BYTES + CHUNK_BYTES
 MAX_MESSAGE_BYTES = 4 << 20
-"""Frames, control messages, and what `diloco status` is answered."""
+"""Most bytes of a frame, a control message, and the answer to `diloco status`."""
 MESSAGE_PREFIX_BYTES = 5
-"""What gRPC adds to every message; counted in `wire_bytes`. HTTP/2 and TLS are not."""
+"""Bytes that gRPC adds to every message, counted in `wire_bytes`. HTTP/2 and TLS are
+not."""
 
 SIZE_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -31,7 +32,7 @@ SIZE_OPTIONS = (
 
 
 def chunks(payload: memoryview, offset: int = 0) -> Iterator[bytes]:
-    """Cuts bytes into framed chunks, one copy each; `offset` is that of the first."""
+    """Cut bytes into framed chunks, one copy each; `offset` is that of the first."""
     view = payload.cast("B")
     for start in range(0, len(view), CHUNK_BYTES):
         part = view[start : start + CHUNK_BYTES]
@@ -41,7 +42,8 @@ def chunks(payload: memoryview, offset: int = 0) -> Iterator[bytes]:
 
 
 def check(frame: bytes, *, offset: int, room: int, peer: str) -> memoryview:
-    """The payload of a chunk that must begin at `offset` and hold 1..`room` bytes.
+    """Return the payload of a chunk that must begin at `offset` and hold 1..`room`
+    bytes.
 
     Raises RemoteProtocolError naming what was expected and what was found.
     """

@@ -1,6 +1,7 @@
-"""Why a coordinator cannot be talked to: asks its socket, for a message people can use.
+"""Explain why a coordinator cannot be talked to, by asking its socket.
 
-gRPC says "unavailable" for nearly everything. Called after a failure, never before.
+gRPC says "unavailable" for nearly everything. This is called after a failure, never
+before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from diloco_jax.wire.tls import TlsFiles
 
 
 def explain(address: str, tls: TlsFiles | None, timeout_s: float) -> WireError | None:
-    """The cause, with its remedy, or None if connecting works as it should."""
+    """Return the cause with its remedy, or None if connecting works as it should."""
     host, port = parse_address(address)
     try:
         connection = socket.create_connection((host, port), timeout_s)
@@ -61,10 +62,11 @@ def _with_tls(
 ) -> WireError | None:
     context = ssl.create_default_context(cadata=tls.authority_pem.decode())
     context.set_alpn_protocols(["h2"])
-    # No stricter than gRPC, whose failure is to be explained.
+    # No stricter than gRPC, whose failure this explains.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     with tempfile.TemporaryDirectory() as folder:
-        # The standard library reads keys only from files; mkdtemp's are private.
+        # The standard library reads keys only from files; a folder of mkdtemp is
+        # private.
         pair = Path(folder) / "pair.pem"
         pair.touch(0o600)
         pair.write_bytes(tls.certificate_pem + tls.key_pem)
@@ -79,7 +81,7 @@ def _with_tls(
             f"`diloco certs --add` if it is not named there"
         )
     except TimeoutError:
-        # A peer that is slow may have certificates all the same.
+        # A slow peer may have certificates all the same.
         return ConnectionLost(
             f"{address}: no TLS handshake within {connection.gettimeout():g} s; check "
             f"that this is the coordinator's address, and that its machine and the "

@@ -1,7 +1,7 @@
 """The coordinator's end of the wire: one gRPC server for control and bulk.
 
-Control streams hold a thread each; uploads and fetches have a bounded number of
-places and are answered "busy" beyond it, so that Status always gets through.
+Each control stream holds a thread. Uploads and fetches have a bounded number of places
+and are answered "busy" beyond it, so that Status always gets through.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STREAMS_PER_CONNECTION = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FetchSource:
-    """What a fetch is served from; `buffers`, row-major and end to end, are the
+    """Bytes that a fetch is served from; `buffers`, row-major and end to end, are the
     payload."""
 
     version: Version
@@ -49,27 +49,27 @@ class FetchSource:
 
 
 class Handlers(ControlHandlers, Protocol):
-    """What the coordinator does about calls; called from many threads at once."""
+    """The coordinator's answers to calls; many threads call them at once."""
 
     def upload_begin(self, start: UploadStart) -> memoryview:
-        """The writable place, `start.length` bytes, of this stripe.
+        """Return the writable place, `start.length` bytes, of this stripe.
 
         May raise Refused, Busy or RemoteProtocolError.
         """
 
     def upload_end(self, start: UploadStart, place: memoryview) -> bool:
-        """The stripe is in the place that `upload_begin` gave, checked; returns whether
-        it was the last."""
+        """Accept the checked stripe in the place from `upload_begin`; return True if it
+        was the last."""
 
     def fetch(self, request: FetchRequest) -> FetchSource:
-        """The bytes to serve a stripe from; may raise Refused or VersionGone."""
+        """Return the bytes to serve a stripe from; may raise Refused or VersionGone."""
 
     def status(self) -> dict[str, Any]:
-        """JSON-compatible state for `diloco status`."""
+        """Return JSON-compatible state for `diloco status`."""
 
 
 class Server:
-    """Listens for islands. Four verbs: make, `start`, serve, `stop`."""
+    """Listen for islands. Four verbs: make, `start`, serve, `stop`."""
 
     def __init__(
         self,
@@ -82,11 +82,12 @@ class Server:
         bulk_channels: int,
         insecure: bool = False,
     ) -> None:
-        """Raises ConfigError if `bind` is malformed or must not go without TLS."""
+        """Raise ConfigError if `bind` is malformed or must not go without TLS."""
         addresses.require_tls(bind, tls=tls is not None, insecure=insecure)
         self._bind, self._handlers, self._tls = bind, handlers, tls
         self._deadlines = deadlines
-        # Twice: a lost island may be back before its old stream is known to be dead.
+        # Twice, since a lost island may be back before its old stream is known to be
+        # dead.
         self._max_sessions = 2 * max_islands
         self._bulk_places = threading.Semaphore(2 * bulk_channels * max_islands)
         self._threads = (
@@ -97,7 +98,7 @@ class Server:
         self._sessions: dict[int, Session] = {}
 
     def start(self) -> str:
-        """Binds and serves; returns `HOST:PORT` with the port that was bound.
+        """Bind and serve; return `HOST:PORT` with the port that was bound.
 
         Raises ConfigError naming the address if it cannot be bound.
         """
@@ -124,8 +125,8 @@ class Server:
         return addresses.format_address(host, port)
 
     def hand_over(self, handlers: Handlers) -> None:
-        """Others answer from here on; open sessions end, for their peers to come to
-        these."""
+        """Let other handlers answer from here on. Open sessions end, so that their
+        peers come to the new handlers."""
         with self._lock:
             self._handlers = handlers
             sessions = list(self._sessions.values())
@@ -133,8 +134,8 @@ class Server:
             session.close()
 
     def stop(self, grace_s: float) -> None:
-        """No new calls; sessions get what is queued for them; what still runs after
-        `grace_s` is cut off."""
+        """Refuse new calls and send what is queued for sessions; cut off what still
+        runs after `grace_s`."""
         stopped = self._grpc.stop(grace_s)
         with self._lock:
             sessions = list(self._sessions.values())
@@ -231,7 +232,7 @@ class Server:
 
     @contextlib.contextmanager
     def _answering(self, context: Any) -> Iterator[None]:
-        """Turns what is raised inside into the status that the peer gets."""
+        """Turn an error raised inside into the status that the peer gets."""
         try:
             yield
         except grpc.RpcError:
@@ -246,7 +247,8 @@ class Server:
 
 
 def server_options(deadlines: Deadlines) -> list[tuple[str, Any]]:
-    """gRPC's options: sizes, keepalive within the time budget, no shared port."""
+    """Return gRPC's options: sizes, keepalive within the time budget, no shared
+    port."""
     half_budget_ms = int(deadlines.budget_s * 500)
     return [
         *frames.SIZE_OPTIONS,
@@ -255,7 +257,7 @@ def server_options(deadlines: Deadlines) -> list[tuple[str, Any]]:
         ("grpc.keepalive_time_ms", half_budget_ms),
         ("grpc.keepalive_timeout_ms", half_budget_ms),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Clients ping as often; gRPC would count that as abuse.
+        # Clients ping as often as this; gRPC would count that as abuse.
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.max_pings_without_data", 0),
     ]
@@ -268,7 +270,7 @@ def _store(
     guard: Guard,
     peer: str,
 ) -> None:
-    """Checks an upload's chunks and copies them to their place."""
+    """Check an upload's chunks and copy them to their place."""
     stored = 0
     for frame in requests:
         part = frames.check(
@@ -286,7 +288,7 @@ def _store(
 def _frames(
     buffers: Sequence[bytes | bytearray | memoryview], offset: int, length: int
 ) -> Iterator[bytes]:
-    """Frames bytes `offset` to `offset + length` of buffers laid end to end."""
+    """Frame bytes `offset` to `offset + length` of buffers laid end to end."""
     begin, end = 0, offset + length
     for buffer in buffers:
         view = memoryview(buffer)

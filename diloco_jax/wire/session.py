@@ -1,7 +1,8 @@
 """The coordinator's end of one control stream.
 
-Two threads per session: gRPC's sends what `Session.send` queued, a daemon one reads
-and calls the handlers, always in the order connect, receive ..., disconnect.
+A session has two threads. gRPC's thread sends what `Session.send` queued; a daemon
+thread reads and calls the handlers, always in the order connect, receive ...,
+disconnect.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ OUTBOX_BYTES = encoding.QUEUED_CONTROL_BYTES
 
 
 class ControlHandlers(Protocol):
-    """What a session calls, from its own reading thread."""
+    """Handlers that a session calls from its own reading thread."""
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
-        """A peer said hello; whatever it is answered goes through `session.send`.
+        """Handle a peer's hello; every answer goes through `session.send`.
 
         May raise Refused; then neither `receive` nor `disconnect` is called.
         """
@@ -37,10 +38,11 @@ class ControlHandlers(Protocol):
     def receive(
         self, session: Session, message: messages.Report | messages.Goodbye
     ) -> None:
-        """The peer's next message."""
+        """Handle the peer's next message."""
 
     def disconnect(self, session: Session) -> None:
-        """The session is over, whoever ended it. Called once."""
+        """Handle the end of the session, which either end may have caused. Called
+        once."""
 
 
 class Session:
@@ -56,10 +58,10 @@ class Session:
         self._outbox = ByteQueue(OUTBOX_BYTES)
 
     def send(self, message: messages.FromCoordinator) -> None:
-        """Queues a message and returns at once; does nothing on a closed session.
+        """Queue a message and return at once; do nothing on a closed session.
 
-        A peer that leaves more than `OUTBOX_BYTES` unread is too slow to follow: its
-        session ends, and it may come back.
+        A peer that leaves more than `OUTBOX_BYTES` unread is too slow: its session
+        ends, and it may come back.
         """
         try:
             stored = self._outbox.put(encoding.encode(message))
@@ -80,13 +82,13 @@ class Session:
         return self._outbox.held_bytes
 
     def close(self, refused: Refused | None = None) -> None:
-        """Ends the session after what is queued, with a last word if refused."""
+        """End the session after the queued messages, with a last word if refused."""
         if refused is not None:
             self.send(messages.Refused(code=refused.code, message=refused.message))
         self._outbox.close()
 
     def fail(self, error: WireError) -> None:
-        """Ends the session after what is queued; the peer is told of the error."""
+        """End the session after the queued messages; tell the peer of the error."""
         self._outbox.close(error)
 
     def serve(
@@ -96,7 +98,7 @@ class Session:
         watch: IdleWatch,
         deadlines: Deadlines,
     ) -> Iterator[bytes]:
-        """The stream's answers, until the session ends."""
+        """Yield the stream's answers until the session ends."""
         if not self._context.add_callback(self._outbox.close):
             return
         threading.Thread(
@@ -183,7 +185,7 @@ class Session:
 
 
 def internal_error(error: Exception) -> WireError:
-    """What a peer is told of a bug or a full disk at this end."""
+    """Make the error that a peer is told of a bug or a full disk at this end."""
     return WireError(
         f"the coordinator failed on this call ({type(error).__name__}); see its log"
     )

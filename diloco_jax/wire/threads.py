@@ -1,8 +1,8 @@
-"""Queues that are bounded, waits that end, threads that hold up nobody.
+"""Bounded queues, waits that end, and threads that hold up no process.
 
 gRPC's synchronous interface has no deadline on one message of a stream; `IdleWatch`
-adds it. Its threads, and those of the standard library's pools, outlive their owner;
-`DaemonPool`'s do not keep a process from ending.
+adds it. Its threads, and those of the standard library's pools, outlive their owner.
+The threads of `DaemonPool` do not keep a process from ending.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _POLL_S = 60.0
 
 
 class QueueClosed(Exception):  # noqa: N818
-    """The queue is closed and, to its reader, empty. `error` says why, if anything."""
+    """The queue is closed and, for its reader, empty. `error` says why, if anything."""
 
     def __init__(self, error: WireError | None) -> None:
         super().__init__(error)
@@ -30,19 +30,22 @@ class QueueClosed(Exception):  # noqa: N818
 
 
 class ByteQueue:
-    """First in, first out; bounded by the bytes it holds; ends when closed."""
+    """First-in-first-out queue, bounded by the bytes it holds; it ends when closed."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self.held_bytes = 0
-        """What the items take, a little extra for each included."""
+        """Bytes that the items take, with a little extra for each."""
         self._items: collections.deque[bytes] = collections.deque()
         self._condition = threading.Condition()
         self._closed = False
         self._error: WireError | None = None
 
     def put(self, item: bytes, *, wait: bool = False) -> bool:
-        """False if there is no room; `wait` waits for it. QueueClosed if closed."""
+        """Add an item; return False if there is no room, or wait for room with `wait`.
+
+        Raises QueueClosed if the queue is closed.
+        """
         size = len(item) + _ITEM_OVERHEAD_BYTES
         with self._condition:
             while True:
@@ -59,7 +62,8 @@ class ByteQueue:
             return True
 
     def get(self, timeout_s: float = _POLL_S) -> bytes | None:
-        """None after `timeout_s` without an item; QueueClosed after the last one."""
+        """Return the next item; None after `timeout_s` without one; QueueClosed after
+        the last."""
         deadline = time.monotonic() + timeout_s
         with self._condition:
             while not self._items:
@@ -75,7 +79,7 @@ class ByteQueue:
             return item
 
     def close(self, error: WireError | None = None, *, discard: bool = False) -> None:
-        """No more items; what is held is still read unless `discard`. The first
+        """Accept no more items; what is held is still read unless `discard`. The first
         call's error stays."""
         with self._condition:
             if not self._closed:
@@ -96,22 +100,22 @@ class Guard:
         self._touched = time.monotonic()
 
     def touch(self) -> None:
-        """There was progress: the limit starts anew."""
+        """Note progress: the limit starts anew."""
         self._touched = time.monotonic()
 
     @property
     def expires(self) -> float:
-        """Time, on the monotonic clock, at which it expires unless touched."""
+        """Time on the monotonic clock at which the guard expires unless touched."""
         return self._touched + self.limit_s
 
     def expire(self) -> None:
-        """Ends what is guarded."""
+        """End what is guarded."""
         self.expired = True
         self._on_expiry()
 
 
 class IdleWatch:
-    """Ends what makes no progress: one daemon thread for any number of guards."""
+    """End what makes no progress: one daemon thread for any number of guards."""
 
     def __init__(self, name: str) -> None:
         self._guards: set[Guard] = set()
@@ -122,8 +126,8 @@ class IdleWatch:
 
     @contextlib.contextmanager
     def guard(self, limit_s: float, on_expiry: Callable[[], Any]) -> Iterator[Guard]:
-        """Calls `on_expiry` (which must not block) if, inside, nothing touches the
-        guard for `limit_s`."""
+        """Call `on_expiry`, which must not block, if nothing touches the guard for
+        `limit_s` inside the block."""
         guard = Guard(limit_s, on_expiry)
         with self._condition:
             self._guards.add(guard)
@@ -135,7 +139,7 @@ class IdleWatch:
                 self._guards.discard(guard)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread; guards expire no more."""
+        """End the thread; guards expire no more."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -159,7 +163,7 @@ class IdleWatch:
 
 
 class DaemonPool(futures.Executor):
-    """At most `limit` daemon threads, started as they are needed."""
+    """At most `limit` daemon threads, started when needed."""
 
     def __init__(self, limit: int, name: str) -> None:
         self._limit, self._name = limit, name
@@ -170,7 +174,8 @@ class DaemonPool(futures.Executor):
         self._closed = False
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        """As `concurrent.futures.Executor.submit`; RuntimeError after `close`."""
+        """Submit a task like `concurrent.futures.Executor.submit`; RuntimeError after
+        `close`."""
         future: futures.Future[Any] = futures.Future()
 
         def task() -> None:
@@ -195,7 +200,7 @@ class DaemonPool(futures.Executor):
         return future
 
     def close(self, timeout_s: float) -> None:
-        """Takes no more tasks and waits for those it has, at most `timeout_s`."""
+        """Take no more tasks and wait for those under way, at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with self._condition:
             self._closed = True
@@ -214,4 +219,4 @@ class DaemonPool(futures.Executor):
                     return
                 task = self._tasks.popleft()
             task()
-            del task  # holds its arguments, a whole payload, while the thread idles
+            del task  # an idle thread would hold its arguments, a whole payload

@@ -19,7 +19,7 @@ Role = Literal["coordinator", "island"]
 
 @dataclasses.dataclass(frozen=True)
 class TlsFiles:
-    """What one role needs of the folder that `diloco certs` makes."""
+    """Files that one role needs from the folder that `diloco certs` makes."""
 
     folder: Path
     role: Role
@@ -29,7 +29,7 @@ class TlsFiles:
 
     @classmethod
     def load(cls, folder: str | Path, role: Role) -> TlsFiles:
-        """Reads `ca.pem`, `ROLE.pem` and `ROLE.key`.
+        """Read `ca.pem`, `ROLE.pem` and `ROLE.key`.
 
         Raises SecurityError naming the file if one is missing or unreadable, expired,
         not signed by the authority, or not of a pair.
@@ -45,8 +45,8 @@ class TlsFiles:
 
     @classmethod
     def load_any(cls, folder: str | Path) -> TlsFiles:
-        """As `load`, the island's or, where only these are, the coordinator's: for
-        whoever asks how the run stands."""
+        """Load the island's files, or the coordinator's where only these exist, as for
+        a person who asks how the run stands. Raises SecurityError as `load` does."""
         islands = (Path(folder) / "island.pem").exists()
         return cls.load(
             folder,
@@ -56,7 +56,8 @@ class TlsFiles:
         )
 
     def server_credentials(self) -> Any:
-        """`grpc.ServerCredentials` that let in only what the authority signed."""
+        """Return `grpc.ServerCredentials` that let in only what the authority
+        signed."""
         return grpc.ssl_server_credentials(
             [(self.key_pem, self.certificate_pem)],
             root_certificates=self.authority_pem,
@@ -64,7 +65,7 @@ class TlsFiles:
         )
 
     def channel_credentials(self) -> Any:
-        """`grpc.ChannelCredentials` that trust only the authority."""
+        """Return `grpc.ChannelCredentials` that trust only the authority."""
         return grpc.ssl_channel_credentials(
             self.authority_pem, self.key_pem, self.certificate_pem
         )

@@ -31,12 +31,12 @@ from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 
 MIN_STRIPE_BYTES = 1 << 20
 FIRST_STRIPE_BYTES = 2 << 20
-"""A fetch's first request, made before the size of the payload is known."""
+"""Bytes of a fetch's first request, made before the size of the payload is known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """A fragment's version, complete and checked."""
+    """A complete and checked version of a fragment."""
 
     version: Version
     full: bool
@@ -44,11 +44,11 @@ class Fetched:
     count: int
     payload: memoryview
     wire_bytes: int
-    """Bytes received, headers and what was received twice included."""
+    """Bytes received, with headers and repeated bytes."""
 
 
 class Transfers:
-    """Uploads and fetches over the bulk channels, with threads of their own."""
+    """Upload and fetch over the bulk channels, with threads of their own."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Transfers:
         return fetch.result(wire_bytes)
 
     def cancel(self) -> None:
-        """Ends all transfers, those to come too."""
+        """Cancel all transfers, including later ones."""
         with self._lock:
             self._closed = True
             groups = list(self._groups)
@@ -134,7 +134,7 @@ class Transfers:
             group.cancel()
 
     def close(self, timeout_s: float) -> None:
-        """After `cancel`: waits for the threads."""
+        """Wait for the threads, after `cancel`."""
         deadline = time.monotonic() + timeout_s
         for pool in (self._upload_pool, self._fetch_pool):
             pool.close(max(0.0, deadline - time.monotonic()))
@@ -142,8 +142,8 @@ class Transfers:
     def _send(
         self, method: Any, calls: CallGroup, start: UploadStart, view: memoryview
     ) -> int:
-        """Uploads a stripe; again, and it alone, while the peer is too busy for it.
-        Returns the bytes sent, those of all attempts."""
+        """Upload a stripe, and repeat it alone while the peer is too busy for it.
+        Return the bytes that all attempts sent."""
         backoff = Backoff(self._deadlines)
         deadline = time.monotonic() + self._deadlines.budget_s
         sent = 0
@@ -197,7 +197,7 @@ class Transfers:
 @dataclasses.dataclass
 class _Stripe:
     position: int
-    """First byte of the payload that is not here yet."""
+    """First byte of the payload that has not arrived yet."""
     end: int
     wire_bytes: int = 0
 
@@ -226,7 +226,7 @@ class _Fetch:
         stripe: _Stripe,
         on_first_answer: Callable[[], None] | None = None,
     ) -> int:
-        """Fetches a stripe, attempt after attempt; returns the bytes received."""
+        """Fetch a stripe, attempt after attempt; return the bytes received."""
         backoff = Backoff(self._deadlines)
         while True:
             position = stripe.position
@@ -247,7 +247,7 @@ class _Fetch:
                     raise
 
     def result(self, wire_bytes: int) -> Fetched:
-        """The payload, once all stripes are here."""
+        """Return the payload, once all stripes have arrived."""
         start = self._start
         assert start is not None
         return Fetched(
@@ -326,8 +326,8 @@ class _Fetch:
 
 
 def stripes(total: int, most: int) -> list[tuple[int, int]]:
-    """Cuts `total` bytes into at most `most` (offset, length) of equal size, each of
-    at least 1 MiB unless there is only one."""
+    """Cut `total` bytes into at most `most` (offset, length) of equal size, each of at
+    least 1 MiB unless there is only one."""
     number = max(1, min(most, total // MIN_STRIPE_BYTES))
     edges = [total * i // number for i in range(number + 1)]
     return [(low, high - low) for low, high in itertools.pairwise(edges)]

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib import pyplot
+
+from diloco_jax.observability.tape import read_tape
 
 matplotlib.use("agg")
 matplotlib.rcParams["svg.hashsalt"] = "survives_a_kill"
-from matplotlib import pyplot  # noqa: E402
-
-from diloco_jax.observability.tape import read_tape  # noqa: E402
 
 COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7")  # Okabe and Ito.
 INK, PAPER = "#222222", "#ffffff"  # Opaque, so that a dark page shows it as well.

@@ -17,7 +17,7 @@ def wait_until(condition, what):
 
 
 def is_alive(pid):
-    """Whether the process exists and is not a zombie."""
+    """Return True if the process exists and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"

@@ -7,7 +7,7 @@ import pytest
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster.beginning import Beginning
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, RunConfig
-from diloco_jax.loading import read_config_json
+from diloco_jax.config.loading import read_config_json
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_two_of_one_second_have_workdirs_of_their_own(unnamed, monkeypatch):
 
 
 def start(beginning):
-    """What a start leaves before it fails."""
+    """Leave the files of a start before it fails."""
     beginning.create()
     (beginning.workdir / "run.json.17.tmp").touch()
     (beginning.workdir / "logs").mkdir()
@@ -91,7 +91,7 @@ def test_what_others_put_into_the_workdir_stays(config, tmp_path):
 
 
 def killed(config, *, log=False, snapshot="0.orbax-checkpoint-tmp-1"):
-    """What a start leaves that was killed."""
+    """Leave the files of a start that was killed."""
     with Beginning(config, "configs/x.py") as beginning:
         start(beginning)
         workdir = beginning.workdir

@@ -1,4 +1,4 @@
-"""What processes of a run are started with."""
+"""Command lines and environment of a run's processes."""
 
 from diloco_jax.cluster import commands
 

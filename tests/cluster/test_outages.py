@@ -1,4 +1,4 @@
-"""How long an island was away, as the closing report tells it."""
+"""Times for which an island was away, as the closing report tells them."""
 
 from diloco_jax.cluster.cluster import Outages
 

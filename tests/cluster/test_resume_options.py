@@ -7,7 +7,7 @@ import pytest
 from diloco_jax import cli
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster.resume import (
-    Replacement,
+    ReplacedFiles,
     require_one_workdir,
     resumed_config,
     with_config,
@@ -20,7 +20,7 @@ from diloco_jax.config import (
     OuterConfig,
     RunConfig,
 )
-from diloco_jax.loading import read_config_json
+from diloco_jax.config.loading import read_config_json
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_start_that_failed_leaves_the_workdir_as_it_was(config, workdir):
     (workdir / "summary.json").write_text('{"merges": 3}')
     (workdir / "coordinator.address").write_text("of one that was killed")
     other = dataclasses.replace(config, islands={"c": IslandConfig()})
-    change = Replacement(other, workdir)
+    change = ReplacedFiles(other, workdir)
     assert read_config_json(workdir / "config.json") == other
     assert not (workdir / "summary.json").exists()
     assert not (workdir / "coordinator.address").exists()

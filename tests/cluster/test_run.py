@@ -23,7 +23,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.loading import write_json
+from diloco_jax.files import write_json
 from diloco_jax.observability.tape import Tape
 from diloco_jax.wire.errors import SecurityError
 from diloco_jax.workdir import begin_run, read_summary
@@ -254,13 +254,13 @@ def test_a_silent_coordinator_is_given_up(launch):
 
 
 class NoFlush(Deadlines):
-    """Of a launcher that gives a run without islands up at once."""
+    """Deadlines of a launcher that gives up a run without islands at once."""
 
     flush_s = 0.1
 
 
 def test_a_run_whose_islands_are_all_refused_ends_with_code_3(launch, monkeypatch):
-    monkeypatch.setattr(run_module, "Deadlines", NoFlush)
+    monkeypatch.setattr(Placement, "deadlines", NoFlush(60.0))
     refused = "import sys; print('corpus differs'); sys.exit(3)"
     code, summary, seen = launch(island=refused)
     assert code == 3

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
-from hypothesis import strategies as st
 
 from diloco_jax.config import Placement, RunConfig, SyncConfig, shared_fields
 from diloco_jax.coordinator import summary
@@ -25,9 +24,10 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.coordinator.store import Merged
-from diloco_jax.core.codec import get_codec
+from diloco_jax.coordinator.store import ComputedMerge
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.core.merge.measures import MergeMeasures
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
@@ -78,18 +78,21 @@ class Store:
 
     layouts_up = LAYOUTS
 
-    def merge(self, *arguments: Any, **options: Any) -> Merged:
-        return Merged(
+    def merge(self, *arguments: Any, **options: Any) -> ComputedMerge:
+        return ComputedMerge(
             version=Version(),
             theta={},
             anchor={},
             outer_state=None,
+            merge_state=(),
             payload=b"",
             digest="d",
             norm=1.0,
+            measures=MergeMeasures(),
+            sample=(),
         )
 
-    def commit(self, fragment: int, merged: Merged) -> None:
+    def commit(self, fragment: int, merged: ComputedMerge) -> None:
         """Nothing is published."""
 
     def is_finite(self, fragment: int, payload: Any) -> bool:
@@ -148,8 +151,8 @@ class Coordinator:
         return self.lead.state
 
     def keep_house(self, lead: Lead) -> None:
-        """What the coordinator's process does twice a second, at an end, and for a
-        snapshot; and the books balance."""
+        """Do the coordinator's regular work, the end's and a snapshot's; check that the
+        books balance."""
         self.roster.save()
         shown = {"alerts": [], "now": 1e9}
         status = summary.status(CONFIG, self.state, self.roster, seconds=1.0, **shown)
@@ -186,148 +189,6 @@ class Gathering:
                 self.thread._handle(event, before, peer)
         self.thread._handle(Timer(), None, None)
         json.dumps(self.handlers.status(), allow_nan=False)
-
-
-# ---- what peers say ---------------------------------------------------------------
-
-WEIRD_NUMBERS = st.sampled_from(
-    (
-        -1,
-        0,
-        1,
-        2**24,
-        2**31,
-        2**40,
-        2**48,
-        2**48 + 1,
-        2**62,
-        2**63 - 1,
-        2**63,
-        2**64 - 1,
-    )
-)
-SMALL = st.integers(0, 40)
-WEIRD = st.recursive(
-    st.one_of(
-        WEIRD_NUMBERS,
-        st.floats(),
-        st.none(),
-        st.text(max_size=5),
-        st.sampled_from(
-            ("x" * 2_000, "../../x", "a\nERROR", "coordinator", "\udcff"[:0])
-        ),
-        st.binary(max_size=5),
-        st.just(msgspec.msgpack.Ext(5, b"x")),
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(
-            st.one_of(st.text(max_size=3), WEIRD_NUMBERS), inner, max_size=3
-        ),
-    ),
-    max_leaves=4,
-)
-NUMBER = st.one_of(SMALL, SMALL, WEIRD_NUMBERS)
-SECONDS = st.one_of(
-    st.floats(0, 10), st.floats(), st.sampled_from((5e-324, 1e-300, 1e9, 1e-9))
-)
-VERSION = st.tuples(st.integers(0, 3), NUMBER)
-RECORD = st.fixed_dictionaries(
-    {
-        "seq": st.integers(1, 50),
-        "kind": st.sampled_from(
-            ("took", "adopted", "reopened", "dropped", "reset", "carried", "granted")
-        ),
-        "step": NUMBER,
-    },
-    optional={
-        "fragment": st.integers(-1, 2),
-        "tick": NUMBER,
-        "version": VERSION,
-        "start": NUMBER,
-        "stop": NUMBER,
-        "value": NUMBER,
-    },
-)
-PHASE = st.sampled_from(("joining", "compiling", "training", "training", "stopped"))
-MEASURES = st.dictionaries(
-    st.sampled_from(messages.Measures.__struct_fields__),
-    st.one_of(NUMBER, SECONDS),
-    max_size=6,
-)
-OUTSTANDING = st.fixed_dictionaries(
-    {
-        "fragment": st.integers(0, 2),
-        "tick": NUMBER,
-        "start": NUMBER,
-        "end": NUMBER,
-        "base": VERSION,
-        "seq": st.integers(1, 50),
-    }
-)
-FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
-    "Hello": {
-        "incarnation": st.one_of(st.integers(1, 3), WEIRD_NUMBERS),
-        "session": st.sampled_from(("s", "t")),
-        "run_id": st.sampled_from(("", "r", "other")),
-        "term": st.integers(0, 2),
-        "tokens_per_step": st.sampled_from((8, 16, 12, 2**40)),
-        "sequences_per_step": st.sampled_from((2, 4, 3, 2**24)),
-        "steps": NUMBER,
-        "step_seconds": SECONDS,
-        "phase": PHASE,
-        "outstanding": st.lists(OUTSTANDING, max_size=2),
-        "sequences_granted": NUMBER,
-        "records_through": NUMBER,
-        "versions": st.lists(VERSION, max_size=2),
-        "tokens": NUMBER,
-        "next_position": NUMBER,
-        "lead": NUMBER,
-        "environment": st.dictionaries(st.text(max_size=3), WEIRD, max_size=2),
-        "island_config": st.dictionaries(st.text(max_size=3), WEIRD, max_size=2),
-        "plan": st.just("other"),
-    },
-    "Report": {
-        "phase": PHASE,
-        "steps": NUMBER,
-        "step_seconds": SECONDS,
-        "records": st.lists(RECORD, max_size=3),
-        "measures": MEASURES,
-    },
-    "Goodbye": {
-        "reason": st.sampled_from(("stopped", "preempted", "refused", "failed")),
-        "text": st.text(max_size=10),
-    },
-    "UploadStart": {
-        "incarnation": st.integers(0, 2),
-        "session": st.sampled_from(("s", "t")),
-        "fragment": NUMBER,
-        "tick": NUMBER,
-        "offset": NUMBER,
-        "length": NUMBER,
-        "total": NUMBER,
-        "version": st.one_of(st.none(), VERSION),
-    },
-    "FetchRequest": {"fragment": NUMBER, "want": VERSION, "have": VERSION},
-    "Take": {"step": NUMBER, "start": NUMBER, "version": VERSION, "seq": SMALL},
-}
-
-
-@st.composite
-def said(draw: st.DrawFn) -> tuple[str, str, dict[str, Any]]:
-    """Who says which message, and what of it is not as an honest island says it."""
-    island = draw(st.sampled_from(("a", "a", "a", "b", "b", "c", "d")))
-    usual = ("Report", "Report", "Take", "Take", "Take")
-    kind = draw(st.sampled_from((*usual, *FIELDS, "Cut")))
-    if draw(st.booleans()):
-        return island, kind, {}
-    changed: dict[str, Any] = {}
-    if kind in FIELDS:
-        names = sorted(FIELDS[kind])
-        for name in draw(st.lists(st.sampled_from(names), max_size=3, unique=True)):
-            strategy = FIELDS[kind][name]
-            changed[name] = draw(st.one_of(strategy, strategy, strategy, WEIRD))
-    return island, kind, changed
 
 
 class Peer:

@@ -1,4 +1,4 @@
-"""What a coordinator's process is, whatever machine it is on."""
+"""The process of a coordinator, the same on any machine."""
 
 import dataclasses
 
@@ -8,10 +8,10 @@ import tiny
 
 from diloco_jax import checkpoint, run_files
 from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig, SyncConfig
+from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import main
 from diloco_jax.exit_codes import EXIT_DONE
-from diloco_jax.loading import resolve
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the engine does with effects: durable first, visible afterwards."""
+"""The engine carries out effects: durable first, visible afterwards."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def make_engine(tmp_path, store, island):
             overlap_steps=1,
             quorum=1,
             grace=0.0,
-            awaits_alike=True,
-            scale_partial_merges=True,
+            grace_window="alike",
+            partial_merges="scaled",
             max_staleness=1,
             total_tokens=10**9,
             lease_s=2 * WAIT_S,

@@ -10,7 +10,7 @@ import pytest
 
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.rooms import Rooms
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.payload import Box, PayloadLayout
 from diloco_jax.protocol.values import DeltaKey
@@ -90,7 +90,7 @@ def test_an_island_has_two_deltas_of_a_fragment_at_most():
     inbox = Inbox(LAYOUTS, Rooms(1000))
     assert put(inbox, start(incarnation=1), 1)
     assert put(inbox, start(incarnation=2), 2)
-    with pytest.raises(Busy, match="2 deltas of fragment 0 of 'a' are here"):
+    with pytest.raises(Busy, match="2 deltas of fragment 0 of 'a' have arrived"):
         inbox.begin(start(incarnation=3))
     assert put(inbox, start(incarnation=3, island="b"), 3)
     inbox.drop(KEY)

@@ -65,7 +65,7 @@ def test_a_damaged_length_is_no_unfinished_record(tmp_path, record, field):
     data = bytearray(path.read_bytes())
     data[len(data) // 3 * record + field + 1] ^= 0x40  # longer by 16 KiB
     path.write_bytes(data)
-    with pytest.raises(DurableError, match="whole ones after its beginning"):
+    with pytest.raises(DurableError, match="whole ones follow its beginning"):
         numbers(tmp_path)
     assert path.read_bytes() == data
 
@@ -79,7 +79,7 @@ def test_a_payload_that_looks_like_a_record_hides_none_after_it(tmp_path):
     data = bytearray(path.read_bytes())
     data[9] ^= 0x40  # The first payload is longer by 16 KiB.
     path.write_bytes(data)
-    with pytest.raises(DurableError, match="whole ones after its beginning"):
+    with pytest.raises(DurableError, match="whole ones follow its beginning"):
         numbers(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""What coordinators wrote of themselves onto tapes before is read as it was."""
+"""Notes of earlier coordinators on tapes are read as they were."""
 
 import json
 
@@ -32,6 +32,14 @@ LINES = {
         **MADE_OF,
         "parameters_digest": "feed",
         **HERE,
+    },
+    notes.Measured: {
+        "kind": "measured",
+        "fragment": 1,
+        "version": [1, 3],
+        "pairwise_cosine": 0.25,
+        "length_ratio": 0.9,
+        "step_ratio": 0.5,
     },
     notes.Hello: {
         "kind": "hello",

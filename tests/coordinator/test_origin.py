@@ -10,7 +10,15 @@ from coordinator_support import SHAPES
 from etils import epath
 
 from diloco_jax import checkpoint
-from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    IslandConfig,
+    OuterConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+)
 from diloco_jax.coordinator import origin
 from diloco_jax.coordinator.log import DurableError, RecordLog
 from diloco_jax.coordinator.settings import policy_config
@@ -18,6 +26,7 @@ from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.observability.tape import Tape, read_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.values import Contribution, Version
 
 JOINED = records.Joined(
     island="a", incarnation=3, session="s", tokens_per_step=8, sequences_per_step=2
@@ -26,7 +35,8 @@ JOINED = records.Joined(
 
 @pytest.fixture
 def recover(run, store, tmp_path):
-    """Recovers from a snapshot and these records in the log after it. torn: a second
+    """Recovers from a snapshot and these records, with payloads or without, in the log
+    after it. torn: a second
     snapshot comes after them, which does not read. forgotten: so are the records."""
     shapes = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
@@ -45,7 +55,7 @@ def recover(run, store, tmp_path):
         snapshots.save(0, initial(policy), store.arrays())
         log = RecordLog(tmp_path / "log", after=0)
         for line in lines:
-            log.append(line)
+            log.append(*line if isinstance(line, tuple) else (line,))
         if torn:
             number = log.rotate()
             snapshots.save(number, initial(policy), store.arrays())
@@ -78,6 +88,43 @@ def test_what_the_log_has_is_the_state_and_comes_onto_the_tape(
     assert kinds == ["joined", "recovered"]
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        RunConfig(
+            outer=OuterConfig(optimizer=optimizer, learning_rate=0.7, momentum=0.9),
+            sync=SyncConfig(fragments=2),
+        )
+        for optimizer in ("nesterov", "adam")
+    ],
+    ids=lambda run: run.outer.optimizer,
+)
+def test_a_recovery_says_if_momentum_is_left_as_it_was(
+    recover, run, store, tmp_path, caplog
+):
+    part = Contribution(
+        island="a", incarnation=3, tick=1, start=0, end=1, tokens=8, base=Version()
+    )
+    delta = np.zeros(store.layouts_up[0].total_bytes, np.uint8)
+    merged = store.merge(0, Version(1, 1), [part], [delta], final=False)
+    line = records.Merged(
+        fragment=0,
+        version=Version(1, 1),
+        tick=1,
+        final=False,
+        contributions=(part,),
+        share=1.0,
+        verdicts={},
+        digest=merged.digest,
+    )
+    recover((records.line(JOINED), b""), (records.line(line), merged.payload))
+    *_, recovered = read_tape(tmp_path / "tape.jsonl")
+    untouched = run.outer.optimizer == "adam"
+    assert recovered.get("momentum_untouched", False) == untouched
+    said = [r for r in caplog.records if "momentum of outer.optimizer" in r.message]
+    assert len(said) == untouched
+
+
 def test_a_snapshot_torn_by_a_power_cut_is_passed_over_while_the_log_goes_back(
     recover, store, caplog
 ):
@@ -86,7 +133,9 @@ def test_a_snapshot_torn_by_a_power_cut_is_passed_over_while_the_log_goes_back(
     assert state.islands["a"].incarnation == 3
     assert found.digest() == store.digest()
     (warning,) = (r.message for r in caplog.records if "checkpoint 1 in" in r.message)
-    assert warning.endswith("); going on from snapshot 0, after which the log has all")
+    assert warning.endswith(
+        "); going on from snapshot 0, after which the log is complete"
+    )
 
 
 def test_a_damaged_snapshot_that_the_log_was_cut_off_for_is_refused(recover):

@@ -1,4 +1,4 @@
-"""What islands say reaches the policy as they said it."""
+"""Messages of islands reach the policy unchanged."""
 
 from __future__ import annotations
 
@@ -113,4 +113,8 @@ def test_absurd_products_are_turned_away_at_the_door() -> None:
         )
         with pytest.raises(RemoteProtocolError, match="1073741824 steps of"):
             service.receive(cast(Any, session), report)
+    fast = messages.Measures(steps=1, median_step_seconds=5e-324)
+    report = messages.Report(phase="training", steps=1, step_seconds=1.0, measures=fast)
+    with pytest.raises(RemoteProtocolError, match="take 5e-324 s, no step takes less"):
+        service.receive(cast(Any, session), report)
     assert not posted

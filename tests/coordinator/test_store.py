@@ -3,6 +3,7 @@
 import gc
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -10,19 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from coordinator_support import AXES, PIN_S, SHAPES
+from etils import epath
 
+from diloco_jax import checkpoint
+from diloco_jax.config import Placement
+from diloco_jax.coordinator.settings import outer_settings, policy_config
+from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.coordinator.store import (
     PINNED_VERSIONS,
     RETAINED_PUBLISHES,
     Store,
-    outer_settings,
 )
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments, to_pieces
-from diloco_jax.core.merge import merge_deltas, rule_for
-from diloco_jax.core.outer import make_outer, outer_step
+from diloco_jax.core.merge.merging import merge_deltas, rule_for
+from diloco_jax.core.merge.rda import RDA
+from diloco_jax.core.outer.optimizer import make_outer, outer_step
 from diloco_jax.core.payload import Box, PayloadLayout
 from diloco_jax.core.publish import apply_publish, publish
+from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire.errors import VersionGone
 
@@ -84,7 +91,7 @@ def test_a_merge_is_the_oracles_bit_for_bit(store, run, params):
         final=False,
     )
     expected = tuple(
-        merge_deltas([a, b], [100.0, 300.0], rule_for(p, "rda"))
+        merge_deltas([a, b], [100.0, 300.0], rule_for(p, RDA))
         for a, b, p in zip(da, db, pieces, strict=True)
     )
     tx = make_outer(outer_settings(run))
@@ -249,6 +256,84 @@ def test_a_snapshot_brings_everything_back(run, params, store):
     other.load(saved, [Version(1, 1), Version(1, 0)])
     one, two = merge_once(store, 0, Version(1, 2)), merge_once(other, 0, Version(1, 2))
     assert one.digest == two.digest
+
+
+MEMBERS = Path(__file__).parents[2] / "benchmarks" / "members"
+HELOCO = f"{MEMBERS}/merge/heloco.py:heloco"
+
+
+@pytest.mark.parametrize("rule", [HELOCO, f"{MEMBERS}/merge/isoloco.py:isoloco"])
+def test_a_rule_that_is_not_bundled_is_in_snapshots_with_what_it_keeps(
+    run, params, rule, tmp_path
+):
+    run = replace(run, sync=replace(run.sync, merge=rule, fragments=3))
+    plan = plan_fragments(SHAPES, AXES, 3)  # The embedding, which keeps nothing, alone.
+    store = Store(run, plan, params, PIN_S)
+    policy = policy_config(run, Placement(), "r", plan.sizes)
+    folder = epath.Path(tmp_path / "snapshots")
+    snapshots = Snapshots(folder, Placement(), policy, checkpoint.whose(run, "r", plan))
+    for fragment in range(3):
+        merge_once(store, fragment, Version(1, 1))
+    snapshots.save(0, initial(policy), store.arrays())
+    other = Store(run, plan, params, PIN_S)
+    _, arrays, _ = snapshots.load_newest(other.arrays(), lambda _: True)
+    snapshots.close()
+    other.load(arrays, [Version(1, 1)] * 3)
+    fresh = Store(run, plan, params, PIN_S)
+    forgotten = {**arrays, "merge": fresh.arrays().get("merge", [[], [], []])}
+    fresh.load(forgotten, [Version(1, 1)] * 3)
+    differ = []
+    for fragment in range(3):
+        one, two, three = (
+            merge_once(s, fragment, Version(1, 2), seeds=(5, 6))
+            for s in (store, other, fresh)
+        )
+        assert one.digest == two.digest
+        differ.append(one.digest != three.digest)
+    # Without what it kept, a rule with a state merges otherwise.
+    assert any(differ) == (rule == HELOCO)
+
+
+def test_a_state_is_not_touched_by_the_flush_nor_by_a_crash(run, params):
+    run = replace(run, sync=replace(run.sync, merge=HELOCO))
+    store = Store(run, plan_fragments(SHAPES, AXES, 2), params, PIN_S)
+    merged = merge_once(store, 0, Version(1, 1))
+    kept = store.arrays()["merge"]
+    store.replay(0, Version(1, 2), merged.payload, final=False)
+    merge_once(store, 0, Version(1, 3), final=True)
+    for before, after in zip(
+        jax.tree.leaves(kept), jax.tree.leaves(store.arrays()["merge"]), strict=True
+    ):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_a_crash_leaves_an_optimizer_as_it_was_whose_step_nobody_inverts(run, params):
+    run = replace(run, outer=replace(run.outer, optimizer="adam", learning_rate=1e-3))
+    store = Store(run, plan_fragments(SHAPES, AXES, 2), params, PIN_S)
+    first = merge_once(store, 0, Version(1, 1))
+    before = store.arrays()["outer"][0]
+    store.replay(0, Version(1, 2), first.payload, final=False)
+    after = store.arrays()["outer"][0]
+    changed = [
+        float(jnp.max(jnp.abs(a - b))) for a, b in zip(before, after, strict=True)
+    ]
+    # The merge is counted, for the warm-up of the learning rate.
+    assert sorted(changed)[-2:] == [0.0, 1.0]
+
+
+def test_a_merge_is_measured(store):
+    first = merge_once(store, 0, Version(1, 1), seeds=(1, 2)).measures
+    assert first.cosine_to_last is None
+    assert -1 < first.pairwise_cosine < 1
+    again = merge_once(store, 0, Version(1, 2), seeds=(1, 2)).measures
+    assert again.cosine_to_last == pytest.approx(1, abs=1e-5)
+    other = merge_once(store, 0, Version(1, 3), seeds=(8, 9)).measures
+    assert abs(other.cosine_to_last) < 0.9
+    flush = merge_once(store, 0, Version(1, 4), seeds=(1, 2), final=True).measures
+    assert flush.step_ratio == pytest.approx(1, rel=1e-4)
+    alone = merge_once(store, 1, Version(1, 1), seeds=(3,)).measures
+    assert alone.pairwise_cosine is None
+    assert alone.length_ratio == pytest.approx(1, rel=1e-5)
 
 
 @pytest.mark.parametrize("scale", [float("inf"), 1e30, 1e19, 3e17])

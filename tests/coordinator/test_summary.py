@@ -1,4 +1,4 @@
-"""What status and summary say of a run, before and after its end."""
+"""Status and summary of a run, before and after its end."""
 
 from __future__ import annotations
 

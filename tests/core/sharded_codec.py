@@ -1,4 +1,5 @@
-"""Run by test_codec.py in a process with four virtual devices: prints what it saw.
+"""Run by test_codec_contract.py in a process with four virtual devices: prints what
+it saw of the codecs that are named.
 
 A piece of shape (64, 64) has a (2, 2) grid of tiles, one of shape (256, 96) has more;
 both are encoded and decoded with shards that end on tile boundaries.
@@ -6,12 +7,13 @@ both are encoded and decoded with shards that end on tile boundaries.
 
 import json
 import re
+import sys
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from diloco_jax.core.codec import encode_with_feedback, get_codec
+from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
 
 COLLECTIVE = re.compile(
     r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|partition-id"
@@ -52,11 +54,6 @@ def check(name: str, case: int, axis_type: AxisType) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    runs = [
-        ("bf16", 0, AxisType.Auto),
-        ("int8", 1, AxisType.Auto),
-        ("int8", 0, AxisType.Explicit),
-        ("int4", 0, AxisType.Auto),
-        ("int4", 1, AxisType.Explicit),
-    ]
+    types = (AxisType.Auto, AxisType.Explicit)
+    runs = [(name, *each) for name in sys.argv[1:] for each in enumerate(types)]
     print(json.dumps([check(*run) for run in runs]))

@@ -1,9 +1,12 @@
-"""The three adopt rules, by value."""
+"""The adopt rules, by value."""
 
 import numpy as np
 import pytest
 
-from diloco_jax.core.adopt import adopt, moved
+from diloco_jax.core.adopt import RULES
+from diloco_jax.core.adopt.adopting import adopt
+from diloco_jax.core.adopt.rebase import REBASE
+from diloco_jax.core.adopt.rule import moved
 
 LOCAL, BASE = np.float32([5.0, 1.0]), np.float32([4.0, 1.0])
 ANCHOR = np.float32([10.0, 20.0])
@@ -21,7 +24,7 @@ ANCHOR = np.float32([10.0, 20.0])
     ],
 )
 def test_rules(rule: str, alpha: float, expected: list[float]) -> None:
-    result = adopt(rule, LOCAL, BASE, ANCHOR, alpha)
+    result = adopt(RULES.find(rule), LOCAL, BASE, ANCHOR, alpha)
     np.testing.assert_array_equal(result, expected)
 
 
@@ -32,10 +35,10 @@ def test_a_kept_delta_leaves_with_the_version_that_has_it() -> None:
     local, base = (moved(x, first, between) for x in (LOCAL, BASE))
     np.testing.assert_array_equal(local, [6.0, -3.0])
     np.testing.assert_array_equal(local - base, LOCAL - BASE)
-    at_last = adopt("rebase", local, base, ANCHOR, 0.5)
-    np.testing.assert_array_equal(at_last, adopt("rebase", LOCAL, BASE, ANCHOR, 0.5))
+    at_last = adopt(REBASE, local, base, ANCHOR, 0.5)
+    np.testing.assert_array_equal(at_last, adopt(REBASE, LOCAL, BASE, ANCHOR, 0.5))
 
 
 def test_unknown_rule_is_named() -> None:
     with pytest.raises(ValueError, match="no adopt rule 'merge'"):
-        adopt("merge", LOCAL, BASE, ANCHOR, 0.5)
+        RULES.find("merge")

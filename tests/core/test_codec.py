@@ -1,22 +1,14 @@
-"""Codecs: error bounds, byte counts, exact decoding, nothing non-finite hidden."""
+"""Each bundled codec by its formula: errors, bytes, where they lie. What holds for all
+of them is in `test_codec_contract.py`."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.core.codec import (
-    SMALLEST_NORMAL,
+from diloco_jax.core.codecs.codec import (
     encode_with_feedback,
     get_codec,
-    square_sum,
 )
 from diloco_jax.core.tiles import TileGrid
 
@@ -71,13 +63,6 @@ def test_floats_round_to_nearest_even(seed: int, exponent: float) -> None:
     np.testing.assert_array_equal(roundtrip("bf16", x), expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_was_decoded_encodes_to_itself(name: str) -> None:
-    once = roundtrip(name, sample(3, 0.0))
-    np.testing.assert_allclose(roundtrip(name, once), once, rtol=2e-2, atol=1e-6)
-    np.testing.assert_array_equal(roundtrip(name, np.zeros(SHAPE, np.float32)), 0)
-
-
 def test_int4_planes_and_scales_lie_as_documented() -> None:
     x = np.zeros(64, np.float32)
     x[0], x[32], x[33] = 7.0, -14.0, 6.0
@@ -98,30 +83,6 @@ def test_int8_scale_follows_the_payload() -> None:
     assert encoded[257:].view(np.uint16).tolist() == [0x3F80, 0x4000]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_non_finite_values_stay_visible(name: str, bad: float) -> None:
-    codec, x = get_codec(name), sample(0, 0.0)
-    usual = square_sum(codec, codec.encode(x), x.shape)
-    assert usual == pytest.approx(float(np.sum(np.square(x))), rel=0.02)
-    x[39, 99] = bad
-    encoded = codec.encode(x)
-    assert not np.isfinite(square_sum(codec, encoded, x.shape))
-    decoded = np.asarray(codec.decode(encoded, x.shape))
-    assert not np.isfinite(decoded[39, 99])
-    assert np.isfinite(decoded[:20]).all()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_subnormals_are_zero(name: str) -> None:
-    x = np.full(SHAPE, SMALLEST_NORMAL / 2, np.float32)
-    x[::2] *= -1
-    assert not np.any(get_codec(name).encode(x))
-    tiny = np.full(SHAPE, SMALLEST_NORMAL * 2, np.float32)
-    decoded = roundtrip(name, tiny)
-    assert np.all((decoded == 0) | (decoded >= SMALLEST_NORMAL))
-
-
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 def test_foreign_bytes_with_subnormal_scales_decode_to_zero(name: str) -> None:
     codec = get_codec(name)
@@ -138,24 +99,6 @@ def test_bytes_per_parameter(shape: tuple[int, ...]) -> None:
     for name, limit in (("f32", 4), ("bf16", 2), ("int8", 1.03), ("int4", 0.60)):
         total = np.prod([float(n) for n in get_codec(name).encoded_shape(shape)])
         assert total / size <= limit
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_fusing_does_not_change_bits(name: str) -> None:
-    codec, x = get_codec(name), sample(5, -3.0)
-    base = sample(6, 0.0)
-
-    @jax.jit
-    def fused(x: jax.Array, base: jax.Array) -> tuple[jax.Array, jax.Array]:
-        encoded, residual = encode_with_feedback(codec, x, base)
-        return base + codec.decode(encoded, x.shape), residual
-
-    encoded, residual = encode_with_feedback(codec, x, base)
-    decoded = np.asarray(codec.decode(encoded, x.shape))
-    together = fused(x, base)
-    np.testing.assert_array_equal(together[0], base + decoded)
-    np.testing.assert_array_equal(together[1], residual)
-    np.testing.assert_array_equal(residual, (x + base) - decoded)
 
 
 @given(st.integers(0, 1000))
@@ -177,31 +120,7 @@ def test_wrong_shapes_and_names_are_named() -> None:
     codec = get_codec("int8")
     with pytest.raises(ValueError, match=r"\(2, 2, 1008\), got \(2, 2, 7\)"):
         codec.decode(np.zeros((2, 2, 7), np.uint8), SHAPE)
-    with pytest.raises(ValueError, match="'int3'; choose one of f32, bf16"):
+    with pytest.raises(
+        ValueError, match="'int3'; did you mean 'int8'\\?; choose from f32, bf16"
+    ):
         get_codec("int3")
-
-
-def test_sharded_on_tile_boundaries_needs_no_communication() -> None:
-    """Four virtual devices, in a process of its own."""
-    flags = "--xla_force_host_platform_device_count=4"
-    environment = {**os.environ, "XLA_FLAGS": flags, "NPROC": "16"}
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("sharded_codec.py")],
-        env={**environment, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(done.stdout)
-    assert len(results) == 5
-    for result in results:
-        case = result.pop("case")
-        assert result == {
-            "shards": 4,
-            "collectives": [],
-            "same_bytes": True,
-            "same_rest": True,
-            "same_values": True,
-        }, case

@@ -10,7 +10,7 @@ import pytest
 from oracle import RoundIsland, RoundResult, RoundSettings, run
 
 from diloco_jax.core.fragments import Params, plan_fragments, to_pieces
-from diloco_jax.core.outer import OuterSettings
+from diloco_jax.core.outer.optimizer import OuterSettings
 
 AXES = {
     "embed": ("vocab", "embed"),

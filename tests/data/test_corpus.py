@@ -1,4 +1,4 @@
-"""Which text there is, and on which side of the split."""
+"""The text found, and its side of the split."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Token files: what is read of them, and what is refused."""
+"""Token files: contents that are read, and files that are refused."""
 
 import dataclasses
 import errno
@@ -17,11 +17,11 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
+from diloco_jax.config.resolving import resolve
 from diloco_jax.data.corpus import is_validation, load_corpus
 from diloco_jax.data.tokens import TokenRow
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
-from diloco_jax.loading import resolve
 
 
 def save(folder, lengths, dtype=np.uint16):

@@ -6,12 +6,12 @@ import queue
 import pytest
 from link_support import DEADLINES, IDENTITY, PIECES, WAIT_S, Coordinator, hello, serve
 
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.island.mailbox import Ending, Mailbox
-from diloco_jax.island.network.inbound import Targets
-from diloco_jax.island.network.link import Link
+from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.island.network.link import Link, Targets
 from diloco_jax.island.network.sender import Sender
+from diloco_jax.protocol.island.decision import Ending
 from diloco_jax.wire.client import Client
 
 

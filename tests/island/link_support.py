@@ -4,7 +4,7 @@ import queue
 
 import numpy as np
 
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.network.identity import Identity
@@ -103,7 +103,7 @@ def serve(stack, coordinator, bind="127.0.0.1:0"):
     return server, address
 
 
-def hello(status, sequences_granted):
+def hello(status):
     return messages.Hello(
         run_id="r",
         fingerprint="f",
@@ -120,14 +120,14 @@ def hello(status, sequences_granted):
         steps=status.steps,
         step_seconds=0.0,
         outstanding=status.outstanding,
-        sequences_granted=sequences_granted,
+        sequences_granted=status.sequences_granted,
         records_through=status.records_through,
     )
 
 
 def wait_for_news(mailbox):
     mailbox.wait(WAIT_S)
-    return mailbox.collect()
+    return mailbox.decide()
 
 
 def encoded(value):

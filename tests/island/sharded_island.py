@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from diloco_jax.config import InnerConfig, IslandConfig, RunConfig, SyncConfig
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device import mesh
 from diloco_jax.island.device.build import (
     build_exchange,
@@ -24,7 +25,6 @@ from diloco_jax.island.device.build import (
 )
 from diloco_jax.island.device.kinds import kind_of
 from diloco_jax.island.device.step import TrainState
-from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.attention import ATTENTION
 from diloco_jax.models.plan import build_plan
 from diloco_jax.models.presets import preset

@@ -1,4 +1,4 @@
-"""What an island saves, and what the one that comes back takes over of it."""
+"""Checkpoints of an island, and their use by its next incarnation."""
 
 import dataclasses
 import logging
@@ -280,7 +280,7 @@ class FakeHosts:
 
 
 def opened_apart(config, parts, folders):
-    """What became of `open` on two hosts with these folders."""
+    """Return the results of `open` on two hosts with these folders."""
     told, changed = {}, threading.Condition()
     identity = Identity(run_id="run-1", island="a", incarnation=1, session="session")
 

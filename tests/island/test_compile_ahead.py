@@ -1,4 +1,4 @@
-"""What does not compile ends an island for good, with the flags that were in force."""
+"""A failed compilation ends an island for good, and names the flags in force."""
 
 from types import SimpleNamespace
 

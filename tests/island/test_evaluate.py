@@ -18,8 +18,10 @@ TEXT = np.random.default_rng(0).integers(0, 256, 103).astype(np.uint8)
 
 
 def make_trainer(accumulation=1, seen=None) -> Trainer:
-    """Of a model whose loss at a token is its value times a parameter, and NaN without
-    tokens. seen: gets the shapes that the model is called with."""
+    """Make a trainer of a model whose loss at a token is its value times a parameter.
+
+    The loss is NaN without tokens. seen: gets the shapes that the model is called with.
+    """
 
     def loss(params, batch):
         _, targets, weights = split_batch(batch)

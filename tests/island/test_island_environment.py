@@ -1,4 +1,4 @@
-"""What jax finds when an island imports it."""
+"""The environment that jax finds when an island imports it."""
 
 import pytest
 

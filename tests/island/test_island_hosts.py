@@ -9,10 +9,13 @@ import jax
 import pytest
 
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.hosts import world as island_hosts
-from diloco_jax.island.hosts.following import Arrivals, Order, Orders, OrderThread
+from diloco_jax.island.hosts.following import Orders, OrderThread
 from diloco_jax.island.hosts.world import Hosts, HostsError
-from diloco_jax.island.mailbox import Arrival, Mailbox
+from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.protocol.island.fetching import Fetch
+from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.protocol.values import Version
 
 PATIENCE_S = 30.0
@@ -101,29 +104,30 @@ def test_who_cannot_go_on_keeps_its_exit_code_among_hosts_that_met(monkeypatch):
 
 
 def test_a_follower_hears_of_every_order_however_many_come_while_it_fetches():
-    store, mailbox, arrivals = Store(), Mailbox(), Arrivals()
+    store, mailbox, followers = Store(), Mailbox(), Mailbox()
     orders = Orders(Hosts(store, 0, 2), mailbox, PATIENCE_S)
     fetches, resent = threading.Event(), []
 
-    def fetch(fragment, want, have):
+    def fetch(fetch):
         assert fetches.wait(PATIENCE_S)
-        return Arrival(fragment=fragment, version=want)
+        return Arrival(fragment=fetch.fragment, version=fetch.want)
 
     def resend(fragment, tick):
         resent.append((fragment, tick))
 
     deadlines = Deadlines(PATIENCE_S)
     host = Hosts(store, 1, 2)
-    thread = OrderThread(host, Mailbox(), fetch, resend, arrivals, deadlines)
+    thread = OrderThread(host, followers, fetch, resend, deadlines)
     thread.start()
-    first = orders.give(Order(fragment=0, want=Version(1, 1)))
+    first = orders.give(Fetch(0, Version(1, 1), None, None))
     again = [(fragment, 7) for fragment in range(100)]
     for fragment, tick in again:
-        orders.give(Order(fragment=fragment, resend_tick=tick))
+        orders.give(ResendRequest(fragment=fragment, tick=tick))
     fetches.set()
     orders.await_answers(first)
-    last = orders.give(Order(fragment=1, want=Version(1, 1)))
+    last = orders.give(Fetch(1, Version(1, 2), Version(1, 1), Version(1, 1)))
     orders.await_answers(last)
     assert resent == again
+    assert followers.arrivals.pick(1, Version(1, 2)).fragment == 1
     assert store.keys() == [], "what was read is forgotten"
     thread.close(PATIENCE_S)

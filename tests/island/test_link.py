@@ -3,6 +3,7 @@
 import threading
 import time
 
+import coordinator_says as says
 import numpy as np
 import pytest
 from link_support import (
@@ -16,16 +17,16 @@ from link_support import (
     wait_for_news,
 )
 
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.mailbox import Ending, Status
 from diloco_jax.island.network.fetcher import Fetcher
-from diloco_jax.island.network.inbound import Targets
-from diloco_jax.island.network.link import Link
+from diloco_jax.island.network.link import Link, Targets
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.network.sender import TOLD_FROM
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.status import Status
 from diloco_jax.protocol.values import Outstanding, Record, Span, Version
 from diloco_jax.wire.errors import (
     Busy,
@@ -57,7 +58,7 @@ class FakeExchange:
 def test_messages_reach_the_mailbox(coordinator, link, mailbox, wanted):
     send = coordinator.session.send
     send(messages.TakeRequest(fragment=2, tick=5))
-    assert wait_for_news(mailbox).takes == {2: 5}
+    assert wait_for_news(mailbox).takes == (messages.TakeRequest(fragment=2, tick=5),)
     send(messages.ResendRequest(fragment=2, tick=5))
     assert link.resent.get(timeout=WAIT_S) == (2, 5)
     send(
@@ -253,15 +254,15 @@ def test_join_then_chain(coordinator, receiver, mailbox):
     anchor = bytes(4 * 38)
     coordinator.source = source(Version(1, 2), anchor, full=True)
     coordinator.fetch_errors = [VersionGone("overtaken")]
-    (joined,) = receiver.fetch_all()
-    assert (joined.version, joined.anchor) == (Version(1, 2), (anchor,))
+    assert receiver.fetch_all() == [Version(1, 2)]
+    assert mailbox.arrivals.pick(0, Version(1, 2)).anchor == (anchor,)
     coordinator.source = source(Version(1, 4), payload(1), payload(2))
     while not coordinator.requests.empty():
         coordinator.requests.get()
     receiver.start()
     receiver.want(0, Version(1, 4))
-    (arrival,) = wait_for_news(mailbox).arrivals
-    assert arrival.version == Version(1, 4)
+    assert wait_for_news(mailbox).adoptions == ((0, Version(1, 4)),)
+    arrival = mailbox.arrivals.pick(0, Version(1, 4))
     assert arrival.publishes == ((payload(1),), (payload(2),))
     request = coordinator.requests.get(timeout=WAIT_S)
     assert (request.have, request.want) == (Version(1, 2), Version(1, 4))
@@ -280,8 +281,8 @@ def test_a_chain_that_is_gone_is_fetched_in_full(coordinator, receiver, mailbox)
     coordinator.fetch_errors = [VersionGone("not kept")]
     receiver.start()
     receiver.want(0, Version(2, 1))
-    (arrival,) = wait_for_news(mailbox).arrivals
-    assert (arrival.version, arrival.anchor) == (Version(2, 1), (anchor,))
+    assert wait_for_news(mailbox).adoptions == ((0, Version(2, 1)),)
+    assert mailbox.arrivals.pick(0, Version(2, 1)).anchor == (anchor,)
     asked = [coordinator.requests.get(timeout=WAIT_S).have for _ in range(2)]
     assert asked == [Version(1, 0), None]
 
@@ -295,7 +296,7 @@ def test_a_join_gives_up_when_the_island_must_end(coordinator, receiver, mailbox
 
 def test_a_join_after_the_end_comes_too_late(coordinator, receiver, mailbox):
     coordinator.fetch_errors = [VersionGone("gone")] * 1000
-    mailbox.finish()
+    says.finished(mailbox)
     with pytest.raises(Refused) as refused:
         receiver.fetch_all()
     assert refused.value.code == "finished"

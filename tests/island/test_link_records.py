@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 from link_support import DEADLINES, WAIT_S, hello
 
-from diloco_jax.island.mailbox import Status
 from diloco_jax.island.network.link import Link
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.island.status import Status
 from diloco_jax.protocol.values import Record
 
 
 class Streams:
-    """What a link connects to: keeps the records that come, by stream."""
+    """A coordinator for a link: keeps the records that come, by stream."""
 
     def __init__(self):
         self.records, self.second = [], threading.Event()

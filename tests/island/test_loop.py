@@ -1,5 +1,6 @@
 """The loop on a tiny model, with the test in the network's place."""
 
+import coordinator_says as says
 import jax
 import numpy as np
 import pytest
@@ -13,13 +14,12 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece, plan_fragments, to_pieces
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.books import Books
-from diloco_jax.island.boundary import Boundary
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.decisions import LiveDecisions
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.exchange import Exchange
@@ -27,9 +27,12 @@ from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import Arrival, Mailbox
+from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.timing import Timing
-from diloco_jax.protocol.messages import TakeVerdict
+from diloco_jax.island.traits import adopt_traits
+from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.values import Span, Version
 
 STEPS, BATCH, LENGTH = 12, 2, 16
@@ -100,20 +103,28 @@ def loop(built):
         exchange.start({fragment: exchange.put_anchor(fragment, raw)})
     replica = Replica(trainer, exchange, TrainState(params, trainer.init_inner(params)))
     mailbox = Mailbox()
+    says.welcome(mailbox)
     network = Network(mailbox)
     network.exchange = exchange
     data = LeasedStream(Windows(TEXT, LENGTH, seed=0), BATCH)
     validation = ValidationBatches(TEXT[:200], LENGTH, BATCH)
+    goal = goal_of(config.run, BATCH)
     loop = Loop(
         config=config,
         name="a",
         replica=replica,
         boundary=Boundary(
-            Books([Version()] * 2, "rebase"), replica, data, network, "rebase"
+            Books([Version()] * 2, adopt_traits("rebase")),
+            goal,
+            arrays=replica,
+            incoming=mailbox.arrivals,
+            outgoing=network,
+            data=data,
         ),
         data=data,
         mailbox=mailbox,
         decisions=LiveDecisions(mailbox, lambda: False),
+        pace=Pace(config.run, goal),
         timing=Timing(0.0, network.clock),
         evaluator=Evaluator(trainer, validation, 4, 2),
         send_anchor=network.send_anchor,
@@ -129,19 +140,13 @@ def records(mailbox):
     return mailbox.report(sent_through=0)[1]
 
 
-def verdict(tick, verdict, reason=""):
-    return TakeVerdict(
-        fragment=0,
-        tick=tick,
-        verdict=verdict,
-        reason=reason,
-        version=Version(1, 1),
-    )
+def verdict(*facts):
+    return says.verdict(0, *facts)
 
 
 def test_it_steps_to_the_end_and_leaves_when_the_run_is_finished(loop):
     loop, network = loop
-    network.at = {STEPS: network.mailbox.finish}
+    network.at = {STEPS: lambda: says.finished(network.mailbox)}
     ending = loop.run()
     assert ending == (0, "the run is over", "finished")
     status = network.mailbox.status()
@@ -173,7 +178,7 @@ def test_take_verdict_adoption(loop, built):
             [np.asarray(codec.encode(c)) for c in changes]
         )
         before.update(jax.device_get(to_pieces(plan, loop.replica.params)))
-        mailbox.judge(verdict(1, "merged"))
+        mailbox.receive(verdict(1, "merged"))
         mailbox.deliver(
             Arrival(
                 fragment=0,
@@ -185,7 +190,7 @@ def test_take_verdict_adoption(loop, built):
         # Its end as soon as it is adopted, to look at the parameters.
         mailbox.end(0, "seen")
 
-    network.at = {3: lambda: mailbox.request_take(0, 1), 5: publish}
+    network.at = {3: lambda: says.take(mailbox, 0, 1), 5: publish}
     assert loop.run().text == "seen"
     (sent,) = network.sent
     assert sent[:2] == (0, 1)
@@ -209,7 +214,7 @@ def test_an_island_that_is_about_to_leave_makes_no_steps_but_takes(loop):
     class Checkpoints:
         def save(self, trees, **facts):
             saved.append(facts)
-            mailbox.request_take(1, 7)
+            says.take(mailbox, 1, 7)
 
     def put(fragment, tick, encoded):
         network.sent.append((fragment, tick))
@@ -229,10 +234,10 @@ def test_refused_take_is_opened_again(loop):
     loop, network = loop
     mailbox = network.mailbox
     network.at = {
-        2: lambda: mailbox.request_take(0, 1),
-        4: lambda: mailbox.judge(verdict(1, "refused", "empty")),
-        5: lambda: mailbox.request_take(0, 2),
-        STEPS: mailbox.finish,
+        2: lambda: says.take(mailbox, 0, 1),
+        4: lambda: mailbox.receive(verdict(1, "refused", "empty")),
+        5: lambda: says.take(mailbox, 0, 2),
+        STEPS: lambda: says.finished(mailbox),
     }
     loop.run()
     kinds = [(r.kind, r.step, r.start) for r in records(mailbox)]
@@ -251,11 +256,11 @@ def test_take_after_a_merge_waits_for_its_adoption(loop):
         )
 
     network.at = {
-        2: lambda: mailbox.request_take(0, 1),
-        3: lambda: mailbox.judge(verdict(1, "merged")),
-        4: lambda: mailbox.request_take(0, 2),
+        2: lambda: says.take(mailbox, 0, 1),
+        3: lambda: mailbox.receive(verdict(1, "merged")),
+        4: lambda: says.take(mailbox, 0, 2),
         7: deliver,
-        STEPS: mailbox.finish,
+        STEPS: lambda: says.finished(mailbox),
     }
     loop.run()
     kinds = [(r.kind, r.step, r.start) for r in records(mailbox)]
@@ -265,30 +270,30 @@ def test_take_after_a_merge_waits_for_its_adoption(loop):
 def test_a_new_term_drops_the_outstanding_take_and_goes_on(loop):
     loop, network = loop
     mailbox, exchange = network.mailbox, network.exchange
-    dropped = []
-    loop.replica.drop = dropped.append
+    judged = []
+    loop.replica.judge = lambda *facts: judged.append(facts)
 
     def begin():
-        mailbox.judge(verdict(1, "refused", "stale"))
-        mailbox.new_term(2)
+        mailbox.receive(verdict(1, "refused", "stale"))
+        says.welcome(mailbox, 2)
 
     def publish():
         zeros = bytes(exchange.anchor_bytes(0))
         anchor = exchange.put_anchor(0, zeros)
-        mailbox.request_take(0, 9)
+        says.take(mailbox, 0, 9)
         mailbox.deliver(Arrival(fragment=0, version=Version(2, 0), anchor=anchor), 0)
 
     network.at = {
-        2: lambda: mailbox.request_take(0, 1),
-        4: lambda: mailbox.request_anchor(0),
+        2: lambda: says.take(mailbox, 0, 1),
+        4: lambda: says.anchor(mailbox, 0),
         6: begin,
         8: publish,
-        STEPS: mailbox.finish,
+        STEPS: lambda: says.finished(mailbox),
     }
     loop.run()
     assert network.anchors == [(0, Version(), 4)]
     assert network.forgotten == [(0, 1)]
-    assert dropped == [0]
+    assert judged == [(0, "dropped")]
     told = [(r.kind, r.step, r.start) for r in records(mailbox) if r.fragment == 0]
     assert told == [
         ("took", 2, 0),
@@ -304,8 +309,8 @@ def test_others_tokens_end_it_early_and_are_recorded(loop):
     mailbox = network.mailbox
     tokens = (STEPS - 5) * BATCH * LENGTH
     network.at = {
-        3: lambda: mailbox.progress(tokens, records_through=0),
-        5: mailbox.finish,
+        3: lambda: says.progress(mailbox, tokens),
+        5: lambda: says.finished(mailbox),
     }
     loop.run()
     assert mailbox.status().steps == 5
@@ -336,13 +341,13 @@ def test_stopped_it_still_answers_takes(loop):
 
     def wait(timeout_s):
         if not network.sent:
-            mailbox.request_take(1, 9)
+            says.take(mailbox, 1, 9)
         else:
-            mailbox.finish()
+            says.finished(mailbox)
         real(timeout_s)
 
     mailbox.wait = wait
-    network.at = {4: mailbox.stop}
+    network.at = {4: lambda: says.stop(mailbox)}
     loop.run()
     assert [(f, t) for f, t, _ in network.sent] == [(1, 9)]
     assert mailbox.status().steps == 4
@@ -352,7 +357,7 @@ def test_each_thing_that_is_waited_for_has_its_own_deadline(loop):
     """Else a Stop after a long outage finds all overdue, before the last merges."""
     loop, network = loop
     patience_s = 3 * loop.config.placement.outage_budget_s
-    assert loop._overdue("nobody said it ends") is None
+    assert loop._overdue("no end was announced") is None
     network.now = 0.9 * patience_s
     assert loop._overdue("the run did not finish") is None
     network.now = 1.8 * patience_s
@@ -373,10 +378,10 @@ def test_who_waits_for_the_end_gives_up_only_where_nobody_answers(loop):
         waits.append(network.now)
         network.now += 0.9 * patience_s
         if len(waits) <= answers:
-            mailbox.progress(0, 0)
+            says.progress(mailbox)
 
     mailbox.wait = wait
-    network.at = {4: mailbox.stop}
+    network.at = {4: lambda: says.stop(mailbox)}
     ending = loop.run()
     assert ending.exit_code == 1
     assert "the run did not finish" in ending.text
@@ -391,7 +396,7 @@ def test_steps_that_changed_nothing_are_counted_and_told(loop, caplog):
         return {**step(batch, rate), "skipped": np.float32(network.steps in (3, 4, 7))}
 
     loop.replica.step = skipping
-    network.at = {STEPS: network.mailbox.finish}
+    network.at = {STEPS: lambda: says.finished(network.mailbox)}
     loop.run()
     measures = network.mailbox.status().measures
     assert (measures.steps, measures.skipped_steps) == (STEPS, 3)

@@ -1,5 +1,6 @@
 """An island and a coordinator that lost its state."""
 
+import coordinator_says as says
 import numpy as np
 from link_support import WAIT_S, Coordinator, encoded, serve, wait_for_news
 
@@ -11,9 +12,9 @@ from diloco_jax.wire.errors import Busy, Refused
 def test_a_coordinator_that_lost_its_state_begins_a_new_term(
     stack, coordinator, link, mailbox, wanted
 ):
-    assert link.term == 1
-    assert mailbox.collect().term == 0
-    mailbox.request_take(0, 3)
+    assert mailbox.status().term == 1
+    assert mailbox.decide().term == 0
+    says.take(mailbox, 0, 3)
     coordinator.welcome_versions, coordinator.term = (), 0
     coordinator.server.stop(0.1)
     server, _ = serve(stack, coordinator, bind=coordinator.address)
@@ -24,15 +25,16 @@ def test_a_coordinator_that_lost_its_state_begins_a_new_term(
     while not seen[-1].anchors and len(seen) < 3:
         seen.append(wait_for_news(mailbox))  # The take that was asked for is news, too.
     assert seen[-1].anchors == (1,)
-    assert {inbox.term for inbox in seen} == {0}
-    assert link.term == 1
+    assert {decision.term for decision in seen} == {0}
+    assert mailbox.status().term == 1
     successor = Coordinator()
     successor.welcome_versions, successor.term = (Version(2, 4),), 2
     server.hand_over(successor)
     successor.hellos.get(timeout=WAIT_S)
     assert wanted.get(timeout=WAIT_S) == (0, Version(2, 4))
-    assert mailbox.collect().term == 2
-    assert (link.term, link.run_id) == (2, "r")
+    assert mailbox.decide().term == 2
+    status = mailbox.status()
+    assert (status.term, status.run_id) == (2, "r")
 
 
 def test_an_anchor_is_sent_ahead_and_once(coordinator, sender):

@@ -4,11 +4,13 @@ import pytest
 
 from diloco_jax.config import InnerConfig, RunConfig
 from diloco_jax.island.pace import Pace
+from diloco_jax.protocol.island.stopping import Goal
 
 
 def pace(**inner):
     inner = InnerConfig(learning_rate=1.0, warmup_fraction=0.0, **inner)
-    return Pace(RunConfig(inner=inner, total_tokens=1000), 10)
+    goal = Goal(total_tokens=1000, tokens_per_step=10)
+    return Pace(RunConfig(inner=inner), goal)
 
 
 def test_tokens_that_others_lost_do_not_bring_an_earlier_rate_back():

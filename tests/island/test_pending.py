@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import IslandConfig, SyncConfig
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.island.books import Books
-from diloco_jax.island.boundary import Boundary
+from diloco_jax.island.arrivals import Arrival, Arrivals
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import make_mesh, param_shardings
-from diloco_jax.island.mailbox import Arrival, Inbox
-from diloco_jax.protocol.messages import TakeVerdict
+from diloco_jax.island.traits import adopt_traits
+from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.decision import Adoption, Decision
+from diloco_jax.protocol.island.stopping import Goal
+from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
 from diloco_jax.protocol.values import Version
 
 SHAPES, AXES = {"w": (4,)}, {"w": ("embed",)}
@@ -38,8 +41,16 @@ class Island:
         self.params = jax.device_put(zeros, shardings, may_alias=False)
         self.exchange = Exchange(PLAN, sync, self.params)
         self.exchange.start({0: self.whole(0)})
-        self.books = Books([Version(1, 0)], rule)
-        self.boundary = Boundary(self.books, self, None, self, rule)
+        self.books = Books([Version(1, 0)], adopt_traits(rule))
+        self.arrivals = Arrivals()
+        self.boundary = Boundary(
+            self.books,
+            Goal(total_tokens=10**6, tokens_per_step=1),
+            arrays=self,
+            incoming=self.arrivals,
+            outgoing=self,
+            data=None,
+        )
         self.steps, self.sent = 0, {}
         self.seen = Counter()
 
@@ -50,8 +61,18 @@ class Island:
         self.params = jax.tree.map(lambda x: x + 1, self.params)
         self.steps += 1
 
-    def act(self, **inbox):
-        self.boundary.act(Inbox(**inbox), self.steps)
+    def act(self, takes=None, arrivals=(), **decided):
+        for arrival in arrivals:
+            self.arrivals.put(arrival)
+        decision = Decision(
+            takes=tuple(
+                TakeRequest(fragment=fragment, tick=tick)
+                for fragment, tick in (takes or {}).items()
+            ),
+            adoptions=tuple(Adoption(a.fragment, a.version) for a in arrivals),
+            **decided,
+        )
+        self.boundary.act(decision, self.steps)
 
     def take(self, fragment):
         (encoded,) = self.exchange.take(fragment, self.params)

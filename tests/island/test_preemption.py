@@ -4,11 +4,14 @@ import http.server
 import threading
 import time
 
+import coordinator_says as says
 import pytest
 
 from diloco_jax.island import preemption
-from diloco_jax.island.mailbox import Ending, Mailbox, Status
+from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.preemption import Preemption
+from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.status import Status
 
 WAIT_S = 60.0
 FLAVOR = {"Metadata-Flavor": "Google"}
@@ -74,7 +77,7 @@ def wait_for_end(mailbox):
     deadline = time.monotonic() + WAIT_S
     while mailbox.ending is None and time.monotonic() < deadline:
         mailbox.wait(deadline - time.monotonic())
-        mailbox.collect()
+        mailbox.decide()
     return mailbox.ending
 
 
@@ -157,17 +160,16 @@ def training(mailbox):
 
 
 def test_the_loop_ends_once_the_island_is_let_go(training):
-    training.let_go()  # Of another time: nothing was asked for yet.
+    says.may_leave(training)  # Of another time: nothing was asked for yet.
     Preemption(training, notice_s=WAIT_S).notice("SIGTERM")
     deadline = time.monotonic() + WAIT_S
-    while not training.leaving:
+    while not (decision := training.decide()).leaving:
         assert time.monotonic() < deadline
         training.wait(0.05)
-    inbox = training.collect()
-    assert (inbox.stop, inbox.leaving, inbox.ending) == (True, True, None)
+    assert (decision.stop, decision.ending) == (True, None)
     training.wait(0.2)
     assert training.ending is None
-    training.let_go()
+    says.may_leave(training)
     assert wait_for_end(training) == Ending(1, "preempted (SIGTERM)", "preempted")
 
 
@@ -188,4 +190,4 @@ def test_an_island_that_is_joining_leaves_at_once(mailbox):
     mailbox.post(Status(phase="compiling"))
     Preemption(mailbox, notice_s=WAIT_S).notice("SIGTERM")
     assert wait_for_end(mailbox) == Ending(1, "preempted (SIGTERM)", "preempted")
-    assert not mailbox.leaving
+    assert not mailbox.decide().leaving

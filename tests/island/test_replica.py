@@ -1,4 +1,4 @@
-"""What becomes of a take, carried out on a replica's exchange."""
+"""The results of a take, carried out on a replica's exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as a step, as validation, and as neither."""
+"""Time that counts as a step, as validation, and as neither."""
 
 from diloco_jax.island.timing import Timing
 

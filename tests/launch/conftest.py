@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 class Cloud:
-    """What the fake commands share."""
+    """The state that the fake commands share."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

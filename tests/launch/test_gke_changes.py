@@ -1,4 +1,4 @@
-"""What is launched already gets the config and certificates as they are now."""
+"""A launched run gets changed configs and certificates."""
 
 import dataclasses
 import json

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from diloco_jax.config.loading import read_config_json
 from diloco_jax.launch.order import make_order
 from diloco_jax.launch.tpu_vm import deployment
-from diloco_jax.loading import read_config_json
 
 NOW = 1_800_000_000
 WAIT_S = 120.0
@@ -77,7 +77,7 @@ class Machine:
 
     @property
     def calls(self):
-        """What was run, and forgets it."""
+        """Return the commands run so far, and forget them."""
         path = self.tools / "calls"
         found = path.read_text().splitlines() if path.exists() else []
         path.unlink(missing_ok=True)
@@ -100,7 +100,7 @@ def coordinator(tmp_path, config):
 
 
 def diloco(machine):
-    """What follows the image's name in the last command."""
+    """Return the last command's part after the image's name."""
     return machine.calls[-1].partition("/diloco/diloco:1 ")[2]
 
 

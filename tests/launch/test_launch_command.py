@@ -11,8 +11,8 @@ import pytest
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.launch.command import LaunchOptions, run
-from diloco_jax.loading import write_config_json
 
 BACKENDS = ("tpu_vm", "gke")
 

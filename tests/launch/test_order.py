@@ -1,4 +1,4 @@
-"""What is refused before anything is asked of the cloud, and what machines are told."""
+"""Orders refused before anything is asked of the cloud, and the machines' arguments."""
 
 import dataclasses
 import json
@@ -6,8 +6,8 @@ import json
 import pytest
 
 from diloco_jax.config import ConfigError, DataConfig, IslandConfig
+from diloco_jax.config.loading import read_config_json
 from diloco_jax.launch.order import DATA, make_order
-from diloco_jax.loading import read_config_json
 
 
 def changed(config, **settings):
@@ -159,4 +159,4 @@ def test_a_model_in_a_file_that_is_here_only_is_refused(config, tmp_path):
     file.touch()
     found = refusal(with_factory(f"{file}:model"))
     assert f"model.factory = '{file}:model'" in found
-    assert "'package.module:function'" in found
+    assert "'package.module:name'" in found

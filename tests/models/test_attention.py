@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import ConfigError
+from diloco_jax.config.validation import LANES
 from diloco_jax.models import transformer
 from diloco_jax.models.attention import ATTENTION
 from diloco_jax.models.layout import Layout
 from diloco_jax.models.presets import preset
-from diloco_jax.validation import LANES
 
 LAYOUT = Layout.of_one_device()
 

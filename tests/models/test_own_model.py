@@ -13,10 +13,10 @@ import pytest
 
 from diloco_jax import cli
 from diloco_jax.config import Config, ConfigError, IslandConfig, ModelConfig, RunConfig
+from diloco_jax.config.loading import load_config
+from diloco_jax.config.resolving import with_absolute_paths
 from diloco_jax.island.device.build import build_trainer
-from diloco_jax.loading import load_config
 from diloco_jax.models.build import build
-from diloco_jax.paths import with_absolute_paths
 from diloco_jax.planning.flops import count_flops
 from diloco_jax.planning.report import fragments_of
 
@@ -138,8 +138,8 @@ def test_what_is_no_model_is_refused(tmp_path: Path, made: str, what: str) -> No
     [
         ("nowhere_xyz:make", "No module named 'nowhere_xyz'; install it"),
         ("nowhere.py:make", "there is no file .*nowhere.py; correct the path"),
-        ("json:dump_s", "json has no function 'dump_s'; did you mean 'dumps'"),
-        ("json", "names no function; write 'package.module:function' or"),
+        ("json:dump_s", "json has no 'dump_s'; did you mean 'dumps'"),
+        ("json", "it names nothing; write 'package.module:name' or"),
     ],
 )
 def test_a_factory_that_is_not_there_is_named(factory: str, what: str) -> None:

@@ -51,7 +51,7 @@ def plain_grads(config: ModelConfig = TINY):
 
 
 def temporary_bytes(model, batch: tuple[int, int]) -> int:
-    """What a gradient needs besides parameters, batch and results."""
+    """Return the memory of a gradient besides parameters, batch and results."""
     grad = jax.jit(jax.grad(model.loss, has_aux=True))
     compiled = grad.lower(model.shapes(), jax.ShapeDtypeStruct(batch, jnp.int32))
     return compiled.compile().memory_analysis().temp_size_in_bytes

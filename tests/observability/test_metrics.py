@@ -34,6 +34,10 @@ MERGE = {
     "tokens": 64,
     "share": 1.0,
     "norm": 0.25,
+    "pairwise_cosine": 0.1,
+    "cosine_to_last": None,
+    "length_ratio": 1.0,
+    "step_ratio": 0.4,
     "seconds": 0.1,
 }
 
@@ -49,7 +53,9 @@ def test_lines_and_curves(tmp_path):
     drawn = points(file)
     assert drawn["island/loss/a"] == (3, 5.0, 2.5)
     assert drawn["merge/norm/fragment-1"] == (4, 6.0, 0.25)
+    assert drawn["merge/pairwise_cosine/fragment-1"] == (4, 6.0, 0.1)
     assert "island/eval_loss/a" not in drawn, "there was none"
+    assert "merge/cosine_to_last/fragment-1" not in drawn, "there was none"
 
 
 def points(path):

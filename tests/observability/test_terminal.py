@@ -1,4 +1,4 @@
-"""What people see, rendered to text."""
+"""The live view, rendered to text."""
 
 import io
 

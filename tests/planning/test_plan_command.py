@@ -11,8 +11,8 @@ from plan_support import CONFIG, GB, HBM
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.environment import prepare_island
-from diloco_jax.loading import write_config_json
 from diloco_jax.planning import command, processes, report
 
 FLOPS = {"big": 16 * 918e12, "small": 4 * 459e12}

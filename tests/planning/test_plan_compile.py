@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_jax.loading import load_config, write_config_json
+from diloco_jax.config.loading import load_config, write_config_json
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = [
@@ -119,6 +119,7 @@ def test_figures_are_those_of_shapes_and_formulas(toy, name):
 
 
 TOO_LARGE = """
+import dataclasses
 from diloco_jax.config import *
 from diloco_jax.models.presets import preset
 def config():

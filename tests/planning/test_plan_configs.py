@@ -5,15 +5,14 @@ from pathlib import Path
 import pytest
 
 from diloco_jax import cli
+from diloco_jax.config.loading import load_config
 from diloco_jax.launch.order import slice_of
-from diloco_jax.loading import load_config
 from diloco_jax.planning.options import Assumptions, PlanOptions
 from diloco_jax.planning.report import fragments_of
 from diloco_jax.simulation.fleets.failures import FailureModel
-from diloco_jax.simulation.fleets.fleet import Exchange
+from diloco_jax.simulation.fleets.fleet import ExchangeTerms
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NAMES = ["mixed_toy", "mixed_12b"]
 CLOUD = ("--launch.project", "some-project", "--launch.image", "registry/image:1")
 OPTIONS = {
     "tpu_vm": ("--launch.coordinator-zone", "us-east5-b"),
@@ -24,13 +23,24 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("on", ["tpu_vm", "gke"])
-def test_a_planned_config_is_launchable(name, on, tmp_path, capsys):
+def launch(name, on, tmp_path):
     path = str(CONFIGS / f"{name}.py")
     workdir = ("--workdir", str(tmp_path / "run"), "--dry-run", "--on", on)
-    assert cli.main(["launch", path, *workdir, *CLOUD, *OPTIONS[on]]) == 0
+    return cli.main(["launch", path, *workdir, *CLOUD, *OPTIONS[on]])
+
+
+@pytest.mark.parametrize(
+    ("name", "on"),
+    [("mixed_toy", "tpu_vm"), ("mixed_toy", "gke"), ("mixed_12b", "tpu_vm")],
+)
+def test_a_planned_config_is_launchable(name, on, tmp_path, capsys):
+    assert launch(name, on, tmp_path) == 0
     assert name.replace("_", "-") in capsys.readouterr().out
+
+
+def test_slices_a_thousand_kilometres_apart_are_not_of_one_cluster(tmp_path, capsys):
+    assert launch("mixed_12b", "gke", tmp_path) == 2
+    assert "launch.zones.v6e = 'us-central1-b'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -49,6 +59,6 @@ def test_the_reference_cases_are_what_they_are_called(name, topologies):
 
 def test_assumptions_are_those_of_the_simulator_where_it_has_them():
     assert Assumptions().mtbi_years == FailureModel().mtbi_years
-    assert Assumptions().link_gbit_per_s == Exchange().link_gbit_per_s
+    assert Assumptions().link_gbit_per_s == ExchangeTerms().link_gbit_per_s
     options = PlanOptions(mtbi_years=2.0, json=True)
     assert options.assumptions == Assumptions(mtbi_years=2.0)

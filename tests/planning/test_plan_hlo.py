@@ -1,4 +1,4 @@
-"""What is read from a program's text, on one written by hand in libtpu's manner."""
+"""Reading a program's text, on one written by hand in libtpu's manner."""
 
 import pytest
 

@@ -8,13 +8,13 @@ import pytest
 from plan_support import CONFIG, GB, HBM
 
 from diloco_jax.config import OuterConfig, Placement
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.planning.advice import advise
 from diloco_jax.planning.collectives import CollectiveSum
 from diloco_jax.planning.compiling import ExchangePlan
 from diloco_jax.planning.coordinator import plan_coordinator
-from diloco_jax.planning.goodput import Machine, expected_goodput
+from diloco_jax.planning.goodput import SimulatedIsland, expected_goodput
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.report import fragments_of, plan_run
 
@@ -38,7 +38,7 @@ def calm():
 
 @pytest.fixture
 def advised(calm):
-    """What is said of the islands with another config, or other islands."""
+    """Return the plan's advice with another config, or other islands."""
 
     def advised(config=CONFIG, link=None, **compiled):
         islands = dict(calm.islands)
@@ -81,7 +81,7 @@ def test_nothing_is_lost_where_nothing_happens(calm):
 
 def test_an_island_with_more_chips_is_interrupted_more_often():
     machines = {
-        name: Machine(chips=chips, tokens_per_step=chips, step_seconds=1.0)
+        name: SimulatedIsland(chips=chips, tokens_per_step=chips, step_seconds=1.0)
         for name, chips in (("a", 6144), ("b", 256))
     }
     stormy = dataclasses.replace(CALM, mtbi_years=1.0, return_minutes=30.0)
@@ -107,8 +107,10 @@ def test_islands_of_several_hosts_take_later():
             sync,
             10**6,
             {
-                "a": Machine(chips=1, tokens_per_step=1, step_seconds=1.0),
-                "b": Machine(chips=1, tokens_per_step=1, step_seconds=2.5, hosts=hosts),
+                "a": SimulatedIsland(chips=1, tokens_per_step=1, step_seconds=1.0),
+                "b": SimulatedIsland(
+                    chips=1, tokens_per_step=1, step_seconds=2.5, hosts=hosts
+                ),
             },
             0.0,
             CALM,
@@ -234,7 +236,8 @@ def test_cycles_shorter_than_the_network_are_said_to_be(calm):
 def test_what_goes_down_counts_as_it_is_encoded():
     """On a link that a cycle of f32 takes twice as long as the cycle."""
     machines = {
-        n: Machine(chips=1, tokens_per_step=1, step_seconds=1.0) for n in ("a", "b")
+        n: SimulatedIsland(chips=1, tokens_per_step=1, step_seconds=1.0)
+        for n in ("a", "b")
     }
     cycle = CONFIG.run.sync.steps_per_cycle
     slow = dataclasses.replace(CALM, link_gbit_per_s=32 * 10**6 / 1e9 / cycle / 2)

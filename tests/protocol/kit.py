@@ -1,4 +1,4 @@
-"""What the tests of the policy share: a driver that holds state and time.
+"""Shared parts of the protocol's tests: a driver that holds state and time.
 
 `Driver` feeds events to the policy and keeps every effect; the books are checked
 after each event. Islands are named "a", "b", ...; 10 tokens and 1 sequence per step.
@@ -61,8 +61,8 @@ def make_config(**changes: Any) -> PolicyConfig:
         "quorum": 1,
         "grace": 0.0,
         "max_staleness": 1,
-        "awaits_alike": True,
-        "scale_partial_merges": True,
+        "grace_window": "alike",
+        "partial_merges": "scaled",
         "total_tokens": NEVER,
         "lease_s": 100.0,
         "reunion_s": 0.0,
@@ -106,7 +106,7 @@ def of(effects: Sequence[Any], kind: type[Any]) -> list[Any]:
 
 
 def kinds(effects: Sequence[Any]) -> list[type[Any]]:
-    """What each effect is: of a message that is told, the message's type."""
+    """Return the type of each effect; for a told message, the message's type."""
     return [type(e.message) if isinstance(e, Tell) else type(e) for e in effects]
 
 
@@ -309,7 +309,7 @@ class Driver:
         return self.fragment(fragment).accounts[name]
 
     def tick_of(self, name: str, fragment: int) -> int:
-        """Of the outstanding take."""
+        """Return the facts of the outstanding take."""
         take = self.account(name, fragment).take
         assert take is not None
         return take.tick

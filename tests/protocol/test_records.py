@@ -1,4 +1,4 @@
-"""What stands in logs and on tapes that were written before is read as it was."""
+"""Records in earlier logs and tapes are read as they were written."""
 
 import msgspec
 import pytest
@@ -80,7 +80,7 @@ NOTED = {
         **WHO,
         "asked": [{"fragment": 1, "tick": 7}],
     },
-    records.Refused: {
+    records.DeltaRefused: {
         "kind": "refused",
         **WHO,
         "fragment": 1,

@@ -29,8 +29,8 @@ def main(
     index: str,
     how: str,
 ) -> int:
+    from diloco_jax.config.loading import read_config_json
     from diloco_jax.island.environment import prepare_island
-    from diloco_jax.loading import read_config_json
 
     config = read_config_json(Path(config_path))
     prepare_island(config.island(name))
@@ -162,9 +162,9 @@ def script(config) -> None:
     """The oracle's script decides, as in `runtime_support.run_scripted`."""
     from scripted import ScriptedDecisions
 
-    from diloco_jax.island.main import Island
+    from diloco_jax.island.main import LeadingHost
 
-    start, sync = Island.start, config.run.sync
+    start, sync = LeadingHost.start, config.run.sync
 
     def scripted(self):
         start(
@@ -178,7 +178,7 @@ def script(config) -> None:
             ),
         )
 
-    Island.start = scripted
+    LeadingHost.start = scripted
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from diloco_jax.config import (
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.main import Island
+from diloco_jax.island.main import LeadingHost
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import read_tape
@@ -112,12 +112,12 @@ def run_scripted(config: Config, workdir: Path) -> list[dict]:
         failures: list[str] = []
         # One after the other, so that all are there before the first tick.
         islands = [
-            Island(config, name, service.address, workdir / name, 1)
+            LeadingHost(config, name, service.address, workdir / name, 1)
             for name in config.islands
         ]
         ready = threading.Barrier(len(islands))
 
-        def live(island: Island) -> None:
+        def live(island: LeadingHost) -> None:
             script = ScriptedDecisions(
                 island.mailbox,
                 steps_per_cycle=sync.steps_per_cycle,
@@ -160,7 +160,7 @@ def client(address: str, **options: Any) -> Iterator[Client]:
 
 
 def hello(config: Config, island: str = "a", **changes: Any) -> messages.Hello:
-    """What an island of this config says first."""
+    """Return the first message of an island of this config."""
     run, own = config.run, config.islands[island]
     fields: dict[str, Any] = {
         "run_id": "",

@@ -3,14 +3,17 @@ network can be compared with it bit for bit."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
-from diloco_jax.island.mailbox import Arrival, Inbox, Mailbox
+from msgspec.structs import replace
+
+from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.protocol.island.decision import Adoption, Decision
+from diloco_jax.protocol.messages import TakeRequest
 
 
 class ScriptError(RuntimeError):
-    """What a script waits for did not come in time, or something else came."""
+    """The script's next event did not come in time, or another one came."""
 
 
 class ScriptedDecisions:
@@ -36,21 +39,23 @@ class ScriptedDecisions:
         self._overlap_steps = overlap_steps
         self._patience_s = patience_s
         self._next_tick = 1
-        self._requested: dict[int, int] = {}
-        self._arrived: dict[int, Arrival] = {}
+        self._requested: dict[int, TakeRequest] = {}
+        """By tick."""
+        self._arrived: dict[int, Adoption] = {}
+        """By fragment."""
         self._due: list[tuple[int, int]] = []
         """(step, fragment) of adoptions to come, in order."""
 
-    def at(self, step: int, *, stepping: bool) -> Inbox:
+    def at(self, step: int, *, stepping: bool) -> Decision:
         """See decisions.Decisions."""
-        inbox = self._mailbox.collect()
-        self._keep(inbox)
-        takes: dict[int, int] = {}
-        arrivals: list[Arrival] = []
+        decision = self._mailbox.decide()
+        self._keep(decision)
+        takes: list[TakeRequest] = []
+        adoptions: list[Adoption] = []
         deadline = time.monotonic() + self._patience_s
         while True:
-            arrivals += self._due_arrivals(step, stepping)
-            takes |= self._due_takes(step, stepping)
+            adoptions += self._due_adoptions(step, stepping)
+            takes += self._due_takes(step, stepping)
             missing = self._missing(step, stepping)
             if not missing:
                 break
@@ -61,15 +66,15 @@ class ScriptedDecisions:
                     f"coordinator does not follow the script of this island"
                 )
             self._mailbox.wait(remaining)
-            later = self._mailbox.collect()
+            later = self._mailbox.decide()
             self._keep(later)
-            inbox = _both(inbox, later)
+            decision = _both(decision, later)
         if stepping:
-            self._due += [(step + self._overlap_steps, f) for f in takes]
-        return dataclasses.replace(
-            inbox,
-            takes=takes,
-            arrivals=tuple(arrivals),
+            self._due += [(step + self._overlap_steps, t.fragment) for t in takes]
+        return replace(
+            decision,
+            takes=tuple(takes),
+            adoptions=tuple(adoptions),
             # Without overlap a take is answered at the boundary at which it is made.
             again=stepping and bool(takes) and self._overlap_steps == 0,
         )
@@ -78,23 +83,24 @@ class ScriptedDecisions:
         """See decisions.Decisions."""
         self._mailbox.wait(timeout_s)
 
-    def _keep(self, inbox: Inbox) -> None:
-        for fragment, tick in inbox.takes.items():
-            self._requested[tick] = fragment
-        for arrival in inbox.arrivals:
-            waiting = self._arrived.get(arrival.fragment)
-            if waiting is not None or len(arrival.publishes) > 1:
+    def _keep(self, decision: Decision) -> None:
+        for take in decision.takes:
+            # The script says when, not the coordinator.
+            self._requested[take.tick] = replace(take, after=0)
+        for adoption in decision.adoptions:
+            fragment, version = adoption
+            if fragment in self._arrived:
                 raise ScriptError(
-                    f"fragment {arrival.fragment} came as version {arrival.version} "
-                    f"before the one ahead of it was due; raise steps_per_cycle above "
+                    f"fragment {fragment} came as version {version} before the one "
+                    f"ahead of it was due; raise steps_per_cycle above "
                     f"overlap_steps = {self._overlap_steps}"
                 )
-            self._arrived[arrival.fragment] = arrival
+            self._arrived[fragment] = adoption
 
-    def _due_arrivals(self, step: int, stepping: bool) -> list[Arrival]:
+    def _due_adoptions(self, step: int, stepping: bool) -> list[Adoption]:
         due = [f for s, f in self._due if s <= step or not stepping]
         here = [self._arrived.pop(f) for f in due if f in self._arrived]
-        gone = {arrival.fragment for arrival in here}
+        gone = {adoption.fragment for adoption in here}
         self._due = [(s, f) for s, f in self._due if f not in gone]
         if not stepping and not self._due:
             # What the flush publishes is on no script.
@@ -102,17 +108,17 @@ class ScriptedDecisions:
             self._arrived = {}
         return here
 
-    def _due_takes(self, step: int, stepping: bool) -> dict[int, int]:
-        takes: dict[int, int] = {}
+    def _due_takes(self, step: int, stepping: bool) -> list[TakeRequest]:
+        takes: list[TakeRequest] = []
         if not stepping:
             if not self._due:
-                takes = {f: tick for tick, f in self._requested.items()}
+                takes = list(self._requested.values())
                 self._requested = {}
             return takes
         while self._step_of(self._next_tick) <= step:
             if self._next_tick not in self._requested:
                 break
-            takes[self._requested.pop(self._next_tick)] = self._next_tick
+            takes.append(self._requested.pop(self._next_tick))
             self._next_tick += 1
         return takes
 
@@ -132,20 +138,12 @@ class ScriptedDecisions:
         return tick * self._steps_per_cycle // self._fragments
 
 
-def _both(first: Inbox, later: Inbox) -> Inbox:
-    """Both as one."""
-    return Inbox(
-        takes={**first.takes, **later.takes},
-        arrivals=first.arrivals + later.arrivals,
+def _both(first: Decision, later: Decision) -> Decision:
+    """Both as one, but for takes and adoptions."""
+    return replace(
+        later,
         verdicts=first.verdicts + later.verdicts,
         grants=first.grants + later.grants,
         anchors=first.anchors + later.anchors,
         term=max(first.term, later.term),
-        others_tokens=later.others_tokens,
-        again=first.again or later.again,
-        save=first.save or later.save,
-        stop=first.stop or later.stop,
-        leaving=first.leaving or later.leaving,
-        finished=first.finished or later.finished,
-        ending=first.ending or later.ending,
     )

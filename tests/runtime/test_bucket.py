@@ -21,7 +21,7 @@ from runtime_support import PATIENCE_S, await_gone, free_port, make_config, with
 
 from diloco_jax import run_files
 from diloco_jax.config import IslandConfig, Placement
-from diloco_jax.loading import write_config_json
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.observability.tape import read_tape
 
 pytestmark = pytest.mark.dist
@@ -49,7 +49,7 @@ class Bucket:
         }
 
     def names(self) -> list[str]:
-        """Of all objects."""
+        """Return the names of all objects."""
         with urllib.request.urlopen(
             f"{self._url}/storage/v1/b/bucket/o", timeout=PATIENCE_S
         ) as got:

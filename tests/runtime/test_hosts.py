@@ -38,8 +38,8 @@ from runtime_support import (
 from tiny import SEQUENCE_LENGTH
 
 from diloco_jax.config import Config, IslandConfig, Placement, SyncConfig
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.device.mesh import param_spec
-from diloco_jax.loading import write_config_json
 from diloco_jax.models import transformer
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import read_tape
@@ -91,7 +91,7 @@ def run_processes(config: Config, folder: Path, how: str) -> dict[str, np.ndarra
 
 
 def patient_config(text: Path, **sync: Any) -> Config:
-    """Of processes that may stand still for long: no peer counts as gone."""
+    """Return a config for processes that may pause for long: no peer counts as gone."""
     return placed(make_config(text, **sync), time_budget_s=PATIENCE_S)
 
 
@@ -181,7 +181,7 @@ def check_traffic(config: Config, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def stall() -> Stall:
-    """Of this machine, during the run of `killed`."""
+    """Stall of this machine during the run of `killed`."""
     return Stall()
 
 

@@ -41,7 +41,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def stall() -> Stall:
-    """Of this machine, during the run."""
+    """Stall of this machine during the run."""
     return Stall()
 
 
@@ -121,7 +121,7 @@ def test_the_simulator_calibrated_on_it_repeats_it(run, folder):
 
 @pytest.fixture
 def workdir(run, folder, tmp_path) -> Path:
-    """What replay needs of the workdir."""
+    """Copy the workdir's files that replay needs."""
     for name in ("config.json", "tape.jsonl"):
         shutil.copy(folder / "run" / name, tmp_path / name)
     return tmp_path

@@ -58,7 +58,9 @@ def test_processes_can_be_killed_and_paused_and_do_not_outlive_it(text):
         cluster.islands["a"].resume()
         with pytest.raises(LocalClusterError, match="no process for host 1"):
             cluster.islands["a"].kill(host=1)
-        with pytest.raises(LocalClusterError, match=r"did not get there in 0\.1 s"):
+        with pytest.raises(
+            LocalClusterError, match=r"not meet the condition in 0\.1 s"
+        ):
             cluster.until(lambda status: False, 0.1)
         pids = [*cluster.coordinator.pids, a, *cluster.islands["b"].pids]
         assert len(pids) == 3

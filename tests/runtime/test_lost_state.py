@@ -24,8 +24,8 @@ from runtime_support import Stall, free_port, make_config, placed, with_run
 
 from diloco_jax.cluster import commands
 from diloco_jax.config import Config
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.loading import write_config_json
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import WireError
@@ -39,7 +39,7 @@ GAP_MEDIANS_MAX, STALLED_MAX = 3.0, 0.05
 
 
 class Survived(NamedTuple):
-    """What the two lives of the coordinator left."""
+    """The results of the two lives of the coordinator."""
 
     config: Config
     run_ids: tuple[str, str]
@@ -82,7 +82,7 @@ def await_training(address: str) -> None:
 
 @pytest.fixture(scope="module")
 def stall() -> Stall:
-    """Of this machine, during the run."""
+    """Stall of this machine during the run."""
     return Stall()
 
 

@@ -1,4 +1,4 @@
-"""What is wrong is refused with cause, both values and remedy; the others go on."""
+"""A wrong peer is refused with cause, both values and remedy; the others go on."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from runtime_support import (
 )
 
 from diloco_jax.config import Config
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.main import Coordinator
-from diloco_jax.island.main import Island
-from diloco_jax.loading import write_config_json
+from diloco_jax.island.main import LeadingHost
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import FIRST_VERSION, Record
@@ -59,7 +59,7 @@ class Served(NamedTuple):
     stream: ControlStream
     hello: messages.Hello
     take: messages.TakeRequest
-    """What the island is asked for, and does not send."""
+    """The take that the island is asked for and does not send."""
 
     def books(self) -> object:
         """All that a refusal must leave as it is."""
@@ -223,7 +223,7 @@ def test_a_record_of_no_fragment_ends_only_its_session(served):
 
 @pytest.fixture
 def start(served) -> bulk.UploadStart:
-    """Of the delta that was asked for. Without its record it is not merged."""
+    """Start of the upload asked for. Without its record the delta is not merged."""
     run_id = served.service.policy_config.run_id
     total = served.service.store.layouts_up[served.take.fragment].total_bytes
     return upload_start(served.hello, run_id, served.take, total)
@@ -371,7 +371,7 @@ def test_wrong_and_missing_certificates_are_refused_at_both_ends(text, tmp_path)
                 time_budget_s=20.0,
                 outage_budget_s=4 * PATIENCE_S,
             )
-            island = Island(stranger, "b", service.address, tmp_path / "b", 1)
+            island = LeadingHost(stranger, "b", service.address, tmp_path / "b", 1)
             began = time.monotonic()
             with pytest.raises(SecurityError, match="diloco certs") as refused:
                 island.start()

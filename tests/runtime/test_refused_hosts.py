@@ -9,8 +9,8 @@ from runtime_support import PATIENCE_S, free_port, make_config, placed
 from test_hosts import HOST
 
 from diloco_jax.config import IslandConfig
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.loading import write_config_json
 from diloco_jax.wire.errors import Refused
 from diloco_jax.wire.server import Server
 

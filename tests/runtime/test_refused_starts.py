@@ -16,10 +16,10 @@ from runtime_support import coordinator, make_config, placed, with_run
 
 from diloco_jax import cli
 from diloco_jax.config import Config, ConfigError
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.main import Coordinator
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.loading import write_config_json
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.wire.errors import SecurityError

@@ -20,7 +20,7 @@ from tiny import SEQUENCE_LENGTH
 
 from diloco_jax import cli, run_files
 from diloco_jax.config import Config, IslandConfig, Placement
-from diloco_jax.loading import write_config_json
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.observability.tape import newest_record, read_tape
 from diloco_jax.workdir import read_facts
 
@@ -58,7 +58,7 @@ class Resumed:
     folder: Path
     config: Config
     digest: str
-    """Of the global parameters that the killed run left."""
+    """Digest of the global parameters that the killed run left."""
     versions: list[list[int]]
     torn: int
     """The number of its newest snapshot."""

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from diloco_jax.config import ConfigError
+from diloco_jax.config.fields import LARGEST
 from diloco_jax.simulation.fleets.bandwidth import (
     OVERLAP,
     PUBLISHED_DECOUPLED_GBIT_PER_S,
@@ -14,7 +15,6 @@ from diloco_jax.simulation.fleets.bandwidth import (
     simulate_bandwidth,
 )
 from diloco_jax.simulation.fleets.checks import GBIT_PER_S, PARAMS, STEP_SECONDS
-from diloco_jax.validation import LARGEST
 
 
 def test_data_parallel_between_eight_sites_is_the_published_198():

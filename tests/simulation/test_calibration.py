@@ -17,7 +17,7 @@ from diloco_jax.simulation.calibration.fit import Steps, calibrate
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory) -> Path:
-    """Of a finished run."""
+    """Workdir of a finished run."""
     folder = tmp_path_factory.mktemp("recorded")
     record(folder)
     return folder

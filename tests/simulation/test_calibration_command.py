@@ -11,8 +11,8 @@ import pytest
 from virtual_recording import config, record
 
 from diloco_jax import cli
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.loading import write_config_json
 from diloco_jax.observability.tape import Tape, read_tape
 from diloco_jax.simulation.calibration.command import calibrate_command
 from diloco_jax.simulation.calibration.fit import calibrate
@@ -20,7 +20,7 @@ from diloco_jax.simulation.calibration.fit import calibrate
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory) -> Path:
-    """Of a finished run."""
+    """Workdir of a finished run."""
     folder = tmp_path_factory.mktemp("recorded")
     record(folder)
     return folder
@@ -64,7 +64,7 @@ def test_a_run_that_is_not_over_is_refused(copied, capsys):
     lines = (copied / "tape.jsonl").read_bytes().splitlines(keepends=True)
     (copied / "tape.jsonl").write_bytes(b"".join(lines[:-1]))
     err = refusal(capsys, str(copied))
-    assert "is without the end of the run ('finished')" in err
+    assert "lacks the end of the run ('finished')" in err
     assert "calibrate on a run that has ended" in err
 
 

@@ -188,7 +188,7 @@ def test_crashes_use_up_restarts_and_failures_of_machines_do_not(text) -> None:
     config = make_config(text, steps=40, quorum=1)
 
     def deaths(*faults: str, restarts: int, **options: float) -> tuple[int, str]:
-        """Of b, and what became of it."""
+        """Return the number of b's deaths, and how its last life ended."""
         placed = with_placement(config, faults=faults, restarts=restarts)
         history = emulate(placed, options=EmulationOptions(**options)).history
         ends = history.frame("lives").query("island == 'b'").end.tolist()
@@ -287,7 +287,7 @@ def test_slower_islands_and_pauses_take_their_time(text) -> None:
 
 def test_merges_take_their_time_each_its_own(text) -> None:
     def past_the_second(**times: float) -> list[float]:
-        """Of merges: islands step, and take, at whole seconds."""
+        """Return the fraction of a second at which each merge ends."""
         options = EmulationOptions(merge_seconds=0.4, **times)
         merges = emulate(make_config(text), options=options).history.merges
         return [round(float(at), 6) for at in merges["time"] % 1.0]
@@ -350,7 +350,7 @@ def test_a_coordinators_fault_is_refused(text) -> None:
 
 
 def test_the_command_leaves_config_history_and_summary(text, tmp_path, capsys) -> None:
-    from diloco_jax.loading import write_config_json
+    from diloco_jax.config.loading import write_config_json
 
     path, workdir = tmp_path / "config.json", tmp_path / "run"
     write_config_json(make_config(text), path)
@@ -368,7 +368,7 @@ def test_the_command_leaves_config_history_and_summary(text, tmp_path, capsys) -
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_ended_early_leaves_no_folder(text, tmp_path, monkeypatch, number, capsys):
-    from diloco_jax.loading import write_config_json
+    from diloco_jax.config.loading import write_config_json
 
     path, workdir = tmp_path / "config.json", tmp_path / "run"
     write_config_json(make_config(text), path)

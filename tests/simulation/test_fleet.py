@@ -6,16 +6,20 @@ import pytest
 
 from diloco_jax.observability import measures
 from diloco_jax.simulation.fleets.failures import Segment, undisturbed
-from diloco_jax.simulation.fleets.fleet import TOKENS_PER_STEP, Exchange, Fleet
+from diloco_jax.simulation.fleets.fleet import (
+    TOKENS_PER_STEP,
+    ExchangeTerms,
+    VirtualFleet,
+)
 
-EXCHANGE = Exchange(
+EXCHANGE = ExchangeTerms(
     cycle=4, fragments=4, params=1000, latency_seconds=0.01, merge_seconds=0.1
 )
 HOUR_S = 3600.0
 
 
-def started(*lives, quorum: int = 1) -> Fleet:
-    fleet = Fleet(EXCHANGE, EXCHANGE.sync(quorum, 0.8), 10.0)
+def started(*lives, quorum: int = 1) -> VirtualFleet:
+    fleet = VirtualFleet(EXCHANGE, EXCHANGE.sync(quorum, 0.8), 10.0)
     for i, life in enumerate(lives):
         fleet.join(f"island-{i}", 10.0, itertools.repeat(10.0), iter(life))
     fleet.begin()
@@ -36,7 +40,7 @@ def test_undisturbed_islands_merge_everything_they_compute():
 
 
 def test_of_the_flush_only_tokens_count():
-    fleet = Fleet(EXCHANGE, EXCHANGE.sync(1, 0.0), 10.0)
+    fleet = VirtualFleet(EXCHANGE, EXCHANGE.sync(1, 0.0), 10.0)
     for name, seconds in (("fast", 10.0), ("slow", 16.0)):
         fleet.join(name, seconds, itertools.repeat(seconds), undisturbed())
     fleet.begin()
@@ -109,7 +113,7 @@ def test_an_island_that_leaves_is_provisioned_until_then():
 
 
 def test_a_run_with_a_token_budget_ends_by_itself():
-    fleet = Fleet(
+    fleet = VirtualFleet(
         EXCHANGE, EXCHANGE.sync(1, 0.8), 10.0, total_tokens=100 * TOKENS_PER_STEP
     )
     fleet.join("a", 10.0, itertools.repeat(10.0), undisturbed())

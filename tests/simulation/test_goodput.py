@@ -9,7 +9,7 @@ import pytest
 from diloco_jax.config import ConfigError
 from diloco_jax.protocol.coordinator.state import Island
 from diloco_jax.simulation.fleets.failures import FailureModel
-from diloco_jax.simulation.fleets.fleet import Exchange
+from diloco_jax.simulation.fleets.fleet import ExchangeTerms
 from diloco_jax.simulation.fleets.goodput import GoodputConfig, simulate_goodput
 
 SHORT = GoodputConfig(hours=0.25, seeds=1)
@@ -142,12 +142,18 @@ def test_islands_are_bounded_where_the_policy_has_them():
         ({"hours": 1e15}, r"e\+18 steps of islands to simulate, .*; lower hours"),
         ({"hours": 1e300}, r"hours = 1e\+300; it must be above 0, at most 9\.2e\+18"),
         ({"chips": 10**18}, r"interruptions to simulate, .*; .* or raise mtbi_years"),
-        ({"exchange": Exchange(params=1e300)}, r"params = 1e\+300; .* at most 1e\+15"),
         (
-            {"exchange": Exchange(fragments=10**9)},
+            {"exchange": ExchangeTerms(params=1e300)},
+            r"params = 1e\+300; .* at most 1e\+15",
+        ),
+        (
+            {"exchange": ExchangeTerms(fragments=10**9)},
             r"fragments = 1000000000; .* at most",
         ),
-        ({"exchange": Exchange(join_seconds=1e300)}, r"join_seconds = 1e\+300; .* at "),
+        (
+            {"exchange": ExchangeTerms(join_seconds=1e300)},
+            r"join_seconds = 1e\+300; .* at ",
+        ),
         ({"failures": FailureModel(down_seconds=1e308)}, r"down_seconds = 1e\+308; .*"),
         ({"hours": 0.001}, r"hours = 0.001 over seeds = 3 .*step_seconds = 10; raise"),
     ],

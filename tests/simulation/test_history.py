@@ -1,4 +1,4 @@
-"""What an emulated island reports of itself."""
+"""An emulated island's report of itself."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from diloco_jax.simulation.emulation.history import Diary
 
 
 def diary(seconds: list[float], skipped: list[float], steps: int) -> Diary:
-    """Of steps without a pause between them."""
+    """Return the diary of steps without a pause between them."""
     ends = np.cumsum(seconds).tolist()
     return Diary(
         island="a",

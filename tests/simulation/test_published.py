@@ -1,4 +1,4 @@
-"""What was published is kept for as long as the tape needs it, and no longer."""
+"""Published values are kept for as long as the tape needs them, and no longer."""
 
 from pathlib import Path
 
@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import Config, IslandConfig
-from diloco_jax.coordinator.store import Merged
+from diloco_jax.coordinator.store import ComputedMerge
+from diloco_jax.core.merge.measures import MergeMeasures
 from diloco_jax.protocol.values import Record, Version
-from diloco_jax.simulation.replay.published import Published
+from diloco_jax.simulation.replay.published import PublishedVersions
 from diloco_jax.simulation.replay.recording import (
     Life,
     RecordedMerge,
     Recording,
     Recovery,
+    TapedRecord,
     Who,
-    Written,
 )
 
 V = [Version(1, n) for n in range(4)]
@@ -30,7 +31,7 @@ def life(name, *adopted):
         who=Who(name, 1),
         config=IslandConfig(),
         environment={},
-        records=[Written(record.seq, record) for record in records],
+        records=[TapedRecord(record.seq, record) for record in records],
     )
 
 
@@ -66,9 +67,21 @@ def published():
         recoveries=(Recovery(merges=1, snapshot_merges=0),),
         lives={life.who: life for life in lives},
     )
-    published = Published(recording, [anchor(0)])
+    published = PublishedVersions(recording, [anchor(0)])
     for n in (1, 2, 3):
-        published.keep(0, Merged(V[n], (), anchor(n), None, b"%d" % n, "", 0.0))
+        merged = ComputedMerge(
+            version=V[n],
+            theta=(),
+            anchor=anchor(n),
+            outer_state=None,
+            merge_state=(),
+            payload=b"%d" % n,
+            digest="",
+            norm=0.0,
+            measures=MergeMeasures(),
+            sample=(),
+        )
+        published.keep(0, merged)
     return published
 
 

@@ -1,4 +1,4 @@
-"""Where bits need not be the same, they are not compared."""
+"""Replay compares bits only where they must be the same."""
 
 import dataclasses
 from pathlib import Path
@@ -29,8 +29,8 @@ from diloco_jax.simulation.replay.recording import (
     Life,
     RecordedMerge,
     Recording,
+    TapedRecord,
     Who,
-    Written,
 )
 
 WHO = Who("a", 1)
@@ -59,7 +59,7 @@ class Worker:
 
 @pytest.fixture
 def recording(tmp_path, monkeypatch):
-    """Of a run with one merge, on this machine."""
+    """Recording of a run with one merge, on this machine."""
     monkeypatch.setattr(replay, "Worker", Worker)
     (tmp_path / "text").write_text("a few words " * 20)
     paths = (str(tmp_path / "text"),)
@@ -73,7 +73,7 @@ def recording(tmp_path, monkeypatch):
         who=WHO,
         config=IslandConfig(batch_size=1),
         environment=here,
-        records=[Written(4, begins), Written(5, took)],
+        records=[TapedRecord(4, begins), TapedRecord(5, took)],
     )
     part = Contribution(
         island="a", incarnation=1, tick=1, start=0, end=1, tokens=16, base=Version()

@@ -9,21 +9,23 @@ import pytest
 from msgspec.structs import replace
 
 from diloco_jax.config import IslandConfig, ModelConfig, RunConfig, SyncConfig
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.books import Books
-from diloco_jax.island.boundary import Boundary
+from diloco_jax.island.arrivals import Arrival, Arrivals
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
-from diloco_jax.island.mailbox import Arrival, Inbox
-from diloco_jax.island.pace import Pace
+from diloco_jax.island.pace import Pace, goal_of
+from diloco_jax.island.traits import adopt_traits
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.protocol.messages import TakeVerdict
+from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.decision import Adoption, Decision
+from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
 from diloco_jax.protocol.values import Span, Version
 from diloco_jax.simulation.replay.island import ReplayedIsland
-from diloco_jax.simulation.replay.recording import Life, Who, Written
+from diloco_jax.simulation.replay.recording import Life, TapedRecord, Who
 from diloco_jax.simulation.replay.worker import Copies
 
 ISLAND = IslandConfig(batch_size=2)
@@ -79,13 +81,20 @@ class Lived:
         self.replica = join(
             published.plan, published.trainer, published.exchange, anchors
         )
-        self.books = Books([V[0]] * 2, run.sync.adopt)
+        self.books = Books([V[0]] * 2, adopt_traits(run.sync.adopt))
         self.books.begin()
         self.positions, self.sent, self.steps = LeasedPositions(), {}, 0
+        self.arrivals = Arrivals()
+        goal = goal_of(run, ISLAND.batch_size)
         self.boundary = Boundary(
-            self.books, self.replica, self.positions, self, run.sync.adopt
+            self.books,
+            goal,
+            arrays=self.replica,
+            incoming=self.arrivals,
+            outgoing=self,
+            data=self.positions,
         )
-        self.pace = Pace(run, ISLAND.batch_size * run.sequence_length)
+        self.pace = Pace(run, goal)
         self.others = 0
 
     def put(self, fragment, tick, encoded):
@@ -103,9 +112,20 @@ class Lived:
             self.replica.step(batch, rate)
             self.steps += 1
 
-    def act(self, others=None, **inbox):
+    def act(self, others=None, takes=None, arrivals=(), **decided):
         self.others = self.others if others is None else others
-        self.boundary.act(Inbox(others_tokens=self.others, **inbox), self.steps)
+        for arrival in arrivals:
+            self.arrivals.put(arrival)
+        decision = Decision(
+            takes=tuple(
+                TakeRequest(fragment=fragment, tick=tick)
+                for fragment, tick in (takes or {}).items()
+            ),
+            adoptions=tuple(Adoption(a.fragment, a.version) for a in arrivals),
+            others_tokens=self.others,
+            **decided,
+        )
+        self.boundary.act(decision, self.steps)
 
     def arrival(self, fragment, version):
         payloads = self.published.chain(fragment, self.books.version(fragment), version)
@@ -119,7 +139,7 @@ class Lived:
             config=dataclasses.replace(ISLAND, step_seconds=0.3),
             environment={},
             records=[
-                Written(n, record) for n, record in enumerate(self.records, start=1)
+                TapedRecord(n, record) for n, record in enumerate(self.records, start=1)
             ],
         )
 
@@ -216,6 +236,6 @@ FIRST_GRANT, SECOND_TAKE = 2, 3
 def test_a_record_that_does_not_fit_is_named(number, change, bad):
     life = live(RUN).life()
     line, record = life.records[number]
-    life.records[number] = Written(line, replace(record, **change))
+    life.records[number] = TapedRecord(line, replace(record, **change))
     with pytest.raises(TapeError, match=bad):
         repeated(life, RUN).delta(0, 1)

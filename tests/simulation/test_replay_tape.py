@@ -18,7 +18,7 @@ from written_tape import (
 )
 
 from diloco_jax.config import ConfigError, RunConfig
-from diloco_jax.loading import write_config_json
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.replay.recording import Who

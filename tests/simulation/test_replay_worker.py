@@ -1,4 +1,4 @@
-"""How a process that repeats islands ends."""
+"""The end of a process that repeats islands."""
 
 from multiprocessing import Pipe
 

@@ -1,4 +1,4 @@
-"""How step times vary, and what it costs to wait for the slowest."""
+"""The variation of step times, and the cost of waiting for the slowest."""
 
 import itertools
 import tracemalloc

@@ -21,9 +21,10 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.loading import write_config_json, write_json
+from diloco_jax.files import write_json
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.events import Effect, Note, Persist
@@ -65,7 +66,7 @@ def known(seconds: float) -> Fitted:
 
 
 def truth(made: Config) -> Calibration:
-    """What the fleet of these runs is like."""
+    """Return the true values of these runs' fleet."""
 
     def each(seconds: float) -> dict[str, Fitted]:
         return {name: known(seconds) for name in ("", *made.islands)}

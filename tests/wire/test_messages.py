@@ -1,4 +1,4 @@
-"""What a control message may hold; the decoder names the field that does not fit."""
+"""Bounds of a control message; the decoder names the field that breaks one."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What an island computes: parameters, batches and deltas on its own mesh."""
+"""The island's computation: parameters, batches and deltas on its own mesh."""

@@ -23,9 +23,10 @@ from diloco_jax.models.plan import build_plan
 def build_trainer(
     run: RunConfig, island: IslandConfig, devices: Sequence[jax.Device] | None = None
 ) -> tuple[Model, Trainer]:
-    """The run's model and inner optimizer on the island's mesh.
+    """Build the run's model and inner optimizer on the island's mesh.
 
-    devices: of the mesh; those of a topology that is not here will do to compile.
+    devices: of the mesh; devices of a topology that this machine lacks will do to
+    compile.
     """
     mesh = make_mesh(island, devices)
     model = build(run, island, layout(mesh))
@@ -35,8 +36,8 @@ def build_trainer(
 def build_exchange(
     run: RunConfig, model: Model, trainer: Trainer
 ) -> tuple[Exchange, Params]:
-    """Takes and adoptions of an island that has no anchors yet, and parameters of
-    zeros that lie as the real ones will."""
+    """Build takes and adoptions for an island that has no anchors yet, and parameters
+    of zeros that lie as the real ones will."""
     plan, params = build_plan(run, model), trainer.zeros()
     return Exchange(plan, run.sync, params, trainer.anchor_memory), params
 
@@ -44,7 +45,7 @@ def build_exchange(
 def compile_ahead(
     trainer: Trainer, exchange: Exchange, params: Params, sequence_length: int
 ) -> None:
-    """Compiles all that an island executes, and executes nothing.
+    """Compile everything that an island executes, and execute nothing.
 
     params: arrays that lie like the local parameters.
 
@@ -70,7 +71,7 @@ def join(
     anchors: Mapping[int, tuple[jax.Array, ...]],
     restored: Restored | None = None,
 ) -> Replica:
-    """A model copy that begins at these anchors (by fragment, then by piece), with
+    """Make a model copy that begins at these anchors (by fragment, then by piece), with
     the moments and residuals of a checkpoint, or fresh ones."""
     exchange.start(anchors, restored.residuals if restored else None)
     params = trainer.zeros()

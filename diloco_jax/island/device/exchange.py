@@ -1,9 +1,10 @@
 """Takes and adoptions on the device: the island's end of the data's path.
 
-Per piece it holds the anchor; the base, a copy of the local values at a take, from then
-until a version takes the delta's place; and with error feedback the residual, before
-and after an outstanding take. All of them lie as the piece does, in device or host
-memory. Parameters are donated to an adoption, which changes them in place.
+Per piece it holds the anchor, the base, and with error feedback the residual. The base
+is a copy of the local values at a take; it is kept until a version takes the delta's
+place. The residual is kept before and after an outstanding take. All of them lie as the
+piece does, in device or host memory. Parameters are donated to an adoption, which
+changes them in place.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from diloco_jax.config import AnchorMemory, SyncConfig
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout, tiles_of
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.kinds import index_of, kind_of
 from diloco_jax.island.device.placing import Region, abstract, assemble, needed, zeros
-from diloco_jax.island.mailbox import Arrival
 
 
 class Exchange:
@@ -59,7 +60,7 @@ class Exchange:
     # ---- the path of the data ---------------------------------------------------
 
     def take(self, fragment: int, params: Params) -> tuple[jax.Array, ...]:
-        """The fragment's encoded delta by piece, on its way to the host.
+        """Return the fragment's encoded delta by piece, on its way to the host.
 
         Only one take of a fragment may be without `settle`, `reopen` or `drop`.
         """
@@ -78,15 +79,16 @@ class Exchange:
         return tuple(encoded)
 
     def part_down(self, fragment: int) -> Part:
-        """What this host needs of a publish of the fragment, and of its anchor."""
+        """Return the part that this host needs of a publish of the fragment, and of its
+        anchor."""
         kinds = [self._kinds[piece].encoded for piece in self._plan.fragments[fragment]]
         shapes = [p.encoded_shape for p in self.layouts_down[fragment].placed]
         return needed(list(zip(kinds, shapes, strict=True)))
 
     def put_publish(self, fragment: int, octets: Buffer) -> tuple[jax.Array, ...]:
-        """One encoded publish by piece, on the device. Any thread may call it.
+        """Put one encoded publish by piece on the device. Any thread may call it.
 
-        octets: those of `part_down`.
+        octets: the bytes of `part_down`.
         """
         layout = self.layouts_down[fragment]
         regions: list[list[Region]] = [[] for _ in layout.placed]
@@ -99,7 +101,7 @@ class Exchange:
         )
 
     def put_anchor(self, fragment: int, octets: Buffer) -> tuple[jax.Array, ...]:
-        """A_v in full by piece, on the device. Any thread may call it.
+        """Put A_v in full by piece on the device. Any thread may call it.
 
         octets: the f32 values of `part_down`, box by box.
 
@@ -116,11 +118,11 @@ class Exchange:
         )
 
     def anchor_bytes(self, fragment: int) -> int:
-        """Length of what `put_anchor` takes."""
+        """Return the length in bytes that `put_anchor` takes."""
         return self.layouts_down[fragment].values_bytes(self.part_down(fragment))
 
     def adopt(self, arrival: Arrival, params: Params, *, keep: bool = False) -> Params:
-        """The parameters with the arrived version adopted. `params` is donated.
+        """Return the parameters with the arrived version adopted. `params` is donated.
 
         keep: the last take is not in that version, and stays in the parameters.
         """
@@ -143,24 +145,26 @@ class Exchange:
     # ---- what becomes of a take -------------------------------------------------
 
     def settle(self, fragment: int) -> None:
-        """The take is merged: what its encoding lost is in the residual for good."""
+        """Settle a merged take: what its encoding lost is in the residual for good."""
         for piece in self._plan.fragments[fragment]:
             self._residuals_before.pop(piece, None)
 
     def drop(self, fragment: int) -> None:
-        """The take is lost: the residual is what it was before."""
+        """Drop a lost take: the residual is what it was before."""
         for piece in self._plan.fragments[fragment]:
             if piece in self._residuals_before:
                 self._residuals[piece] = self._residuals_before.pop(piece)
 
     def reopen(self, fragment: int) -> None:
-        """As if the take had not been: the base is the old anchor again."""
+        """Reopen the fragment as if the take had not been: the base is the old anchor
+        again."""
         self.drop(fragment)
         for piece in self._plan.fragments[fragment]:
             self._bases.pop(piece, None)
 
     def reset(self, fragment: int, params: Params) -> Params:
-        """The take is lost, the local values are the anchor's. `params` is donated."""
+        """Drop a lost take, and reset the local values to the anchor. `params` is
+        donated."""
         self.reopen(fragment)
         for piece in self._plan.fragments[fragment]:
             anchor = self._anchors[piece]
@@ -172,7 +176,8 @@ class Exchange:
     # ---- for a coordinator that lost its state ----------------------------------
 
     def anchor(self, fragment: int) -> tuple[jax.Array, ...]:
-        """The fragment's anchor by piece, in f32 tiles, on its way to the host."""
+        """Return the fragment's anchor by piece, in f32 tiles, on its way to the
+        host."""
         encoded = []
         for piece in self._plan.fragments[fragment]:
             sent = self._kinds[piece].whole(self._anchors[piece])
@@ -187,8 +192,8 @@ class Exchange:
         anchors: Mapping[int, tuple[jax.Array, ...]],
         residuals: Mapping[int, tuple[jax.Array, ...]] | None = None,
     ) -> None:
-        """The anchors that the island begins with, by fragment and piece, and the
-        residuals where these are not zero."""
+        """Start with these anchors, by fragment and piece, and with residuals where
+        these are not zero."""
         kept = residuals or {}
         for given, held in ((anchors, self._anchors), (kept, self._residuals)):
             for fragment, arrays in given.items():
@@ -197,8 +202,8 @@ class Exchange:
     # ---- checkpoints ------------------------------------------------------------
 
     def trees(self) -> dict[str, list[tuple[jax.Array, ...]]]:
-        """Anchors, and with error feedback residuals as if no take were outstanding,
-        by fragment and piece; not to be donated."""
+        """Return the anchors, and with error feedback the residuals as if no take were
+        outstanding, by fragment and piece; not to be donated."""
         fragments = self._plan.fragments
         trees = {"anchors": [tuple(self._anchors[p] for p in f) for f in fragments]}
         if self._sync.error_feedback:
@@ -207,20 +212,20 @@ class Exchange:
         return trees
 
     def like_residuals(self) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
-        """How all residuals lie."""
+        """Return abstract arrays that lie as all residuals do."""
         return [
             tuple(abstract(p.shape, np.float32, self._kinds[p].piece) for p in f)
             for f in self._plan.fragments
         ]
 
     def anchors(self) -> dict[str, jax.Array]:
-        """The anchors by piece name; not to be donated."""
+        """Return the anchors by piece name; not to be donated."""
         return {piece.name: anchor for piece, anchor in self._anchors.items()}
 
     def warm(self, params: Params) -> Params:
-        """Compiles everything on `params`, which is donated and comes back unchanged.
+        """Compile everything on `params`, which is donated and comes back unchanged.
 
-        Leaves no anchors behind: call `start` afterwards.
+        It leaves no anchors behind: call `start` afterwards.
         """
         codec = get_codec(self._sync.codec_down)
         for piece in self._one_of_each(params):
@@ -239,7 +244,7 @@ class Exchange:
         return params
 
     def lower_all(self, params: Params) -> list[jax.stages.Lowered]:
-        """What `warm` executes, without arrays, to be compiled; `params` stay."""
+        """Lower what `warm` executes, without arrays, to be compiled; `params` stay."""
         lowered: list[jax.stages.Lowered] = []
         for piece in self._one_of_each(params):
             leaf = _leaf(params, piece.path)
@@ -251,7 +256,7 @@ class Exchange:
         return lowered
 
     def _one_of_each(self, params: Params) -> list[Piece]:
-        """A piece of each kind of tensor."""
+        """Return one piece of each kind of tensor."""
         found: dict[tuple[Any, ...], Piece] = {}
         for piece in self._kinds:
             leaf = _leaf(params, piece.path)

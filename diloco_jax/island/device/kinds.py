@@ -1,10 +1,10 @@
 """The functions of takes and adoptions, compiled once per kind of tensor.
 
-They are those of `core/`, one piece at a time, with the index of a stacked layer
-traced, and they work where the data lies: a shard of a piece makes its tiles, and tiles
-make their shard. Where a mesh axis cuts a piece inside its tiles (`mesh.py`), a take
-gathers the delta along it first, an adoption the anchor, and all its devices make the
-same tiles.
+They are the functions of `core/`, one piece at a time, with the index of a stacked
+layer traced. They work where the data lies: a shard of a piece makes its tiles, and
+tiles make their shard. Where a mesh axis cuts a piece inside its tiles (`mesh.py`), a
+take first gathers the delta along it, an adoption the anchor, and all its devices make
+the same tiles.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco_jax.config import AnchorMemory, SyncConfig
-from diloco_jax.core.adopt import adopt, moved
-from diloco_jax.core.choices import AdoptRule, CodecName
-from diloco_jax.core.codec import encode_with_feedback, get_codec
+from diloco_jax.core.adopt import RULES
+from diloco_jax.core.adopt.adopting import adopt
+from diloco_jax.core.adopt.rule import moved
+from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
 from diloco_jax.core.delta import delta
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.publish import apply_publish
@@ -32,12 +33,12 @@ from diloco_jax.island.device.placing import abstract
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Functions of `jax.jit`; `index` is the layer of a stacked tensor, else None."""
+    """Functions from `jax.jit`; `index` is the layer of a stacked tensor, else None."""
 
     piece: NamedSharding
-    """How anchors, bases and residuals lie, f32[shape]: as the parameter does."""
+    """Sharding of anchors, bases and residuals, f32[shape]: that of the parameter."""
     encoded: NamedSharding
-    """How bytes lie, uint8[*grid, tile_bytes]."""
+    """Sharding of bytes, uint8[*grid, tile_bytes]."""
     take: Any
     """(leaf, index, anchor, residual or None) -> (encoded, residual, base)."""
     advance: Any
@@ -49,12 +50,13 @@ class Kind:
     reset: Any
     """(leaf, index, value) -> leaf, which is donated."""
     whole: Any
-    """(anchor) -> the same in f32 tiles."""
+    """(anchor) -> the anchor in f32 tiles."""
 
     def lower(
         self, sync: SyncConfig, piece: Piece, leaf: jax.ShapeDtypeStruct
     ) -> dict[str, jax.stages.Lowered]:
-        """What a cycle executes, by name, without arrays, as `Trainer.lower` has it."""
+        """Lower what a cycle executes, by name, without arrays, as `Trainer.lower`
+        does."""
         index = index_of(piece)
         value = abstract(piece.shape, np.float32, self.piece)
         shape = get_codec(sync.codec_down).encoded_shape(piece.shape)
@@ -70,7 +72,7 @@ class Kind:
         }
 
     def lower_whole(self, piece: Piece) -> jax.stages.Lowered:
-        """`whole`, likewise."""
+        """Lower `whole` in the same way."""
         anchor = abstract(piece.shape, np.float32, self.piece)
         lowered: jax.stages.Lowered = self.whole.lower(anchor)
         return lowered
@@ -82,10 +84,10 @@ def kind_of(
     leaf: jax.Array | jax.ShapeDtypeStruct,
     memory: AnchorMemory,
 ) -> Kind:
-    """Of a piece of this leaf, which need not have values.
+    """Return the kind of a piece of this leaf, which need not have values.
 
     Kinds that do the same share the compiled function, whatever else of `sync` differs:
-    runs of one process that are compared compile what they differ in.
+    runs of one process compile only what they differ in.
     """
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
@@ -106,17 +108,17 @@ def kind_of(
 
 
 def index_of(piece: Piece) -> np.int32 | None:
-    """The argument `index`."""
+    """Return the argument `index`."""
     return None if piece.layer < 0 else np.int32(piece.layer)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Lies:
-    """Where a kind's arrays lie."""
+    """Shardings of a kind's arrays."""
 
     leaf: NamedSharding
     spec: PartitionSpec
-    """Of a piece."""
+    """Spec of a piece."""
     tiles: PartitionSpec
     memory: AnchorMemory
 
@@ -133,7 +135,7 @@ class _Lies:
         return NamedSharding(self.leaf.mesh, self.tiles)
 
     def fetch(self, *arrays: Any) -> Any:
-        """From where they rest to the device."""
+        """Fetch the value from where it rests to the device."""
         if self.memory == "device":
             return arrays
         at_work = self.at_work
@@ -145,7 +147,7 @@ _kept = functools.lru_cache(maxsize=256)
 
 
 @_kept
-def _take(lies: _Lies, codec: CodecName) -> Any:
+def _take(lies: _Lies, codec: str) -> Any:
     up, at_rest, on_tiles = get_codec(codec), lies.at_rest, lies.on_tiles
 
     def take(stacked: Any, index: Any, anchor: Any, residual: Any) -> Any:
@@ -158,7 +160,7 @@ def _take(lies: _Lies, codec: CodecName) -> Any:
             residual = _on(residual, on_tiles)
             encoded, residual = encode_with_feedback(up, change, residual)
             residual = _on(residual, on_tiles)
-        # A copy whatever jit makes of outputs that are inputs: the next step donates
+        # A copy, whatever jit does with outputs that are inputs: the next step donates
         # the parameter's buffer.
         return encoded, residual, jnp.copy(local)
 
@@ -166,7 +168,7 @@ def _take(lies: _Lies, codec: CodecName) -> Any:
 
 
 @_kept
-def _advance(lies: _Lies, codec: CodecName) -> Any:
+def _advance(lies: _Lies, codec: str) -> Any:
     down, on_tiles = get_codec(codec), lies.on_tiles
 
     def advance(anchor: Any, encoded: Any) -> jax.Array:
@@ -177,13 +179,15 @@ def _advance(lies: _Lies, codec: CodecName) -> Any:
 
 
 @_kept
-def _adopt(lies: _Lies, rule: AdoptRule) -> Any:
+def _adopt(lies: _Lies, name: str) -> Any:
+    rule = RULES.find(name)
+
     def take_over(
         stacked: Any, index: Any, base: Any, anchor: Any, alpha: Any
     ) -> jax.Array:
         base, anchor = lies.fetch(base, anchor)
         # Without the barriers `blend` is fused with its surroundings, where its
-        # products and sum are contracted, and rounded, differently than in core.
+        # products and sum are contracted, and rounded differently than in core.
         local = _barrier(_read(stacked, index))
         local = adopt(rule, local, base, anchor, alpha)
         return _write(stacked, index, _barrier(local))
@@ -219,7 +223,7 @@ def _whole(lies: _Lies) -> Any:
 
 
 def _read(stacked: jax.Array, index: Any) -> jax.Array:
-    """Layer `index` of a stacked tensor; None: the tensor."""
+    """Read layer `index` of a stacked tensor; None: the whole tensor."""
     if index is None:
         return stacked
     layer: jax.Array = jax.lax.dynamic_index_in_dim(stacked, index, 0, keepdims=False)

@@ -28,27 +28,28 @@ from diloco_jax.models.layout import Layout
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
-# Mesh axis -> the logical axes of parameters that it may cut: it cuts the first one
-# on whose tiles its shards end, and that no other mesh axis cuts.
+# Mesh axis -> the logical axes of parameters that it may cut. It cuts the first one
+# on whose tiles its shards end and that no other mesh axis cuts.
 RULES = {
     "tensor": ("mlp", "heads", "kv_heads", "vocab"),
     "fsdp": ("embed", "mlp", "vocab", "heads", "kv_heads", "head_dim"),
 }
 BATCH = ("data", "fsdp")
-# Of activations, and of weights in use: what only "fsdp" cuts is gathered.
+# For activations and weights in use: an axis that only "fsdp" cuts is gathered.
 IN_USE = {"batch": BATCH, **dict.fromkeys(RULES["tensor"], ("tensor",))}
 
 LARGE = 1 << 20
-"""Elements of a piece that is rather gathered now and then than whole everywhere."""
+"""Elements of a piece from which on it is better to gather it now and then than to hold
+it whole everywhere."""
 
 
 def make_mesh(
     config: IslandConfig, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """The island's mesh of the first `config.devices` devices, with Auto axes.
+    """Return the island's mesh of the first `config.devices` devices, with Auto axes.
 
     Raises:
-      ConfigError: fewer devices than that.
+      ConfigError: there are fewer devices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = (config.mesh_data, config.mesh_fsdp, config.mesh_tensor)
@@ -65,14 +66,14 @@ def make_mesh(
 
 
 def layout(mesh: Mesh) -> Layout:
-    """Where a model's activations and weights lie on this mesh."""
+    """Return where a model's activations and weights lie on this mesh."""
     return Layout(mesh, IN_USE, functools.partial(param_spec, mesh.shape))
 
 
 def param_shardings(
     mesh: Mesh, axes: dict[str, Any], shapes: dict[str, Any]
 ) -> dict[str, Any]:
-    """A NamedSharding for every parameter.
+    """Return a NamedSharding for every parameter.
 
     Args:
       mesh: the island's mesh.
@@ -90,7 +91,8 @@ def param_shardings(
 def param_spec(
     mesh: Mapping[str, int], names: tuple[str | None, ...], shape: tuple[int, ...]
 ) -> PartitionSpec:
-    """Vectors stay whole: gathering them costs more than they weigh.
+    """Return the spec of a parameter. Vectors stay whole: gathering them costs more
+    than they weigh.
 
     mesh: the size of each mesh axis.
     """
@@ -114,7 +116,7 @@ def param_spec(
 def tile_spec(
     spec: Sequence[str | None], mesh: Mapping[str, int], grid: tuple[int, ...]
 ) -> PartitionSpec:
-    """What is left of a piece's cuts if its shards must end on tiles.
+    """Return what is left of a piece's cuts if its shards must end on tiles.
 
     spec: a mesh axis or None for each axis of the piece. grid: of its tiles.
     """
@@ -127,12 +129,13 @@ def tile_spec(
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Sequences, the leading axis, over the axes that cut batches."""
+    """Return the sharding that cuts sequences, the leading axis, over the batch
+    axes."""
     return NamedSharding(mesh, _partition(BATCH))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The whole array on every device."""
+    """Return the sharding that puts the whole array on every device."""
     return NamedSharding(mesh, _partition())
 
 

@@ -1,7 +1,7 @@
-"""Arrays on an island's devices, whichever of its hosts these belong to.
+"""Place arrays on an island's devices, whichever host holds these.
 
-A host sends the shards that it holds, and fetches those that its devices need. Of what
-every host has at hand, it puts on its devices what belongs there.
+A host sends the shards that it holds, and fetches those that its devices need. If every
+host has the whole value, each puts its own shards on its devices.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Region = tuple[Index, npt.NDArray[Any]]
 
 
 def place(value: npt.NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
-    """The array cut as `sharding` says; every host calls it with the same value, of
-    which only what belongs to its devices is read. Copies: what is on a device may be
-    donated."""
+    """Place an array cut by `sharding`. Every host calls it with the same value, of
+    which only its devices' shards are read. The values are copied, since an array on a
+    device may be donated."""
     placed: jax.Array
     if sharding.is_fully_addressable:
         placed = jax.device_put(value, sharding, may_alias=False)
@@ -38,8 +38,8 @@ def place(value: npt.NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
 def assemble(
     shape: tuple[int, ...], sharding: NamedSharding, regions: Sequence[Region]
 ) -> jax.Array:
-    """The array cut as `sharding` says, of which this host has the regions that its
-    devices need: each shard lies in one of them. Copies, as `place`."""
+    """Assemble an array cut by `sharding` from the regions that this host's devices
+    need; each shard lies in one of them. The values are copied, as in `place`."""
     if sharding.is_fully_addressable:
         ((_, value),) = regions
         return place(value, sharding)
@@ -65,7 +65,7 @@ def assemble(
 def zeros(
     shape: tuple[int, ...], dtype: npt.DTypeLike, sharding: NamedSharding
 ) -> jax.Array:
-    """Zeros cut as `sharding` says, a shard at a time."""
+    """Return zeros cut by `sharding`, one shard at a time."""
     part = np.zeros(sharding.shard_shape(shape), dtype)
     return jax.make_array_from_callback(shape, sharding, lambda index: part.copy())
 
@@ -73,13 +73,14 @@ def zeros(
 def abstract(
     shape: tuple[int, ...], dtype: npt.DTypeLike, sharding: NamedSharding
 ) -> jax.ShapeDtypeStruct:
-    """An array without values, to compile for devices that need not be here."""
+    """Return an array without values, to compile for devices that this machine may
+    lack."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
 
 def held(arrays: Sequence[jax.Array]) -> list[tuple[Box, jax.Array]]:
-    """The tiles of encoded pieces that this host is to send: of every shard, the first
-    copy, where it is on a device of this host.
+    """Return the tiles of encoded pieces that this host is to send: the first copy of
+    every shard, where that is on a device of this host.
 
     arrays: uint8[*grid, tile_bytes], by piece of a fragment.
     """
@@ -92,8 +93,8 @@ def held(arrays: Sequence[jax.Array]) -> list[tuple[Box, jax.Array]]:
 
 
 def needed(shardings: Sequence[tuple[NamedSharding, tuple[int, ...]]]) -> Part:
-    """The tiles that this host's devices need of encoded pieces with these shardings
-    and shapes; empty, which means all, if they are all its own."""
+    """Return the tiles that this host's devices need of encoded pieces with these
+    shardings and shapes; empty, which means all, if every device is this host's own."""
     if all(sharding.is_fully_addressable for sharding, _ in shardings):
         return ()
     boxes = dict.fromkeys(
@@ -106,7 +107,8 @@ def needed(shardings: Sequence[tuple[NamedSharding, tuple[int, ...]]]) -> Part:
 
 
 def _box(piece: int, index: Index, shape: tuple[int, ...]) -> Box:
-    """The index of a shard as tiles; the last axis, the bytes of a tile, is whole."""
+    """Return the index of a shard as tiles; the last axis, the bytes of a tile, is
+    whole."""
     bounds = [
         part.indices(extent)[:2] for part, extent in zip(index, shape, strict=True)
     ]

@@ -1,6 +1,6 @@
 """An island's model copy: parameters and moments, with the anchors they go by.
 
-The only holder of the train state: a step and an adoption donate its arrays.
+It is the only holder of the train state: a step and an adoption donate its arrays.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from diloco_jax.island.books import Outcome
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.step import Trainer, TrainState
-from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Metrics, Params
+from diloco_jax.protocol.island.books import Outcome
 
 
 class Replica:
@@ -24,30 +24,30 @@ class Replica:
 
     @property
     def params(self) -> Params:
-        """The local parameters, until the next step or adoption."""
+        """Local parameters, until the next step or adoption."""
         return self._state.params
 
     def trees(self) -> dict[str, Any]:
-        """What a checkpoint has of it, until the next step or adoption."""
+        """Arrays that a checkpoint holds, until the next step or adoption."""
         moments = jax.tree.leaves(self._state.opt_state)
         return {"params": self.params, "moments": moments, **self._exchange.trees()}
 
     def step(self, batch: Any, learning_rate: float) -> Metrics:
-        """One inner step on a batch of host arrays; returns before it is done."""
+        """Run one inner step on a batch of host arrays; return before it is done."""
         placed = self._trainer.put_batch(batch)
         self._state, metrics = self._trainer.step(self._state, placed, learning_rate)
         return metrics
 
     def take(self, fragment: int) -> tuple[jax.Array, ...]:
-        """The fragment's encoded delta by piece, on its way to the host."""
+        """Return the fragment's encoded delta by piece, on its way to the host."""
         return self._exchange.take(fragment, self.params)
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
-        """Takes over a published fragment, in place."""
+        """Take over a published fragment in place."""
         self._replace(self._exchange.adopt(arrival, self.params, keep=keep))
 
     def judge(self, fragment: int, outcome: Outcome) -> None:
-        """Carry out what became of the outstanding take."""
+        """Carry out the verdict on the outstanding take."""
         match outcome:
             case "settled":
                 self._exchange.settle(fragment)
@@ -63,13 +63,13 @@ class Replica:
 
 
 class Restored(NamedTuple):
-    """What a returned island begins with, of a checkpoint."""
+    """Part of a checkpoint that a returned island begins with."""
 
     incarnation: int
-    """That the checkpoint is of."""
+    """Incarnation that wrote the checkpoint."""
     steps: int
     """Steps of that incarnation that its moments have seen."""
     moments: Any
-    """The inner optimizer's state."""
+    """State of the inner optimizer."""
     residuals: dict[int, tuple[jax.Array, ...]]
-    """By fragment and piece."""
+    """Residuals by fragment and piece."""

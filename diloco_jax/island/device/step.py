@@ -14,14 +14,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import IslandConfig
+from diloco_jax.config.validation import check_batch
 from diloco_jax.island.device.mesh import batch_sharding, param_shardings, replicated
 from diloco_jax.island.device.placing import abstract, place, zeros
 from diloco_jax.models.model import Metrics, Model, Params
-from diloco_jax.validation import check_batch
 
 
 class TrainState(NamedTuple):
-    """What a step changes. `step` consumes it: do not keep references to its arrays."""
+    """State that a step changes. `step` consumes it: do not keep references to its
+    arrays."""
 
     params: Params
     opt_state: optax.OptState
@@ -37,8 +38,8 @@ class Trainer:
         island: IslandConfig,
         mesh: Mesh,
     ):
-        """inner: its updates at learning rate 1; ConfigError if the batch does not
-        divide over the mesh and accumulation rounds."""
+        """inner: its updates at learning rate 1. Raises ConfigError if the batch does
+        not divide over the mesh and accumulation rounds."""
         check_batch(island)
         self.mesh = mesh
         self.anchor_memory = island.anchor_memory
@@ -62,7 +63,7 @@ class Trainer:
     def step(
         self, state: TrainState, batch: jax.Array, learning_rate: float
     ) -> tuple[TrainState, Metrics]:
-        """One update; returns at once, the work goes on on the devices.
+        """One update; return at once, the work goes on on the devices.
 
         Args:
           state: consumed.
@@ -81,9 +82,11 @@ class Trainer:
     def eval_step(
         self, params: Params, tokens: np.ndarray, weights: np.ndarray
     ) -> tuple[jax.Array, jax.Array]:
-        """Sum of losses (nats) and of weights, f32 scalars, not yet waited for.
+        """Return the sum of losses (nats) and of weights, f32 scalars, not yet waited
+        for.
 
-        tokens: int32 [B, T + 1]; weights: f32 [B, T]."""
+        tokens: int32 [B, T + 1]; weights: f32 [B, T].
+        """
         with jax.set_mesh(self.mesh):
             total, weight = self._eval(
                 params, self.put_batch(tokens), self.put_batch(weights)
@@ -91,7 +94,8 @@ class Trainer:
         return total, weight
 
     def place_params(self, params: Params) -> Params:
-        """The arrays on the island's devices, f32, copied, cut by `shardings`."""
+        """Return the arrays on the island's devices, f32, copied, cut by
+        `shardings`."""
         placed: Params = jax.tree.map(
             lambda x, sharding: place(np.asarray(x, np.float32), sharding),
             params,
@@ -100,7 +104,8 @@ class Trainer:
         return placed
 
     def zeros(self) -> Params:
-        """Parameters of zeros, cut by `shardings`; no device or host has them all."""
+        """Return parameters of zeros, cut by `shardings`; no device or host has all of
+        them."""
         made: Params = jax.tree.map(
             lambda shape, sharding: zeros(shape.shape, np.float32, sharding),
             self._shapes.params,
@@ -109,16 +114,16 @@ class Trainer:
         return made
 
     def init_inner(self, params: Params) -> optax.OptState:
-        """The inner optimizer's first state, cut as the parameters are."""
+        """Return the inner optimizer's first state, cut as the parameters are."""
         with jax.set_mesh(self.mesh):
             return self._init_inner(params)
 
     def put_batch(self, batch: np.ndarray) -> jax.Array:
-        """Cuts the leading axis over the mesh."""
+        """Cut the leading axis over the mesh."""
         return place(batch, batch_sharding(self.mesh))
 
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state."""
+        """Return shapes, dtypes and shardings of the state."""
         state: TrainState = jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding),
             self._shapes,
@@ -127,7 +132,8 @@ class Trainer:
         return state
 
     def lower(self, sequence_length: int, beside_bytes: int = 0) -> jax.stages.Lowered:
-        """The step without arrays, to be compiled for devices that need not be here.
+        """Lower the step without arrays, to be compiled for devices that this machine
+        may lack.
 
         Args:
           sequence_length: T.
@@ -152,7 +158,7 @@ class Trainer:
             return step.lower(state, batch, rate, beside)
 
     def lower_all(self, sequence_length: int) -> list[jax.stages.Lowered]:
-        """Every function, as `lower` has the step."""
+        """Lower every function, as `lower` does the step."""
         state, rows = self.abstract_state(), batch_sharding(self.mesh)
         shape = (self.batch_size, sequence_length)
         tokens = abstract((shape[0], shape[1] + 1), np.int32, rows)
@@ -163,7 +169,7 @@ class Trainer:
             return [self._init_inner.lower(state.params), evaluate, step]
 
     def compilations(self) -> int:
-        """How often the step was compiled: 1 from the first step on."""
+        """Return how often the step was compiled: 1 from the first step on."""
         return int(self._step._cache_size())  # type: ignore[attr-defined]
 
     def _update(
@@ -183,7 +189,7 @@ class Trainer:
     def _loss_and_grads(
         self, params: Params, batch: jax.Array
     ) -> tuple[jax.Array, Params]:
-        """Means over the batch, in A rounds."""
+        """Return the means over the batch, in A rounds."""
         differentiate = jax.value_and_grad(self._model.loss, has_aux=True)
         rounds = self._accumulation
         if rounds == 1:
@@ -202,13 +208,13 @@ class Trainer:
     def _evaluate(
         self, params: Params, tokens: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Sums, in as many rounds as a step: it takes no more memory than that."""
+        """Return the sum in as many rounds as a step has, which bounds the memory."""
 
         def sums(tokens: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
             batch = {"tokens": tokens, "weights": weights}
             loss, metrics = self._model.loss(params, batch)
             weight = metrics["tokens"]
-            # A round of nothing but padding has no mean.
+            # A round of padding only has no mean.
             return jnp.where(weight > 0, loss * weight, 0.0), weight
 
         if self._accumulation == 1:
@@ -223,18 +229,19 @@ class Trainer:
         return loss, weight
 
     def _in_rounds(self, rows: jax.Array) -> jax.Array:
-        """[B, N] -> [A, B / A, N]: round a has rows a, a + A, ..., so that each device
-        keeps the rows that it has."""
+        """Reshape [B, N] to [A, B / A, N]: round a has rows a, a + A, ..., so that each
+        device keeps its rows."""
         return rows.reshape(-1, self._accumulation, rows.shape[1]).swapaxes(0, 1)
 
 
 def _like_params(
     state: Any, shapes: Params, shardings: Params, whole: NamedSharding
 ) -> Any:
-    """Shardings of an optimizer's state: moments lie as their parameter does.
+    """Return the shardings of an optimizer's state: moments lie as their parameter
+    does.
 
-    A leaf belongs to the parameter whose path its own path ends with, if they have
-    the same shape; whatever else there is lies whole on every device.
+    A leaf belongs to the parameter whose path its own path ends with, if both have the
+    same shape. Every other leaf lies whole on every device.
     """
     flat_shapes = jax.tree_util.tree_leaves_with_path(shapes)
     known: dict[tuple[Any, ...], tuple[tuple[int, ...], NamedSharding]] = {

@@ -1,1 +1,1 @@
-"""How several host processes are one island."""
+"""Several host processes that act as one island."""

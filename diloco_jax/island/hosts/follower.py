@@ -1,6 +1,6 @@
 """A host that follows host 0 of its island: it computes, sends and fetches its part.
 
-It has no control stream. What to do at every boundary comes from host 0, so its
+It has no control stream. Host 0 tells it what to do at every boundary, so its
 parameters are those of every other host.
 """
 
@@ -17,17 +17,16 @@ from diloco_jax.config import Config, ConfigError, differences
 from diloco_jax.faults import parse_faults
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts.following import (
-    Arrivals,
-    Begin,
     FollowDecisions,
+    HostsBegin,
     OrderThread,
     Refusal,
 )
 from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import Ending
 from diloco_jax.island.network.identity import Identity
 from diloco_jax.models.plan import other_model
+from diloco_jax.protocol.island.decision import Ending
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.errors import Refused
 
@@ -35,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 class Follower:
-    """start, run, stop, close: each is called once, in this order."""
+    """Run one follower. `start`, `run`, `stop` and `close` are each called once, in
+    this order."""
 
     def __init__(
         self,
@@ -45,23 +45,22 @@ class Follower:
         workdir: Path,
         hosts: Hosts,
     ) -> None:
-        """Reads the corpus; raises ConfigError or SecurityError."""
+        """Read the corpus; raises ConfigError or SecurityError."""
         self._host = Host(config, name, coordinator_address, workdir)
         self._hosts = hosts
-        self._arrivals = Arrivals()
         self._orders: OrderThread | None = None
         self._loop: Loop | None = None
         self._refused = False
         self.mailbox = self._host.mailbox
 
     def start(self) -> None:
-        """Joins with host 0; raises HostsError if that says nothing in time, Refused if
-        it was, and ConfigError if it has another config."""
+        """Join with host 0. Raises HostsError if host 0 says nothing in time, Refused
+        if host 0 was refused, and ConfigError if host 0 has another config."""
         host, hosts = self._host, self._hosts
         config, deadlines = host.config, host.deadlines
         patience_s = config.placement.outage_budget_s + deadlines.pin_s
         told = self._hear_unless_refused("begin", patience_s)
-        begin = msgspec.msgpack.decode(told, type=Begin)
+        begin = msgspec.msgpack.decode(told, type=HostsBegin)
         self._check(begin)
         host.build(
             Identity(
@@ -77,7 +76,6 @@ class Follower:
             self.mailbox,
             host.fetcher.fetch,
             host.sender.resend,
-            self._arrivals,
             deadlines,
         )
         self._orders.start()
@@ -85,39 +83,37 @@ class Follower:
         compile_s = config.placement.compile_budget_s
         joined = self._hear_unless_refused("joined", compile_s)
         versions = msgspec.msgpack.decode(joined, type=list[Version])
-        arrivals = [self._arrivals.take(f, v) for f, v in enumerate(versions)]
-        decisions = FollowDecisions(
-            hosts, self.mailbox, self._arrivals, begin.lead, deadlines.budget_s
-        )
+        decisions = FollowDecisions(hosts, self.mailbox, begin.lead, deadlines.budget_s)
         faults = parse_faults(config.placement.faults, config.islands)
         self._loop = host.loop(
-            arrivals,
+            versions,
             decisions,
             faults.for_who(host.name, begin.incarnation, hosts.index),
         )
         host.sender.start()
 
     def run(self) -> Ending:
-        """Trains until host 0 ends it."""
+        """Train until host 0 ends it."""
         assert self._loop is not None
         return self._loop.run()
 
     @property
     def ended_together(self) -> bool:
-        """See Loop; also where host 0 was refused, and this one knows."""
+        """True if all hosts ended together, see Loop; also if host 0 was refused and
+        said so."""
         of_loop = self._loop is not None and self._loop.ended_together
         return self._refused or of_loop
 
     def asked_to_end(self, reason: str) -> None:
-        """Host 0 decides when; it is told."""
+        """Tell host 0, which decides when the island ends."""
         with contextlib.suppress(HostsError):
             self._hosts.tell("leave", f"host {self._hosts.index}: {reason}".encode())
 
     def stop(self, ending: Ending) -> None:
-        """Ends the threads, within `stop_s`."""
+        """End the threads, within `stop_s`."""
         timeout_s = self._host.deadlines.stop_s / 4
         if self.ended_together:
-            # Host 0 may still need what this one has not sent.
+            # Host 0 may still need what this host has not sent.
             patience_s = self._host.config.placement.notice_s + 2 * timeout_s
             with contextlib.suppress(HostsError):
                 self._hosts.hear("left", patience_s)
@@ -127,10 +123,10 @@ class Follower:
             self._orders.close(timeout_s)
 
     def close(self) -> None:
-        """Frees sockets and threads."""
+        """Free sockets and threads."""
         self._host.close()
 
-    def _check(self, begin: Begin) -> None:
+    def _check(self, begin: HostsBegin) -> None:
         run, island = self._host.config.run, dataclasses.asdict(self._host.island)
         lines = differences(island, begin.island)
         if run.fingerprint() != begin.fingerprint:
@@ -152,7 +148,7 @@ class Follower:
         told = self._hear("refusal", self._host.deadlines.pin_s)
         refusal = msgspec.msgpack.decode(told, type=Refusal)
         with contextlib.suppress(HostsError):
-            # Host 0 waits for this, and then for this one to leave.
+            # Host 0 waits for this key, and then for this host to leave.
             self._hosts.tell(f"refusal/{self._hosts.index}", b"")
             self._refused = True
         raise Refused(refusal.code, refusal.message)

@@ -1,13 +1,13 @@
-"""How the hosts of an island act alike: host 0 decides, the others follow.
+"""Keep the hosts of an island alike: host 0 decides, the others follow.
 
-Decision n is what happens at the n-th boundary, on every host. Host 0 publishes it
-LEAD boundaries ahead, which is more than steps are dispatched ahead, so no host waits
-for it. An adoption is only decided once every host has its part of the bytes: orders to
-fetch go out as soon as host 0 hears of a version, and the answers come back.
+Decision n is what happens at the n-th boundary, on every host. Host 0 publishes it LEAD
+boundaries ahead, which is more than steps are dispatched ahead, so no host waits for
+it. An adoption is decided only once every host has its part of the bytes: host 0 sends
+orders to fetch as soon as it hears of a version, and the hosts answer.
 
 Keys: `begin`, `joined`; `decision/N`, `passed/N/HOST`; `order/N`, `answer/N/HOST`;
-`leave`, `left`; `compiled/HOST`, `ready/HOST`, where `host.py` has them meet; those
-under `folder/` are of `checkpoints.py`.
+`leave`, `left`; `compiled/HOST`, `ready/HOST`, where `host.py` has them meet. Keys
+under `folder/` belong to `checkpoints.py`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,31 @@ from typing import Any, Literal
 import msgspec
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.decisions import Ahead, Decisions
+from diloco_jax.island.arrivals import Arrival
+from diloco_jax.island.decisions import Decisions
 from diloco_jax.island.hosts.world import Hosts, HostsError
-from diloco_jax.island.mailbox import Arrival, Ending, Inbox, Mailbox
-from diloco_jax.protocol.messages import TakeVerdict
-from diloco_jax.protocol.values import Span, Version
+from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.protocol.island.decision import Ahead, Decision
+from diloco_jax.protocol.island.fetching import Fetch
+from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireError
 
 logger = logging.getLogger(__name__)
 
 LEAD = 2
-"""More than the steps that are dispatched ahead, so that no host waits."""
+"""Boundaries; more than the steps dispatched ahead, so that no host waits."""
 BATCH = 32
-"""Decisions after which followers say that they passed them, and their keys go."""
+"""Decisions after which followers say that they passed them and their keys are
+forgotten."""
 
 
 def lead_of(hosts: int) -> int:
-    """Boundaries from the publication of a decision to its time, on so many hosts."""
+    """Return the boundaries between the publication of a decision and its time."""
     return LEAD if hosts > 1 else 0
 
 
-class Begin(msgspec.Struct, frozen=True, kw_only=True):
-    """What host 0 knows and the others need before they build anything."""
+class HostsBegin(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts that host 0 knows and the others need before they build anything."""
 
     run_id: str
     incarnation: int
@@ -56,93 +59,28 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the island is not let in; in place of a Begin, which is empty then."""
+    """Reason why the island is not let in, in place of a Begin, which is empty then."""
 
     code: str
     message: str
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """Bulk work for every host: to fetch its part of a version, or, with a tick, to
-    send its part of that take once more."""
-
-    fragment: int
-    want: Version = Version()
-    have: Version | None = None
-    accepted: Version | None = None
-    """The newest version that all hosts have; what came after it is not to be used."""
-    resend_tick: int = -1
+Order = Fetch | ResendRequest
+"""Bulk work for every host: its part of a version, or of a delta once more."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of an order to fetch."""
+    """Result of an order to fetch."""
 
     outcome: Literal["done", "gone", "lost"]
-    """gone: the version is not kept any more; lost: the connection is."""
+    """gone: the version is not kept any more; lost: the connection is lost."""
     traffic: dict[str, int]
-    """The bytes that this host counted since it started."""
-
-
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do at a boundary: an `Inbox` without arrays."""
-
-    takes: dict[int, int]
-    adopts: tuple[tuple[int, Version], ...]
-    verdicts: tuple[TakeVerdict, ...]
-    grants: tuple[Span, ...]
-    anchors: tuple[int, ...]
-    term: int
-    others_tokens: int
-    heard: int
-    again: bool
-    save: bool
-    stop: bool
-    leaving: bool
-    finished: bool
-    ending: Ending | None
-
-    @classmethod
-    def of(cls, inbox: Inbox) -> Decision:
-        """The inbox of host 0 as all hosts are told."""
-        return cls(
-            takes=inbox.takes,
-            adopts=tuple((a.fragment, a.version) for a in inbox.arrivals),
-            verdicts=inbox.verdicts,
-            grants=inbox.grants,
-            anchors=inbox.anchors,
-            term=inbox.term,
-            others_tokens=inbox.others_tokens,
-            heard=inbox.heard,
-            again=inbox.again,
-            save=inbox.save,
-            stop=inbox.stop,
-            leaving=inbox.leaving,
-            finished=inbox.finished,
-            ending=inbox.ending,
-        )
-
-    def inbox(self, arrivals: tuple[Arrival, ...]) -> Inbox:
-        """The same on another host, with its part of the arrays."""
-        return Inbox(
-            takes=self.takes,
-            arrivals=arrivals,
-            verdicts=self.verdicts,
-            grants=self.grants,
-            anchors=self.anchors,
-            term=self.term,
-            others_tokens=self.others_tokens,
-            heard=self.heard,
-            again=self.again,
-            save=self.save,
-            stop=self.stop,
-            leaving=self.leaving,
-            finished=self.finished,
-            ending=self.ending,
-        )
+    """Bytes that this host counted since it started."""
 
 
 class LeadDecisions:
-    """Host 0: what its source says is decided for `lead` boundaries later, and told.
+    """Decide as host 0: a source's decision takes effect `lead` boundaries later, and
+    is told to the others.
 
     Raises HostsError from `at` if another host is BATCH boundaries behind and does not
     come on within `patience_s`.
@@ -155,11 +93,10 @@ class LeadDecisions:
         self._ahead = Ahead(lead)
         self._numbers = itertools.count(lead)
 
-    def at(self, step: int, *, stepping: bool) -> Inbox:
+    def at(self, step: int, *, stepping: bool) -> Decision:
         """See decisions.Decisions."""
         fresh, number = self._source.at(step, stepping=stepping), next(self._numbers)
-        told = msgspec.msgpack.encode(Decision.of(fresh))
-        self._hosts.tell(f"decision/{number}", told)
+        self._hosts.tell(f"decision/{number}", msgspec.msgpack.encode(fresh))
         if number % BATCH == 0:
             self._clean_up(number - 2 * BATCH, step)
         return self._ahead.next(fresh)
@@ -170,7 +107,7 @@ class LeadDecisions:
             self._source.wait(timeout_s)
 
     def _clean_up(self, start: int, step: int) -> None:
-        """Forgets a batch of decisions that everybody acted upon."""
+        """Forget a batch of decisions that all hosts have acted upon."""
         if start < 0:
             return
         for host in self._hosts.others:
@@ -187,31 +124,26 @@ class LeadDecisions:
 
 
 class FollowDecisions:
-    """Another host: waits for what host 0 decided for this boundary.
+    """Wait, on another host, for the decision of host 0 for this boundary.
 
     Raises HostsError from `at` if that does not come within `patience_s`.
     """
 
     def __init__(
-        self,
-        hosts: Hosts,
-        mailbox: Mailbox,
-        arrivals: Arrivals,
-        lead: int,
-        patience_s: float,
+        self, hosts: Hosts, mailbox: Mailbox, lead: int, patience_s: float
     ) -> None:
-        self._hosts, self._mailbox, self._arrivals = hosts, mailbox, arrivals
+        self._hosts, self._mailbox = hosts, mailbox
         self._lead, self._patience_s = lead, patience_s
         self._numbers = itertools.count()
         self._decode = msgspec.msgpack.Decoder(Decision).decode
 
-    def at(self, step: int, *, stepping: bool) -> Inbox:
+    def at(self, step: int, *, stepping: bool) -> Decision:
         """See decisions.Decisions."""
         if (ending := self._mailbox.ending) is not None:
             raise HostsError(ending.text)
         number = next(self._numbers)
         if number < self._lead:
-            return Inbox()
+            return Decision()
         told = self._hosts.hear(f"decision/{number}", self._patience_s)
         if told is None:
             raise HostsError(
@@ -220,50 +152,12 @@ class FollowDecisions:
             )
         if number % BATCH == 0:
             self._hosts.tell(f"passed/{number}/{self._hosts.index}", b"")
-        decision = self._decode(told)
         # Host 0 reports for all.
         self._mailbox.forget_records()
-        return decision.inbox(
-            tuple(self._arrivals.take(f, version) for f, version in decision.adopts)
-        )
+        return self._decode(told)
 
     def wait(self, timeout_s: float) -> None:
         """See decisions.Decisions; `at` waits."""
-
-
-class Arrivals:
-    """What this host fetched by order, until it is decided to be adopted."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: dict[int, list[Arrival]] = {}
-
-    def put(self, arrival: Arrival, accepted: Version | None) -> None:
-        """It is here. What came after version `accepted` before is dropped: another
-        host failed to get its part."""
-        with self._lock:
-            kept = [
-                a
-                for a in self._waiting.get(arrival.fragment, ())
-                if accepted is not None and a.version <= accepted
-            ]
-            self._waiting[arrival.fragment] = [*kept, arrival]
-
-    def take(self, fragment: int, version: Version) -> Arrival:
-        """All that leads to `version`, as one."""
-        with self._lock:
-            waiting = self._waiting.get(fragment, [])
-            due = [a for a in waiting if a.version <= version]
-            self._waiting[fragment] = waiting[len(due) :]
-        if not due or due[-1].version != version:
-            raise HostsError(
-                f"fragment {fragment} is to be adopted at version {tuple(version)}, "
-                f"this host has {[tuple(a.version) for a in due]}"
-            )
-        arrival = due[0]
-        for later in due[1:]:
-            arrival = arrival.followed_by(later)
-        return arrival
 
 
 class Orders:
@@ -276,17 +170,17 @@ class Orders:
         self._forgotten = 0
 
     def give(self, order: Order) -> int:
-        """Tells everybody; returns the order's number."""
+        """Give an order to all hosts; return its number."""
         with self._lock:
             number = next(self._numbers)
             self._hosts.tell(f"order/{number}", msgspec.msgpack.encode(order))
         return number
 
     def await_answers(self, number: int) -> None:
-        """Returns when every host has done order `number`.
+        """Return when every host has done order `number`.
 
-        Raises VersionGone or ConnectionLost if one of them could not get its part,
-        HostsError if one does not answer in time.
+        Raises VersionGone or ConnectionLost if a host could not get its part,
+        HostsError if a host does not answer in time.
         """
         outcomes = set()
         for host in self._hosts.others:
@@ -307,7 +201,8 @@ class Orders:
             raise ConnectionLost("a host of this island lost the coordinator")
 
     def _forget_through(self, number: int) -> None:
-        """Orders are done in their turn: who answered one has read all before it."""
+        """Forget the keys of old orders. Orders are done in turn: a host that answers
+        one has read all before it."""
         with self._lock:
             for read in range(self._forgotten, number + 1):
                 self._hosts.forget(f"order/{read}")
@@ -315,33 +210,32 @@ class Orders:
 
 
 class OrderThread:
-    """A follower's end: does the orders one by one, on a thread of its own."""
+    """A follower's end: do the orders one by one, on a thread of its own."""
 
     def __init__(
         self,
         hosts: Hosts,
         mailbox: Mailbox,
-        fetch: Callable[[int, Version, Version | None], Arrival],
+        fetch: Callable[[Fetch], Arrival],
         resend: Callable[[int, int], None],
-        arrivals: Arrivals,
         deadlines: Deadlines,
     ) -> None:
         self._hosts, self._mailbox, self._deadlines = hosts, mailbox, deadlines
-        self._fetch, self._resend, self._arrivals = fetch, resend, arrivals
+        self._fetch, self._resend = fetch, resend
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Ends it; an order under way may go on until the process ends."""
+        """End it; an order under way may go on until the process ends."""
         self._closing.set()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        decode = msgspec.msgpack.Decoder(Order).decode
+        decode: Callable[[bytes], Order] = msgspec.msgpack.Decoder(Order).decode
         try:
             for number in itertools.count():
                 told = None
@@ -356,12 +250,12 @@ class OrderThread:
                 self._mailbox.end(1, f"host {self._hosts.index}: {error}")
 
     def _do(self, number: int, order: Order) -> None:
-        if order.resend_tick >= 0:
-            self._resend(order.fragment, order.resend_tick)
+        if isinstance(order, ResendRequest):
+            self._resend(order.fragment, order.tick)
             return
         outcome: Literal["done", "gone", "lost"] = "done"
         try:
-            arrival = self._fetch(order.fragment, order.want, order.have)
+            arrival = self._fetch(order)
         except VersionGone:
             outcome = "gone"
         except Refused:
@@ -370,7 +264,8 @@ class OrderThread:
             logger.debug("fragment %d not fetched: %s", order.fragment, error)
             outcome = "lost"
         else:
-            self._arrivals.put(arrival, order.accepted)
+            self._mailbox.arrivals.drop_after(order.fragment, order.accepted)
+            self._mailbox.arrivals.put(arrival)
         answer = Answer(outcome=outcome, traffic=self._mailbox.traffic())
         key = f"answer/{number}/{self._hosts.index}"
         self._hosts.tell(key, msgspec.msgpack.encode(answer))

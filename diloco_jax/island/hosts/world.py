@@ -1,9 +1,10 @@
-"""The hosts of one island: one `jax.distributed` world, and what they tell each other.
+"""The hosts of one island: one `jax.distributed` world, and their messages to each
+other.
 
 Messages go through the key-value store that the world has anyway, so no collective is
-added to the step and no port is opened. Host 0 leads: it alone talks to the
-coordinator about decisions, and the others follow (`following.py`). A world never
-spans islands: when a host dies, the others of its island end too, and nobody else.
+added to the step and no port is opened. Host 0 leads: it alone talks to the coordinator
+about decisions, and the others follow (`following.py`). A world never spans islands:
+when a host dies, only the others of its island end too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from diloco_jax.config import ConfigError
 logger = logging.getLogger(__name__)
 
 MEETING_POLL_S = 1.0
-"""A host that waits for others looks so often whether it is to end."""
+"""Seconds between two looks, by a waiting host, if it is to end."""
 
 
 class HostsError(Exception):
@@ -32,16 +33,16 @@ class HostsError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorldAddress:
-    """Where the hosts of an island meet. Empty: found by jax, on a TPU slice."""
+    """Meeting place of the hosts of an island. Empty: jax finds it, on a TPU slice."""
 
     address: str = ""
     """HOST:PORT of host 0, for `jax.distributed`."""
     index: int = 0
-    """This host, from 0."""
+    """Number of this host, from 0."""
 
 
 class Hosts:
-    """This host among those of its island. Values are bytes; a key is set once."""
+    """This host among the hosts of its island. Values are bytes; a key is set once."""
 
     def __init__(self, client: Any, index: int, count: int) -> None:
         self.index, self.count = index, count
@@ -49,15 +50,15 @@ class Hosts:
 
     @property
     def others(self) -> range:
-        """The hosts that follow host 0."""
+        """Hosts that follow host 0."""
         return range(1, self.count)
 
     def tell(self, key: str, value: bytes) -> None:
-        """Sets a key for all hosts to see."""
+        """Set a key for all hosts to see."""
         self._call("key_value_set_bytes", key, value)
 
     def hear(self, key: str, timeout_s: float) -> bytes | None:
-        """The value of a key once it is set; None if that takes longer."""
+        """Return the value of a key once it is set; None if that takes longer."""
         try:
             heard: bytes = self._client.blocking_key_value_get_bytes(
                 key, int(timeout_s * 1000)
@@ -69,11 +70,11 @@ class Hosts:
         return heard
 
     def meet(self, what: str, timeout_s: float, given_up: Callable[[], bool]) -> None:
-        """Returns once every host of the island has come here. A collective waits for
-        the others only so long as its transport has it, which no setting changes.
+        """Return once every host of the island has come here. A collective waits for
+        the others only as long as its transport allows, which no setting changes.
 
         Args:
-          what: unique, it is part of a key.
+          what: unique; a part of the key.
           given_up: asked now and then whether to wait no longer.
 
         Raises:
@@ -91,7 +92,7 @@ class Hosts:
                     )
 
     def forget(self, key: str) -> None:
-        """Frees a key that nobody needs any more."""
+        """Free a key that no host needs any more."""
         self._call("key_value_delete", key)
 
     def _call(self, method: str, *arguments: Any) -> None:
@@ -102,17 +103,17 @@ class Hosts:
 
 
 def join_world(where: WorldAddress, count: int, budget_s: float) -> Hosts:
-    """Meets the other hosts; call it before anything else of jax.
+    """Meet the other hosts; call it before anything else of jax.
 
     Args:
       count: hosts of the island, by its config.
-      budget_s: a host that is silent for so long is lost.
+      budget_s: seconds of silence after which a host is lost.
 
     Raises:
       ConfigError: jax finds no world, or another number of hosts.
       HostsError: the others do not come.
     """
-    # Its handler swallows SIGTERM, with which an island is asked to say goodbye.
+    # jax's handler swallows SIGTERM, with which an island is asked to say goodbye.
     jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call]
     explicit: dict[str, Any] = {}
     if where.address:
@@ -152,7 +153,7 @@ def join_world(where: WorldAddress, count: int, budget_s: float) -> Hosts:
 
 
 def leave_world() -> None:
-    """Ends the membership; waits for the others within their budget."""
+    """End the membership; wait for the others within their budget."""
     try:
         jax.distributed.shutdown()  # type: ignore[no-untyped-call]
     except (RuntimeError, ValueError) as error:
@@ -160,16 +161,16 @@ def leave_world() -> None:
 
 
 def end_alone(exit_code: int) -> int:
-    """The exit code of a process that cannot go on, which does not return from here if
-    it has met the others already."""
+    """Return the exit code of a process that cannot go on. It does not return if the
+    process has met the others already."""
     if jax.distributed.is_initialized():
         abandon_world(exit_code)
     return exit_code
 
 
 def abandon_world(exit_code: int) -> NoReturn:
-    """Ends this process at once. Leaving in order would wait for the other hosts, and
-    abort, which hides the exit code, when they are gone."""
+    """End this process at once. An orderly exit would wait for the other hosts, and
+    abort when they are gone, which hides the exit code."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

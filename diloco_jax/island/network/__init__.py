@@ -1,1 +1,1 @@
-"""What an island sends and fetches, on threads that its train loop never waits for."""
+"""The island's sending and fetching, on threads that its train loop never waits for."""

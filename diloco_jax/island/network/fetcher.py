@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.exchange import Exchange
-from diloco_jax.island.mailbox import MAX_CHAIN, Arrival, Mailbox
+from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.network.identity import Identity
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.island.conversation import MAX_CHAIN
+from diloco_jax.protocol.island.fetching import Fetch
 from diloco_jax.wire.bulk import FetchRequest
 
 
 class Fetches(Protocol):
-    """What the fetcher needs of a `wire.Client`."""
+    """Calls of a `wire.Client` that the fetcher needs."""
 
     def fetch(self, request: FetchRequest, *, max_bytes: int) -> Any:
-        """A `Fetched`: version, full, count, payload, wire_bytes."""
+        """Return a `Fetched`: version, full, count, payload, wire_bytes."""
         ...
 
 
 class Fetcher:
-    """Fetches this host's part of versions. Any thread may call it."""
+    """Fetch this host's part of versions. Any thread may call it."""
 
     def __init__(
         self, client: Fetches, identity: Identity, exchange: Exchange, mailbox: Mailbox
@@ -28,20 +30,21 @@ class Fetcher:
         self._client, self._identity = client, identity
         self._exchange, self._mailbox = exchange, mailbox
 
-    def fetch(self, fragment: int, want: Version, have: Version | None) -> Arrival:
-        """What leads from `have` to `want`; A in full if `have` is None, or too old.
+    def fetch(self, fetch: Fetch) -> Arrival:
+        """Fetch everything that leads from `have` to `want`; A in full if `have` is
+        None, or too old.
 
-        Raises VersionGone if that is not kept any more, or another WireError.
+        Raises VersionGone if the version is not kept any more, or another WireError.
         """
-        exchange = self._exchange
+        exchange, fragment = self._exchange, fetch.fragment
         part = exchange.part_down(fragment)
         size = exchange.layouts_down[fragment].part_bytes(part)
         fetched = self._client.fetch(
             FetchRequest(
                 **self._identity.fields(),
                 fragment=fragment,
-                want=want,
-                have=have,
+                want=fetch.want,
+                have=fetch.have,
                 part=part,
             ),
             max_bytes=max(exchange.anchor_bytes(fragment), MAX_CHAIN * size),

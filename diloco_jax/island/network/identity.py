@@ -1,4 +1,4 @@
-"""Who an island's process is, on every bulk message."""
+"""Identity of an island's process, on every bulk message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Identity:
-    """`session` is drawn once per process, `incarnation` counted by the launcher."""
+    """`session` is drawn once per process; the launcher counts `incarnation`."""
 
     run_id: str
     island: str
@@ -16,5 +16,5 @@ class Identity:
     session: str
 
     def fields(self) -> dict[str, Any]:
-        """As keyword arguments of `UploadStart` and `FetchRequest`."""
+        """Return keyword arguments of `UploadStart` and `FetchRequest`."""
         return dataclasses.asdict(self)

@@ -1,9 +1,9 @@
-"""The control stream of an island: hello, reports, and what the coordinator says.
+"""The control stream of an island: hello, reports, and messages of the coordinator.
 
 Two threads: one receives, dispatches and reconnects, one reports. A lost coordinator
-stops nobody: the link tries again for as long as the island lives, and what was not
-acknowledged is reported again. One that lost its state, too, is given the anchors that
-it asks for, and welcomes the island in a new term.
+stops no island: the link tries again for as long as the island lives, and reports again
+what was not acknowledged. A coordinator that lost its state, too, is given the anchors
+that it asks for, and welcomes the island in a new term.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from typing import Protocol
 
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
-from diloco_jax.island.mailbox import Ending, Mailbox, Status
-from diloco_jax.island.network.inbound import Inbound, Targets
+from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.protocol.island.conversation import Errand, Wanted
+from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.reporting import Reporting
+from diloco_jax.protocol.island.status import Status
 from diloco_jax.protocol.messages import (
-    MAX_RECORDS,
     MAX_TEXT,
     Goodbye,
     Hello,
-    Report,
+    ResendRequest,
     Welcome,
 )
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import (
     ProtocolError,
@@ -37,47 +40,53 @@ from diloco_jax.wire.errors import (
 
 logger = logging.getLogger(__name__)
 
-MIN_REPORT_INTERVAL_S = 0.02
 MISUNDERSTANDINGS = 5
-"""So many in a row are no accident: the two ends are of different versions."""
+"""Failures in a row that are no accident: the two ends are of different versions."""
 
 
 class Connects(Protocol):
-    """What the link needs of a `wire.Client`."""
+    """Calls of a `wire.Client` that the link needs."""
 
     def open_control(self, hello: Hello) -> ControlStream:
-        """Says hello and waits for the Welcome."""
+        """Say hello and wait for the Welcome."""
         ...
 
 
 def ending_of(refused: Refused) -> Ending:
-    """How an island ends that is not let in. One that comes too late has not failed."""
+    """Return how an island ends that is not let in. An island that comes too late has
+    not failed."""
     if refused.code == "finished":
         return Ending(EXIT_DONE, f"it came too late: {refused.message}", "finished")
     return Ending(EXIT_REFUSED, f"{refused.message} ({refused.code})", "refused")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Targets:
+    """Destination of bulk work: methods of the receiver and the sender."""
+
+    want: Callable[[int, Version], None]
+    resend: Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Connection:
     """A stream, and what was said on it."""
 
     stream: ControlStream
-    began: float = dataclasses.field(default_factory=time.monotonic)
-    sent_through: int = 0
-    """Number of the last record."""
+    began: float
+    reporting: Reporting
 
 
 class Link:
     """`connect`, then `start`, at the end `close`.
 
-    make_hello: the Hello of this process, given where the loop is and how many
-    sequences it has been granted.
+    make_hello: the Hello of this process, given the island's state.
     """
 
     def __init__(
         self,
         client: Connects,
-        make_hello: Callable[[Status, int], Hello],
+        make_hello: Callable[[Status], Hello],
         mailbox: Mailbox,
         deadlines: Deadlines,
     ) -> None:
@@ -85,10 +94,6 @@ class Link:
         self._make_hello = make_hello
         self._mailbox = mailbox
         self._deadlines = deadlines
-        self.run_id = ""
-        """Of the run that this island is in; known from the first Welcome on."""
-        self.term = 0
-        """The newest one in which this process was welcomed; 0: in none."""
         self._targets: Targets | None = None
         self._connection: _Connection | None = None
         """Replaced as one by the receiving thread: a record that was sent on another
@@ -96,7 +101,6 @@ class Link:
         self._misunderstood = 0
         """Connections in a row that ended at once since one end sent what the other
         does not understand."""
-        self._inbound: Inbound | None = None
         self._closing = threading.Event()
         self._sending = threading.Lock()
         self._threads = [
@@ -105,8 +109,9 @@ class Link:
         ]
 
     def connect(self, patience_s: float) -> Welcome:
-        """First connection. Raises Refused, or the last error after `patience_s`;
-        SecurityError the second time: the first may be a coordinator's end."""
+        """Connect for the first time. Raises Refused, or the last error after
+        `patience_s`; SecurityError the second time: the first may be a coordinator's
+        end."""
         deadline = time.monotonic() + patience_s
         suspicious = told = False
         while True:
@@ -125,14 +130,13 @@ class Link:
             self._closing.wait(self._deadlines.retry_max_s)
 
     def start(self, targets: Targets) -> None:
-        """Starts receiving and reporting."""
+        """Start receiving and reporting."""
         self._targets = targets
-        self._inbound = Inbound(self._mailbox, targets)
         for thread in self._threads:
             thread.start()
 
     def close(self, ending: Ending, timeout_s: float) -> None:
-        """Reports what is left, says goodbye and hangs up. Never raises."""
+        """Report what is left, say goodbye and hang up. Never raises."""
         self._closing.set()
         # At once: the threads may take a while to end, and the machine may be gone.
         first = self._connection
@@ -150,7 +154,7 @@ class Link:
         last.stream.close(timeout_s)
 
     def _say_goodbye(self, connection: _Connection, ending: Ending) -> bool:
-        """The last that is said on this stream."""
+        """Say the last words on this stream."""
         with self._sending:
             try:
                 self._send_reports(connection)
@@ -178,14 +182,13 @@ class Link:
                     self._reconnect(error)
                     continue
                 if message is not None:
-                    assert self._inbound is not None
-                    self._inbound.dispatch(message)
+                    self._do(self._mailbox.receive(message))
         except Exception as error:
             logger.exception("the control stream's thread failed")
             self._mailbox.end(EXIT_FAILED, f"the control stream failed: {error!r}")
 
     def _given_up(self, error: WireError) -> bool:
-        """Whether the two ends do not understand each other, which no connection
+        """True if the two ends do not understand each other, which no connection
         cures."""
         assert self._connection is not None
         lasted_s = time.monotonic() - self._connection.began
@@ -212,27 +215,36 @@ class Link:
                 return
             if isinstance(welcome, Welcome):
                 logger.info("connected again after %.1f s", time.monotonic() - began)
-                assert self._targets is not None
-                for fragment, version in enumerate(welcome.versions):
-                    self._targets.want(fragment, version)
                 return
 
     def _try_to_connect(self) -> Welcome | WireError:
-        granted = self._inbound.granted if self._inbound is not None else 0
-        hello = self._make_hello(self._mailbox.status(), granted)
+        before = self._mailbox.status()
         try:
-            stream = self._client.open_control(hello)
+            stream = self._client.open_control(self._make_hello(before))
         except Refused:
             raise
         except WireError as error:
             return error
-        self._connection = _Connection(stream)
-        self.run_id, term = stream.welcome.run_id, stream.welcome.term
-        if 0 < self.term < term:
-            logger.warning("the coordinator lost its state: term %d begins", term)
-            self._mailbox.new_term(term)
-        self.term = max(self.term, term)
+        now = time.monotonic()
+        reporting = Reporting(self._deadlines.report_s, now)
+        self._connection = _Connection(stream=stream, began=now, reporting=reporting)
+        if 0 < before.term < stream.welcome.term:
+            logger.warning(
+                "the coordinator lost its state: term %d begins", stream.welcome.term
+            )
+        self._do(self._mailbox.receive(stream.welcome))
         return stream.welcome
+
+    def _do(self, errands: tuple[Errand, ...]) -> None:
+        """Hand bulk work on. A join has no targets yet, and fetches everything."""
+        if self._targets is None:
+            return
+        for errand in errands:
+            match errand:
+                case Wanted(fragment, version):
+                    self._targets.want(fragment, version)
+                case ResendRequest(fragment=fragment, tick=tick):
+                    self._targets.resend(fragment, tick)
 
     def _refused(self, refused: Refused) -> None:
         self._mailbox.end(*ending_of(refused))
@@ -241,41 +253,31 @@ class Link:
     # ---- reporting --------------------------------------------------------------
 
     def _report(self) -> None:
-        seen = Status()
         try:
-            while not self._closing.is_set():
+            while True:
                 assert self._connection is not None
-                seen = self._mailbox.wait_for_post(
-                    seen, self._connection.sent_through, self._deadlines.report_s
-                )
-                pause_s = MIN_REPORT_INTERVAL_S
+                said = self._connection.reporting
+                alive_in_s = said.alive_due_at - time.monotonic()
+                self._mailbox.wait_for_post(said.has_news, alive_in_s)
+                news_in_s = said.news_due_at - time.monotonic()
+                if self._closing.wait(max(news_in_s, 0.0)):
+                    return
                 try:
                     with self._sending:
                         if self._closing.is_set():
                             return
                         self._send_reports(self._connection)
                 except WireError:
-                    # The receiving thread finds out too, and reconnects.
-                    pause_s = self._deadlines.retry_min_s
-                self._closing.wait(pause_s)
+                    # The receiving thread will find out too, and reconnect.
+                    self._closing.wait(self._deadlines.retry_min_s)
         except Exception as error:
             logger.exception("the reporting thread failed")
             self._mailbox.end(EXIT_FAILED, f"reporting failed: {error!r}")
 
     def _send_reports(self, connection: _Connection) -> None:
-        """Sends status, and the records that this stream has not had."""
-        while True:
-            status, records = self._mailbox.report(connection.sent_through)
-            connection.stream.send(
-                Report(
-                    phase=status.phase,
-                    steps=status.steps,
-                    step_seconds=status.measures.median_step_seconds,
-                    records=records,
-                    measures=status.measures,
-                )
-            )
-            if records:
-                connection.sent_through = records[-1].seq
-            if len(records) < MAX_RECORDS:
-                return
+        """Send status, and the records that this stream has not had."""
+        said = connection.reporting
+        status, unsent = self._mailbox.report(said.sent_through)
+        for report in said.reports(status, unsent):
+            connection.stream.send(report)
+            said.sent(report, time.monotonic())

@@ -1,8 +1,5 @@
-"""The thread that has published fragments fetched.
-
-Per fragment it remembers the newest version that it was told of and the newest that
-it fetched; it asks for what lies between, or for the whole anchor where that is gone.
-"""
+"""The thread that fetches published fragments, in the protocol's order
+(`protocol/island/fetching.py`)."""
 
 from __future__ import annotations
 
@@ -14,16 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_FAILED
-from diloco_jax.island.hosts.following import Order, Orders
-from diloco_jax.island.mailbox import Arrival, Mailbox
+from diloco_jax.island.arrivals import Arrival
+from diloco_jax.island.hosts.following import Orders
+from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.network.fetcher import Fetcher
+from diloco_jax.protocol.island.fetching import JOIN_FETCHES, Fetch, Fetching
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.errors import Refused, VersionGone, WireError
 
 logger = logging.getLogger(__name__)
-
-JOIN_FETCHES = 4
-"""Fragments fetched at a time by a join."""
 
 
 class Receiver:
@@ -37,40 +33,44 @@ class Receiver:
         versions: Sequence[Version],
         orders: Orders | None = None,
     ) -> None:
-        """orders: to the other hosts of the island, if there are any."""
+        """orders: for the other hosts of the island, if there are any."""
         self._fetcher = fetcher
         self._orders = orders
         self._mailbox = mailbox
         self._deadlines = deadlines
-        self._wanted = list(versions)
-        self._have: list[Version | None] = [None] * len(versions)
-        self._accepted: dict[int, Version] = {}
-        """Versions that every host of the island has."""
+        self._fragments = len(versions)
+        self._fetching = Fetching(versions)
+        """Guarded by `_changed`."""
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
 
     def want(self, fragment: int, version: Version) -> None:
-        """A version was published. Older ones than known are ignored."""
+        """Note a published version. Versions older than known ones are ignored."""
         with self._changed:
-            self._wanted[fragment] = max(self._wanted[fragment], version)
+            self._fetching.want(fragment, version)
             self._changed.notify_all()
 
-    def fetch_all(self) -> list[Arrival]:
-        """Every fragment in full, at the newest version; for a join, before `start`.
+    def fetch_all(self) -> list[Version]:
+        """Fetch every fragment in full, at the newest version, and return it; for a
+        join, before `start`.
 
         Raises TimeoutError if a fragment does not come within the pins' lifetime,
         Refused, or any WireError once the mailbox says that the island must end.
         """
         with ThreadPoolExecutor(JOIN_FETCHES) as pool:
-            return list(pool.map(self._join_fragment, range(len(self._wanted))))
+            fragments = range(self._fragments)
+            arrivals = list(pool.map(lambda _: self._join_next(), fragments))
+        for arrival in arrivals:
+            self._mailbox.arrivals.put(arrival)
+        return [a.version for a in sorted(arrivals, key=lambda a: a.fragment)]
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread; a fetch may go on until the process ends."""
+        """End the thread; a fetch may go on until the process ends."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -80,14 +80,16 @@ class Receiver:
     def _run(self) -> None:
         backoff = Backoff(self._deadlines)
         try:
-            while (fragment := self._next()) is not None:
+            while (fetch := self._next()) is not None:
                 try:
-                    arrival = self._fetch(fragment, self._have[fragment])
+                    arrival = self._fetch(fetch)
                 except VersionGone:
-                    # The chain is gone, or the version was overtaken: all of it then.
-                    self._have[fragment] = None
+                    with self._changed:
+                        self._fetching.gone(fetch.fragment)
                 except WireError as error:
-                    self._log_failure(fragment, error)
+                    with self._changed:
+                        self._fetching.failed(fetch.fragment)
+                    self._log_failure(fetch.fragment, error)
                 else:
                     self._hand_over(arrival)
                     backoff.reset()
@@ -97,62 +99,54 @@ class Receiver:
             logger.exception("the receiver failed")
             self._mailbox.end(EXIT_FAILED, f"the receiver failed: {error!r}")
 
-    def _next(self) -> int | None:
-        """The fragment that lags most; None when closing."""
-
-        def lagging() -> list[int]:
-            return [
-                fragment
-                for fragment, (wanted, have) in enumerate(
-                    zip(self._wanted, self._have, strict=True)
-                )
-                if have is None or have < wanted
-            ]
-
+    def _next(self) -> Fetch | None:
+        """Wait for something to fetch; None when closing."""
         with self._changed:
             while not self._closing:
-                if fragments := lagging():
-                    return min(fragments, key=lambda f: self._have[f] or Version(0, 0))
+                if (fetch := self._fetching.next()) is not None:
+                    return fetch
                 self._changed.wait(self._deadlines.budget_s)
             return None
 
-    def _join_fragment(self, fragment: int) -> Arrival:
+    def _join_next(self) -> Arrival:
+        """Fetch the next fragment until it has arrived; several threads do this at a
+        time."""
+        with self._changed:
+            fetch = self._fetching.next()
+        assert fetch is not None, "more threads than fetches"
         deadline = time.monotonic() + self._deadlines.pin_s
         backoff = Backoff(self._deadlines)
         while True:
             if self._mailbox.finished:
                 raise Refused("finished", "the run was over before this island's join")
             try:
-                return self._fetch(fragment, None)
+                return self._fetch(fetch)
             except WireError as error:
                 if isinstance(error, Refused) or self._mailbox.ending is not None:
                     raise
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
-                        f"fragment {fragment} did not come within "
+                        f"fragment {fetch.fragment} did not come within "
                         f"{self._deadlines.pin_s:g} s ({error}); is the coordinator "
                         f"reachable on its advertised address?"
                     ) from error
                 self._pause(backoff.next_s())
+                with self._changed:
+                    fetch = self._fetching.again(fetch.fragment)
 
-    def _fetch(self, fragment: int, have: Version | None) -> Arrival:
-        want = self._wanted[fragment]
+    def _fetch(self, fetch: Fetch) -> Arrival:
         number = -1
         if self._orders is not None:
-            order = Order(
-                fragment=fragment,
-                want=want,
-                have=have,
-                accepted=self._accepted.get(fragment),
-            )
-            number = self._orders.give(order)
+            number = self._orders.give(fetch)
         try:
-            arrival = self._fetcher.fetch(fragment, want, have)
+            arrival = self._fetcher.fetch(fetch)
         finally:
-            # Whatever became of ours: theirs must be known before the next order.
+            # Whatever this host's outcome: the others' must be known before the next
+            # order.
             if self._orders is not None:
                 self._orders.await_answers(number)
-        self._have[fragment] = self._accepted[fragment] = arrival.version
+        with self._changed:
+            self._fetching.got(fetch.fragment, arrival.version)
         return arrival
 
     def _hand_over(self, arrival: Arrival) -> None:

@@ -1,8 +1,8 @@
 """Device -> host -> wire: the thread that sends deltas, and anchors if it must.
 
 A delta is kept until its verdict is final, so that it can be sent again when the
-coordinator lost it. One per fragment at most, so a model's worth of encoded bytes is
-the bound.
+coordinator lost it. There is at most one per fragment, so a model's worth of encoded
+bytes is the bound.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from diloco_jax.wire.errors import Refused, WireError
 logger = logging.getLogger(__name__)
 
 TOLD_FROM = 4
-"""Failures in a row to send one delta, from which on people are told."""
+"""Failures in a row to send one delta from which on a warning is logged."""
 
 
 class Uploads(Protocol):
-    """What the sender needs of a `wire.Client`."""
+    """Calls of a `wire.Client` that the sender needs."""
 
     def upload(self, start: UploadStart, payload: Any) -> int:
-        """Sends a payload; returns the bytes on the wire."""
+        """Send a payload; return the bytes on the wire."""
         ...
 
 
@@ -45,7 +45,7 @@ class _Parcel:
     fragment: int
     tick: int
     version: Version | None
-    """None: a delta; else an anchor of that version."""
+    """None: a delta; otherwise an anchor of that version."""
     arrays: tuple[Any, ...]
     """Encoded pieces on the device, until they are packed."""
     part: Part = ()
@@ -73,31 +73,31 @@ class Sender:
         self._client = client
         self._identity = identity
         self._layouts = {False: layouts, True: layouts_whole}
-        """Of deltas, and of anchors."""
+        """Layouts of deltas, and of anchors."""
         self._mailbox = mailbox
         self._deadlines = deadlines
         self._parcels: dict[tuple[int, bool], _Parcel] = {}
-        """By fragment, and whether it is an anchor."""
+        """Parcels by fragment, and by whether they are anchors."""
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def put(self, fragment: int, tick: int, encoded: tuple[Any, ...]) -> None:
-        """Sends a delta: its encoded pieces, uint8[*grid, tile_bytes] each."""
+        """Send a delta: its encoded pieces, uint8[*grid, tile_bytes] each."""
         self._put(_Parcel(fragment, tick, None, encoded))
 
     def put_anchor(
         self, fragment: int, version: Version, encoded: tuple[Any, ...]
     ) -> None:
-        """Sends an anchor, ahead of deltas and once: encoded as these are, in f32."""
+        """Send an anchor once, ahead of deltas: encoded as these are, in f32."""
         self._put(_Parcel(fragment, -1, version, encoded))
 
     def resend(self, fragment: int, tick: int) -> None:
-        """Sends the delta of this take once more, if it is still here."""
+        """Send the delta of this take once more, if the sender still has it."""
         with self._changed:
             parcel = self._parcels.get((fragment, False))
             if parcel is not None and parcel.tick == tick:
@@ -105,14 +105,14 @@ class Sender:
                 self._changed.notify_all()
 
     def forget(self, fragment: int, tick: int) -> None:
-        """The verdict on this take is final."""
+        """Forget a take whose verdict is final."""
         with self._changed:
             parcel = self._parcels.get((fragment, False))
             if parcel is not None and parcel.tick == tick:
                 del self._parcels[fragment, False]
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread; what is being sent may go on until the process ends."""
+        """End the thread; a transfer may go on until the process ends."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -136,7 +136,7 @@ class Sender:
             self._mailbox.end(EXIT_FAILED, f"the sender failed: {error!r}")
 
     def _next(self) -> _Parcel | None:
-        """The oldest delta to be sent; None when closing."""
+        """Return the oldest delta to be sent; None when closing."""
 
         def due() -> list[_Parcel]:
             return [p for p in self._parcels.values() if p.due]
@@ -209,7 +209,7 @@ class Sender:
         parcel.arrays = ()
 
     def _pause(self, parcel: _Parcel, pause_s: float) -> bool:
-        """Whether the parcel is still wanted after a pause."""
+        """Return True if the parcel is still wanted after a pause."""
 
         def unwanted() -> bool:
             return self._closing or self._parcels.get(_key(parcel)) is not parcel

@@ -1,7 +1,7 @@
-"""Who is let in, and what the others are told.
+"""Admission: which islands are let in, and the messages to those that are not.
 
-An island comes in as a new incarnation, as one that was there before, or as one that
-was there before the coordinator lost its state.
+An island enters as a new incarnation, as a known one that returns, or as one that
+joined before the coordinator lost its state.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from diloco_jax.protocol.messages import Hello, Refused
 
 
 def refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
-    """Why an island may not come in; None if it may."""
+    """Return the reason to refuse an island; None if it may join."""
     code = message = ""
     known = state.islands.get(event.island)
     resumes = known is not None and known.incarnation == event.incarnation
@@ -79,7 +79,7 @@ def refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
 
 
 def unknown(config: PolicyConfig, name: str) -> str:
-    """Why an island of that name is not let in, ever; empty if it may be."""
+    """Explain why an island of that name is never let in; empty if it may be."""
     if config.admitted is None or name in config.admitted:
         return ""
     return (
@@ -90,9 +90,9 @@ def unknown(config: PolicyConfig, name: str) -> str:
 
 
 def wrong_claim(name: str, incarnation: int, wrong: str) -> str:
-    """What an island is told whose claim cannot be true."""
+    """Return the message to an island whose claim cannot be true."""
     return (
-        f"incarnation {incarnation} of island {name!r} says what cannot be: {wrong}; "
+        f"incarnation {incarnation} of island {name!r} claims the impossible: {wrong}; "
         f"its unmerged steps are lost, start it again with incarnation "
         f"{incarnation + 1}"
     )
@@ -107,12 +107,12 @@ def _other_batch(config: PolicyConfig, event: Hello) -> str:
         return ""
     return (
         f"island {event.island!r} says that its steps have {event.sequences_per_step} "
-        f"sequences and {event.tokens_per_step} tokens, by the coordinator's config "
-        f"(islands.{event.island}.batch_size, sequence_length) they have {sequences} "
+        f"sequences and {event.tokens_per_step} tokens, but the coordinator's config "
+        f"(islands.{event.island}.batch_size, sequence_length) says {sequences} "
         f"and {tokens}; start both with one config"
     )
 
 
 def is_carrying(state: State, event: Hello) -> bool:
-    """Whether it was in the run before the coordinator lost its state."""
+    """Tell whether the island joined before the coordinator lost its state."""
     return 0 < event.term < state.fragments[0].version.term

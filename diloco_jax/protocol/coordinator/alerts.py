@@ -1,6 +1,6 @@
-"""What a person should look at: islands that train alone, or for nothing.
+"""Alerts for people: islands that train alone, or whose work is wasted.
 
-Remedies in `sync` are for a run's successor: a run keeps its own, resumed or not.
+Remedies in `sync` are for the next run: a run keeps its own settings, even if resumed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from diloco_jax.protocol.coordinator.state import (
 from diloco_jax.protocol.values import Contribution
 
 SOLO_MERGES = 3
-"""Merges of one fragment in a row by one of several live islands."""
+"""Consecutive merges of one fragment from the same one of several live islands."""
 UNFIT_DELTAS = 10
-"""Deltas of one fragment in a row that are not finite."""
+"""Consecutive deltas of one fragment that are not finite."""
 WATCHED_MERGES = (10, 100, 1000)
-"""Merges of a fragment after which it is looked at how many islands were in them."""
+"""Merge counts of a fragment at which each island's share in them is checked."""
 MOST_MERGES = 0.75
-"""Share of the merges that such islands should be in."""
+"""Share of the merges that should include each island of about the pacing speed."""
 
 
 def after_merge(
     fragment: Fragment, contributions: tuple[Contribution, ...], live: tuple[str, ...]
 ) -> list[Effect]:
-    """Alerts that this merge raises; each is raised once per row of merges."""
+    """Return the alerts that this merge raises; each is raised once per streak."""
     alerts: list[Effect] = []
     if fragment.solo_merges == SOLO_MERGES:
         alerts.append(
@@ -56,7 +56,7 @@ def after_merge(
 
 
 def after_unfit(fragment: Fragment, name: str) -> list[Effect]:
-    """The alert that a delta raises which is not finite; once between two merges."""
+    """Return the alert for a delta that is not finite; once between two merges."""
     if fragment.unfit_deltas != UNFIT_DELTAS:
         return []
     text = (
@@ -69,9 +69,9 @@ def after_unfit(fragment: Fragment, name: str) -> list[Effect]:
 
 
 def in_turns(config: PolicyConfig, state: State, fragment: Fragment) -> list[Effect]:
-    """Tells of islands of about the pacing one's speed that are seldom merged.
+    """Report islands of about the pacing island's speed that are seldom merged.
 
-    The first fragment speaks for all: they are about equally large.
+    The first fragment stands for all: they are about equally large.
     """
     if fragment.index != 0 or fragment.merges not in WATCHED_MERGES:
         return []
@@ -95,7 +95,7 @@ def in_turns(config: PolicyConfig, state: State, fragment: Fragment) -> list[Eff
     remedy = f"raise sync.overlap_steps from {config.overlap_steps} to {wanted}"
     if not config.grace:
         remedy = "raise sync.grace from 0"
-    elif not config.awaits_alike:
+    elif config.grace_window == "overlap":
         remedy = 'leave sync.grace_window at "alike"'
     text = (
         f"of {len(alike)} islands of about one speed, {', '.join(seldom)} were in "
@@ -109,9 +109,9 @@ def in_turns(config: PolicyConfig, state: State, fragment: Fragment) -> list[Eff
 
 
 def at_end(config: PolicyConfig, state: State) -> list[Effect]:
-    """Tells of islands that were there when the run ended, and have steps in no merge.
+    """Report islands that were live when the run ended and have unmerged steps.
 
-    At the end of the flush, before what is open is booked as lost.
+    To be called at the end of the flush, before open steps are booked as lost.
     """
     open_steps = {
         name
@@ -124,7 +124,7 @@ def at_end(config: PolicyConfig, state: State) -> list[Effect]:
         return []
     text = (
         f"the run ended without all that {', '.join(sorted(open_steps))} computed: for "
-        f"{config.flush_s:g} s no delta came, and what was to come is lost (finished); "
+        f"{config.flush_s:g} s no delta came, and the open steps are lost (finished); "
         f"look at their logs and links; a longer placement.time_budget_s waits longer"
     )
     return [Alert(text=text)]

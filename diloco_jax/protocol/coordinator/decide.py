@@ -2,10 +2,10 @@
 
 `step(config, state, event, now) -> (state, effects)`; the service and the virtual-time
 simulator both drive it. `next_deadline` says when a `Timer` is due;
-`recovery.recover` rebuilds the state from what was durable.
+`recovery.recover` rebuilds the state from durable records.
 
-Phases of a run: running -> stopping (islands end their steps) -> flushing (what is
-open is merged, exempt from quorum, up to a deadline) -> done.
+Phases of a run: running -> stopping (islands end their steps) -> flushing (open steps
+are merged without a quorum, until a deadline) -> done.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from diloco_jax.protocol.coordinator.events import (
     MergeComputed,
     Note,
     Persist,
-    Resumed,
+    RunResumed,
     Said,
     Tell,
     Timer,
@@ -66,7 +66,7 @@ Step = tuple[State, list[Effect]]
 
 
 def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
-    """Applies one event at time `now` (monotonic seconds)."""
+    """Apply one event at time `now` (monotonic seconds)."""
     before = state
     match event:
         case Hello():
@@ -79,7 +79,7 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             state, effects = members.goodbye(state, event, goodbye)
         case Disconnected():
             state, effects = members.disconnected(state, event)
-        case Resumed():
+        case RunResumed():
             state, effects = members.resumed(state, event)
         case DeltaArrived():
             state, effects = _arrived(config, state, event, now)
@@ -94,8 +94,9 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
 
 
 def next_deadline(state: State, now: float) -> float | None:
-    """When time alone changes something next: an expiry, a grace window, a flush.
-    `now` is that of the last step, which dealt with everything due until then."""
+    """Return the next time at which time alone changes something: an expiry, the end of
+    a grace window or of a flush. `now` is the time of the last step, which handled
+    everything due until then."""
     soonest = math.inf
     for island in state.islands.values():
         if now < island.lease_until < soonest and island.status == "live":
@@ -125,8 +126,8 @@ def _report(
     if wrong := claims.wrong_report(island, report):
         return members.put_out(state, island, wrong)
     if report.phase == "training" and island.phase in ("joining", "compiling"):
-        # It joins the pacing with the steps that this report brings. One that had
-        # stopped by its own count, and goes on since steps were lost, is in it.
+        # The island joins the pacing with the steps in this report. An island that had
+        # stopped by its own count and goes on after losses is in the pacing already.
         island = schedule.restart(island)
     through, new = island.records_through, []
     for record in report.records:
@@ -217,7 +218,7 @@ def _arrived(
         config, before, event.island, event.tick, event.refusal, now
     )
     if state.phase == "flushing" and fragment is not before:
-        # What is to come goes the same way, however long that is.
+        # Every delta that arrives renews the wait for the next one.
         state = replace(state, deadline=now + config.flush_s)
     state, asks = leaving.stopped(config, with_fragment(state, fragment), event.island)
     return state, effects + asks
@@ -258,7 +259,7 @@ def _computed(
 def _publish(
     state: State, fragment: Fragment, verdicts: dict[str, tuple[int, Verdict, str]]
 ) -> list[Effect]:
-    """Tells every island of the new version, and what became of its take."""
+    """Tell every island of the new version and of the verdict on its take."""
     tells: list[Effect] = []
     for name, island in state.islands.items():
         if island.status == "gone":
@@ -276,11 +277,11 @@ def _publish(
 
 
 def _advance(config: PolicyConfig, before: State, state: State, now: float) -> Step:
-    """What follows from where everything stands: ticks, closings, the end.
+    """Make the moves that follow from the state: ticks, closings, the end.
 
-    before: the state before this event. Islands that it did not touch make no tick due;
-    fragments that it did not touch are left alone, unless time alone moves them or who
-    is live changed.
+    before: the state before this event. Islands that the event did not touch make no
+    tick due. Fragments that it did not touch are left alone, unless time alone moves
+    them or the set of live islands changed.
     """
     same_live = _same_live(before, state)
     effects: list[Effect] = []
@@ -315,7 +316,7 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
 
 
 def _due_ticks(config: PolicyConfig, state: State, now: float) -> Step:
-    """Opens the fragments whose turn it is."""
+    """Open the fragments whose ticks are due."""
     effects: list[Effect] = []
     while state.phase == "running" and schedule.tick_is_due(config, state, now):
         state, reserved = schedule.advance(config, state)
@@ -336,7 +337,7 @@ def _due_ticks(config: PolicyConfig, state: State, now: float) -> Step:
 def _settle(
     config: PolicyConfig, state: State, moving: list[Fragment], now: float
 ) -> Step:
-    """What becomes of fragments that time or an event may have moved: merges, and in
+    """Settle fragments that time or an event may have moved: order merges, and during
     the flush the last takes."""
     effects: list[Effect] = []
     fleet = Fleet(config, state)
@@ -353,7 +354,7 @@ def _settle(
             state = with_fragment(state, fragment)
         effects += found
         if was_open and state.phase == "flushing" and fragment.phase == "idle":
-            moving.append(fragment)  # Given up: what follows need not wait.
+            moving.append(fragment)  # Given up: its next tick need not wait.
     return state, effects
 
 
@@ -375,7 +376,7 @@ def _live(state: State) -> tuple[str, ...]:
 
 
 def _same_live(a: State, b: State) -> bool:
-    """Whether the same islands are live in both; members stay in their order."""
+    """Tell whether the same islands are live in both; members keep their order."""
     if a.islands is b.islands:
         return True
     if len(a.islands) != len(b.islands):

@@ -1,8 +1,8 @@
-"""The end of a run: islands stop, what is open is merged, books are closed.
+"""The end of a run: islands stop, open steps are merged, books are closed.
 
-What was asked for before it is merged by the usual rules; then the flush merges every
-fragment once, from all live islands that have open steps in it. What an island left
-behind at a goodbye is merged too; nobody waits for the island.
+Deltas asked for before the end are merged by the usual rules. Then the flush merges
+every fragment once, from all live islands that have open steps in it. A delta left
+behind at a goodbye is merged too, without waiting for its island.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Step = tuple[State, list[Effect]]
 
 
 def stop(config: PolicyConfig, state: State, now: float) -> Step:
-    """The run has its tokens: nobody is to step any more."""
+    """Stop the run, which has its tokens: no island is to make more steps."""
     state = replace(
         state,
         phase=RUN.move(state.phase, "stop"),
@@ -37,7 +37,7 @@ def stop(config: PolicyConfig, state: State, now: float) -> Step:
     )
     record = records.Stopping(tokens=state.progress_tokens)
     effects: list[Effect] = [Persist(record=record)]
-    # Silent ones too: their connection may stand.
+    # Silent islands are told too: their connections may still work.
     effects += [
         Tell(session=island.session, message=Stop())
         for island in state.islands.values()
@@ -47,8 +47,8 @@ def stop(config: PolicyConfig, state: State, now: float) -> Step:
 
 
 def awaited(state: State) -> tuple[str, ...]:
-    """Who has not stopped yet. An absent island is waited for too, up to the deadline,
-    since it may come back with steps that can still be merged."""
+    """Return the islands that have not stopped yet. An absent island is awaited too,
+    up to the deadline: it may return with steps that can still be merged."""
     return tuple(
         name
         for name, island in state.islands.items()
@@ -67,12 +67,12 @@ def flush(
     *,
     hurry: bool,
 ) -> Step:
-    """Opens an idle fragment, once, for all live islands that have open steps in it.
+    """Open an idle fragment, once, for all live islands that have open steps in it.
 
-    What was asked for before they stopped is merged first, by the usual rules: an
-    island that went on after such a take cannot take again before that merge. Only if
-    too few did for a quorum, their deltas enter the flush, and the rest of their steps
-    a second merge of it.
+    Takes made before the stop are merged first, by the usual rules: an island that
+    made more steps after its take cannot take again before that merge. If fewer
+    islands than a quorum have such takes, those deltas enter the flush, and the later
+    steps enter a second merge of it.
     """
     if fragment.phase != "idle":
         return state, []
@@ -84,11 +84,11 @@ def flush(
         phase = FRAGMENT.move(fragment.phase, "flush")
         return with_fragment(state, replace(fragment, phase=phase)), []
     if unsettled and all((t := accounts[n].take) and t.refused for n in unsettled):
-        return state, []  # They have not answered their refusals yet.
+        return state, []  # The islands have not answered their refusals yet.
     early = tuple(n for n in unsettled if _went_on(islands[n], accounts[n]))
     final = hurry or len(early) < config.quorum
     if not final and not all(_is_here(accounts[n]) for n in early):
-        return state, []  # They are on their way.
+        return state, []  # The deltas are on their way.
     asked = unsettled if final else early
     state, effects = schedule.advance(config, state)
     fragment = replace(fragment, final=final)
@@ -104,7 +104,7 @@ def _is_here(account: Account) -> bool:
 
 
 def _went_on(island: Island, account: Account) -> bool:
-    """Whether it made more steps after an outstanding take that may be merged."""
+    """Tell whether the island made steps after an outstanding take that may merge."""
     take = account.take
     if take is None or take.end is None or take.refused:
         return False
@@ -112,7 +112,7 @@ def _went_on(island: Island, account: Account) -> bool:
 
 
 def finish(config: PolicyConfig, state: State) -> Step:
-    """Everything that could be merged is merged."""
+    """End the run after its last merge: end all incarnations and tell the islands."""
     effects: list[Effect] = alerts.at_end(config, state)
     tells: list[Effect] = [
         Tell(session=island.session, message=Finished())

@@ -1,13 +1,13 @@
-"""What can happen to the coordinator's half, and what it decides: its whole interface.
+"""Events and effects of the coordinator's half: its whole interface.
 
-Events go in with a time, effects come out in the order in which the shell must carry
+Events go in with a time; effects come out in the order in which the shell must carry
 them out. A `Persist` is durable before any later effect of the same step is visible.
 A `Tell` carries the message itself, addressed to a session. Steps count from 0 within
-an incarnation; intervals of steps are half-open; `tokens` are of one island.
+an incarnation. Intervals of steps are half-open. `tokens` counts one island's tokens.
 
-Fields that only the shell uses: `Hello.run`, `plan`, `island_config` and `environment`
-(compared and noted before the hello becomes an event), `Report.measures`. A hello's
-`versions`, `tokens` and `next_position` are for a coordinator without its state
+Only the shell uses `Hello.run`, `plan`, `island_config` and `environment` (compared and
+noted before the hello becomes an event) and `Report.measures`. A hello's `versions`,
+`tokens` and `next_position` are for a coordinator without its state
 (`protocol/new_term/`).
 """
 
@@ -25,8 +25,7 @@ from diloco_jax.protocol.values import Contribution, DeltaKey, Version
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
     """An island's next message on the stream of a session. Records come in order and
-    may repeat ones already seen; after a goodbye, what is here of its deltas is merged,
-    no more."""
+    may repeat. After a goodbye, only the deltas that have arrived are merged."""
 
     island: str
     session: str
@@ -34,7 +33,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeltaArrived(msgspec.Struct, frozen=True, kw_only=True):
-    """All bytes of a take are here and checked; `refusal` says if they are unfit."""
+    """All bytes of a take have arrived; `refusal` says why they are unfit, if so."""
 
     island: str
     incarnation: int
@@ -44,7 +43,7 @@ class DeltaArrived(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MergeComputed(msgspec.Struct, frozen=True, kw_only=True):
-    """The merge that was ordered is computed and its publish is encoded."""
+    """The ordered merge is computed and its publish is encoded."""
 
     fragment: int
     version: Version
@@ -56,28 +55,28 @@ class Timer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Disconnected(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's connection broke; the incarnation may come back on another."""
+    """A session's connection broke; the incarnation may return on a new one."""
 
     island: str
     session: str
 
 
-class Resumed(msgspec.Struct, frozen=True, kw_only=True):
-    """The run goes on after it was stopped: every process that was in it has ended.
+class RunResumed(msgspec.Struct, frozen=True, kw_only=True):
+    """The run continues after a stop: all its earlier processes have ended.
 
-    `steps` is what each last reported, by name and incarnation, where that is known.
+    `steps` holds the last reported steps, by name and incarnation, where known.
     """
 
     steps: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
 
 
-Event = Hello | Said | DeltaArrived | MergeComputed | Disconnected | Resumed | Timer
+Event = Hello | Said | DeltaArrived | MergeComputed | Disconnected | RunResumed | Timer
 
 # ---- effects ------------------------------------------------------------------
 
 
 class Persist(msgspec.Struct, frozen=True, kw_only=True):
-    """Write a record to the log (and the tape), durably, before what follows."""
+    """Write a record durably to the log (and the tape), before any later effect."""
 
     record: Durable
 
@@ -97,14 +96,14 @@ class Tell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Drop(msgspec.Struct, frozen=True, kw_only=True):
-    """The bytes of a delta are not needed any more."""
+    """Drop the bytes of a delta, which are no longer needed."""
 
     delta: DeltaKey
 
 
 class Forget(msgspec.Struct, frozen=True, kw_only=True):
-    """A new incarnation of the island is in: what those below `before` sent is not
-    needed any more, but for `kept`."""
+    """Drop the deltas of the island's incarnations below `before`, except `kept`: a
+    new incarnation joined."""
 
     island: str
     before: int
@@ -112,8 +111,8 @@ class Forget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Merge(msgspec.Struct, frozen=True, kw_only=True):
-    """Merge these deltas, in this order, into `version` of the fragment. `share`: what
-    the merged delta is multiplied by; `final`: as the flush does it (weighted mean,
+    """Merge these deltas, in this order, into `version` of the fragment. `share`: the
+    factor applied to the merged delta. `final`: merge as in the flush (weighted mean,
     learning rate 1, momentum untouched)."""
 
     fragment: int
@@ -124,15 +123,15 @@ class Merge(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """The computed merge is durable: from here on it is the fragment's version."""
+    """Make the computed merge, which is durable now, the fragment's version."""
 
     fragment: int
     version: Version
 
 
 class Ignored(msgspec.Struct, frozen=True, kw_only=True):
-    """A message made no move in the state that its machine is in (`machines.py`).
-    expected: that happens on a lossy wire; else the two ends disagree."""
+    """Count a message that made no move in its machine's state (`machines.py`).
+    expected: this happens on a lossy wire; otherwise the two ends disagree."""
 
     machine: str
     state: str
@@ -141,7 +140,7 @@ class Ignored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """Something a person should look at."""
+    """Tell people about something that needs their attention."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""What a fragment is told of the islands: who counts, how fast they are."""
+"""A fragment's view of the islands: which of them count, and how fast they are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diloco_jax.protocol.coordinator.state import (
 )
 
 LONGER_STEP = 1.25
-"""Of a step that takes longer than usual, over the usual one."""
+"""Duration of a slow step, as a multiple of the usual one."""
 
 
 class Fleet:
@@ -24,20 +24,19 @@ class Fleet:
         self._latest_s: float | None = None
 
     def is_live(self, name: str) -> bool:
-        """Whether it can be waited for."""
+        """Tell whether the island can be waited for."""
         island = self._state.islands[name]
         return island.counted if self._running else island.answers
 
     def token_rate(self, name: str) -> float:
-        """Tokens per second; 0 as long as its speed is not known."""
+        """Return the island's tokens per second; 0 while its speed is unknown."""
         return self._state.islands[name].tokens_per_second
 
     def boundaries_after(self, name: str) -> int:
-        """Boundaries by which an island puts off a take that it is asked for now.
+        """Return the boundaries by which an island must delay a take requested now.
 
-        An island that could take at once waits for those of about the pacing one's
-        speed that take some boundaries after they are asked: the first to take would
-        be merged without them."""
+        An island that could take at once waits for islands of about the pacing speed
+        that take some boundaries later: otherwise it would be merged without them."""
         if self._latest_s is None:
             self._latest_s = schedule.longest_lead_seconds(self._config, self._state)
         island = self._state.islands[name]
@@ -47,12 +46,13 @@ class Fleet:
         return max(0, round(ahead_s / max(island.step_seconds, SHORTEST_STEP_S)))
 
     def step_seconds(self) -> float:
-        """Of the pacing island."""
+        """Return the step time of the pacing island, in seconds."""
         return schedule.pacing_step_seconds(self._config, self._state)
 
     def take_seconds(self, names: AbstractSet[str]) -> float:
-        """From a request on, in which those of these that are of about the pacing one's
-        speed take, the slowest of them at the end of a longer step; 0 if none are."""
+        """Return the seconds from a request until the named islands of about the pacing
+        speed have taken, the slowest after a slow step; 0 if there is no such island.
+        """
         alike = schedule.alike(self._config, self._state)
         steps_s = [alike[name].step_seconds for name in names & alike.keys()]
         if not any(steps_s):

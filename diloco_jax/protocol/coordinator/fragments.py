@@ -1,10 +1,10 @@
 """The life of one fragment: idle -> open -> merging -> idle.
 
-Rules of this file: a function sees one fragment and what it is told of the islands
-(by value), never another fragment. A fragment closes when K asked islands' deltas are
-ready and either all asked live islands have answered or the grace window is over;
-what is ready later waits, `pending`, for the next merge. Below quorum nothing merges,
-but for the flush at the end.
+Rules of this file: a function sees one fragment and a view of the islands (by value),
+never another fragment. A fragment closes when the deltas of K asked islands are ready
+and either all asked live islands have answered or the grace window is over. A delta
+that becomes ready later is `pending` until the next merge. Without a quorum, only the
+flush at the end merges.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def open_tick(
     live: tuple[str, ...],
     now: float,
 ) -> Step:
-    """Asks every live island without an outstanding take for the fragment.
+    """Ask every live island without an outstanding take for the fragment.
 
-    Pending deltas do not count to quorum, unless fewer than K islands can be asked:
-    then those of live islands that are ready do, since nothing else ever could.
+    Pending deltas do not count towards the quorum, unless fewer than K islands can be
+    asked. Then the ready deltas of live islands count: no others could fill it.
     """
     asked = tuple(n for n in live if fragment.accounts[n].take is None)
     counting = asked
@@ -88,9 +88,9 @@ def open_tick(
 def busy_tick(
     fragment: Fragment, fleet: Fleet, tick: int, live: tuple[str, ...]
 ) -> Step:
-    """A tick finds its fragment busy. If it is open, and has been for a cycle, whoever
-    has no outstanding take is asked too, and what became ready meanwhile counts: it
-    must not hang on one island that lives and does not deliver."""
+    """Handle a tick whose fragment is busy. If the fragment has been open for a cycle,
+    ask the islands without an outstanding take too, and count the deltas that became
+    ready meanwhile: one live island that does not deliver must not block the merge."""
     note = _skipped(fragment, tick, fragment.phase)
     if fragment.phase != "open":
         return fragment, [note]
@@ -114,12 +114,12 @@ def settle(
     *,
     hurry: bool = False,
 ) -> Step:
-    """Closes an open fragment if it is time. `hurry`: the flush's deadline has
+    """Close an open fragment if it is time. `hurry`: the flush's deadline has
     passed."""
     if fragment.phase != "open":
         return fragment, []
     quorum = 1 if fragment.final else config.quorum
-    # Who left is not live, and counts only where quorum is no matter.
+    # Islands that left are not live; their deltas count only where no quorum is needed.
     ready = len(fragment.left_behind) if fragment.final else 0
     unready = []
     patient = not hurry and _window_is_open(fragment, now)
@@ -148,7 +148,7 @@ def settle(
 
 
 def _window_is_open(fragment: Fragment, now: float) -> bool:
-    """Whether there is quorum, and others are still waited for."""
+    """Tell whether a quorum is ready and the fragment still waits for others."""
     closes_at = fragment.closes_at
     return closes_at is not None and (fragment.final or now < closes_at)
 
@@ -160,16 +160,17 @@ def _open_window(
     others: frozenset[str],
     now: float,
 ) -> Fragment:
-    """There is quorum: how long the others are waited for."""
+    """Set the time for which the others are awaited, now that a quorum is ready."""
     step_s = fleet.step_seconds()
-    # Beyond the overlap slow ones are not waited for anyway, and a fragment that hung
-    # for minutes must not cost the next ones their grace.
+    # Slow islands are not awaited beyond the overlap anyway, and a fragment that was
+    # stuck for minutes must not cost later merges their grace.
     waited = min(now - _first_take(fragment), config.overlap_steps * step_s)
     quorum_s = averaged(fragment.quorum_seconds, waited)
     closes_at = now + grace_seconds(config, fragment, quorum_s, step_s)
-    if config.grace and config.awaits_alike and (take_s := fleet.take_seconds(others)):
-        # They take up to a step apart, which the slack may be too short for: a late
-        # adoption costs less than a merge without them (docs/design/grace.md).
+    alike = config.grace and config.grace_window == "alike"
+    if alike and (take_s := fleet.take_seconds(others)):
+        # Takes may lie a whole step apart, and the slack may be shorter: a late
+        # adoption costs less than a merge without these islands (docs/design/grace.md).
         answered_at = fragment.opened_at + take_s + fragment.transfer_seconds
         closes_at = max(closes_at, answered_at)
     return replace(
@@ -180,15 +181,15 @@ def _open_window(
 def grace_seconds(
     config: PolicyConfig, fragment: Fragment, quorum_s: float, step_seconds: float
 ) -> float:
-    """gamma * slack; slack is what quorum, merge and both ways of the transfer leave of
-    the overlap, which begins with the first take; never negative."""
+    """Return gamma * slack, never negative. The slack is the overlap, which begins with
+    the first take, minus the time for quorum, merge and both transfers."""
     spent = quorum_s + fragment.merge_seconds + fragment.transfer_seconds
     return config.grace * max(0.0, config.overlap_steps * step_seconds - spent)
 
 
 def _first_take(fragment: Fragment) -> float:
-    """When the overlap began of those that were asked as it opened. Islands of several
-    hosts take some steps after they are asked."""
+    """Return the time of the first take asked for when the fragment opened: the start
+    of the overlap. Islands of several hosts take some steps after the request."""
     takes = (fragment.accounts[name].take for name in fragment.asked)
     began = [
         take.taken_at
@@ -201,8 +202,8 @@ def _first_take(fragment: Fragment) -> float:
 def computed(
     config: PolicyConfig, fragment: Fragment, live: tuple[str, ...], now: float
 ) -> tuple[Fragment, dict[str, tuple[int, Verdict, str]], list[Effect]]:
-    """The merge under way is done: books it. Returns verdicts by island, and what
-    follows for deltas that have become too old."""
+    """Book the finished merge. Return the fragment, the verdicts by island, and the
+    effects for deltas that have become too old."""
     solo = len({c.island for c in fragment.merging}) == 1 and len(live) > 1
     seconds = averaged(fragment.merge_seconds, now - fragment.closed_at)
     verdicts: dict[str, tuple[int, Verdict, str]] = {}
@@ -236,8 +237,8 @@ def computed(
         take = account.take
         if take is None:
             continue
-        # Where the record of a take is not here its island may have taken by now, and
-        # must know before it adopts.
+        # An island whose record of the take is missing may have taken by now, and
+        # must know the verdict before it adopts.
         if take.end is not None:
             fragment, refusals = takes.refuse_if_stale(config, fragment, name)
             effects += [e for e in refusals if not isinstance(e, Tell)]
@@ -258,8 +259,8 @@ def _extend(
     *,
     hurry: bool,
 ) -> Step:
-    """Quorum is out of reach with those asked: asks newcomers, or gives the tick up
-    (ready deltas stay pending)."""
+    """Ask newcomers because the asked islands cannot make a quorum, or give the tick
+    up (ready deltas stay pending)."""
     fresh = tuple(
         name
         for name, account in sorted(fragment.accounts.items())
@@ -286,7 +287,7 @@ def _close(
             contributions.append(takes.contribution(name, account, take))
     merging = tuple(sorted(contributions, key=_order))
     share = 1.0
-    if config.scale_partial_merges and not fragment.final:
+    if config.partial_merges == "scaled" and not fragment.final:
         share = _share(fragment, merging, fleet)
     fragment = replace(
         fragment,
@@ -311,11 +312,11 @@ def _share(
     merging: tuple[Contribution, ...],
     fleet: Fleet,
 ) -> float:
-    """Of the tokens per second of those that are in the merge, and of the live islands
-    whose deltas are for a later one.
+    """Return the merged islands' share of the tokens per second of these islands and
+    of the live islands whose deltas will be in a later merge.
 
-    A merge in which half of them are would else go as far as one of all: islands that
-    are merged in turns would move the parameters twice as fast as they learn.
+    Without it, a merge of half the islands would go as far as a merge of all: islands
+    that are merged in turns would move the parameters twice as fast as they learn.
     """
     present = {contribution.island for contribution in merging}
     absent = (
@@ -328,18 +329,18 @@ def _share(
     known = [rate for rate in map(fleet.token_rate, present) if rate]
     if not known:
         return 1.0
-    # Who has left a delta and is compiling has no speed: the mean of the others.
+    # An island that left a delta and now compiles has no speed: use the others' mean.
     inside = math.fsum(known) * len(present) / len(known)
     return inside / (inside + math.fsum(map(fleet.token_rate, absent)))
 
 
 def _order(contribution: Contribution) -> tuple[str, int]:
-    """Of the sum: the same whatever arrived first."""
+    """Sort key that fixes the order of the sum, whatever the order of arrival."""
     return contribution.island, contribution.incarnation
 
 
 def ask(fragment: Fragment, fleet: Fleet, names: tuple[str, ...], tick: int) -> Step:
-    """Asks islands without an outstanding take for one under this number."""
+    """Ask islands without an outstanding take for a take with this tick number."""
     accounts = dict(fragment.accounts)
     for name in names:
         accounts[name] = replace(accounts[name], take=Take(tick=tick))
@@ -348,7 +349,7 @@ def ask(fragment: Fragment, fleet: Fleet, names: tuple[str, ...], tick: int) -> 
 
 
 def request(fragment: Fragment, fleet: Fleet, name: str, tick: int) -> Tell:
-    """Tells an island to take the fragment."""
+    """Tell an island to take the fragment."""
     return Tell(
         session=fragment.accounts[name].session,
         message=TakeRequest(

@@ -1,7 +1,7 @@
 """Data leases: which island may train on which positions of the global index.
 
-Positions are granted once. They return to the pool only with the end of the
-incarnation that holds them, and only those whose steps are in no merge.
+Positions are granted once. When the incarnation that holds them ends, the positions of
+steps that are in no merge return to the pool.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diloco_jax.protocol.values import Span
 
 
 def top_up(config: PolicyConfig, state: State, name: str) -> tuple[State, list[Effect]]:
-    """Grants until the island holds at least `outage_budget_s` of its speed."""
+    """Grant until the island holds data for at least `outage_budget_s` at its speed."""
     island = state.islands[name]
     # One durable record serves an outage budget's worth of steps.
     most = largest_grant(config, island.step_seconds, island.sequences_per_step)
@@ -47,8 +47,8 @@ def top_up(config: PolicyConfig, state: State, name: str) -> tuple[State, list[E
 def largest_grant(
     config: PolicyConfig, step_seconds: float, sequences_per_step: int
 ) -> int:
-    """What an island of that speed is granted at once if it holds nothing: twice what
-    it is to hold."""
+    """Return the sequences granted at once to an island of that speed that holds none:
+    twice the amount that it should hold."""
     steps = FIRST_LEASE_STEPS
     if step_seconds > 0:
         step_seconds = max(step_seconds, SHORTEST_STEP_S)
@@ -87,7 +87,7 @@ def _grant(state: State, name: str, span: Span) -> tuple[State, list[Effect]]:
 
 
 def granted(state: State, name: str, span: Span) -> State:
-    """The state after a grant: also what recovery applies."""
+    """Return the state after a grant; recovery applies it too."""
     island = state.islands[name]
     kept = _unsettled_leases(state, island)
     lease = Lease(offset=island.sequences_granted, span=span)
@@ -102,7 +102,7 @@ def granted(state: State, name: str, span: Span) -> State:
 
 
 def release(state: State, name: str, merged_steps: int) -> State:
-    """The incarnation ended: positions of steps after `merged_steps` are free again."""
+    """Free the positions of an ended incarnation's steps after `merged_steps`."""
     island = state.islands[name]
     settled = merged_steps * island.sequences_per_step
     spans = list(state.free_spans)
@@ -115,7 +115,7 @@ def release(state: State, name: str, merged_steps: int) -> State:
 
 
 def regrant(state: State, name: str, known: int) -> list[Effect]:
-    """Grants that a returned incarnation, which knows `known` sequences, lacks."""
+    """Repeat the grants after the first `known` sequences to a returned incarnation."""
     island = state.islands[name]
     return [
         Tell(
@@ -128,8 +128,8 @@ def regrant(state: State, name: str, known: int) -> list[Effect]:
 
 
 def merged_steps(state: State, island: Island) -> int:
-    """Steps of the incarnation that may be in some merge (those being computed, and of
-    what it left behind, too)."""
+    """Return the incarnation's steps up to the last one that may be in some merge,
+    merges under way and deltas left behind included."""
     ends = []
     for fragment in state.fragments:
         ends.append(fragment.accounts[island.name].merged_end)

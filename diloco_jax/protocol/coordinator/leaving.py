@@ -1,8 +1,8 @@
-"""An island that stops before the run does: it has notice, and is about to leave.
+"""The departure of an island that stops before the run does.
 
-Whatever tick is due, it is asked for all that is open of it, and is let go once that is
-here. Nothing else counts on it, and its deltas wait for the next merges of their
-fragments, which do not need it any more (`takes.leave_behind`).
+The island is asked at once for all its open steps, without waiting for a tick, and may
+leave once those deltas have arrived. No tick counts on it. Its deltas wait for the next
+merges of their fragments, which no longer need the island (`takes.leave_behind`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Step = tuple[State, list[Effect]]
 
 
 def stopped(config: PolicyConfig, state: State, name: str) -> Step:
-    """It told something, or something of it arrived."""
+    """Ask a stopped island for its open steps, or let it leave if none remain; called
+    after each of its reports and deltas."""
     island = state.islands[name]
     if island.phase != "stopped" or state.phase != "running":
         return state, []
@@ -56,8 +57,8 @@ def stopped(config: PolicyConfig, state: State, name: str) -> Step:
 
 
 def _is_awaited(fragment: Fragment, name: str, steps: int) -> bool:
-    """Whether a delta of it is on its way, or a merge about to end after which it can
-    be asked for what is open behind its delta."""
+    """Tell whether a delta of the island is on its way, or is in a merge after which
+    the island can be asked for the steps behind it."""
     take = fragment.accounts[name].take
     if take is None:
         return False

@@ -1,5 +1,4 @@
-"""The ledger: which steps of which island entered which merge, and what became of
-the rest.
+"""The ledger: which steps of which island entered which merge, and which are lost.
 
 Per fragment, an incarnation's steps are settled in order: `[0, start)` is merged or
 lost, `[start, steps)` is open. So merged + lost + open = computed, always and exactly.
@@ -38,8 +37,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def book(fragment: Fragment, contribution: Contribution) -> Fragment:
-    """Books one delta as merged. The incarnation may have ended meanwhile, and another
-    have begun, whose participation it is not."""
+    """Book one delta as merged. If its incarnation has ended and another has begun,
+    the delta does not count as participation of the new one."""
     account = fragment.accounts[contribution.island]
     settled: dict[str, Any] = {}
     if account.incarnation == contribution.incarnation:
@@ -61,8 +60,8 @@ def book(fragment: Fragment, contribution: Contribution) -> Fragment:
 
 
 def settled_steps(fragment: Fragment, island: Island) -> int:
-    """Steps of the current incarnation that are settled, being merged just now, or left
-    behind for the next merge."""
+    """Return the steps of the current incarnation that are settled, in the merge under
+    way, or left behind for the next merge."""
     account = fragment.accounts[island.name]
     deltas = (*fragment.merging, *fragment.left_behind)
     ends = [c.end for c in deltas if _is_of(c, account, island.name)]
@@ -72,7 +71,7 @@ def settled_steps(fragment: Fragment, island: Island) -> int:
 def close_account(
     fragment: Fragment, island: Island, reason: EndReason, settled_steps: int
 ) -> Fragment:
-    """An incarnation ended: its steps from `settled_steps` on are lost."""
+    """Book the steps of an ended incarnation from `settled_steps` on as lost."""
     if fragment.accounts[island.name].carrying:
         fragment = carry(fragment, island.name, island.steps)
         settled_steps = island.steps
@@ -89,8 +88,8 @@ def close_account(
 
 
 def carry(fragment: Fragment, name: str, steps: int) -> Fragment:
-    """The incarnation began in an earlier term, which has its first `steps` steps in
-    its books."""
+    """Book the incarnation's first `steps` steps as carried: they are in the books of
+    an earlier term."""
     account = fragment.accounts[name]
     account = replace(
         account,
@@ -102,8 +101,8 @@ def carry(fragment: Fragment, name: str, steps: int) -> Fragment:
 
 
 def open_account(fragment: Fragment, island: Island, *, carrying: bool) -> Fragment:
-    """A new incarnation begins: totals stay, the step count restarts. carrying: it has
-    begun, in an earlier term."""
+    """Open the account of a new incarnation: totals stay, the step count restarts.
+    carrying: the incarnation began in an earlier term."""
     account = fragment.accounts.get(island.name)
     fresh = Account(
         incarnation=island.incarnation,
@@ -124,7 +123,7 @@ def open_account(fragment: Fragment, island: Island, *, carrying: bool) -> Fragm
 
 
 def island_totals(config: PolicyConfig, state: State, name: str) -> Totals:
-    """One island's tokens over all its incarnations."""
+    """Return one island's tokens over all its incarnations."""
     computed = state.islands[name].computed_tokens
     merged = carried = 0
     lost: dict[str, int] = {}
@@ -148,7 +147,7 @@ def island_totals(config: PolicyConfig, state: State, name: str) -> Totals:
 
 
 def run_totals(config: PolicyConfig, state: State) -> Totals:
-    """The sum over all islands."""
+    """Return the sums of tokens over all islands."""
     computed = merged = carried = in_flight = 0
     lost: dict[str, int] = {}
     for name in state.islands:
@@ -169,7 +168,7 @@ def run_totals(config: PolicyConfig, state: State) -> Totals:
 
 
 def merged_by_fragment(state: State, name: str = "") -> list[int]:
-    """Merged tokens of every fragment, of one island or over all."""
+    """Return the merged tokens of every fragment, of one island or of all."""
     return [
         sum(
             account.merged_tokens
@@ -181,16 +180,16 @@ def merged_by_fragment(state: State, name: str = "") -> list[int]:
 
 
 def trained_tokens(config: PolicyConfig, state: State) -> int:
-    """Tokens that the global parameters have been trained on: merged ones, and in a
-    later term those that its islands brought along."""
+    """Return the tokens that the global parameters have been trained on: merged tokens
+    and, in a later term, the carried ones."""
     totals = run_totals(config, state)
     return state.carried_progress + totals.carried + totals.merged
 
 
 def progress_tokens(config: PolicyConfig, state: State) -> int:
-    """Computed tokens that are not lost, over all islands and terms: by these the
-    learning rate goes. A fragment's lost tokens count by its share of the parameters.
-    """
+    """Return the computed tokens that are not lost, over all islands and terms; the
+    learning rate follows them. A fragment's lost tokens count by its share of the
+    parameters."""
     computed, lost = state.carried_progress, 0
     for island in state.islands.values():
         computed += island.tokens_before + island.steps * island.tokens_per_step
@@ -201,14 +200,14 @@ def progress_tokens(config: PolicyConfig, state: State) -> int:
 
 
 def check(config: PolicyConfig, state: State) -> list[str]:
-    """What is wrong with the books, as text; empty if they balance."""
+    """List the errors in the books, as text; empty if the books balance."""
     wrong = []
     for fragment in state.fragments:
         lost = sum(sum(a.lost_tokens.values()) for a in fragment.accounts.values())
         if fragment.lost_in_all != lost:
             wrong.append(
-                f"fragment {fragment.index}: its accounts have lost {lost} tokens, it "
-                f"says {fragment.lost_in_all}"
+                f"fragment {fragment.index}: its accounts have lost {lost} tokens, but "
+                f"its lost_in_all is {fragment.lost_in_all}"
             )
         for name, account in fragment.accounts.items():
             island = state.islands[name]

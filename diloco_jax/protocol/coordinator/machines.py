@@ -2,16 +2,16 @@
 
 Rules of this file:
 
-1. Phases and statuses change by `Machine.move` alone, so a move that is not in a table
-   raises: it is a mistake in this package, and no message of a peer can cause it.
-2. A message that comes in a state in which it makes no move changes nothing. It is
-   named as `Ignored` and counted. On a lossy wire some of them are usual, since things
-   are told twice, or told to a process that has been replaced: they are in `EXPECTED`,
-   each with its reason. Any other says that the two ends disagree.
+1. Phases and statuses change only by `StateMachine.move`. A move that is not in a table
+   raises: it is a bug in this package, and no message of a peer can cause it.
+2. A message that makes no move in the current state changes nothing. It is counted as
+   `Ignored`. On a lossy wire some of these are usual: messages are repeated, or sent
+   to a process that has been replaced. `EXPECTED` lists them, each with its reason.
+   Any other shows that the two ends disagree.
 
-A fragment is opened by a tick, closed when its merge begins, and committed when that is
-computed and durable. A take is asked for; its record and its bytes come in either
-order, and with both it is ready. docs/design/architecture.md draws the tables.
+A tick opens a fragment. The fragment closes when its merge begins, and commits when the
+merge is computed and durable. A take is asked for; its record and its bytes arrive in
+either order, and with both it is ready. docs/design/architecture.md draws the tables.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ S = TypeVar("S", bound=str)
 
 
 class IllegalMoveError(AssertionError):
-    """A move that no table has."""
+    """A move that is in no table."""
 
 
-class Machine(NamedTuple, Generic[S]):
-    """moves: by state, the state that each move leads to."""
+class StateMachine(NamedTuple, Generic[S]):
+    """The legal moves of one machine. moves: the state after each move, by state."""
 
     name: str
     moves: Mapping[S, Mapping[str, S]]
 
     def move(self, state: S, move: str) -> S:
-        """The state after a move; IllegalMoveError if there is none of that name."""
+        """Return the state after a move; IllegalMoveError if the move is not legal."""
         after = self.moves[state].get(move)
         if after is None:
             legal = ", ".join(self.moves[state]) or "nothing"
@@ -46,11 +46,11 @@ class Machine(NamedTuple, Generic[S]):
         return after
 
     def check(self, before: S, move: str, after: S) -> None:
-        """IllegalMoveError unless the move leads from the one state to the other."""
+        """Raise IllegalMoveError unless the move leads from `before` to `after`."""
         if self.move(before, move) != after:
             raise IllegalMoveError(
-                f"{self.name} in state {before!r}: {move!r} led to {after!r}, it leads "
-                f"to {self.move(before, move)!r}"
+                f"{self.name} in state {before!r}: {move!r} led to {after!r}, but must "
+                f"lead to {self.move(before, move)!r}"
             )
 
 
@@ -59,7 +59,7 @@ TakeState = Literal["none", "asked", "taken", "arrived", "ready", "refused"]
 IslandState = Literal["unknown", "live", "absent", "gone"]
 RunState = Literal["running", "stopping", "flushing", "done"]
 
-FRAGMENT: Machine[FragmentState] = Machine(
+FRAGMENT: StateMachine[FragmentState] = StateMachine(
     "fragment",
     {
         "idle": {"tick": "open", "flush": "done", "recover": "idle"},
@@ -69,7 +69,7 @@ FRAGMENT: Machine[FragmentState] = Machine(
     },
 )
 
-TAKE: Machine[TakeState] = Machine(
+TAKE: StateMachine[TakeState] = StateMachine(
     "take",
     {
         "none": {"ask": "asked", "record": "taken"},
@@ -80,10 +80,11 @@ TAKE: Machine[TakeState] = Machine(
         "refused": {"record": "refused", "bytes": "refused", "give up": "none"},
     },
 )
-"""With the end of its incarnation a take is gone from any state, left behind if it is
-ready. A record without a request is of a take that was asked for before a crash."""
+"""Moves of a take. The end of its incarnation removes a take in any state, and leaves
+it behind if it is ready. A record without a request belongs to a take that was asked
+for before a crash."""
 
-ISLAND: Machine[IslandState] = Machine(
+ISLAND: StateMachine[IslandState] = StateMachine(
     "island",
     {
         "unknown": {"join": "live"},
@@ -93,7 +94,7 @@ ISLAND: Machine[IslandState] = Machine(
     },
 )
 
-RUN: Machine[RunState] = Machine(
+RUN: StateMachine[RunState] = StateMachine(
     "run",
     {
         "running": {"stop": "stopping"},
@@ -103,32 +104,32 @@ RUN: Machine[RunState] = Machine(
     },
 )
 
-MACHINES: tuple[Machine[str], ...] = (FRAGMENT, TAKE, ISLAND, RUN)  # type: ignore[assignment]
+MACHINES: tuple[StateMachine[str], ...] = (FRAGMENT, TAKE, ISLAND, RUN)  # type: ignore[assignment]
 
 EXPECTED: Mapping[tuple[str, str, str], str] = {
-    ("take", "none", "bytes"): "its verdict was told while they were on their way",
-    ("take", "none", "give up"): "it was told before a crash, or with a goodbye",
-    ("take", "asked", "give up"): "it is of an earlier take",
-    ("take", "taken", "record"): "a hello told it already, or it is told again",
-    ("take", "ready", "record"): "likewise",
-    ("take", "arrived", "bytes"): "they were asked for again, and came twice",
-    ("take", "ready", "bytes"): "likewise",
-    ("take", "refused", "record"): "it is told again",
-    ("take", "judged", "record"): "its verdict was told before the record came",
-    ("take", "refused", "bytes"): "they were asked for again, and came twice",
-    ("take", "carried", "record"): "it is of a take in an earlier term",
-    ("island", "gone", "bytes"): "they are of an incarnation that has ended",
-    ("island", "gone", "disconnect"): "it said goodbye, and then hung up",
-    ("island", "absent", "disconnect"): "it had been silent before",
-    ("island", "replaced", "disconnect"): "a newer incarnation is in",
-    ("island", "replaced", "goodbye"): "a newer incarnation is in",
-    ("run", "done", "report"): "the run was over while it was on its way",
+    ("take", "none", "bytes"): "the verdict was sent while the bytes were on their way",
+    ("take", "none", "give up"): "it was booked before a crash, or at a goodbye",
+    ("take", "asked", "give up"): "it belongs to an earlier take",
+    ("take", "taken", "record"): "a hello told it already, or it is repeated",
+    ("take", "ready", "record"): "a hello told it already, or it is repeated",
+    ("take", "arrived", "bytes"): "the bytes were asked for again, and came twice",
+    ("take", "ready", "bytes"): "the bytes were asked for again, and came twice",
+    ("take", "refused", "record"): "it is repeated",
+    ("take", "judged", "record"): "the verdict was sent before the record came",
+    ("take", "refused", "bytes"): "the bytes were asked for again, and came twice",
+    ("take", "carried", "record"): "it belongs to a take in an earlier term",
+    ("island", "gone", "bytes"): "they belong to an incarnation that has ended",
+    ("island", "gone", "disconnect"): "the island said goodbye, then disconnected",
+    ("island", "absent", "disconnect"): "the island was silent before",
+    ("island", "replaced", "disconnect"): "a newer incarnation has joined",
+    ("island", "replaced", "goodbye"): "a newer incarnation has joined",
+    ("run", "done", "report"): "the run ended while the report was on its way",
 }
-"""(machine, state, message) that makes no move, and why that happens."""
+"""Reason for each (machine, state, message) that usually makes no move."""
 
 
 def take_state(take: Take | None) -> TakeState:
-    """The state that the fields of an outstanding take add up to."""
+    """Return the state that the fields of an outstanding take describe."""
     if take is None:
         return "none"
     if take.refused:
@@ -139,7 +140,7 @@ def take_state(take: Take | None) -> TakeState:
 
 
 def ignored(machine: str, state: str, message: str) -> Ignored:
-    """Says that a message makes no move in this state."""
+    """Return the effect for a message that makes no move in this state."""
     return Ignored(
         machine=machine,
         state=state,

@@ -1,9 +1,9 @@
-"""Who takes part: hellos, leases, incarnations, fencing.
+"""Membership: hellos, leases, incarnations, fencing.
 
-An island is live while its reports come, absent while they do not, and gone when its
-incarnation ended: by goodbye, or because a higher one said hello. Only the end of an
-incarnation loses steps; an absent island that comes back has lost nothing. One that was
-there before the coordinator lost its state is new to it, and goes on where it is.
+An island is live while its reports come, absent while they do not, and gone after its
+incarnation ended: by goodbye, or because a higher incarnation said hello. Only the end
+of an incarnation loses steps; an absent island that returns has lost nothing. An island
+that joined before the coordinator lost its state is new to it, but keeps its steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from diloco_jax.protocol.coordinator.events import (
     Forget,
     Note,
     Persist,
-    Resumed,
+    RunResumed,
     Said,
     Tell,
 )
@@ -50,7 +50,7 @@ Step = tuple[State, list[Effect]]
 
 
 def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
-    """Lets an island in, back in, or not."""
+    """Let an island join, resume, or turn it away."""
     refusal = admission.refusal(config, state, event)
     if refusal is not None:
         return state, turned_away(event.island, event.session, refusal)
@@ -73,13 +73,13 @@ def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
 
 
 def turned_away(island: str, session: str, refused: Refused) -> list[Effect]:
-    """A session ends with this reason."""
+    """Return the effects that end a session with this reason."""
     note = records.TurnedAway(island=island, code=refused.code, message=refused.message)
     return [Note(record=note), Tell(session=session, message=refused)]
 
 
 def alive(config: PolicyConfig, state: State, island: Island, now: float) -> State:
-    """The state with the island after a sign of life."""
+    """Return the state with the island after a sign of life."""
     if island.status == "absent":
         state = schedule.reunite(config, state, now)
         status = ISLAND.move(island.status, "be heard")
@@ -89,7 +89,7 @@ def alive(config: PolicyConfig, state: State, island: Island, now: float) -> Sta
 
 
 def disconnected(state: State, event: Disconnected) -> Step:
-    """Its connection broke: it is not counted on until it is back."""
+    """Mark an island absent because its connection broke."""
     island = state.islands.get(event.island)
     if island is None or island.session != event.session:
         return state, [ignored("island", "replaced", "disconnect")]
@@ -99,7 +99,7 @@ def disconnected(state: State, event: Disconnected) -> Step:
 
 
 def goodbye(state: State, event: Said, said: Goodbye) -> Step:
-    """The incarnation ends by its own word: what is here of its deltas stays."""
+    """End an incarnation at its goodbye; its deltas that have arrived stay."""
     island = state.islands.get(event.island)
     if island is None or island.session != event.session or island.status == "gone":
         return state, [ignored("island", "replaced", "goodbye")]
@@ -109,7 +109,7 @@ def goodbye(state: State, event: Said, said: Goodbye) -> Step:
 
 
 def expire(state: State, now: float) -> Step:
-    """Islands whose lease ran out are absent."""
+    """Mark the islands absent whose leases ran out."""
     effects: list[Effect] = []
     for island in state.islands.values():
         if island.status == "live" and now >= island.lease_until:
@@ -118,9 +118,9 @@ def expire(state: State, now: float) -> Step:
     return state, effects
 
 
-def resumed(state: State, event: Resumed) -> Step:
-    """Ends every incarnation that was there when the run was stopped; islands come
-    back, if at all, with higher ones."""
+def resumed(state: State, event: RunResumed) -> Step:
+    """End every incarnation from before the run was stopped; islands that return have
+    higher ones."""
     effects: list[Effect] = []
     for name, island in state.islands.items():
         if island.status == "gone":
@@ -133,8 +133,8 @@ def resumed(state: State, event: Resumed) -> Step:
 
 
 def put_out(state: State, island: Island, wrong: str) -> Step:
-    """Ends an incarnation whose claims cannot be true. Nothing of the claim is booked;
-    what was believed of it before stays."""
+    """End an incarnation whose claim cannot be true. The claim is not booked; earlier
+    claims stay booked."""
     message = admission.wrong_claim(island.name, island.incarnation, wrong)
     state, effects = end(state, island.name, "refused", message)
     refused = Refused(code="claims", message=message)
@@ -142,8 +142,8 @@ def put_out(state: State, island: Island, wrong: str) -> Step:
 
 
 def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:
-    """Ends an incarnation: open steps are lost, data without effect is free again.
-    said: at its goodbye; empty if there was none."""
+    """End an incarnation: its open steps are lost, and their data is free again.
+    said: text of its goodbye; empty if there was none."""
     island = state.islands[name]
     settled = tuple(ledger.settled_steps(f, island) for f in state.fragments)
     merged_steps = leases.merged_steps(state, island)
@@ -180,9 +180,9 @@ def ended(
     settled_steps: Sequence[int],
     merged_steps: int,
 ) -> State:
-    """The state after an incarnation's end: also what recovery applies. Both counts of
-    steps include the merges under way and what was left behind: `settled_steps` by
-    fragment, `merged_steps` over all of them."""
+    """Return the state after an incarnation's end; recovery applies it too. Both counts
+    of steps, `settled_steps` by fragment and `merged_steps` over all fragments, include
+    merges under way and deltas left behind."""
     state = leases.release(state, name, merged_steps)
     island = state.islands[name]
     for fragment, settled in zip(state.fragments, settled_steps, strict=True):
@@ -192,8 +192,8 @@ def ended(
 
 
 def joined(state: State, island: Island, *, carrying: bool) -> State:
-    """The state with a new incarnation in it: also what recovery applies. carrying: it
-    began in an earlier term, whose progress its steps are part of already."""
+    """Return the state with a new incarnation; recovery applies it too. carrying: it
+    began in an earlier term, whose progress includes its steps."""
     if carrying:
         own = island.steps * island.tokens_per_step
         state = replace(state, carried_progress=state.carried_progress - own)
@@ -263,7 +263,7 @@ def _resume(
         phase=event.phase,
         step_seconds=event.step_seconds or known.step_seconds,
         lead=event.lead,
-        # A coordinator that came back has forgotten what is on its tape.
+        # A restarted coordinator does not know which records are on its tape.
         records_through=max(known.records_through, event.records_through),
     )
     state = alive(config, state, island, now)
@@ -276,7 +276,7 @@ def _resume(
         )
     )
     effects += leases.regrant(state, name, event.sequences_granted)
-    # A hello that comes late tells of takes in an earlier term, too.
+    # A late hello may also list takes of an earlier term.
     earlier = schedule.ticks_before(config, state.fragments[0].version.term)
     held = {take.fragment: take for take in event.outstanding if take.tick > earlier}
     fleet = Fleet(config, state)
@@ -297,13 +297,14 @@ def _resume(
 def _ask_again(
     fragment: Fragment, fleet: Fleet, name: str
 ) -> tuple[Fragment, list[Effect]]:
-    """The island holds no take of this fragment: a request may have got lost."""
+    """Repeat the request to an island that holds no take of the fragment: the first
+    may be lost."""
     account = fragment.accounts[name]
     take = account.take
     if take is None or take.ready:
         return fragment, []
     if take.end is not None:
-        # It gave the refused take up; the record that says how is on its way.
+        # The island gave the refused take up; the record of it is on its way.
         return fragment, []
     return fragment, [fragments.request(fragment, fleet, name, take.tick)]
 
@@ -318,13 +319,13 @@ def _reconcile(
     *,
     recorded: bool,
 ) -> tuple[Fragment, list[Effect]]:
-    """The island holds a take whose verdict it does not know. recorded: its record is
-    on the tape; otherwise it comes with the next report, and nothing is merged before.
-    """
+    """Reconcile the account with a take whose verdict the island does not know.
+    recorded: the take's record is on the tape; otherwise it comes with the next report,
+    and the take is not merged before it."""
     told = fragment.accounts[name].told
     if told is not None and told.tick == held.tick:
         verdict = takes.verdict_on(fragment, name, held.tick, told.verdict, told.reason)
-        # The next request may have got lost together with the verdict.
+        # The next request may be lost together with the verdict.
         fragment, asks = _ask_again(fragment, fleet, name)
         return fragment, [verdict, *asks]
     effects: list[Effect] = []
@@ -344,8 +345,8 @@ def _reconcile(
 
 
 def _kept(state: State) -> Iterator[DeltaKey]:
-    """Deltas that stay although their incarnations ended: in a merge, or left behind
-    for one."""
+    """Yield the deltas to keep after their incarnations' end: those in a merge, and
+    those left behind for one."""
     for fragment in state.fragments:
         for delta in (*fragment.left_behind, *fragment.merging):
             yield DeltaKey(delta.island, delta.incarnation, fragment.index, delta.tick)
@@ -372,7 +373,8 @@ def _welcome(
 
 
 def _lease_s(config: PolicyConfig, island: Island) -> float:
-    """Compiling and joining islands may be silent for longer."""
+    """Return the island's lease in seconds; joining and compiling islands may be
+    silent for longer."""
     if island.phase in ("joining", "compiling"):
         return max(config.compile_budget_s, config.lease_s)
     return config.lease_s

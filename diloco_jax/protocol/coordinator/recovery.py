@@ -1,4 +1,4 @@
-"""Recovery: the policy's state after a crash, from what was durable."""
+"""Recovery: the state of the coordinator's half after a crash, from durable records."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def recover(
     records: Iterable[Durable],
     now: float,
 ) -> State:
-    """The state after a crash: the snapshot and the durable records after it. Every
-    island is absent until it says hello; what was asked or in transit is forgotten,
-    and comes back with the hellos."""
+    """Rebuild the state after a crash from a snapshot and the durable records after it.
+    Every island is absent until it says hello. Requests and deltas in transit are
+    forgotten, and return with the hellos."""
     state = snapshot
     for record in records:
         state = _replayed(state, record)
@@ -68,8 +68,8 @@ def recover(
             records_through=0,
         )
         state = with_island(state, island)
-        # What an ended incarnation had in a merge that never became durable is lost,
-        # and what it left behind too.
+        # An ended incarnation loses its steps in a merge that never became durable,
+        # and in deltas that it left behind.
         for fragment in state.fragments:
             account = fragment.accounts[island.name]
             settled = island.tokens_before + account.start * account.tokens_per_step

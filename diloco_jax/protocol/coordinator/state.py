@@ -1,8 +1,8 @@
-"""What the policy remembers: plain frozen values.
+"""State of the coordinator's half: plain frozen values.
 
 An island's steps are settled fragment by fragment in an `Account`: `[0, start)` is
-merged or lost, `[start, steps)` is open, and a `Take` covers the first part of what is
-open. What belongs to one fragment lives in its `Fragment` and nowhere else.
+merged or lost, `[start, steps)` is open, and a `Take` covers the first open steps.
+State that belongs to one fragment is in its `Fragment` and nowhere else.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from diloco_jax.protocol.values import (
 )
 
 FIRST_LEASE_STEPS = 64
-"""Steps' worth of data granted before an island's speed is known."""
+"""Steps for which data is granted before an island's speed is known."""
 
 
 MISSED_MERGES = 10
-"""Merges of one fragment in a row without a live island, after which nobody counts on
-its next delta."""
+"""Consecutive merges of one fragment without a live island, after which no merge
+counts on its next delta."""
 AVERAGE_KEPT = 0.8
-"""Share of a running average that one new value leaves standing."""
+"""Weight of the old value when a running average takes in a new one."""
 
 
 SHORTEST_STEP_S = 1e-4
-"""Whoever says that its steps are shorter counts as no faster, and is granted no
-more."""
+"""Shortest step time that is believed, in seconds: an island that reports a shorter one
+counts as no faster, and is granted no more data."""
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers that decisions depend on. Sizes are in parameters, times in
-    seconds; the names are those of `SyncConfig` and `Placement`."""
+    """Settings that decisions depend on. Sizes are in parameters, times in seconds. The
+    names are those of `SyncConfig`, `RunConfig`, `Placement` and `Deadlines`."""
 
     run_id: str
     fingerprint: str
@@ -49,9 +49,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     overlap_steps: float
     quorum: int
     grace: float
-    awaits_alike: bool
+    grace_window: Literal["alike", "overlap"]
     max_staleness: int
-    scale_partial_merges: bool
+    partial_merges: Literal["scaled", "full"]
     total_tokens: int
     lease_s: float
     reunion_s: float
@@ -59,27 +59,27 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     outage_budget_s: float
     flush_s: float
     admitted: dict[str, int | None] | None = None
-    """Sequences per step of every island that is let in, by name; None: as many as it
-    says. Without names anybody is let in, with any batch."""
+    """Sequences per step of every admitted island, by name; None: as many as the island
+    says. Without this dict any island is let in, with any batch."""
     sequence_length: int = 0
     """Tokens per sequence."""
 
     @property
     def fragments(self) -> int:
-        """P."""
+        """Number of fragments, P."""
         return len(self.fragment_sizes)
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         return sum(self.fragment_sizes)
 
 
 class Take(msgspec.Struct, frozen=True, kw_only=True):
     """One outstanding delta of an island for a fragment.
 
-    asked -> taken (`end` known: the record is on the tape) and arrived (the bytes are
-    here), in either order -> merged, or refused and then given up by the island.
+    asked -> taken (`end` known: the record is on the tape) and arrived (all bytes have
+    arrived), in either order -> merged, or refused and then given up by the island.
     """
 
     tick: int
@@ -92,12 +92,12 @@ class Take(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ready(self) -> bool:
-        """Whether it can be merged."""
+        """True if the take can be merged."""
         return self.end is not None and self.arrived and not self.refused
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """The last final verdict on an island's take, to be repeated if it got lost."""
+    """Last final verdict on an island's take, to be repeated if it got lost."""
 
     tick: int
     verdict: Verdict
@@ -105,7 +105,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """An island in the books of one fragment. Tokens are summed over incarnations."""
+    """Books of one island for one fragment. Tokens are summed over incarnations."""
 
     incarnation: int
     session: str
@@ -113,24 +113,25 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     start: int = 0
     merged_end: int = 0
     carrying: bool = False
-    """It began in an earlier term, and has not said yet what that has in its books."""
+    """True while an incarnation from an earlier term has not said yet which of its
+    steps are in that term's books."""
     take: Take | None = None
     told: Told | None = None
     merged_tokens: int = 0
     carried_tokens: int = 0
-    """Of steps that are in the books of earlier terms."""
+    """Tokens of steps that are in the books of earlier terms."""
     lost_tokens: dict[str, int] = msgspec.field(default_factory=dict)
     merges_in: int = 0
     merges_alive: int = 0
     missed_merges: int = 0
-    """In a row, while it was live."""
+    """Consecutive merges that a live island was not in."""
 
     def lose(self, steps: int, reason: LossReason) -> Account:
-        """The account with `steps` more steps lost."""
+        """Return the account with `steps` more steps lost."""
         return self.lose_tokens(steps * self.tokens_per_step, reason)
 
     def lose_tokens(self, tokens: int, reason: LossReason) -> Account:
-        """The account with `tokens` more tokens lost."""
+        """Return the account with `tokens` more tokens lost."""
         if tokens <= 0:
             return self
         tokens += self.lost_tokens.get(reason, 0)
@@ -145,7 +146,7 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     phase: Literal["idle", "open", "merging", "done"] = "idle"
     tick: int = 0
     asked: tuple[str, ...] = ()
-    """Islands whose deltas count to quorum."""
+    """Islands whose deltas count towards the quorum."""
     final: bool = False
     opened_at: float = 0.0
     quorum_at: float | None = None
@@ -153,7 +154,7 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     closed_at: float = 0.0
     merging: tuple[Contribution, ...] = ()
     merging_share: float = 1.0
-    """Of all tokens per second that is in the merge."""
+    """Share of all tokens per second that is in the merge."""
     left_behind: tuple[Contribution, ...] = ()
     """Deltas of incarnations that said goodbye, for the next merge; one per island."""
     accounts: dict[str, Account] = msgspec.field(default_factory=dict)
@@ -161,7 +162,7 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens lost in all accounts together."""
     merges: int = 0
     solo_merges: int = 0
-    """Merges in a row with a delta of only one of several live islands."""
+    """Consecutive merges of deltas from only one of several live islands."""
     unfit_deltas: int = 0
     """Deltas since the last merge that were not finite."""
     quorum_seconds: float = 0.0
@@ -177,7 +178,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Island(msgspec.Struct, frozen=True, kw_only=True):
-    """A member. live: counted on; absent: silent, may come back; gone: it ended."""
+    """A member. live: its reports come. absent: silent, but may return. gone: ended."""
 
     name: str
     incarnation: int
@@ -194,7 +195,7 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     """Boundaries from a request to its take."""
     records_through: int = 0
     tokens_before: int = 0
-    """Computed by earlier incarnations."""
+    """Tokens computed by earlier incarnations."""
     joins: int = 1
     leases: tuple[Lease, ...] = ()
     sequences_granted: int = 0
@@ -206,42 +207,42 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_second(self) -> float:
-        """0 as long as its speed is not known."""
+        """Speed of the island; 0 while it is unknown."""
         if not self.step_seconds:
             return 0.0
         return self.tokens_per_step / max(self.step_seconds, SHORTEST_STEP_S)
 
     @property
     def lead_seconds(self) -> float:
-        """From a request to its take, beside the rest of a step."""
+        """Seconds from a request to its take, without the rest of the current step."""
         return self.lead * self.step_seconds
 
     @property
     def answers(self) -> bool:
-        """Whether it can take what it is asked for."""
+        """True if the island can answer a take request."""
         return self.status == "live" and self.phase in ("training", "stopped")
 
     @property
     def counted(self) -> bool:
-        """Whether it makes steps that pacing, asking and waiting may count on."""
+        """True if the island makes steps that pacing and requests may count on."""
         return self.status == "live" and self.phase == "training"
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything. `now` of the last event is not kept: time comes with events."""
+    """The whole state. It does not keep the time of the last event: events bring it."""
 
     phase: Literal["running", "stopping", "flushing", "done"] = "running"
     deadline: float = 0.0
-    """When stopping or flushing ends in any case."""
+    """Time at which stopping or flushing ends in any case."""
     tick: int = 0
     ticks_reserved: int = 0
     """Ticks up to this one may have been asked for before a crash."""
     progress_tokens: int = 0
     carried_progress: int = 0
-    """Progress of earlier terms, without that of incarnations which are in these books;
-    below 0 where those had lost more than others had done."""
+    """Tokens of progress of earlier terms, without the incarnations in these books;
+    negative if the others' losses exceeded their progress."""
     reunion_until: float = 0.0
-    """Ticks wait until then for islands that are absent (see `schedule.reunite`)."""
+    """Time until which ticks wait for absent islands (see `schedule.reunite`)."""
     islands: dict[str, Island] = msgspec.field(default_factory=dict)
     fragments: tuple[Fragment, ...] = ()
     next_position: int = 0
@@ -249,26 +250,26 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def initial(config: PolicyConfig) -> State:
-    """The state of a run before anything happened."""
+    """Return the state of a run before its first event."""
     return State(
         fragments=tuple(Fragment(index=i) for i in range(config.fragments)),
     )
 
 
 def with_island(state: State, island: Island) -> State:
-    """The state with one island replaced or added."""
+    """Return the state with one island replaced or added."""
     return replace(state, islands={**state.islands, island.name: island})
 
 
 def with_fragment(state: State, fragment: Fragment) -> State:
-    """The state with one fragment replaced."""
+    """Return the state with one fragment replaced."""
     fragments = list(state.fragments)
     fragments[fragment.index] = fragment
     return replace(state, fragments=tuple(fragments))
 
 
 def with_account(fragment: Fragment, name: str, account: Account) -> Fragment:
-    """The fragment with one account replaced or added."""
+    """Return the fragment with one account replaced or added."""
     accounts, lost = fragment.accounts, fragment.lost_in_all
     before = accounts.get(name)
     if before is None or before.lost_tokens is not account.lost_tokens:
@@ -278,5 +279,5 @@ def with_account(fragment: Fragment, name: str, account: Account) -> Fragment:
 
 
 def averaged(average: float, value: float) -> float:
-    """A running average with one more value; the first value starts it."""
+    """Return a running average with one more value; the first value starts it."""
     return AVERAGE_KEPT * average + (1 - AVERAGE_KEPT) * value if average else value

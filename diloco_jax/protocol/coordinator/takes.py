@@ -1,7 +1,7 @@
 """An island's outstanding delta for a fragment: taken, arrived, refused, given up.
 
-The record that says which steps a delta holds comes on the control stream, its bytes
-on bulk ones; it can be merged when both are here.
+The record of a delta's steps comes on the control stream, its bytes on a bulk stream;
+the delta can be merged when both have arrived.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Step = tuple[Fragment, list[Effect]]
 def took(
     config: PolicyConfig, fragment: Fragment, name: str, record: Record, now: float
 ) -> Step:
-    """The island took the fragment: its delta covers [record.start, record.step)."""
+    """Note that the island took the fragment, for steps [record.start, record.step)."""
     asked = fragment.accounts[name].take
     expected = asked is not None and asked.tick == record.tick
     held = Outstanding(
@@ -65,7 +65,7 @@ def took(
     fragment, effects = known(config, fragment, name, held, now)
     take = fragment.accounts[name].take
     if not expected and take is not asked and take is not None and not take.refused:
-        # Asked for before a crash: its bytes, if they came first, were not kept.
+        # The take was asked for before a crash: bytes that came first were not kept.
         effects.append(ask_to_resend(fragment, name, record.tick))
     return fragment, effects
 
@@ -73,12 +73,12 @@ def took(
 def known(
     config: PolicyConfig, fragment: Fragment, name: str, held: Outstanding, now: float
 ) -> Step:
-    """The steps of a take become known; if they are known already, nothing changes."""
+    """Note the steps of a take; if they are known already, nothing changes."""
     account = fragment.accounts[name]
     asked = account.take
     if _known_as(account, held.tick):
         return fragment, []
-    # Steps between what is settled and this take are in no delta: adoption lost them.
+    # Steps between the settled ones and this take are in no delta: adoption lost them.
     start = max(held.start, account.start)
     account = account.lose(start - account.start, "overwritten")
     if asked is None or asked.tick != held.tick:
@@ -98,8 +98,8 @@ def known(
 
 
 def _known_as(account: Account, tick: int) -> str:
-    """The state of a take whose steps are known already, or have been judged; empty if
-    they are news."""
+    """Return the state of a take whose steps are known already or have been judged;
+    empty if they are new."""
     if account.take is not None and account.take.end is not None:
         return take_state(account.take)
     told = account.told
@@ -107,8 +107,8 @@ def _known_as(account: Account, tick: int) -> str:
 
 
 def is_awaited(fragment: Fragment, name: str, incarnation: int, tick: int) -> bool:
-    """Whether the bytes of this take are wanted of the island. What it holds of a time
-    before a crash becomes known by its hello or its record; it is asked for it then."""
+    """Tell whether the bytes of this take are wanted from the island. A delta from
+    before a crash becomes known by a hello or a record, and is asked for then."""
     account = fragment.accounts.get(name)
     if account is None or account.incarnation != incarnation:
         return False
@@ -117,8 +117,8 @@ def is_awaited(fragment: Fragment, name: str, incarnation: int, tick: int) -> bo
 
 
 def pending(fragment: Fragment, name: str) -> list[Effect]:
-    """Tells an island that the current version, which it may be about to adopt, has not
-    its outstanding take: it came too late for that merge."""
+    """Tell an island, which may be about to adopt the current version, that its
+    outstanding take came too late for that merge."""
     take = fragment.accounts[name].take
     if take is None or take.end is None or take.base >= fragment.version:
         return []
@@ -133,7 +133,7 @@ def arrived(
     refusal: Refusal,
     now: float,
 ) -> Step:
-    """A delta's bytes are here, or proved unfit."""
+    """Note that a delta's bytes have arrived, or proved unfit."""
     account = fragment.accounts[name]
     take = account.take
     if take is None or take.tick != tick:
@@ -161,8 +161,8 @@ def arrived(
 
 
 def gave_up(fragment: Fragment, name: str, tick: int, *, kept: bool) -> Step:
-    """The island knows of a refusal. kept: the delta's steps are in its parameters
-    still and will be in its next delta; otherwise they are lost."""
+    """Note that the island knows of a refusal. kept: the delta's steps are still in its
+    parameters, and will be in its next delta; otherwise they are lost."""
     account = fragment.accounts[name]
     take = account.take
     if take is None or take.tick != tick:
@@ -179,8 +179,8 @@ def gave_up(fragment: Fragment, name: str, tick: int, *, kept: bool) -> Step:
 
 
 def leave_behind(fragment: Fragment, name: str) -> Fragment:
-    """The island says goodbye: if its delta is here, it stays for the next merge, where
-    none of an incarnation before it does."""
+    """Keep a leaving island's ready delta for the next merge, unless a delta of an
+    earlier incarnation is already kept for it."""
     account = fragment.accounts[name]
     take = account.take
     if take is None or not take.ready or fragment.phase == "done":
@@ -195,7 +195,8 @@ def leave_behind(fragment: Fragment, name: str) -> Fragment:
 
 
 def expire_left_behind(config: PolicyConfig, fragment: Fragment) -> Step:
-    """Loses what was left behind and lags the current version too far."""
+    """Drop the deltas left behind that lag the current version too far; their steps
+    are lost."""
     if not fragment.left_behind:
         return fragment, []
     effects: list[Effect] = []
@@ -212,7 +213,7 @@ def expire_left_behind(config: PolicyConfig, fragment: Fragment) -> Step:
 
 
 def contribution(name: str, account: Account, take: Take) -> Contribution:
-    """A ready take as a merge has it."""
+    """Return a ready take as a merge's contribution."""
     assert take.end is not None
     return Contribution(
         island=name,
@@ -226,7 +227,7 @@ def contribution(name: str, account: Account, take: Take) -> Contribution:
 
 
 def refuse(fragment: Fragment, name: str, reason: RefusalReason) -> Step:
-    """Refuses an outstanding take; it stays outstanding until the island knows."""
+    """Refuse an outstanding take; it stays outstanding until the island knows."""
     account = fragment.accounts[name]
     if account.take is None or account.take.refused:
         return fragment, []
@@ -246,11 +247,11 @@ def refuse(fragment: Fragment, name: str, reason: RefusalReason) -> Step:
 
 
 def refuse_if_stale(config: PolicyConfig, fragment: Fragment, name: str) -> Step:
-    """Refuses a delta that is taken, and in no merge yet, if its base lags the current
-    version too far.
+    """Refuse a take that is in no merge yet, if its base lags the current version too
+    far.
 
-    A merge under way may make it so, but is not durable yet: a coordinator that died of
-    it would have told the island to reopen steps which the next one merges.
+    A merge under way does not count, since it is not durable yet: after a crash during
+    it, the island would reopen steps that the next coordinator merges.
     """
     take = fragment.accounts[name].take
     assert take is not None
@@ -262,7 +263,7 @@ def refuse_if_stale(config: PolicyConfig, fragment: Fragment, name: str) -> Step
 def verdict_on(
     fragment: Fragment, name: str, tick: int, verdict: Verdict, reason: str
 ) -> Tell:
-    """Tells an island what became of its take."""
+    """Tell an island the verdict on its take."""
     return Tell(
         session=fragment.accounts[name].session,
         message=TakeVerdict(
@@ -276,7 +277,7 @@ def verdict_on(
 
 
 def ask_to_resend(fragment: Fragment, name: str, tick: int) -> Tell:
-    """Asks an island for a delta that it still holds once more."""
+    """Ask an island to send a delta that it still holds once more."""
     return Tell(
         session=fragment.accounts[name].session,
         message=ResendRequest(fragment=fragment.index, tick=tick),
@@ -288,7 +289,7 @@ def _is_merging(fragment: Fragment, name: str, tick: int) -> bool:
 
 
 def drop(fragment: Fragment, name: str) -> Drop:
-    """The bytes of an outstanding take are not needed any more."""
+    """Drop the bytes of an outstanding take, which are no longer needed."""
     account = fragment.accounts[name]
     assert account.take is not None
     return _drop(fragment.index, name, account.incarnation, account.take.tick)
@@ -297,7 +298,7 @@ def drop(fragment: Fragment, name: str) -> Drop:
 def drop_unknown(
     fragment: Fragment, name: str, incarnation: int, tick: int
 ) -> list[Effect]:
-    """Nor are bytes of no outstanding take, unless they were left behind."""
+    """Drop the bytes of a delta with no outstanding take, unless it was left behind."""
     left_behind = any(
         (kept.island, kept.incarnation, kept.tick) == (name, incarnation, tick)
         for kept in fragment.left_behind
@@ -314,7 +315,7 @@ def _refusal(
     fragment: int, name: str, incarnation: int, tick: int, reason: RefusalReason
 ) -> Note:
     return Note(
-        record=records.Refused(
+        record=records.DeltaRefused(
             island=name,
             incarnation=incarnation,
             fragment=fragment,

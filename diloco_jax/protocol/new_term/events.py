@@ -1,8 +1,8 @@
-"""What can happen while a coordinator gathers anchors, and what follows from it: the
-interface of `gathering.py`, as `coordinator/events.py` is that of the usual half.
+"""Events and effects of a coordinator that gathers anchors: the interface of
+`gathering.py`, as `coordinator/events.py` is that of the coordinator's usual half.
 
-Events that both halves know (`Said`, `Disconnected`, `Timer`) and the effect `Tell` are
-those of `coordinator/events.py`.
+The events that both halves know (`Said`, `Disconnected`, `Timer`) and the effect `Tell`
+are in `coordinator/events.py`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from diloco_jax.protocol.values import Version
 
 
 class Offered(msgspec.Struct, frozen=True, kw_only=True):
-    """An island says hello: its anchors, and what it heard last. `differences`: between
-    its config and the coordinator's, in words."""
+    """An island says hello, with its anchors' versions and its last news of the run.
+    `differences`: between its config and the coordinator's, in words."""
 
     hello: Hello
     differences: tuple[str, ...] = ()
 
 
 class AnchorArrived(msgspec.Struct, frozen=True, kw_only=True):
-    """An anchor is here, all of it."""
+    """A whole anchor has arrived."""
 
     island: str
     incarnation: int
@@ -39,14 +39,14 @@ Event = Offered | Said | Disconnected | AnchorArrived | Timer
 
 
 class Postpone(msgspec.Struct, frozen=True, kw_only=True):
-    """The island is to come again later: its session ends with this reason."""
+    """End a session with this reason; the island is to come again later."""
 
     session: str
     message: str
 
 
 class Discard(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of an anchor is not waited for any more."""
+    """Discard the part of an anchor that has arrived; the rest is no longer awaited."""
 
     island: str
     incarnation: int
@@ -54,7 +54,7 @@ class Discard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True):
-    """All fragments are here: the new term can begin."""
+    """Begin the new term: all fragments have arrived."""
 
     run_id: str
     term: int
@@ -62,13 +62,13 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[str, ...]
     """The island that each fragment came from."""
     replaced: tuple[Version, ...]
-    """The versions that they had there."""
+    """Version of each fragment on that island."""
     tokens: int
     next_position: int
 
 
 class GiveUp(msgspec.Struct, frozen=True, kw_only=True):
-    """There will be no term: the process ends with this reason."""
+    """End the process with this reason: there will be no new term."""
 
     message: str
 

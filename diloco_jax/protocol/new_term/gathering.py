@@ -1,10 +1,10 @@
-"""A coordinator that comes up without its state: the anchors of islands are all there
-is of the run, and the highest of each fragment begin a new term.
+"""The start of a coordinator without its state: only the islands' anchors are left of
+the run, and the highest version of each fragment begins a new term.
 
-waiting -> fetching -> over. Islands offer what they have until the deadline, or until
-all are here; then each fragment is fetched from one that has its highest version, one
-at a time of an island. Whoever holds it may be silent for a lease; after that the next
-best has to do. Nothing is initialised: without an offer there is no term.
+waiting -> fetching -> over. Islands offer their anchors until the deadline, or until
+all have offered. Then each fragment is fetched from an island with its highest version,
+one fragment at a time per island. A holder may be silent for one lease; after that the
+next highest version is fetched. Nothing is initialised: no offer, no term.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from diloco_jax.protocol.new_term.events import (
 from diloco_jax.protocol.values import Version
 
 LEASES_AWAITED = 2
-"""How long the first offer is waited for, and then the others', in leases."""
+"""Longest wait for the first offer, and then for the others, in leases."""
 LARGEST_GRANTS_UNHEARD = 2
-"""What every island may have been granted at most without anybody who offers having
-heard of it: a grant lasts for an outage budget, so hardly two came between the last
-report of an island that offers and the end."""
+"""Grants to each island that no offering island may have heard of: a grant lasts for an
+outage budget, so two between an offering island's last report and the coordinator's end
+are unlikely."""
 
 
-class Asked(NamedTuple):
-    """Who is to send a fragment, and until when."""
+class AwaitedAnchor(NamedTuple):
+    """The island that is to send a fragment, and the deadline."""
 
     island: str
     until: float
 
 
 class Got(NamedTuple):
-    """An anchor that is here."""
+    """An anchor that has arrived."""
 
     island: str
     version: Version
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """Who offered. `gone_at`: when it is not waited for any more, unless it is heard of
-    before."""
+class Offering(msgspec.Struct, frozen=True, kw_only=True):
+    """An island's offer. `gone_at`: time from which the island is no longer awaited,
+    unless it is heard before."""
 
     offer: Hello
     gone_at: float
@@ -69,8 +69,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Known(NamedTuple):
-    """The highest that any island heard of, those included that have no anchors yet: a
-    join may be the only one that a term was said to, and data granted in it."""
+    """The highest values that any island heard of. Islands without anchors count: a
+    joining island may be the only one that heard of a term or got data in it."""
 
     term: int = 0
     tokens: int = 0
@@ -78,16 +78,16 @@ class Known(NamedTuple):
 
 
 class Gathering(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy remembers of it. names: of the config's islands."""
+    """State of the gathering. names: the islands of the config."""
 
     names: frozenset[str]
     deadline: float
     phase: Literal["waiting", "fetching", "over"] = "waiting"
     known: Known = msgspec.field(default_factory=Known)
-    members: Mapping[str, Member] = msgspec.field(default_factory=dict)
-    asked: Mapping[int, Asked] = msgspec.field(default_factory=dict)
+    members: Mapping[str, Offering] = msgspec.field(default_factory=dict)
+    asked: Mapping[int, AwaitedAnchor] = msgspec.field(default_factory=dict)
     failed: frozenset[tuple[str, int]] = frozenset()
-    """(island, fragment) that did not come in time."""
+    """Each (island, fragment) that did not arrive in time."""
     got: Mapping[int, Got] = msgspec.field(default_factory=dict)
 
 
@@ -95,12 +95,12 @@ Step = tuple[Gathering, list[Effect]]
 
 
 def begin(config: PolicyConfig, names: frozenset[str], now: float) -> Gathering:
-    """Waits for the first offer."""
+    """Return the state that waits for the first offer."""
     return Gathering(names=names, deadline=now + LEASES_AWAITED * config.lease_s)
 
 
 def step(config: PolicyConfig, state: Gathering, event: Event, now: float) -> Step:
-    """Applies one event at time `now` (monotonic seconds)."""
+    """Apply one event at time `now` (monotonic seconds)."""
     effects: list[Effect] = []
     match event:
         case Offered():
@@ -126,8 +126,8 @@ def step(config: PolicyConfig, state: Gathering, event: Event, now: float) -> St
 
 
 def next_deadline(state: Gathering, now: float) -> float:
-    """When time alone changes something next. `now` is that of the last step, which
-    dealt with everything due until then."""
+    """Return the next time at which time alone changes something. `now` is the time of
+    the last step, which handled everything due until then."""
     times = [asked.until for asked in state.asked.values()]
     times += [member.gone_at for member in state.members.values()]
     if state.phase == "waiting":
@@ -136,7 +136,7 @@ def next_deadline(state: Gathering, now: float) -> float:
 
 
 def first_state(config: PolicyConfig, opened: Open) -> State:
-    """The state of the run at the beginning of the term."""
+    """Return the state of the run at the beginning of the term."""
     state = initial(config)
     for fragment, version in zip(state.fragments, opened.versions, strict=True):
         state = with_fragment(state, replace(fragment, version=version))
@@ -150,7 +150,7 @@ def first_state(config: PolicyConfig, opened: Open) -> State:
 
 
 def is_superseded(state: State, term: int) -> bool:
-    """Whether islands are in that term, and this state is of one before it."""
+    """Tell whether the islands' term is later than this state's."""
     return term > state.fragments[0].version.term
 
 
@@ -172,7 +172,7 @@ def _offered(
     if len(offer.versions) != config.fragments:
         why = "this coordinator has no state yet, and the island no anchors to offer"
     elif member is not None and member.offer.incarnation > offer.incarnation:
-        why = f"incarnation {member.offer.incarnation} of this island is here"
+        why = f"incarnation {member.offer.incarnation} of this island has offered"
     elif state.phase != "waiting" and (
         member is None or member.offer.session != offer.session
     ):
@@ -185,16 +185,16 @@ def _offered(
         return _give_up(
             state,
             f"island {other[0].island!r} is in run {other[0].run_id} and "
-            f"{offer.island!r} in run {offer.run_id}, and this coordinator, which "
-            f"has no state, cannot know which is its own; end the islands of the other",
+            f"{offer.island!r} in run {offer.run_id}, and this coordinator has no "
+            f"state to tell which run is its own; end the islands of the other run",
         )
     if not state.members:
         state = replace(state, deadline=now + LEASES_AWAITED * config.lease_s)
-    member = Member(offer=offer, gone_at=now + config.lease_s)
+    member = Offering(offer=offer, gone_at=now + config.lease_s)
     members = {**state.members, offer.island: member}
     welcome = Welcome(run_id=offer.run_id, term=0, resumed=True, versions=())
     effects: list[Effect] = [Tell(session=offer.session, message=welcome)]
-    # What it was asked for may have got lost with its connection.
+    # The request for an anchor may be lost with the old connection.
     effects += [
         Tell(session=offer.session, message=AnchorRequest(fragment=fragment))
         for fragment, asked in state.asked.items()
@@ -265,7 +265,7 @@ def _fetch(config: PolicyConfig, state: Gathering, now: float) -> Step:
             if _version(state, name, fragment) == highest:
                 busy.add(name)
                 until = now + config.outage_budget_s
-                asked_now = {**state.asked, fragment: Asked(name, until)}
+                asked_now = {**state.asked, fragment: AwaitedAnchor(name, until)}
                 state = replace(state, asked=asked_now)
                 session = member.offer.session
                 request = AnchorRequest(fragment=fragment)
@@ -308,7 +308,7 @@ def _higher(known: Known, offer: Hello) -> Known:
     )
 
 
-def _may_come(member: Member, now: float) -> bool:
+def _may_come(member: Offering, now: float) -> bool:
     return now < member.gone_at
 
 

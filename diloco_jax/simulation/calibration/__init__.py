@@ -1,1 +1,1 @@
-"""Virtual time fitted to what a run left, and what another run would come to."""
+"""Virtual time fitted to a finished run, and the prediction of another run."""

@@ -1,8 +1,7 @@
-"""`diloco simulate calibrate WORKDIR`: what a recorded run's times predict."""
+"""`diloco simulate calibrate WORKDIR`: predict a run from a recorded run's times."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import statistics
@@ -16,16 +15,35 @@ from rich.table import Table
 
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.loading import NoOptions, parse_options, read_config
+from diloco_jax.config.fields import positional, setting
+from diloco_jax.config.loading import read_config
+from diloco_jax.options import NoOptions, parse_known, parse_with_config
 from diloco_jax.simulation.calibration.fit import Calibration, calibrate
 from diloco_jax.simulation.progress import Progress, nobody, part
 
 RUN_FIELDS = ("goodput", "compute_goodput", "uptime", "wall_seconds", "merges")
 ISLAND_FIELDS = ("median_step_seconds", "steps", "tokens_merged", "participation")
-"""What is predicted, of `summary.json`."""
+"""Fields of `summary.json` that are predicted."""
 
 Bar = Callable[[str], AbstractContextManager[Progress]]
-"""Shows how far something of that name is."""
+"""Callback that shows a progress bar with that title."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrateOptions:
+    """The options of `diloco simulate calibrate`."""
+
+    workdir: Path = positional(metavar="WORKDIR", help="Workdir of the recorded run.")
+    config: str = setting(
+        "", help="Config of the run to predict; empty = that of the recorded run."
+    )
+    against: Path | None = setting(
+        None,
+        help="Workdir of the run to predict, which has ended: shows measurements and "
+        "errors.",
+    )
+    seeds: int = setting(3, help="Draws of the step times.")
+    json: bool = setting(False, help="Print one JSON object to standard output.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +58,23 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, relative to what was measured."""
+        """Error of the prediction, relative to the measurement."""
         return self.predicted / self.measured - 1 if self.measured else None
 
 
 def calibrate_command(arguments: Sequence[str], bar: Bar) -> int:
-    """Raises ConfigError if a workdir or config cannot be used."""
-    options, overrides = _parser().parse_known_args(arguments)
+    """Run `diloco simulate calibrate`.
+
+    Raises ConfigError if a workdir or config cannot be used.
+    """
+    (options,), overrides = parse_known(
+        [CalibrateOptions],
+        arguments,
+        "diloco simulate calibrate",
+        "Fit the simulator to a recorded run, and predict another one: goodput, step "
+        "times, participation, merges. Options such as --islands.NAME.step-seconds 2 "
+        "or --faults NAME@40:kill change the config.",
+    )
     if options.seeds < 1:
         raise ConfigError(f"--seeds {options.seeds}; choose at least 1")
     against = calibrate(options.against) if options.against else None
@@ -81,9 +109,12 @@ def predict(
     measured: Mapping[str, Any] | None,
     progress: Progress = nobody,
 ) -> list[Row]:
-    """Predict a run of `config`, with as many draws of what steps take, beside the
-    summary of such a run. Raises ConfigError if it cannot be told, or not soon."""
-    # jax is imported by it.
+    """Predict a run of `config`, beside the summary of such a run.
+
+    seeds: number of draws of the step times. Raises ConfigError if the run cannot be
+    predicted, or not soon.
+    """
+    # This module imports jax.
     from diloco_jax.simulation.calibration.prediction import predict_summary
 
     played = []
@@ -112,12 +143,15 @@ def _numbers(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _config(
-    options: argparse.Namespace,
+    options: CalibrateOptions,
     overrides: Sequence[str],
     against: Calibration | None,
 ) -> Config:
-    """Of the run to predict: what --config says, or that of --against, or the run's
-    own; changed by the overrides."""
+    """Return the config of the run to predict.
+
+    It is that of --config or of --against, or else the recorded run's own, changed by
+    the overrides.
+    """
     if against is not None:
         if options.config or overrides:
             more = ["--config", options.config] if options.config else overrides
@@ -128,7 +162,7 @@ def _config(
         return against.config
     config = read_config(options.config or options.workdir / run_files.CONFIG)
     prog = f"diloco simulate calibrate {options.workdir}"
-    return parse_options(config, overrides, NoOptions(), prog)[0]
+    return parse_with_config(config, overrides, NoOptions(), prog)[0]
 
 
 def _fitted_table(calibration: Calibration) -> Table:
@@ -156,32 +190,3 @@ def _table(*columns: str) -> Table:
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
     return table
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="diloco simulate calibrate",
-        description="Fits the simulator to a recorded run, and predicts another one: "
-        "goodput, step times, participation, merges. Options such as "
-        "--islands.NAME.step-seconds 2 or --faults NAME@40:kill change the "
-        "config.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("workdir", type=Path, metavar="WORKDIR")
-    parser.add_argument(
-        "--config", metavar="CONFIG", help="of the run to predict; default: the same"
-    )
-    parser.add_argument(
-        "--against",
-        type=Path,
-        metavar="WORKDIR",
-        help="the run to predict, which has ended: shows measurements and errors",
-    )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        default=3,
-        help="draws of what steps take (default: %(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="one object, on stdout")
-    return parser

@@ -1,7 +1,7 @@
-"""Fit what the simulator has to know of a fleet to what a finished run left.
+"""Fit the simulator's numbers for a fleet to the files of a finished run.
 
-Islands measured their steps and lives themselves (`roster.msgpack`). The tape tells the
-rest; its times are those at which the coordinator wrote a line.
+Islands measured their steps and lives themselves (`roster.msgpack`). The other numbers
+come from the tape; its times are those at which the coordinator wrote a line.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from diloco_jax.simulation.replay.recording import read_begun, refuse_term
 from diloco_jax.workdir import read_config, read_facts, read_summary
 
 EMULATED_WITHIN = 1.2
-"""A step that takes less than this many emulated ones is emulated and hides compute."""
+"""Ratio to the emulated step. A shorter step is emulated and hides the compute."""
 OWN_TRANSFERS = 20
-"""An island with fewer transfers that were waited for has those of all islands: its own
-are the slow ones."""
+"""Transfers that an island needs for a fit of its own. With fewer, which are its slow
+ones, it gets the fit of all islands.
+"""
 LEAST_S = 1e-3
 AS_WRITTEN = "calibrate on a tape as it was written"
 
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """Seconds, and between what `observed` observations of them lie; 0 observed: a
-    guess."""
+    """Seconds, with the range of `observed` observations; 0 observed: a guess."""
 
     value: float
     low: float
@@ -55,15 +55,17 @@ def fit(samples: Sequence[float], guess: float = 0.0) -> Fitted:
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Steps of an island: none is shorter than `median - tail * ln 2`, and what they
-    take longer than that is drawn from an exponential distribution."""
+    """Steps of an island: a shortest step and an exponential tail.
+
+    No step is shorter than `median - tail * ln 2`; the rest is drawn.
+    """
 
     median: float
     tail: float
-    """Mean of what is drawn."""
+    """Mean of the drawn rest, in seconds."""
 
     def draw(self, chance: np.random.Generator) -> Iterator[float]:
-        """Seconds of one step after the other."""
+        """Yield the seconds of one step after the other."""
         shortest = self.median - self.tail * math.log(2)
         while True:
             yield shortest + chance.exponential(self.tail)
@@ -71,33 +73,36 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Fleet and coordinator of a finished run, in seconds. Where a number is an
-    island's, "" stands for islands that the run did not have."""
+    """Fleet and coordinator of a finished run, in seconds.
+
+    In numbers by island, "" stands for islands that the run did not have.
+    """
 
     config: Config
     summary: Mapping[str, Any]
     steps: Mapping[str, Steps]
     start_s: Mapping[str, Fitted]
-    """From the coordinator's start to the island's hello."""
+    """Seconds from the coordinator's start to the island's hello."""
     join_s: Mapping[str, Fitted]
-    """From the first hello to the first step."""
+    """Seconds from the first hello to the first step."""
     compile_s: Mapping[str, Fitted]
-    """Of that, what does not count as provisioned."""
+    """Part of `join_s` that does not count as provisioned."""
     transfer_s: Mapping[str, Fitted]
-    """From a take to its merge, computing included."""
+    """Seconds from a take to its merge, computing included."""
     away_s: Fitted
-    """From the last step of an incarnation to the next one's first, without
-    `placement.restart_delay_s`."""
+    """Seconds from the last step of an incarnation to the next one's first step,
+    without `placement.restart_delay_s`.
+    """
     outage_s: Fitted
-    """From a coordinator's last line to its return, without that delay."""
+    """Seconds from a coordinator's last line to its return, without that delay."""
 
     def of(self, what: str, name: str) -> float:
-        """Seconds of an island, by the field's name."""
+        """Return an island's seconds, by the field's name."""
         of_all: Mapping[str, Fitted] = getattr(self, what)
         return of_all.get(name, of_all[""]).value
 
     def fitted(self) -> Iterator[tuple[str, Fitted]]:
-        """Everything that was fitted, by name."""
+        """Yield every fitted number with its name."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Fitted):
@@ -107,9 +112,9 @@ class Calibration:
                     yield f"{name}: {field.name}", value.get(name, value[""])
 
     def steps_of(self, name: str, run: RunConfig, island: IslandConfig) -> Steps:
-        """Tell what steps of an island of another run would take.
+        """Return the steps that an island of another run would make.
 
-        Raises ConfigError if nothing that was recorded tells.
+        Raises ConfigError if the recorded run does not tell.
         """
         known, was = self.steps.get(name), self.config.islands.get(name)
         recorded = self.config.run
@@ -130,7 +135,7 @@ class Calibration:
                 f"their models and meshes, and emulated ones hide the compute; give "
                 f"the seconds, as in --islands.{name}.step-seconds 0.5"
             )
-        # What emulated steps took on top.
+        # Time that emulated steps took on top.
         over = [
             (steps.median - self.config.islands[n].step_seconds, steps.tail)
             for n, steps in ({name: known} if known else self.steps).items()
@@ -151,7 +156,7 @@ def _work_of_a_sequence(island: IslandConfig) -> IslandConfig:
 
 
 def calibrate(workdir: Path) -> Calibration:
-    """Fit all numbers to what a finished run left in its workdir.
+    """Fit all numbers to the files that a finished run left in its workdir.
 
     Raises ConfigError naming what is missing, altered, of another version or not
     finished, and the remedy.
@@ -164,7 +169,7 @@ def calibrate(workdir: Path) -> Calibration:
     tape = _Tape(workdir / run_files.TAPE, config)
     if not (tape.finished_at and summary):
         raise ConfigError(
-            f"{workdir / run_files.TAPE} is without the end of the run ('finished'), "
+            f"{workdir / run_files.TAPE} lacks the end of the run ('finished'), "
             f"or there is no summary.json beside it; calibrate on a run that has ended"
         )
     roster = Roster(path)
@@ -180,7 +185,7 @@ def calibrate(workdir: Path) -> Calibration:
         )
     active = {n: roster.measure(n, 0, 0, tape.finished_at).active for n in members}
     delay_s = config.placement.restart_delay_s
-    # Where the run was stopped, both have moved on.
+    # If the run was stopped, both have moved on.
     starts = {n: [m.first_seen - facts.begun_unix] for n, m in members.items()}
     joins = {n: [active[n][0][0] - m.first_seen] for n, m in members.items()}
     again_s = fit(_pooled(starts)).value + fit(_pooled(joins)).value
@@ -188,7 +193,7 @@ def calibrate(workdir: Path) -> Calibration:
         n: [later - end - delay_s for (_, end), (later, _) in itertools.pairwise(own)]
         for n, own in active.items()
     }
-    # Of a run that was stopped, an outage may be the time until it went on.
+    # If the run was stopped, an outage may be the time until it went on.
     outages = [] if facts.stopped_seconds else tape.outages
     return Calibration(
         config=config,
@@ -206,7 +211,7 @@ def calibrate(workdir: Path) -> Calibration:
 
 
 def _steps(roster: Roster, name: str) -> Steps:
-    """The median that the island measured, and a tail that gives its mean."""
+    """Return the median that the island measured, and a tail that gives its mean."""
     measures = roster.measures(name)
     mean = (measures.step_seconds_total + measures.stalled_seconds) / measures.steps
     median = measures.median_step_seconds
@@ -229,19 +234,22 @@ def _by_island(
 
 
 class _Tape:
-    """Seconds that only the tape tells, between lines of the coordinator."""
+    """Seconds between lines of the coordinator, which only the tape tells."""
 
     def __init__(self, path: Path, config: Config) -> None:
-        """Raises ConfigError if it cannot be read."""
+        """Raise ConfigError if the tape cannot be read."""
         self.finished_at = 0.0
         self.outages: list[float] = []
-        """From its last line to when it was back and had compiled what merges need."""
+        """Seconds from the coordinator's last line until it had compiled its merges
+        again.
+        """
         self.transfers: dict[str, list[float]] = {}
-        """From the last take that a merge waited for to the merge, by island."""
+        """Seconds from the last take that a merge waited for to the merge, by island.
+        """
         self._path, self._config = path, config
         self._asked: dict[int, tuple[str, ...]] = {}
         self._took_at: dict[tuple[str, int, int], float] = {}
-        """By island, fragment and tick."""
+        """Times of takes by island, fragment and tick."""
         self._last_at = 0.0
         self._down_at: float | None = None
         line = 0

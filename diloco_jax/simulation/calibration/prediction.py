@@ -1,4 +1,4 @@
-"""Play what a run would come to by a calibration, with the production policy."""
+"""Predict the result of a run by a calibration, with the production policy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import numpy as np
 from diloco_jax.config import Config, ConfigError, RunConfig
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.core.codec import get_codec
+from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
@@ -43,11 +42,10 @@ EVENTS_PER_PROGRESS = 1000
 def predict_summary(
     calibration: Calibration, config: Config, seed: int, progress: Progress = nobody
 ) -> dict[str, Any]:
-    """Play a run of `config` to its end; returns what `summary.json` would be, without
-    losses.
+    """Play a run of `config` to its end; return its `summary.json`, without losses.
 
-    seed: of what steps take. progress: called with the share of the tokens that the
-    run has. Raises ConfigError if the calibration does not tell what is needed.
+    seed: seed of the step times. progress: called with the share of the tokens that the
+    run has. Raises ConfigError if the calibration does not tell enough.
     """
     steps = config.run.total_tokens / min(
         island.batch_size * config.run.sequence_length
@@ -85,8 +83,10 @@ def predict_summary(
 
 
 class _World(World):
-    """Islands with lines of their own, and a coordinator that dies at the merges of the
-    config's faults and comes back from its log."""
+    """Islands with lines of their own, and a coordinator that dies.
+
+    It dies at the merges of the config's faults, and comes back from its log.
+    """
 
     def __init__(self, calibration: Calibration, config: Config) -> None:
         run, placement = config.run, config.placement
@@ -105,12 +105,12 @@ class _World(World):
                 run, placement, "predicted", build_plan(run, build(run)).sizes
             ),
             NoArrays(bytes_down=down, bytes_full=full),
-            report_s=Deadlines(placement.time_budget_s).report_s,
+            report_s=placement.deadlines.report_s,
             make_body=lambda name: _Counted(self.clock, self.diaries[name][-1]),
             persist=self._persist,
         )
         self.diaries: dict[str, list[Diary]] = {}
-        """The attendance's."""
+        """Diaries of the attendance."""
         self._calibration = calibration
         self._dies_at = {fault.step for fault in kills}
         self._down_s = calibration.outage_s.value + placement.restart_delay_s
@@ -121,7 +121,7 @@ class _World(World):
         self._merges, self._away = 0, False
 
     def connect(self, island: VirtualIsland) -> None:
-        """See World; while nobody serves, it waits."""
+        """See World. While no coordinator serves, the island waits."""
         if self._away:
             return
         transfer_s = max(self._calibration.of("transfer_s", island.name), LEAST_S)
@@ -200,7 +200,7 @@ class _Attendance(Attendance):
 
 
 class _Counted(NoBody):
-    """No arrays; steps go into the diary."""
+    """Body without arrays, which writes steps into the diary."""
 
     def __init__(self, clock: Clock, diary: Diary) -> None:
         self._clock, self._diary = clock, diary
@@ -214,6 +214,6 @@ class _Counted(NoBody):
 
 @functools.lru_cache
 def _payload_bytes(run: RunConfig, codec: Any) -> tuple[int, ...]:
-    """Of one fragment after the other."""
+    """Return the payload bytes of one fragment after the other."""
     pieces = build_plan(run, build(run)).fragments
     return tuple(PayloadLayout.of(get_codec(codec), p).total_bytes for p in pieces)

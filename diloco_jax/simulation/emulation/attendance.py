@@ -1,4 +1,4 @@
-"""Which island of an emulation is there when: starts, failures, leaving."""
+"""Attendance of the islands of an emulation: starts, failures, leaving."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from diloco_jax.simulation.virtual.steps import durations
 from diloco_jax.simulation.virtual.world import World
 
 LIVES_IN_VAIN = 1000
-"""Failures of machines in a row, of all islands together, without a token of progress
-between them: the run would go on for ever."""
+"""Failures of machines in a row, of all islands together, without progress between
+them. After this number the run would go on for ever.
+"""
 
 
 class Attendance:
-    """Starts islands, ends them and starts them again, as config and options say.
+    """Starts and ends of islands, as config and options say.
 
-    A kill of `placement.faults` is a crash, of which `diloco run` makes up for
-    `placement.restarts` in a row; after one more it gives the island up. A random
-    failure is one of the machine: when that is back, a launcher starts there that
-    counts anew.
+    A kill of `placement.faults` is a crash. `diloco run` restarts the island after at
+    most `placement.restarts` crashes in a row; after one more it gives the island up. A
+    random failure is one of the machine: when the machine is back, its launcher counts
+    anew.
 
-    bytes_up: of an encoded delta, by fragment.
+    bytes_up: bytes of an encoded delta, by fragment.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class Attendance:
         bytes_up: tuple[int, ...],
     ) -> None:
         self.diaries: dict[str, list[Diary]] = {n: [] for n in sorted(config.islands)}
-        """Of all incarnations, by island."""
+        """Diaries of all incarnations, by island."""
         self._config, self._options, self._world = config, options, world
         self._clock, self._bytes_up = world.clock, bytes_up
         self._crashes: Counter[str] = Counter()
-        """In a row, since the island's machine was there."""
+        """Crashes in a row since the island's machine was last started."""
         self._in_vain = self._progress_tokens = 0
         self._faults = parse_faults(config.placement.faults, config.islands).faults
         for name in self.diaries:
@@ -58,19 +59,19 @@ class Attendance:
                 self._clock.at(stop, functools.partial(self._leave, name))
 
     def update(self) -> None:
-        """Brings the diaries of those that live up to date."""
+        """Bring the diaries of live incarnations up to date."""
         for name, diaries in self.diaries.items():
             for diary in diaries[-1:]:
                 if diary.ended is None:
                     diary.steps = self._world.islands[name].steps
 
     def close(self) -> None:
-        """The run is over."""
+        """Close all diaries at the end of the run."""
         for name in self.diaries:
             self._close(name, "finished")
 
     def roster(self) -> Roster:
-        """What a coordinator's would hold by now."""
+        """Return the roster that a coordinator would hold by now."""
         self.update()
         roster = Roster()
         for name, diaries in self.diaries.items():
@@ -85,28 +86,28 @@ class Attendance:
 
     @property
     def given_up(self) -> list[str]:
-        """Islands that crashed once more than they are started again."""
+        """Islands with more crashes in a row than restarts."""
         restarts = self._config.placement.restarts
         return [name for name in self.diaries if self._crashes[name] > restarts]
 
     # ---- what islands are like ------------------------------------------------------
 
     def usual_steps(self, name: str, chance: np.random.Generator) -> Iterator[float]:
-        """Seconds of one undisturbed step of an incarnation after the other."""
+        """Yield the seconds of an incarnation's undisturbed steps, one by one."""
         seconds = self._config.islands[name].step_seconds
         return durations(seconds, self._options.step_spread, chance)
 
     def join_seconds(self, name: str, incarnation: int) -> float:
-        """From the welcome to the first step, fetching apart."""
+        """Return the seconds from the welcome to the first step, without fetches."""
         return self._options.join_seconds
 
     def compile_seconds(self, name: str, incarnation: int) -> float:
-        """Of the join."""
+        """Return the seconds of the join that compilation takes."""
         return self.join_seconds(name, incarnation)
 
     @property
     def down_seconds(self) -> float:
-        """From a failure to the new start."""
+        """Seconds from a failure to the new start."""
         return self._options.down_seconds
 
     # ---- what happens ---------------------------------------------------------------
@@ -147,7 +148,7 @@ class Attendance:
         )
 
     def _step_seconds(self, name: str, usual: Iterator[float], step: int) -> float:
-        """Of a step that begins now; what kills the island after it is on its way."""
+        """Return the seconds of a step that begins now; schedule a kill after it."""
         diary = self.diaries[name][-1]
         faults = [fault for fault in self._faults if _strikes(fault, diary)]
         pauses = [f.pause_s for f in faults if f.step == step and f.pause_s is not None]
@@ -159,14 +160,16 @@ class Attendance:
         return seconds
 
     def _fail(self, name: str, incarnation: int) -> None:
-        """Its machine is gone for a while."""
+        """Take the island's machine away for a while."""
         if self._kill(name, incarnation):
             self._crashes[name] = 0
             self._clock.after(self.down_seconds, functools.partial(self._start, name))
             self._require_progress()
 
     def _crash(self, name: str, incarnation: int) -> None:
-        """Its process ends; see `cluster.processes` for how often it comes back."""
+        """End the island's process; see `cluster.processes` for how often it comes
+        back.
+        """
         if self._kill(name, incarnation):
             diary = self.diaries[name][-1]
             self._crashes[name] = crashes_in_a_row(
@@ -177,7 +180,7 @@ class Attendance:
                 self._clock.after(self.down_seconds, again)
 
     def _kill(self, name: str, incarnation: int) -> bool:
-        """Whether this incarnation was still there."""
+        """Kill this incarnation; return True if it still ran."""
         island = self._world.islands[name]
         if island.incarnation != incarnation or island.ended is not None:
             return False
@@ -212,5 +215,5 @@ class Attendance:
 
 
 def _strikes(fault: Fault, diary: Diary) -> bool:
-    """A fault of one host is one of its island."""
+    """Return True if the fault strikes this incarnation or one of its hosts."""
     return (fault.who, fault.incarnation) == (diary.island, diary.incarnation)

@@ -17,36 +17,40 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from diloco_jax.config import IslandConfig, RunConfig
-from diloco_jax.coordinator.store import Merged, Store
+from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.books import Outcome
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.reasons import Refusal
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.emulation.history import Diary
 from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.merging import Fetched
+from diloco_jax.simulation.virtual.merging import VirtualFetch
 from diloco_jax.wire.server import FetchSource
 
 
-class Encoded(NamedTuple):
-    """A delta on its way, by piece; packed when it arrives, so that nobody waits for
-    the device before."""
+class EncodedDelta(NamedTuple):
+    """A delta on its way, by piece.
+
+    It is packed when it arrives, so that nothing waits for the device before.
+    """
 
     layout: PayloadLayout
     pieces: tuple[jax.Array, ...]
 
 
-class Published:
-    """A fetch that is the same for several islands: its publishes go to the devices of
-    a mesh once."""
+class SharedFetch:
+    """A fetch that is the same for several islands.
+
+    Its publishes go to the devices of a mesh once.
+    """
 
     def __init__(self, source: FetchSource) -> None:
         self.source = source
@@ -55,15 +59,17 @@ class Published:
     def on(
         self, mesh: Mesh, put: Callable[[Buffer], tuple[jax.Array, ...]]
     ) -> tuple[tuple[jax.Array, ...], ...]:
-        """The publishes by piece, oldest first; `put` puts one there."""
+        """Return the publishes by piece, oldest first; `put` places one there."""
         if mesh not in self._placed:
             self._placed[mesh] = tuple(map(put, self.source.buffers))
         return self._placed[mesh]
 
 
 def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
-    """Model and compiled steps; what computes alike, in this emulation or another one
-    of this process, shares them."""
+    """Return the model and its compiled steps.
+
+    Islands that compute alike share them, in this emulation and others of this process.
+    """
     rate = RunConfig().inner.learning_rate
     if not run.model.factory:
         inner = dataclasses.replace(run.inner, learning_rate=rate)
@@ -76,7 +82,7 @@ _trainer_of = functools.lru_cache(maxsize=32)(build_trainer)
 
 
 class TrainedBody:
-    """An incarnation's model copy (see `body.Body`), and its diary."""
+    """Model copy of an incarnation (see `body.Body`), and its diary."""
 
     def __init__(
         self,
@@ -92,7 +98,7 @@ class TrainedBody:
         self._windows, self._clock, self._diary = windows, clock, diary
         self._replica: Replica
 
-    def begin(self, fetched: Mapping[int, Fetched]) -> None:
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
         """See Body."""
         anchors = {}
         for fragment, part in fetched.items():
@@ -100,9 +106,9 @@ class TrainedBody:
             anchors[fragment] = self._anchor(fragment, part.data)
         self._replica = join(self._plan, self._trainer, self._exchange, anchors)
 
-    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
+    def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
         """See Body."""
-        published: Published = fetched.data
+        published: SharedFetch = fetched.data
         version = fetched.version
         if published.source.full:
             self._diary.bytes_join += fetched.nbytes
@@ -122,15 +128,15 @@ class TrainedBody:
         for name, column in (("loss", diary.losses), ("skipped", diary.skipped)):
             column.append(metrics[name])
             if len(column) > 1:
-                # One step late: the devices have the new one to do meanwhile.
+                # One step late: the devices have the new step to do meanwhile.
                 column[-2] = float(column[-2])
 
-    def take(self, fragment: int) -> Encoded:
+    def take(self, fragment: int) -> EncodedDelta:
         """See Arrays."""
         layout = self._exchange.layouts_up[fragment]
         self._diary.took(fragment, self._clock.now)
         self._diary.bytes_up += layout.total_bytes
-        return Encoded(layout, self._replica.take(fragment))
+        return EncodedDelta(layout, self._replica.take(fragment))
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
         """See Arrays."""
@@ -142,7 +148,7 @@ class TrainedBody:
         """See Arrays."""
         self._replica.judge(fragment, outcome)
 
-    def _anchor(self, fragment: int, published: Published) -> tuple[jax.Array, ...]:
+    def _anchor(self, fragment: int, published: SharedFetch) -> tuple[jax.Array, ...]:
         payload = b"".join(published.source.buffers)
         return self._exchange.put_anchor(fragment, payload)
 
@@ -150,25 +156,27 @@ class TrainedBody:
 class StoreMerging:
     """The coordinator's `Store` (see `merging.Merging`).
 
-    arrived: told of every delta. committed: told of every merge once it is current.
+    arrived: called with every delta. committed: called with every merge once it is
+    current.
     """
 
     def __init__(
         self,
         store: Store,
         arrived: Callable[[DeltaKey], None],
-        committed: Callable[[Merge, Merged], None],
+        committed: Callable[[Merge, ComputedMerge], None],
     ) -> None:
         self._store = store
         self._tell_arrived, self._tell_committed = arrived, committed
         self._payloads: dict[DeltaKey, npt.NDArray[np.uint8]] = {}
-        self._computed: dict[int, tuple[Merge, Merged]] = {}
-        self._fetched: dict[int, dict[Version | None, Fetched]] = (
+        self._computed: dict[int, tuple[Merge, ComputedMerge]] = {}
+        self._fetched: dict[int, dict[Version | None, VirtualFetch]] = (
             collections.defaultdict(dict)
         )
-        """By fragment and what is there already; of the current version."""
+        """Fetches of the current version, by fragment and by the version held already.
+        """
 
-    def put(self, key: DeltaKey, encoded: Encoded) -> Refusal:
+    def put(self, key: DeltaKey, encoded: EncodedDelta) -> Refusal:
         """See Merging."""
         self._tell_arrived(key)
         packed = encoded.layout.pack(encoded.pieces)
@@ -211,10 +219,12 @@ class StoreMerging:
         self._fetched[fragment].clear()
         self._tell_committed(merge, merged)
 
-    def fetch(self, fragment: int, want: Version, have: Version | None) -> Fetched:
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
         """See Merging."""
         fetched = self._fetched[fragment]
         if have not in fetched:
             source = self._store.fetch(fragment, want, have)
-            fetched[have] = Fetched(source.version, source.total, Published(source))
+            fetched[have] = VirtualFetch(
+                source.version, source.total, SharedFetch(source)
+            )
         return fetched[have]

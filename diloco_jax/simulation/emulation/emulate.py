@@ -1,8 +1,8 @@
 """`diloco emulate`: all islands of a config with real gradients, in virtual time.
 
-Everything is done by the runtime's own parts: policy, boundaries, books, steps, takes,
-merges. What is missing: wire, threads, failures of the coordinator, disks (an island
-that returns begins with fresh moments), islands' own validation
+The runtime's own parts do everything: policy, boundaries, books, steps, takes, merges.
+These are missing: wire, threads, failures of the coordinator, disks (an island that
+returns begins with fresh moments), and islands' own validation
 (`placement.evaluate_every_steps`). Equal inputs give equal bits. A pause among the
 faults makes one step longer; the island's reports go on meanwhile.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -24,20 +25,21 @@ from rich.console import Console
 
 from diloco_jax import compilation, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.config.resolving import resolve
+from diloco_jax.config.validation import require_section
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.journal import ALERTS_KEPT
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.coordinator.store import Merged, Store
+from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragments import Params
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.tokens import Tokens
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.evaluation import BATCH_SIZE, as_json
 from diloco_jax.faults import COORDINATOR, parse_faults
+from diloco_jax.files import write_json
 from diloco_jax.island.evaluate import Evaluator, evaluate_all
-from diloco_jax.loading import resolve, write_json
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.report import closing_report
 from diloco_jax.observability.terminal import Dashboard
@@ -50,10 +52,9 @@ from diloco_jax.simulation.emulation.history import History
 from diloco_jax.simulation.emulation.options import EmulationOptions
 from diloco_jax.simulation.virtual.steps import durations
 from diloco_jax.simulation.virtual.world import World
-from diloco_jax.validation import validate
 
 Show = Callable[[dict[str, Any]], None]
-"""Told about once a second how the run stands, as `diloco status` is."""
+"""Callback for the status of the run, about once a second, as in `diloco status`."""
 
 RUN_ID = "emulated"
 SHOW_EVERY_S = 1.0
@@ -61,18 +62,20 @@ SHOW_EVERY_S = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """What came of it."""
+    """Result of an emulation."""
 
     config: Config
-    """Resolved."""
+    """The config, resolved."""
     history: History
     summary: dict[str, Any]
-    """As a run's `summary.json`. Seconds are virtual, bytes those of the payloads."""
+    """Contents of a run's `summary.json`. Seconds are virtual, bytes those of the
+    payloads.
+    """
     params: Params
-    """The flushed global parameters Theta (numpy, f32)."""
+    """Flushed global parameters Theta (numpy, f32)."""
 
     def write(self, workdir: Path) -> None:
-        """Writes `history/*.csv` and `summary.json`."""
+        """Write `history/*.csv` and `summary.json`."""
         self.history.write(workdir / "history")
         write_json(self.summary, workdir / run_files.SUMMARY)
 
@@ -83,11 +86,11 @@ def emulate(
     options: EmulationOptions | None = None,
     show: Show | None = None,
 ) -> Emulation:
-    """Runs `config` to its end in this process.
+    """Run `config` to its end in this process.
 
     Args:
-      config: resolved here, if it is not. Every island needs `step_seconds` > 0.
-      options: the network, chance, who comes and goes; by default nothing of these.
+      config: resolved here if it is not. Every island needs `step_seconds` > 0.
+      options: the network, chance, and islands' comings and goings; by default none.
 
     Raises:
       ConfigError: naming field, values and remedy.
@@ -98,10 +101,11 @@ def emulate(
 
 
 def check(config: Config, options: EmulationOptions) -> None:
-    """Raises ConfigError if this cannot be emulated."""
-    validate(config)
+    """Raise ConfigError if this cannot be emulated."""
+    require_section("config", config, Config)
+    config.validate()
     options.validate(config.islands)
-    deadlines = Deadlines(config.placement.time_budget_s)
+    deadlines = config.placement.deadlines
     options.require_reach(len(config.islands), deadlines.report_s)
     for name, island in config.islands.items():
         if not island.step_seconds > 0:
@@ -121,8 +125,10 @@ def check(config: Config, options: EmulationOptions) -> None:
 def run(
     config: Config, config_path: str, console: Console, options: EmulationOptions
 ) -> dict[str, Any]:
-    """`diloco emulate`: progress and report go to `console`; with a workdir, what
-    came of it goes there. Returns the summary."""
+    """Run `diloco emulate` and return the summary.
+
+    Progress and report go to `console`; with a workdir, the results go there.
+    """
     check(config, options)
     compilation.use_cache(compilation.of_user())
     with contextlib.ExitStack() as whole:
@@ -141,7 +147,8 @@ def run(
                 show=lambda status: dashboard.show(status, time.monotonic()),
             )
         except BaseException:
-            # Interrupted, too: nothing came of it, the next one may have the folder.
+            # This covers an interruption: nothing is kept, and the next run may have
+            # the folder.
             _settle()
             if begun is not None:
                 begun.undo()
@@ -156,14 +163,14 @@ def run(
 
 
 def _settle() -> None:
-    """Waits for what is dispatched: a process that ends under it ends by a signal."""
+    """Wait for dispatched work: a process that ends under it ends by a signal."""
     for array in jax.live_arrays():  # type: ignore[no-untyped-call]
         with contextlib.suppress(Exception):  # It may be donated.
             array.block_until_ready()
 
 
 class _Emulator:
-    """One emulation: make it, `run` it."""
+    """One emulation; `run` runs it."""
 
     def __init__(self, config: Config, options: EmulationOptions, show: Show) -> None:
         run, placement = config.run, config.placement
@@ -181,7 +188,7 @@ class _Emulator:
             self._judge, self._validation, 1, placement.evaluate_batches
         )
         plan = build_plan(run, model)
-        deadlines = Deadlines(placement.time_budget_s)
+        deadlines = placement.deadlines
         params = jax.jit(model.init)(jax.random.key(run.seed))
         self._store = Store(run, plan, params, deadlines.pin_s)
         self._alerts: deque[str] = deque(maxlen=ALERTS_KEPT)
@@ -206,7 +213,7 @@ class _Emulator:
         self._next_show_s = 0.0
 
     def run(self) -> Emulation:
-        """Until every token is merged or lost."""
+        """Run until every token is merged or lost."""
         self._world.run()
         coordinator, now = self._coordinator, self._clock.now
         if not coordinator.finished:
@@ -256,7 +263,7 @@ class _Emulator:
         diary = self._attendance.diaries[key.island][key.incarnation - 1]
         diary.delivered(key.fragment, self._clock.now)
 
-    def _committed(self, merge: Merge, merged: Merged) -> None:
+    def _committed(self, merge: Merge, merged: ComputedMerge) -> None:
         now, tokens = self._clock.now, self._coordinator.state.progress_tokens
         parts: Counter[str] = Counter()
         for c in merge.contributions:
@@ -272,6 +279,7 @@ class _Emulator:
                 merge.share,
                 merged.norm,
                 merged.digest,
+                *(math.nan if m is None else m for m in merged.measures),
             )
         )
         every = self._options.evaluate_every_tokens
@@ -300,7 +308,7 @@ class _Emulator:
 
 
 def _windows(config: Config, text: Tokens, unlike: bool) -> dict[str, Windows]:
-    """What each island's positions mean: of the whole text, or of a part of its own."""
+    """Return the windows of each island: of the whole text, or of a part of its own."""
     names, run = sorted(config.islands), config.run
     parts: list[Tokens] = [text] * len(names)
     if unlike:

@@ -1,4 +1,4 @@
-"""What happened in an emulation and when, as arrays. Times are virtual seconds."""
+"""Events of an emulation, as arrays. Times are virtual seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Table = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class History:
-    """Tables. An island or fragment is named in every row that is about one.
+    """Tables of an emulation. Rows about an island or fragment name it.
 
     islands: names, in the order of the columns of matrices.
     merges: time, tokens (of the run, not lost, as far as reported), fragment, version,
@@ -48,8 +48,9 @@ class History:
     evaluations: Table
 
     def frame(self, name: str) -> pandas.DataFrame:
-        """One of the tables; a matrix's columns are called as in
-        `contributions.ISLAND`."""
+        """Return one of the tables; a matrix's columns are called
+        `contributions.ISLAND`.
+        """
         import pandas
 
         columns: dict[str, Any] = {}
@@ -62,7 +63,7 @@ class History:
         return pandas.DataFrame(columns)
 
     def write(self, folder: Path) -> None:
-        """One CSV file per table."""
+        """Write one CSV file per table."""
         folder.mkdir(parents=True, exist_ok=True)
         for field in dataclasses.fields(self):
             if field.name != "islands":
@@ -71,7 +72,7 @@ class History:
 
 @dataclasses.dataclass(kw_only=True)
 class Diary:
-    """One incarnation of an island, while it happens."""
+    """Events of one incarnation of an island, while it runs."""
 
     island: str
     incarnation: int
@@ -81,44 +82,44 @@ class Diary:
     ended: float | None = None
     end: str = ""
     steps: int = 0
-    """Completed ones; there may be one more in the columns."""
+    """Completed steps; there may be one more in the columns."""
     step_began: list[float] = dataclasses.field(default_factory=list)
     step_seconds: list[float] = dataclasses.field(default_factory=list)
     losses: list[SupportsFloat] = dataclasses.field(default_factory=list)
     skipped: list[SupportsFloat] = dataclasses.field(default_factory=list)
-    """1 for a step that changed nothing: its loss or gradient was not finite."""
+    """1 for a skipped step, whose loss or gradient was not finite; else 0."""
     learning_rates: list[float] = dataclasses.field(default_factory=list)
     takes: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    """Fragment and time."""
+    """Fragment and time of each take."""
     arrived: list[float] = dataclasses.field(default_factory=list)
-    """When, by take."""
+    """Time of arrival, by take; NaN if it has not arrived."""
     adoptions: list[tuple[int, int, float]] = dataclasses.field(default_factory=list)
-    """Fragment, version and time."""
+    """Fragment, version and time of each adoption."""
     versions: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Last adopted, by fragment."""
+    """Version adopted last, by fragment."""
     bytes_up: int = 0
     bytes_down: int = 0
     bytes_join: int = 0
 
     def took(self, fragment: int, now: float) -> None:
-        """A delta is on its way."""
+        """Note a take, whose delta is on its way."""
         self.takes.append((fragment, now))
         self.arrived.append(math.nan)
 
     def delivered(self, fragment: int, now: float) -> None:
-        """The newest delta of the fragment has arrived."""
+        """Note that the newest delta of the fragment has arrived."""
         for index in range(len(self.takes) - 1, -1, -1):
             if self.takes[index][0] == fragment:
                 self.arrived[index] = now
                 return
 
     def adopted(self, fragment: int, version: int, now: float) -> None:
-        """The island took over a published fragment."""
+        """Note that the island adopted a published fragment."""
         self.adoptions.append((fragment, version, now))
         self.versions[fragment] = version
 
     def measures(self) -> Measures:
-        """What a real island would report of itself (see `island.timing`)."""
+        """Return the measures that a real island would report (see `island.timing`)."""
         done = slice(self.steps)
         began, seconds = np.array(self.step_began[done]), self.step_seconds[done]
         fields: dict[str, Any] = {
@@ -150,6 +151,7 @@ class Diary:
 MERGE_COLUMNS = (
     *("time", "tokens", "fragment", "version", "final"),
     *("contributions", "share", "norm", "digest"),
+    *("pairwise_cosine", "cosine_to_last", "length_ratio", "step_ratio"),
 )
 
 
@@ -158,7 +160,7 @@ def collect(
     merges: Sequence[tuple[Any, ...]],
     evaluations: Sequence[tuple[float, int, float]],
 ) -> History:
-    """The history of closed diaries, by island; rows of merges as in MERGE_COLUMNS."""
+    """Collect the history of closed diaries; rows of `merges` as in MERGE_COLUMNS."""
     steps, takes, adoptions, lives = [], [], [], []
     for d in itertools.chain.from_iterable(diaries.values()):
         who = (d.island, d.incarnation)
@@ -189,8 +191,10 @@ def collect(
 
 
 def outages(history: History) -> Mapping[str, list[float | None]]:
-    """Seconds from an island's end to its next life's first step, by island; None if
-    there was none any more."""
+    """Return the seconds from an island's end to its next first step, by island.
+
+    The value is None if there was no further step.
+    """
     found: dict[str, list[float | None]] = {name: [] for name in history.islands}
     lives = history.lives
     for name in history.islands:

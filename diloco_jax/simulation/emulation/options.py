@@ -1,4 +1,6 @@
-"""What an emulation adds to a config: the network, chance, and who comes and goes."""
+"""Additions of an emulation to a config: network, chance, and islands' comings and
+goings.
+"""
 
 from __future__ import annotations
 
@@ -7,59 +9,84 @@ from collections.abc import Mapping
 from typing import Any
 
 from diloco_jax.config import ConfigError, suggest
+from diloco_jax.config.fields import NOT_NEGATIVE, SECONDS, SHARE, check_bounds, setting
 from diloco_jax.simulation.virtual.line import LineSpeed
-from diloco_jax.validation import NOT_NEGATIVE, SECONDS, SHARE, within
 
 MOST_REPORTS = 1e6
-"""That islands may send while an emulation waits: about a minute on one core."""
+"""Reports that islands may send while an emulation waits: about a minute on one core.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmulationOptions:
-    """Times are virtual seconds. By default everything but the steps takes no time, so
-    that equal islands are in lockstep: a delta taken at a step boundary is merged and
-    adopted at that boundary."""
+    """Settings of an emulation. Times are virtual seconds.
 
-    line: LineSpeed = dataclasses.field(default_factory=LineSpeed)
-    """Of every island's connection."""
-    merge_seconds: float = 0.0
-    """From the last delta to the published merge. To emulate an overlap of tau steps
-    whatever the network: (tau - 0.5) steps' seconds, so that the adoption is tau
-    boundaries after the take."""
-    merge_spread: float = 0.0
-    """Standard deviation of the merges' seconds over their mean (log-normal): a busy
-    coordinator, links that vary."""
-    join_seconds: float = 0.0
-    """Compiling, at every start of an island."""
-    step_spread: float = 0.0
-    """Standard deviation of step times over their mean (log-normal)."""
-    failure_every_seconds: float = 0.0
-    """Mean time between random failures of one island (Poisson); 0 = none."""
-    down_seconds: float = 10.0
-    """From a failure, random or in `placement.faults`, to the new start."""
-    chance_seed: int = 0
-    """Draws times of steps and merges, and failures. Parameters and data follow the
-    run's seed."""
-    joins: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    """From when until when an island takes part, by name; inf = to the end. Islands
-    not named: from 0 to the end."""
-    unlike_shards: bool = False
-    """Every island trains on a part of its own: the documents in the order of their
-    names, cut into as many parts of one length as there are islands. An island
-    draws from its part at random, at the pace of the run's epochs: few windows come
-    twice in a run that is much shorter than an epoch; after a whole one about a
-    quarter has, and a quarter to a third has not come at all."""
-    evaluate_every_tokens: int = 0
-    """Tokens between two evaluations of the global parameters, each on
-    `placement.evaluate_batches` batches; 0 = only at the end."""
+    By default everything but the steps takes no time, so that equal islands are in
+    lockstep: a delta taken at a step boundary is merged and adopted at that boundary.
+    """
+
+    line: LineSpeed = setting(LineSpeed(), help="Every island's connection.")
+    merge_seconds: float = setting(
+        0.0,
+        SECONDS,
+        help="Seconds from the last delta to the published merge. To emulate an "
+        "overlap of tau steps whatever the network: (tau - 0.5) steps' seconds, so "
+        "that the adoption is tau boundaries after the take.",
+    )
+    merge_spread: float = setting(
+        0.0,
+        SHARE,
+        help="Standard deviation of the merges' seconds over their mean (log-normal): "
+        "a busy coordinator, links that vary.",
+    )
+    join_seconds: float = setting(
+        0.0, SECONDS, help="Seconds for which an island compiles at every start."
+    )
+    step_spread: float = setting(
+        0.0,
+        SHARE,
+        help="Standard deviation of step times over their mean (log-normal).",
+    )
+    failure_every_seconds: float = setting(
+        0.0,
+        NOT_NEGATIVE,
+        help="Mean seconds between random failures of one island (Poisson); 0 = none.",
+    )
+    down_seconds: float = setting(
+        10.0,
+        SECONDS,
+        help="Seconds from a failure, random or one of --faults, to the new start.",
+    )
+    chance_seed: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Seed of step times, merge times and failures. Parameters and data follow "
+        "the run's seed.",
+    )
+    joins: Mapping[str, tuple[float, float]] = setting(
+        {},
+        help="From when until when an island takes part, by name, in seconds; inf = to "
+        "the end. Islands that are not named take part from 0 to the end.",
+    )
+    unlike_shards: bool = setting(
+        False,
+        help="Train every island on a part of its own: the documents in the order of "
+        "their names, cut into as many parts of one length as there are islands. An "
+        "island draws from its part at random, at the pace of the run's epochs: few "
+        "windows come twice in a run that is much shorter than an epoch; after a whole "
+        "one about a quarter has, and a quarter to a third has not come at all.",
+    )
+    evaluate_every_tokens: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Tokens between two evaluations of the global parameters, each on "
+        "placement.evaluate_batches batches; 0 = only at the end.",
+    )
 
     def validate(self, islands: Mapping[str, Any]) -> None:
-        """Raises ConfigError naming field, value and remedy. islands: by name."""
-        within(self, SHARE, "step_spread", "merge_spread")
-        within(self, NOT_NEGATIVE, "chance_seed")
-        within(self, SECONDS, "merge_seconds", "join_seconds", "down_seconds")
-        within(self, NOT_NEGATIVE, "failure_every_seconds", "evaluate_every_tokens")
-        within(self.line, SECONDS, "latency_s")
+        """Raise ConfigError naming field, value and remedy. islands: by name."""
+        check_bounds(self)
+        check_bounds(self.line)
         for name in ("up_bytes_per_s", "down_bytes_per_s"):
             if not (speed := getattr(self.line, name)) > 0:
                 raise ConfigError(
@@ -77,8 +104,10 @@ class EmulationOptions:
                 )
 
     def require_reach(self, islands: int, report_s: float) -> None:
-        """Raises ConfigError if islands, each of which says every `report_s` that it
-        lives, would wait for longer than an emulation gets through."""
+        """Raise ConfigError if a wait is longer than an emulation gets through.
+
+        While it waits, each island reports every `report_s` seconds.
+        """
         most = MOST_REPORTS * report_s / islands
         for owner, field in (
             (self, "merge_seconds"),
@@ -90,14 +119,15 @@ class EmulationOptions:
                 raise ConfigError(
                     f"{field} = {value:g}: meanwhile {islands} islands report every "
                     f"{report_s:g} s (placement.time_budget_s / 10), and more than "
-                    f"{MOST_REPORTS:.0e} reports are not to be waited for; it must be "
+                    f"{MOST_REPORTS:.0e} reports take too long; it must be "
                     f"at most {most:g}"
                 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommandOptions(EmulationOptions):
-    """Of `diloco emulate`."""
+    """The options of `diloco emulate`."""
 
-    json: bool = False
-    """Print the summary to standard output as one JSON object."""
+    json: bool = setting(
+        False, help="Print the summary to standard output as one JSON object."
+    )

@@ -1,8 +1,9 @@
-"""What stands for arrays: anchors as digests, local values as the steps in them.
+"""Substitutes for arrays: anchors as digests, local values as the steps in them.
 
-An anchor's value is a digest over all publishes that made it. Of an island's local
-value it is known which of its own steps have an effect in (local - base), which is
-what its next delta holds (see `core.adopt`): `island.books` must say the same.
+An anchor's value is a digest over all publishes that made it. An island's local value
+is the range of its own steps that have an effect in (local - base), which is the
+content of its next delta (see `core.adopt`). `protocol.island.books` must give the same
+range.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
-from diloco_jax.core.choices import AdoptRule
-from diloco_jax.island.books import Outcome
-from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.island.adopt_traits import AdoptTraits
+from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.reasons import NON_FINITE, Refusal
 from diloco_jax.protocol.records import Durable, Merged
 from diloco_jax.protocol.values import FIRST_VERSION, DeltaKey, Version
-from diloco_jax.simulation.virtual.merging import Fetched
+from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 FIRST_ANCHOR = b"first"
 
 
 def digest(*parts: object) -> bytes:
-    """Of whatever has a repr."""
+    """Return a digest of the representations of these objects."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
 
 
@@ -43,18 +44,18 @@ class Delta(NamedTuple):
 
 
 class Anchor(NamedTuple):
-    """A fragment's version and value."""
+    """Version and value of a fragment."""
 
     version: Version
     value: bytes
 
     def next(self, publish: bytes) -> Anchor:
-        """The anchor that a publish leads to."""
+        """Return the anchor that a publish leads to."""
         return Anchor(self.version.next(), digest(self.value, publish))
 
 
 class Anchors:
-    """`merging.Merging`: a coordinator's anchors and the deltas that it has."""
+    """`merging.Merging`: a coordinator's anchors and the deltas that it holds."""
 
     def __init__(self, anchors: tuple[Anchor, ...]) -> None:
         self.anchors = list(anchors)
@@ -92,7 +93,7 @@ class Anchors:
         return publish.hex()
 
     def publish(self, fragment: int) -> bytes:
-        """The encoded publish of the computed merge."""
+        """Return the encoded publish of the computed merge."""
         return self._computed[fragment]
 
     def commit(self, fragment: int, version: Version) -> None:
@@ -100,18 +101,18 @@ class Anchors:
         self.replay(fragment, version, self._computed.pop(fragment))
 
     def replay(self, fragment: int, version: Version, publish: bytes) -> None:
-        """Applies a publish that is in the log."""
+        """Apply a publish that is in the log."""
         self.anchors[fragment] = self.anchors[fragment].next(publish)
         self._publishes[fragment].append((version, publish))
 
-    def fetch(self, fragment: int, want: Version, have: Version | None) -> Fetched:
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
         """See Merging."""
         anchor = self.anchors[fragment]
         chain = [p for v, p in self._publishes[fragment] if have and v > have]
         missed = anchor.version.number - have.number if have else 0
         if have and chain and (have.term, len(chain)) == (anchor.version.term, missed):
-            return Fetched(anchor.version, 0, chain)
-        return Fetched(anchor.version, 0, anchor)
+            return VirtualFetch(anchor.version, 0, chain)
+        return VirtualFetch(anchor.version, 0, anchor)
 
 
 @dataclasses.dataclass
@@ -120,41 +121,42 @@ class _Local:
     start: int = 0
     """First step with an effect in (local - base)."""
     start_before: int = 0
-    """As it was before the outstanding take, as long as that can be reopened."""
+    """`start` before the outstanding take, as long as that take can be reopened."""
 
 
 class Adopted(Protocol):
-    """Is told of every anchor that an island takes over."""
+    """Callback for every anchor that an island adopts."""
 
     def __call__(self, fragment: int, anchor: Anchor, *, kept: bool) -> None:
-        """kept: beside the delta of its last take."""
+        """Note an adopted anchor. kept: the delta of the last take stays beside it."""
 
 
 class DigestBody:
     """`body.Body` of one incarnation.
 
-    trained: told of every step.
+    adopted: called with every adopted anchor.
+    trained: called at every step.
     """
 
     def __init__(
         self,
-        rule: AdoptRule,
+        rule: AdoptTraits,
         adopted: Adopted,
         trained: Callable[[int, np.ndarray], None],
     ) -> None:
         self.finite = True
-        """Whether the next delta will be finite."""
+        """True if the next delta will be finite."""
         self._rule, self._adopted, self._trained = rule, adopted, trained
         self._locals: dict[int, _Local] = {}
         self._steps = 0
 
-    def begin(self, fetched: Mapping[int, Fetched]) -> None:
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
         """See Body."""
         for fragment, whole in fetched.items():
             self._locals[fragment] = _Local(whole.data)
             self._adopted(fragment, whole.data, kept=False)
 
-    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
+    def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
         """See Body."""
         if isinstance(fetched.data, Anchor):
             return Arrival(
@@ -167,7 +169,7 @@ class DigestBody:
         )
 
     def anchor(self, fragment: int) -> Anchor:
-        """What it goes by."""
+        """Return the island's anchor of a fragment."""
         return self._locals[fragment].anchor
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
@@ -190,10 +192,10 @@ class DigestBody:
             local.anchor = arrival.anchor[0]
         for (publish,) in arrival.publishes:
             local.anchor = local.anchor.next(publish)
-        if self._rule == "overwrite":
+        if self._rule.loses_steps:
             local.start = self._steps
         if not keep:
-            # The last take is no more in the local value, and cannot be reopened.
+            # The local value no longer holds the last take, which cannot be reopened.
             local.start_before = local.start
         self._adopted(arrival.fragment, local.anchor, kept=keep)
 
@@ -207,14 +209,14 @@ class DigestBody:
 
 
 def first_anchors(fragments: int) -> tuple[Anchor, ...]:
-    """Of a new run."""
+    """Return the anchors of a new run."""
     return (Anchor(FIRST_VERSION, FIRST_ANCHOR),) * fragments
 
 
 def loaded(
     anchors: tuple[Anchor, ...], log: Iterable[tuple[Durable, bytes]]
 ) -> Anchors:
-    """A coordinator's anchors after a crash: a snapshot's, and the log after it."""
+    """Load a coordinator's anchors after a crash, from a snapshot and the later log."""
     made = Anchors(anchors)
     for record, payload in log:
         if isinstance(record, Merged):

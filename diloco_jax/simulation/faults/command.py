@@ -1,40 +1,40 @@
-"""`diloco simulate faults`: what is checked, and how it is told."""
+"""`diloco simulate faults`: its options, and its report for people."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from diloco_jax.config import ConfigError
+from diloco_jax.config.fields import AT_LEAST_1, NOT_NEGATIVE, check_bounds, setting
 from diloco_jax.simulation.faults.play import (
     SHORTENED,
+    FaultsReport,
     Found,
-    Report,
     Violation,
     check,
     check_schedule,
 )
 from diloco_jax.simulation.faults.schedule import from_json
 from diloco_jax.simulation.progress import Progress
-from diloco_jax.validation import AT_LEAST_1, NOT_NEGATIVE, within
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultsConfig:
-    """Plays random schedules of faults against the policy, islands, log and recovery
-    of the product, and checks at every event what must hold. Exit code 1 if it did not.
+    """Play random schedules of faults against the policy, islands, log and recovery
+    of the product, and check invariants at every event. Exit code 1 if one fails.
     """
 
-    seeds: int = 1000
-    """Schedules, one of each seed."""
-    first_seed: int = 0
-    """Of so many seeds in a row."""
-    schedule: str = ""
-    """Play this one instead, as a violation printed it (JSON)."""
+    seeds: int = setting(1000, AT_LEAST_1, help="Schedules, one of each seed.")
+    first_seed: int = setting(
+        0, NOT_NEGATIVE, help="The first seed; the others follow it."
+    )
+    schedule: str = setting(
+        "", help="Play this one instead, as a violation printed it (JSON)."
+    )
 
     def validate(self) -> None:
-        """Raises ConfigError naming field, value and remedy."""
-        within(self, AT_LEAST_1, "seeds")
-        within(self, NOT_NEGATIVE, "first_seed")
+        """Raise ConfigError naming field, value and remedy."""
+        check_bounds(self)
         for field in ("seeds", "first_seed") if self.schedule else ():
             if (value := getattr(self, field)) != getattr(FaultsConfig, field):
                 raise ConfigError(
@@ -44,11 +44,11 @@ class FaultsConfig:
 
 
 def check_faults(
-    config: FaultsConfig, progress: Progress, found: Found, report: Report
-) -> Report:
-    """Plays what the config says. Raises ConfigError for what it cannot.
+    config: FaultsConfig, progress: Progress, found: Found, report: FaultsReport
+) -> FaultsReport:
+    """Play the schedules that the config asks for. Raises ConfigError if it cannot.
 
-    report: to be filled and returned, see `play.check`.
+    report: filled and returned, see `play.check`.
     """
     config.validate()
     if config.schedule:
@@ -58,7 +58,7 @@ def check_faults(
 
 
 def violation_text(found: Violation) -> str:
-    """For people, as soon as it is found."""
+    """Return a violation as text for people, when it is found."""
     where = "schedule" if found.seed is None else f"seed {found.seed}"
     lines = [f"{where} violates {found.invariant}: {found.what}"]
     if found.shortest is not None:
@@ -71,8 +71,8 @@ def violation_text(found: Violation) -> str:
     return "\n".join([*lines, f"  again: {found.command}"])
 
 
-def text(report: Report) -> str:
-    """For people, at the end, whether or not it was reached."""
+def text(report: FaultsReport) -> str:
+    """Return the report as text for people, at the end or at an interruption."""
     faults = ", ".join(f"{kind} {n}" for kind, n in sorted(report.faults.items()))
     told = (
         f"{report.schedules} schedules in {report.seconds:.1f} s "

@@ -1,7 +1,7 @@
 """The coordinator's disk: log segments and snapshots in memory, which may fail.
 
-The bytes are those of `coordinator.durable`; what it does with files (segments that
-rotate with every snapshot, and go once it is complete) is done here with buffers.
+The bytes are those of `coordinator.log`. Its work with files is done here with buffers:
+segments rotate with every snapshot, and are deleted once it is complete.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ SNAPSHOTS_KEPT = 2
 
 
 class DiskError(Exception):
-    """An append did not return: the process must end. complete: whether the record
-    is on the disk all the same."""
+    """An append did not return: the process must end.
+
+    complete: True if the record is on the disk all the same.
+    """
 
     def __init__(self, *, complete: bool) -> None:
         super().__init__("the disk failed")
@@ -28,11 +30,11 @@ class DiskError(Exception):
 
 
 class EmptyDiskError(Exception):
-    """There is no run on the disk: without --init, nothing may begin."""
+    """The disk holds no run: without --init, nothing may begin."""
 
 
 class Found(NamedTuple):
-    """What a coordinator goes on from."""
+    """Data from which a coordinator goes on."""
 
     state: State
     anchors: Any
@@ -44,17 +46,17 @@ class Disk:
 
     def __init__(self) -> None:
         self.empty = False
-        """As a mount that did not come up."""
+        """True for an empty disk, such as a mount that did not come up."""
         self.fails_in: int | None = None
-        """Appends until one fails."""
+        """Appends that succeed before one fails; None if none will fail."""
         self.written_share = 0.0
-        """Of the record whose append fails."""
+        """Share of the record that the failing append writes."""
         self._segments: dict[int, io.BytesIO] = {0: io.BytesIO()}
         self._snapshots: dict[int, tuple[bytes, Any] | None] = {}
-        """None: it does not read."""
+        """Snapshots by number; None for a snapshot that cannot be read."""
 
     def append(self, record: Mapping[str, Any], payload: bytes) -> None:
-        """As `RecordLog.append`. Raises DiskError."""
+        """Append like `RecordLog.append`. Raises DiskError."""
         data = durable.frame(record, payload)
         newest = self._segments[max(self._segments)]
         if self.fails_in == 0:
@@ -67,20 +69,21 @@ class Disk:
         newest.write(data)
 
     def begin(self, state: State, anchors: Any) -> None:
-        """As a new term does on an empty disk: what was there before, and could have
-        come back, never will."""
+        """Begin a new term on an empty disk; the old contents never come back."""
         self.empty = False
         self._segments, self._snapshots = {0: io.BytesIO()}, {}
         self.save(self.rotate(), state, anchors)
 
     def rotate(self) -> int:
-        """As `RecordLog.rotate`: returns the number of the segment that ended."""
+        """Rotate like `RecordLog.rotate`; return the number of the ended segment."""
         ended = max(self._segments)
         self._segments[ended + 1] = io.BytesIO()
         return ended
 
     def save(self, number: int, state: State, anchors: Any) -> None:
-        """A complete snapshot; forgets the log that the oldest one does not need."""
+        """Save a complete snapshot; delete log segments that the oldest one does not
+        need.
+        """
         self._snapshots[number] = (msgspec.json.encode(state), anchors)
         for old in sorted(self._snapshots)[:-SNAPSHOTS_KEPT]:
             del self._snapshots[old]
@@ -89,14 +92,14 @@ class Disk:
             del self._segments[segment]
 
     def tear_snapshot(self) -> bool:
-        """The newest does not read any more; False if it is the only one that does."""
+        """Tear the newest snapshot; return False if it is the only readable one."""
         *before, newest = self._readable()
         if before:
             self._snapshots[newest] = None
         return bool(before)
 
     def load(self) -> Found:
-        """The newest snapshot that reads and the records after it.
+        """Return the newest readable snapshot and the records after it.
 
         Raises EmptyDiskError; DurableError if the log is damaged.
         """

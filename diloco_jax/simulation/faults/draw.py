@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from diloco_jax.config import GraceWindow
-from diloco_jax.core.choices import AdoptRule
+from diloco_jax.core.adopt import RULES
 from diloco_jax.island.hosts.following import LEAD
 from diloco_jax.simulation.faults import kinds, liveness
 from diloco_jax.simulation.faults.fault import Restart
@@ -16,35 +16,41 @@ from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.network import Way
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
-    IslandPlan,
+    DrawnIsland,
     Schedule,
 )
 
 FAULTS = 5
-"""Every schedule has at least so many, drawn early enough to happen."""
+"""Faults of every schedule, at least, drawn early enough to happen."""
 JOIN_S = 2.0
-"""Longest join, about the time until the first step."""
+"""Longest join in seconds, about the time until the first step."""
 CRASHES = (kinds.CoordinatorCrash, kinds.DiskFailure, kinds.TornWrite)
-"""Of the coordinator, whose disk is there; half of them come with a power cut."""
-OVERWRITE_KEEPS = 0.7
-"""About the share of tokens that this rule does not lose."""
+"""Crashes of a coordinator whose disk stays; half of them come with a power cut."""
+KEPT_BY_LOSING = 0.7
+"""Share of tokens, about, that survives a rule that loses steps."""
 
 
 def draw(seed: int) -> Schedule:
-    """At least 3 islands and 5 faults, and tokens for about 5 cycles or more. In most
-    schedules faults stop early enough to see that the run then goes on."""
+    """Draw a schedule from a seed.
+
+    It has at least 3 islands and 5 faults, and tokens for about 5 cycles or more. In
+    most schedules the faults stop early enough to see that the run then goes on.
+    """
     rng = random.Random(f"faults {seed}")
     names = "abcd"[: rng.choice([3, 3, 3, 4])]
-    # Apart, so that a seed's other choices are what they were before there were any.
+    # These have generators of their own, so that a seed's other choices stay as they
+    # are.
     hosts = random.Random(f"hosts {seed}")
-    keeps = random.Random(f"lossless {seed}").choice([True, False])
-    lossless: AdoptRule = "keep" if keeps else "rebase"
+    rules = {name: RULES.find(name).adopts_first for name in RULES.table}
+    first = [name for name, adopts_first in rules.items() if adopts_first]
+    others = [name for name, adopts_first in rules.items() if not adopts_first]
+    lossless = random.Random(f"lossless {seed}").choice(first)
     windows: list[GraceWindow] = ["alike", "overlap"]
     window = random.Random(f"window {seed}").choice(windows)
     fragments = rng.choice([1, 2, 2, 3])
     schedule = Schedule(
         islands={
-            name: IslandPlan(
+            name: DrawnIsland(
                 step_s=rng.choice([0.8, 1.0, 1.0, 1.5, 2.5]),
                 batch_size=rng.randint(1, 3),
                 join_s=round(rng.uniform(0, JOIN_S), 1),
@@ -60,7 +66,7 @@ def draw(seed: int) -> Schedule:
         grace=rng.choice([0.0, 0.8]),
         grace_window=window,
         max_staleness=rng.choice([0, 1, 1, 2]),
-        adopt=rng.choice([lossless, "overwrite", "blend"]),
+        adopt=rng.choice([lossless, *others]),
         outage_s=rng.choice([20.0, 110.0, 125.0]),
         transfer_s=rng.choice([0.1, 0.4, 1.2]),
         merge_s=rng.choice([0.0, 0.1, 0.8]),
@@ -74,14 +80,14 @@ def draw(seed: int) -> Schedule:
             liveness.takes_within_s(schedule),
         ]
     )
-    # Later faults may come when the run is over; the first must not.
+    # Later faults may come when the run is over; the first ones must not.
     faults = [_draw_fault(rng, names, storm_s) for _ in range(FAULTS)]
     if calm_s == 3 * cycle_s:
         while rng.random() < 0.7:
             faults.append(_draw_fault(rng, names, 1.2 * (storm_s + calm_s)))
     power = random.Random(f"power {seed}")
     faults = [_as_power_cut(power, fault) for fault in faults]
-    kept = OVERWRITE_KEEPS if schedule.adopt == "overwrite" else 1.0
+    kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
     return msgspec.structs.replace(
         schedule,
         total_tokens=int((storm_s + calm_s) * schedule.tokens_per_s * kept),
@@ -95,7 +101,7 @@ def _draw_fault(rng: random.Random, names: str, latest_s: float) -> AnyFault:
 
 
 def _as_power_cut(rng: random.Random, fault: AnyFault) -> AnyFault:
-    """The same, or with a power cut, if it is one of `CRASHES`."""
+    """Return the fault, or the same with a power cut if it is one of `CRASHES`."""
     if not isinstance(fault, CRASHES) or rng.random() < 0.5:
         return fault
     restart = msgspec.structs.replace(fault.restart, power_cut=True)
@@ -111,7 +117,7 @@ def _restart(rng: random.Random) -> Restart:
 
 
 def _seconds(rng: random.Random) -> float:
-    """Shorter or longer than a lease."""
+    """Draw seconds shorter or longer than a lease."""
     return round(rng.choice([0.3, 1.0, 2.0]) * LEASE_S * rng.uniform(0.3, 1), 2)
 
 

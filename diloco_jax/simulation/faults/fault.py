@@ -1,4 +1,4 @@
-"""What all kinds of faults have, and how a coordinator comes back after one."""
+"""Base of all faults, and the return of a coordinator after one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import msgspec
 
 
 def _tag(name: str) -> str:
-    """`IslandCrash` -> "island_crash"."""
+    """Return the tag of a class: `IslandCrash` -> "island_crash"."""
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
 
 
-class Fault(
+class DrawnFault(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
@@ -19,17 +19,18 @@ class Fault(
     tag_field="kind",
     tag=_tag,
 ):
-    """What all kinds have. at_s: seconds from the begin of the run.
+    """A fault of any kind. at_s: seconds from the begin of the run.
 
-    Each has `strike(world)`, which does it, or arms it, and returns False if there is
-    nothing to strike just now. It calls `world.begun` once it really happens.
+    Each kind has `strike(world)`, which does or arms the fault, and returns False if
+    there is nothing to strike just now. It calls `world.begun` once the fault really
+    happens.
     """
 
     at_s: float
 
     @property
     def kind(self) -> str:
-        """Its name in JSON."""
+        """Name of the kind in JSON."""
         return str(self.__struct_config__.tag)
 
 
@@ -40,11 +41,12 @@ class Restart(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """How a coordinator that died comes back.
+    """Return of a coordinator that died.
 
-    clock_s: what its monotonic clock says then.
-    noticed_s: after which the islands see that their connections are broken.
-    power_cut: its newest snapshot does not read, if there is one before it.
+    down_s: seconds until it starts again.
+    clock_s: reading of its monotonic clock at that start.
+    noticed_s: seconds after which the islands see that their connections are broken.
+    power_cut: its newest snapshot cannot be read, if there is one before it.
     """
 
     down_s: float

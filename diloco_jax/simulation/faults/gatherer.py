@@ -1,5 +1,6 @@
-"""A coordinator that has lost its state, in virtual time: the production engine over
-the half that gathers, with digests for anchors."""
+"""A coordinator without state, in virtual time: the production engine over the half
+that gathers, with digests for anchors.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from diloco_jax.simulation.faults.arrays import Anchor
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.connection import Connection
 from diloco_jax.simulation.virtual.coordinator import Peers
-from diloco_jax.simulation.virtual.merging import Fetched
+from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,14 +37,17 @@ class Opened:
     state: State
     anchors: tuple[Anchor, ...]
     replaced: tuple[Anchor, ...]
-    """As the islands have them, from which they came."""
+    """Anchors as the islands offered them."""
     offers: Mapping[str, Hello]
-    """Of those that were there until the end."""
+    """Offers of the islands that stayed to the end."""
 
 
-class Gatherer:
-    """postponed: told of connections that it ends, for islands to come again. done:
-    called once, with the new term or None: it gave up."""
+class VirtualGatherer:
+    """A coordinator that gathers anchors.
+
+    postponed: called with connections that it ends so that islands come again.
+    done: called once, with the new term, or with None if it gave up.
+    """
 
     serves: ClassVar[bool] = False
 
@@ -71,17 +75,17 @@ class Gatherer:
     # ---- as of a coordinator ----------------------------------------------------
 
     def hello(self, hello: Hello, peer: Connection) -> None:
-        """An island on a new connection."""
+        """Take in the offer of an island on a new connection."""
         self._peers.arrived(peer)
         self._step(Offered(hello=hello))
 
     def disconnected(self, peer: Connection) -> None:
-        """A connection broke, and this end noticed."""
+        """Note that a connection broke and this end noticed."""
         if self._peers.gone(peer):
             self._step(Disconnected(island=peer.name, session=peer.session))
 
     def hear(self, event: CoordinatorEvent) -> None:
-        """A sign of life; what it says comes again. After a goodbye the stream ends."""
+        """Hear a sign of life; its content comes again. A goodbye ends the stream."""
         if not isinstance(event, Said):
             return
         if not isinstance(event.message, Goodbye):
@@ -90,14 +94,14 @@ class Gatherer:
             self._step(Disconnected(island=peer.name, session=peer.session))
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
-        """Likewise."""
+        """Ignore a delta."""
 
-    def fetch(self, fragment: int, have: Version | None) -> Fetched:
-        """There is nothing to fetch."""
+    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch:
+        """Raise AssertionError: there is nothing to fetch."""
         raise AssertionError(f"fragment {fragment} is fetched from one without state")
 
     def anchor(self, who: tuple[str, int], fragment: int, anchor: Anchor) -> None:
-        """An anchor is here."""
+        """Take in an anchor that has arrived."""
         state = self._engine.state
         asked = state.asked.get(fragment)
         if asked is not None and asked.island == who[0]:
@@ -116,7 +120,7 @@ class Gatherer:
     # ---- what was decided -------------------------------------------------------
 
     def discard(self, discard: Discard) -> None:
-        """See engine.Gatherer; what came of it is overwritten by what comes next."""
+        """See engine.Gatherer. Keeps the anchor, which the next one overwrites."""
 
     def open(self, opened: Open) -> None:
         """See engine.Gatherer."""

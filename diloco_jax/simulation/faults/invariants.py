@@ -1,8 +1,9 @@
-"""What must hold at every event, whatever fails: safety.
+"""Safety: the invariants that hold at every event, whatever fails.
 
 Each invariant is a class that sees a run as a stream of observations (the methods of
-`Invariant`) and raises `ViolationError` with its `name`. They keep books of their own,
-from what is durable and what islands do, and do not trust the code that they check.
+`Invariant`) and raises `ViolationError` with its `name`. The classes keep books of
+their own, from durable records and the acts of islands, and do not trust the code that
+they check.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ OBSERVATIONS = tuple(
 
 
 class Names(Invariant):
-    """Which process has a name: one that came second is turned away, and what it does
-    until it hears so is no part of the run. After a disk was lost it may be the one
-    that was there first."""
+    """Processes by name: a second process of a name is turned away.
+
+    The acts of the second process until it hears of that are no part of the run. After
+    a disk was lost, the process that was there first may be turned away.
+    """
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -62,12 +65,12 @@ class Names(Invariant):
         self._sessions.clear()
 
     def belong_to(self, who: Incarnation, session: str) -> bool:
-        """Whether the name and incarnation are this process's, or nobody's."""
+        """Return True unless the name and incarnation belong to another process."""
         return self._sessions.get(who, session) == session
 
 
 class Monitor(Invariant):
-    """All of them as one."""
+    """All invariants as one."""
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)

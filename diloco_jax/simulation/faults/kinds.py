@@ -1,6 +1,6 @@
-"""What can go wrong: each kind with its data and with what it does to a world.
+"""Kinds of faults: each with its data and its effect on a world.
 
-A fault strikes at `at_s`, or as soon after it as there is something to strike.
+A fault strikes at `at_s`, or as soon afterwards as there is something to strike.
 """
 
 from __future__ import annotations
@@ -8,21 +8,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from diloco_jax.protocol.coordinator.events import Timer
-from diloco_jax.simulation.faults.fault import Fault, Restart
+from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.network import Way
 
 if TYPE_CHECKING:
-    from diloco_jax.simulation.faults.world import World
+    from diloco_jax.simulation.faults.world import FaultyWorld
 
 
 # ---- islands ----------------------------------------------------------------------
 
 
-class IslandCrash(Fault, frozen=True):
+class IslandCrash(DrawnFault, frozen=True):
     """An island's process dies and starts again.
 
     noticed: the coordinator sees the connection break; otherwise only its lease ends.
-    lingers: what it had sent still arrives.
+    lingers: messages that it had sent still arrive.
     """
 
     island: str
@@ -30,21 +30,21 @@ class IslandCrash(Fault, frozen=True):
     noticed: bool = True
     lingers: bool = False
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         return world.crash_island(
             self.island, self.down_s, noticed=self.noticed, lingers=self.lingers
         ) and world.begun(self, self.down_s)
 
 
-class JoinCrash(Fault, frozen=True):
-    """It dies, starts again, and dies again `joining_s` into its join."""
+class JoinCrash(DrawnFault, frozen=True):
+    """An island dies, starts again, and dies again `joining_s` into its join."""
 
     island: str
     down_s: float
     joining_s: float
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         if not world.crash_island(self.island, self.down_s):
             return False
@@ -52,19 +52,22 @@ class JoinCrash(Fault, frozen=True):
         world.clock.after(again_s, lambda: self._again(world))
         return world.begun(self, again_s + self.down_s)
 
-    def _again(self, world: World) -> None:
+    def _again(self, world: FaultyWorld) -> None:
         world.crash_island(self.island, self.down_s)
 
 
-class Leave(Fault, frozen=True):
-    """It says goodbye, and comes back as another incarnation. notice_s: it is about to
-    for so long at most, and asked for what is open of it."""
+class Leave(DrawnFault, frozen=True):
+    """An island says goodbye, and comes back as another incarnation.
+
+    notice_s: seconds of notice, at most, in which the island is asked for its open
+    takes.
+    """
 
     island: str
     away_s: float
     notice_s: float = 0.0
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         island = world.islands[self.island]
         if island.ended is not None:
@@ -78,12 +81,12 @@ class Leave(Fault, frozen=True):
         return world.begun(self, again_s)
 
 
-class Replacement(Fault, frozen=True):
-    """The next incarnation starts while this one, now stale, goes on."""
+class Replacement(DrawnFault, frozen=True):
+    """The next incarnation starts while the present one, now stale, goes on."""
 
     island: str
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         if world.islands[self.island].ended is not None:
             return False
@@ -91,14 +94,16 @@ class Replacement(Fault, frozen=True):
         return world.begun(self, 0.0)
 
 
-class Impostor(Fault, frozen=True):
-    """A second process says hello under an incarnation of before (`behind` of them)
-    or, 0, of now."""
+class Impostor(DrawnFault, frozen=True):
+    """A second process says hello under the name of an incarnation.
+
+    behind: 0 for the present incarnation, 1 for the one before it.
+    """
 
     island: str
     behind: int = 0
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         island = world.islands[self.island]
         if island.ended is not None:
@@ -109,31 +114,31 @@ class Impostor(Fault, frozen=True):
         return world.begun(self, 0.0)
 
 
-class StepJump(Fault, frozen=True):
-    """Its steps take `factor` times as long for a while."""
+class StepJump(DrawnFault, frozen=True):
+    """An island's steps take `factor` times as long for a while."""
 
     island: str
     for_s: float
     factor: float
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         world.slowness[self.island] = self.factor
         world.clock.after(self.for_s, lambda: self._end(world))
-        # A step that began meanwhile takes as long as it takes.
+        # A step that began meanwhile keeps its length.
         step_s = self.factor * world.schedule.islands[self.island].step_s
         return world.begun(self, self.for_s + step_s)
 
-    def _end(self, world: World) -> None:
+    def _end(self, world: FaultyWorld) -> None:
         world.slowness[self.island] = 1.0
 
 
-class Unfit(Fault, frozen=True):
-    """Its next delta is not finite."""
+class Unfit(DrawnFault, frozen=True):
+    """An island's next delta is not finite."""
 
     island: str
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         island = world.islands[self.island]
         if island.ended is not None:
@@ -145,62 +150,72 @@ class Unfit(Fault, frozen=True):
 # ---- the coordinator and its disk ---------------------------------------------------
 
 
-class CoordinatorCrash(Fault, frozen=True):
-    """It dies before its next but `effects` effect is carried out."""
+class CoordinatorCrash(DrawnFault, frozen=True):
+    """The coordinator dies in the middle of its effects.
+
+    effects: effects that it still carries out.
+    """
 
     restart: Restart
     effects: int = 0
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         return world.crash_after(self, self.restart, self.effects)
 
 
-class DiskFailure(Fault, frozen=True):
-    """The next but `appends` append fails, and the process ends.
+class DiskFailure(DrawnFault, frozen=True):
+    """An append fails, and the coordinator's process ends.
 
-    written: whether the record is on the disk all the same.
+    appends: appends that still succeed.
+    written: the record is on the disk all the same.
     """
 
     restart: Restart
     appends: int = 0
     written: bool = False
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         written_share = float(self.written)
         return world.fail_append(self, self.restart, self.appends, written_share)
 
 
-class TornWrite(Fault, frozen=True):
-    """Likewise, and a part of the record is on the disk."""
+class TornWrite(DrawnFault, frozen=True):
+    """An append fails, and a part of the record is on the disk.
+
+    appends: appends that still succeed.
+    """
 
     restart: Restart
     appends: int = 0
     written_share: float = 0.5
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         return world.fail_append(self, self.restart, self.appends, self.written_share)
 
 
-class SnapshotFailure(Fault, frozen=True):
-    """The next snapshot does not get complete."""
+class SnapshotFailure(DrawnFault, frozen=True):
+    """The next snapshot is not completed."""
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         world.fail_snapshot(self)
         return True
 
 
-class DiskGone(Fault, frozen=True):
-    """The coordinator dies, and finds an empty disk for the next `gone_s`: if that is
-    long, a new term is begun on it, and what comes back is of no use."""
+class DiskGone(DrawnFault, frozen=True):
+    """The coordinator dies, and finds an empty disk for the next `gone_s` seconds.
+
+    If that takes long, a new term begins on the empty disk, and the old disk is useless
+    when it comes back.
+    """
 
     restart: Restart
     gone_s: float
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         if world.coordinator is None:
             return False
@@ -210,16 +225,16 @@ class DiskGone(Fault, frozen=True):
         gathers_s = self.restart.down_s + world.new_term_within_s
         return world.begun(self, max(self.gone_s, gathers_s))
 
-    def _back(self, world: World) -> None:
+    def _back(self, world: FaultyWorld) -> None:
         world.disk.empty = False
 
 
-class DiskLost(Fault, frozen=True):
-    """The coordinator dies, and its disk is gone for good."""
+class DiskLost(DrawnFault, frozen=True):
+    """The coordinator dies, and its disk is lost for good."""
 
     restart: Restart
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         if world.coordinator is None:
             return False
@@ -228,12 +243,12 @@ class DiskLost(Fault, frozen=True):
         return world.begun(self, self.restart.down_s + world.new_term_within_s)
 
 
-class ClockJump(Fault, frozen=True):
+class ClockJump(DrawnFault, frozen=True):
     """The coordinator's clock jumps forward, as on a machine that slept."""
 
     forward_s: float
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         if world.coordinator is None:
             return False
@@ -245,69 +260,75 @@ class ClockJump(Fault, frozen=True):
 # ---- the network ------------------------------------------------------------------
 
 
-class Break(Fault, frozen=True):
-    """A connection breaks: what is under way is lost, or still arrives (`lingers`).
-    The coordinator sees it (`noticed`), or only that nothing comes."""
+class Break(DrawnFault, frozen=True):
+    """A connection breaks.
+
+    lingers: messages under way still arrive; otherwise they are lost.
+    noticed: the coordinator sees the break; otherwise it sees only silence.
+    """
 
     island: str
     away_s: float
     noticed: bool = True
     lingers: bool = False
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         return world.break_connection(
             self.island, self.away_s, noticed=self.noticed, lingers=self.lingers
         ) and world.begun(self, self.away_s)
 
 
-class Partition(Fault, frozen=True):
-    """Nothing comes through in these directions; nobody is told. What was sent waits,
-    and is lost if the connection is given up for its silence."""
+class Partition(DrawnFault, frozen=True):
+    """Nothing comes through in these directions, and neither end is told.
+
+    Messages wait, and are lost if an end gives the connection up for its silence.
+    """
 
     island: str
     for_s: float
     ways: tuple[Way, ...] = ("up", "down")
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         world.hold(self.island, self.ways, self.for_s)
         return world.begun(self, self.for_s)
 
 
-class Repeat(Fault, frozen=True):
+class Repeat(DrawnFault, frozen=True):
     """Messages and transfers arrive a second time, `after_s` later."""
 
     island: str
     for_s: float
     after_s: float
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         world.networks[self.island].repeat_after_s = self.after_s
         world.clock.after(self.for_s, lambda: self._end(world))
         return world.begun(self, self.for_s + self.after_s)
 
-    def _end(self, world: World) -> None:
+    def _end(self, world: FaultyWorld) -> None:
         world.networks[self.island].repeat_after_s = 0.0
 
 
-class Delay(Fault, frozen=True):
-    """Everything of one channel arrives so much later: bulk and control overtake each
-    other."""
+class Delay(DrawnFault, frozen=True):
+    """Everything of one channel arrives `late_s` later: bulk and control overtake each
+    other.
+    """
 
     island: str
     for_s: float
     late_s: float
     channel: Literal["control", "bulk"] = "control"
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         self._be_late(world, self.late_s)
         world.clock.after(self.for_s, lambda: self._be_late(world, 0.0))
         return world.begun(self, self.for_s + self.late_s)
 
-    def _be_late(self, world: World, late_s: float) -> None:
+    def _be_late(self, world: FaultyWorld, late_s: float) -> None:
         network = world.networks[self.island]
         if self.channel == "bulk":
             network.bulk_late_s = late_s
@@ -315,19 +336,19 @@ class Delay(Fault, frozen=True):
             network.control_late_s = late_s
 
 
-class Corruption(Fault, frozen=True):
+class Corruption(DrawnFault, frozen=True):
     """Bulk bytes are damaged on the way, and sent again."""
 
     island: str
     for_s: float
 
-    def strike(self, world: World) -> bool:
+    def strike(self, world: FaultyWorld) -> bool:
         """See Fault."""
         world.networks[self.island].corrupts = True
         world.clock.after(self.for_s, lambda: self._end(world))
         return world.begun(self, self.for_s)
 
-    def _end(self, world: World) -> None:
+    def _end(self, world: FaultyWorld) -> None:
         world.networks[self.island].corrupts = False
 
 

@@ -1,10 +1,10 @@
-"""Islands' connections: made, tried again, broken."""
+"""Connections of islands: made, tried again, broken."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diloco_jax.simulation.faults.gatherer import Gatherer
+from diloco_jax.simulation.faults.gatherer import VirtualGatherer
 from diloco_jax.simulation.faults.network import FaultyLine, Network, Way
 from diloco_jax.simulation.faults.processes import FaultyCoordinator, FaultyIsland
 from diloco_jax.simulation.faults.schedule import LEASE_S, RETRY_S
@@ -12,20 +12,20 @@ from diloco_jax.simulation.virtual.clock import Clock
 
 
 class Links:
-    """Between the processes of a world."""
+    """Connections between the processes of a world."""
 
     def __init__(self, clock: Clock, networks: dict[str, Network]) -> None:
         self.clock, self.networks = clock, networks
         self.coordinator: FaultyCoordinator | None = None
-        self.gatherer: Gatherer | None = None
-        """A coordinator that has lost its state, instead."""
+        self.gatherer: VirtualGatherer | None = None
+        """A coordinator without state, which gathers anchors instead."""
         self.islands: dict[str, FaultyIsland] = {}
-        """The newest incarnation by name."""
+        """Newest incarnation of each island, by name."""
         self.processes: list[FaultyIsland] = []
-        """All that run, stale ones too."""
+        """All processes that run, stale ones too."""
 
     def connect(self, island: FaultyIsland) -> None:
-        """Tries until it is connected, or has ended."""
+        """Try until the island is connected, or has ended."""
         if island.ended is not None or island.line is not None:
             return
         network, peer = self.networks[island.name], self.coordinator or self.gatherer
@@ -37,7 +37,7 @@ class Links:
     def break_connection(
         self, name: str, away_s: float, *, noticed: bool, lingers: bool
     ) -> bool:
-        """That of its newest incarnation; False if there is none."""
+        """Break the connection of the newest incarnation; False if there is none."""
         island = self.islands[name]
         line = island.line
         if island.ended is not None or not isinstance(line, FaultyLine):
@@ -50,8 +50,10 @@ class Links:
         return True
 
     def hold(self, name: str, ways: Iterable[Way], for_s: float) -> None:
-        """Nothing comes through in these directions. After a lease of silence both ends
-        give the connection up."""
+        """Let nothing through in these directions for `for_s` seconds.
+
+        After a lease of silence both ends give the connection up.
+        """
         network = self.networks[name]
         network.held |= set(ways)
         island = self.islands[name]
@@ -73,7 +75,7 @@ class Links:
             self.clock.after(LEASE_S, give_up)
 
     def lose_connection(self, island: FaultyIsland, noticed_s: float) -> None:
-        """Its line is cut; it sees that after a while, and tries again."""
+        """Cut the island's line; it notices after `noticed_s` and tries again."""
         line = island.line
         if line is None:
             return
@@ -87,7 +89,7 @@ class Links:
         self.clock.after(noticed_s, notice)
 
     def _notice(self, island: FaultyIsland) -> None:
-        """The coordinator sees that the connection is gone."""
+        """Let the coordinator see that the connection is gone."""
         peer = self.coordinator or self.gatherer
         if peer is not None and island.peer is not None:
             peer.disconnected(island.peer)

@@ -1,7 +1,8 @@
-"""How soon a run goes on after its last fault, and how soon it is over: liveness."""
+"""Liveness: bounds on the time to the next progress and to the end of a run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,36 +21,34 @@ NAME = "liveness"
 
 
 def merges_within_s(schedule: Schedule) -> float:
-    """Once faults have stopped, every fragment merges within this, again and again, as
-    long as the run has not got its tokens.
+    """Bound the time in which every fragment merges once faults have stopped.
 
-    The sum of: a lease, after which who is silent is not waited for; a reunion
-    (`Deadlines.reunion_s`), for which ticks wait; a restart, for who was refused, with
-    a retry and its join; two cycles, since ticks go on from where they were, and
-    counters restart; a step of the slowest, a transfer and a merge; and what the hosts
-    of an island need to agree on a take and an adoption.
+    The bound holds again and again, as long as the run has not got its tokens. It is
+    the sum of: a lease, after which silent islands are not awaited; a reunion
+    (`Deadlines.reunion_s`), for which ticks wait; a restart of refused islands, with a
+    retry and a join; two cycles, since ticks go on from where they were and counters
+    restart; a step of the slowest island, a transfer and a merge; and the time in which
+    the hosts of an island agree on a take and an adoption.
     """
     joins_s = max(plan.join_s for plan in schedule.islands.values())
     awaited_s = LEASE_S + Deadlines(LEASE_S).reunion_s
     back_s = awaited_s + RESTART_S + RETRY_S + joins_s + schedule.transfer_s
     cycles_s = 2 * schedule.steps_per_cycle * schedule.pacing_s
-    agreed_s = 2 * max(p.lead for p in schedule.islands.values()) * schedule.slowest_s
-    merged_s = schedule.slowest_s + schedule.transfer_s + schedule.merge_s
-    return back_s + cycles_s + merged_s + agreed_s
+    return back_s + cycles_s + _merged_s(schedule) + _agreed_s(schedule)
 
 
 def takes_within_s(schedule: Schedule) -> float:
-    """Likewise every island takes every fragment within this: what it took before is
-    merged or refused by then, and it is asked again."""
+    """Bound the time in which every island takes every fragment.
+
+    The island's last take is merged or refused by then, and the island is asked again.
+    """
     return merges_within_s(schedule) + 2 * (
         schedule.steps_per_cycle * schedule.pacing_s + schedule.slowest_s
     )
 
 
 def over_within_s(schedule: Schedule) -> float:
-    """Once faults have stopped, the run is over within this: as if it began anew, and
-    what its end takes at most, a lease and the flush (`Deadlines.flush_s` from the last
-    delta on).
+    """Bound the time from the last fault to the end of the run.
 
     What a run computes counts unless it is lost, and under every adopt rule deltas that
     are late again and again can be refused, and their steps lost, again and again. Sure
@@ -57,13 +56,18 @@ def over_within_s(schedule: Schedule) -> float:
     its last take. An island whose take is still open is not asked, but its next delta
     is the longer for it, and a take is settled by the second merge: so the steps of K
     islands, the slowest at worst, count in at least every other cycle. If islands
-    `overwrite` what they did between take and adoption, one step of a cycle may be all
-    that is left.
+    lose what they did between take and adoption, one step may be all that is left,
+    and waiting makes no delta longer: one step in the cycles in which a take is open,
+    and one more.
     """
     rates = sorted(plan.batch_size / plan.step_s for plan in schedule.islands.values())
-    tokens_per_s = SEQUENCE_LENGTH * sum(rates[: schedule.quorum]) / 2
-    if schedule.adopt == "overwrite":
-        tokens_per_s /= schedule.steps_per_cycle
+    tokens_per_s = SEQUENCE_LENGTH * sum(rates[: schedule.quorum])
+    if schedule.rule.loses_steps:
+        cycle_s = schedule.steps_per_cycle * schedule.pacing_s
+        open_s = _agreed_s(schedule) + _merged_s(schedule)
+        tokens_per_s /= schedule.steps_per_cycle * (1 + math.ceil(open_s / cycle_s))
+    else:
+        tokens_per_s /= 2
     anew_s = schedule.total_tokens / tokens_per_s
     return merges_within_s(schedule) + anew_s + LEASE_S + Deadlines(LEASE_S).flush_s
 
@@ -75,8 +79,11 @@ def expect(
     within_s: float,
     running: Callable[[], bool],
 ) -> None:
-    """Every count must grow within that time, again and again, while the run has not
-    got its tokens. Raises ViolationError on the clock."""
+    """Expect that every count grows within `within_s` seconds, again and again.
+
+    The expectation ends when the run has its tokens. Raises ViolationError on the
+    clock.
+    """
     before = counts()
 
     def must_have_grown() -> None:
@@ -91,9 +98,19 @@ def expect(
 
 
 def expect_end(clock: Clock, within_s: float) -> None:
-    """The clock must not go on for so long. Raises ViolationError on it."""
+    """Expect the end of the run in `within_s`. Raises ViolationError on the clock."""
 
     def must_be_over() -> None:
         raise ViolationError(NAME, f"the run is not over after {within_s:.1f} s")
 
     clock.after(within_s, must_be_over)
+
+
+def _agreed_s(schedule: Schedule) -> float:
+    """What the hosts of an island need to agree on a take and on an adoption."""
+    return 2 * max(p.lead for p in schedule.islands.values()) * schedule.slowest_s
+
+
+def _merged_s(schedule: Schedule) -> float:
+    """A step of the slowest island, a transfer and a merge."""
+    return schedule.slowest_s + schedule.transfer_s + schedule.merge_s

@@ -1,4 +1,4 @@
-"""An island's connections, and what is wrong with them at the moment."""
+"""An island's connections, and their present faults."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from diloco_jax.simulation.virtual.line import Line, LineSpeed
 Way = Literal["up", "down"]
 
 RESEND_S = 0.3
-"""From a transfer that was refused by its checksum to the next attempt."""
+"""Seconds from a transfer that its checksum refused to the next attempt."""
 
 
 @dataclasses.dataclass
 class Network:
-    """How an island reaches the coordinator, on whatever connection.
+    """Network between an island and the coordinator, for all its connections.
 
-    latency_s, transfer_s: what a message and a transfer take.
+    latency_s, transfer_s: seconds that a message and a transfer take.
     """
 
     latency_s: float
     transfer_s: float
     held: set[Way] = dataclasses.field(default_factory=set)
-    """Nothing comes through this way; it waits, unless the connection breaks."""
+    """Directions in which nothing comes through; messages wait for the connection."""
     control_late_s: float = 0.0
     bulk_late_s: float = 0.0
     repeat_after_s: float = 0.0
-    """What is sent, and not asked for, arrives once more so much later; 0 = once."""
+    """Seconds after which sent messages arrive a second time; 0 = they arrive once."""
     corrupts: bool = False
-    """Bulk bytes are damaged on the way: their checksum does not fit."""
+    """True if bulk bytes are damaged on the way, so that their checksum fails."""
 
 
 class FaultyLine(Line):
-    """A connection through a network in trouble. Control messages stay in order in
-    each direction, but for those that arrive twice."""
+    """A connection through a faulty network.
+
+    Control messages stay in order in each direction, except for repeated ones.
+    """
 
     def __init__(self, clock: Clock, network: Network) -> None:
         super().__init__(clock, LineSpeed())
@@ -46,11 +48,11 @@ class FaultyLine(Line):
         self._in_order: dict[Way, float] = {"up": 0.0, "down": 0.0}
 
     def linger(self) -> None:
-        """What the island has sent arrives, even after `cut`."""
+        """Let the messages that the island has sent arrive even after `cut`."""
         self._lingers = True
 
     def release(self) -> None:
-        """What was held goes on, as far as it is not still held."""
+        """Deliver the messages that waited, unless their direction is still held."""
         waiting, self._waiting = self._waiting, []
         for land in waiting:
             land()

@@ -1,4 +1,4 @@
-"""How a run is watched: observations, and what is raised when one must not be."""
+"""Observation of a run: its observations, and the error for a wrong one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from diloco_jax.simulation.faults.gatherer import Opened
 Incarnation = tuple[str, int]
 """Island and incarnation."""
 Key = tuple[str, int, int, int]
-"""Which take: island, incarnation, fragment, tick."""
+"""Identity of a take: island, incarnation, fragment, tick."""
 
 
 class ViolationError(Exception):
-    """invariant: its name. what: what was seen, and what had to be."""
+    """An invariant that does not hold.
+
+    invariant: its name. what: the observation, and what had to hold.
+    """
 
     def __init__(self, invariant: str, what: str) -> None:
         super().__init__(f"{invariant}: {what}")
@@ -31,7 +34,7 @@ class ViolationError(Exception):
 
 
 class Invariant:
-    """What can be observed. A record is one of the log; steps count from 0."""
+    """Observer of a run. Records are those of the log; steps count from 0."""
 
     name: ClassVar[str]
 
@@ -39,39 +42,45 @@ class Invariant:
         self.config = config
 
     def hold(self, holds: bool, what: str, *values: object) -> None:
-        """Raises ViolationError unless it holds."""
+        """Raise ViolationError unless it holds."""
         if not holds:
             raise ViolationError(self.name, " ".join([what, *map(str, values)]))
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        """The policy made a step; nothing of it is visible yet."""
+        """Observe a step of the policy; nothing of it is visible yet."""
 
     def persisted(self, record: Durable) -> None:
-        """A record is on the disk."""
+        """Observe that a record is on the disk."""
 
     def carrying_out(self, effect: AnyEffect) -> None:
-        """An effect is about to be visible."""
+        """Observe that an effect is about to be visible."""
 
     def recovered(self, state: State) -> None:
-        """A coordinator goes on from this."""
+        """Observe the state from which a coordinator goes on."""
 
     def opened(self, opened: Opened) -> None:
-        """A coordinator that had lost its state begins a new term; what the log said
-        before is gone."""
+        """Observe a new term of a coordinator that had lost its state; the old log is
+        gone.
+        """
 
     def published(self, fragment: int, anchor: Anchor) -> None:
-        """The coordinator holds a version, and sends it to whoever asks."""
+        """Observe that the coordinator holds a version, which islands may fetch."""
 
     def adopted(
         self, who: Incarnation, fragment: int, anchor: Anchor, *, kept: bool
     ) -> None:
-        """An island took over an anchor; kept: beside the delta of its last take."""
+        """Observe that an island adopted an anchor.
+
+        kept: the delta of the island's last take stays beside it.
+        """
 
     def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
-        """An island took a fragment: what its books say, and what is in the arrays."""
+        """Observe that an island took a fragment: the entry in its books, and the
+        arrays.
+        """
 
     def trained(self, who: Incarnation, step: int, positions: np.ndarray) -> None:
-        """An island began a step on these positions of the data."""
+        """Observe that an island began a step on these positions of the data."""
 
     def finished(self, state: State) -> None:
-        """The run is over."""
+        """Observe the end of the run."""

@@ -1,4 +1,4 @@
-"""Plays schedules, one or many, and says what did not hold."""
+"""Play schedules, one or many, and report the invariants that did not hold."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from diloco_jax.simulation.faults.draw import FAULTS, draw
 from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.schedule import Schedule
 from diloco_jax.simulation.faults.shrink import shortest
-from diloco_jax.simulation.faults.world import World
+from diloco_jax.simulation.faults.world import FaultyWorld
 from diloco_jax.simulation.progress import Progress, nobody
 
 CYCLES = 3
-"""Every fragment merges at least so often in a schedule drawn from a seed."""
+"""Merges of every fragment, at least, in a schedule drawn from a seed."""
 UNBROKEN = "unbroken"
-"""The invariant that no process ends by an exception."""
+"""Invariant that no process ends by an exception."""
 COMMAND = "diloco simulate faults"
 SHORTENED = 10
-"""Violations of an invariant whose schedules are shortened: for a few seconds each."""
+"""Violations per invariant whose schedules are shortened, a few seconds for each."""
 
 
 class Wrong(NamedTuple):
-    """A violation: which invariant does not hold, and what was seen."""
+    """A violation: the invariant that does not hold, and the observation."""
 
     invariant: str
     what: str
 
 
 class Played(NamedTuple):
-    """What became of a schedule. wrong: None if everything held."""
+    """Result of a schedule. wrong: None if everything held."""
 
-    world: World
+    world: FaultyWorld
     wrong: Wrong | None
 
     @property
     def is_full(self) -> bool:
-        """Whether as much happened as must."""
+        """True if enough faults struck and enough merges happened."""
         world = self.world
         return world.struck.total() >= FAULTS and min(world.merges) >= CYCLES
 
 
 def play(schedule: Schedule) -> Played:
-    """Plays it to its end, or to the first violation."""
-    world = World(schedule)
+    """Play a schedule to its end, or to the first violation."""
+    world = FaultyWorld(schedule)
     try:
         world.play()
     except ViolationError as violation:
@@ -66,7 +66,7 @@ def play(schedule: Schedule) -> Played:
 
 
 def play_seed(seed: int) -> Played:
-    """Plays what the seed draws, with more tokens if it was over too soon."""
+    """Play the schedule of a seed, with more tokens if it was over too soon."""
     schedule = draw(seed)
     while not (played := play(schedule)).is_full and played.wrong is None:
         tokens = schedule.total_tokens * 3 // 2
@@ -76,48 +76,48 @@ def play_seed(seed: int) -> Played:
 
 @dataclasses.dataclass(kw_only=True)
 class Violation:
-    """What a seed found."""
+    """A violation that a seed found."""
 
     seed: int | None
     invariant: str
     what: str
     shortest: Schedule | None
-    """None where it was not shortened: there are `SHORTENED` of the invariant."""
+    """None if it was not shortened, because `SHORTENED` of the invariant were."""
     like_seed: int | None = None
-    """The first seed that violated this invariant, where it was not."""
+    """First seed that violated this invariant, if this one was not shortened."""
     command: str
-    """Repeats it, with the shortest schedule if there is one."""
+    """Command that repeats it, with the shortest schedule if there is one."""
 
 
 Found = Callable[[Violation], None]
-"""Told of each violation as it is found."""
+"""Callback for each violation as it is found."""
 
 
 @dataclasses.dataclass(kw_only=True)
-class Report:
-    """Of many schedules."""
+class FaultsReport:
+    """Report on many schedules."""
 
     schedules: int = 0
     seconds: float = 0.0
-    """Without shortening."""
+    """Seconds without the time for shortening."""
     merges: int = 0
     crashes: int = 0
-    """Of islands and coordinators."""
+    """Crashes of islands and coordinators."""
     torn_snapshots: int = 0
-    """That a coordinator found when it came back, and passed over."""
+    """Torn snapshots that a returning coordinator found and passed over."""
     faults: Counter[str] = dataclasses.field(default_factory=Counter)
-    """That happened, by kind."""
+    """Faults that happened, by kind."""
     violations: list[Violation] = dataclasses.field(default_factory=list)
     next_seed: int | None = None
-    """Where it goes on if it was interrupted."""
+    """Seed at which to go on after an interruption; None at the end."""
 
     @property
     def schedules_per_minute(self) -> float:
-        """On one core."""
+        """Schedules per minute on one core."""
         return 60 * self.schedules / self.seconds if self.seconds else 0.0
 
     def json(self) -> dict[str, Any]:
-        """As builtins."""
+        """Return the report as Python builtins."""
         rate = self.schedules_per_minute
         values: dict[str, Any] = msgspec.to_builtins(self)
         return {**values, "schedules_per_minute": rate}
@@ -129,16 +129,16 @@ def check(
     *,
     found: Found = lambda violation: None,
     shorten: bool = True,
-    report: Report | None = None,
-) -> Report:
-    """Plays what these seeds draw.
+    report: FaultsReport | None = None,
+) -> FaultsReport:
+    """Play the schedules of these seeds.
 
     Args:
-      shorten: the schedules of the first `SHORTENED` violations of an invariant.
-      report: to be filled and returned; it holds what was found if this is
+      shorten: shorten the first `SHORTENED` schedules that violate an invariant.
+      report: filled and returned; it holds the violations found so far if this is
         interrupted.
     """
-    report = report or Report()
+    report = report or FaultsReport()
     by_invariant: dict[str, list[int]] = {}
     with _quiet():
         for index, seed in enumerate(seeds):
@@ -167,9 +167,9 @@ def check(
 
 def check_schedule(
     schedule: Schedule, *, found: Found = lambda violation: None
-) -> Report:
-    """Plays one, as it is."""
-    report = Report()
+) -> FaultsReport:
+    """Play one schedule as it is."""
+    report = FaultsReport()
     with _quiet():
         began = time.perf_counter()
         played = play(schedule)
@@ -186,7 +186,7 @@ def check_schedule(
     return report
 
 
-def _add(report: Report, played: Played) -> None:
+def _add(report: FaultsReport, played: Played) -> None:
     report.schedules += 1
     report.merges += sum(played.world.merges)
     report.crashes += played.world.crashes
@@ -215,8 +215,11 @@ def _command(*arguments: str) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings of torn logs and refused takes, which are the point here;
-    and what was imported is not searched for garbage again and again."""
+    """Silence the warnings of torn logs and refused takes, which are the point here.
+
+    The garbage collector is also kept from searching the imported modules again and
+    again.
+    """
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     gc.collect()

@@ -1,4 +1,4 @@
-"""Coordinator and islands that are watched, and that die."""
+"""Coordinator and islands that are watched and that may die."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.engine import AnyEffect
+from diloco_jax.island.traits import adopt_traits
 from diloco_jax.protocol.coordinator.events import Commit, Event, Merge
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.records import Durable
 from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
 from diloco_jax.simulation.faults.disk import DiskError
-from diloco_jax.simulation.faults.gatherer import Gatherer
+from diloco_jax.simulation.faults.gatherer import VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
@@ -24,8 +25,8 @@ from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
 class FaultyCoordinator(VirtualCoordinator):
     """One life of a coordinator.
 
-    survives: asked before every effect; False if that was its end.
-    disk_failed: called when a record could not be written; it is dead then.
+    survives: asked before every effect; False ends this life.
+    disk_failed: called when a record could not be written, which ends this life.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class FaultyCoordinator(VirtualCoordinator):
 
 
 class FaultyIsland(VirtualIsland):
-    """One incarnation. refused: called when it is not let in, or put out."""
+    """One incarnation. refused: called if the coordinator refuses it or puts it out."""
 
     def __init__(
         self,
@@ -90,12 +91,12 @@ class FaultyIsland(VirtualIsland):
     ) -> None:
         self.who = (spec.name, incarnation)
         self.body = DigestBody(
-            run.sync.adopt,
+            adopt_traits(run.sync.adopt),
             functools.partial(self._seen, monitor.adopted),
             functools.partial(self._seen, monitor.trained),
         )
         self.takes: Counter[int] = Counter()
-        """By fragment."""
+        """Takes by fragment."""
         self._monitor, self._refused = monitor, refused
         super().__init__(spec, incarnation, run, clock, self.body, report_s)
 
@@ -111,7 +112,7 @@ class FaultyIsland(VirtualIsland):
     def send_anchor(self, fragment: int) -> None:
         """See VirtualIsland."""
         line, gatherer = self.line, self._coordinator
-        if line is None or not isinstance(gatherer, Gatherer):
+        if line is None or not isinstance(gatherer, VirtualGatherer):
             return
         anchor = self.body.anchor(fragment)
         line.upload(0, lambda: gatherer.anchor(self.who, fragment, anchor))
@@ -124,6 +125,6 @@ class FaultyIsland(VirtualIsland):
     def _seen(
         self, observe: Callable[..., None], *observation: Any, **facts: Any
     ) -> None:
-        """Of a process that is in the run."""
+        """Pass an observation on, if its process is in the run."""
         if self._monitor.names.belong_to(self.who, self.session):
             observe(self.who, *observation, **facts)

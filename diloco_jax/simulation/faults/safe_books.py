@@ -1,4 +1,4 @@
-"""Safety of the books: tokens, data, and what is in the log."""
+"""Safety of the books: tokens, data, and the contents of the log."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
 
 Process = tuple[Incarnation, str]
-"""And its session: two may have one name."""
+"""Incarnation and session: two processes may have one name."""
 
 
 class LedgerExact(Invariant):
-    """Merged, lost and open steps balance at every event, and progress never goes back;
-    what is merged is what the log says; at the end everything that was computed is
-    merged or lost, or carried from an earlier term, whose log is gone."""
+    """Merged, lost and open steps balance at every event, and progress never goes back.
+
+    The merged tokens are those of the log. At the end all computed tokens are merged,
+    lost, or carried from an earlier term, whose log is gone.
+    """
 
     name = "ledger"
 
@@ -82,7 +84,7 @@ class LedgerExact(Invariant):
 
     def recovered(self, state: State) -> None:
         """See Invariant."""
-        self._progress = 0  # Steps that were reported, but not merged, come again.
+        self._progress = 0  # Steps that were reported but not merged come again.
         self.decided(state, ())
         for fragment in state.fragments:
             for name, account in fragment.accounts.items():
@@ -119,20 +121,23 @@ class LedgerExact(Invariant):
 
 
 class DataOnce(Invariant):
-    """An island trains on what it was durably granted, in order. A share of the data
-    is granted to one incarnation at a time, and no more once a merge has it.
+    """An island trains on the data that it was durably granted, in order.
 
-    A term that was lost before anybody who offers heard of it comes again, under the
-    same number. What was granted in it is lost with it: a process that joined only
-    there comes in if it did not hear of that either, and begins anew. It may have had
-    the name of one that was there before, which goes on with what that was granted."""
+    A share of the data is granted to one incarnation at a time, and no longer once a
+    merge has it.
+
+    If a term was lost before any offering island heard of it, its number is used again.
+    The grants of the lost term are lost with it. A process that joined only that term
+    is let in if it did not hear of the term either, and begins anew. Its name may be
+    that of an earlier process, which goes on with its own grants.
+    """
 
     name = "data"
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
         self._sessions: dict[Incarnation, str] = {}
-        """Which process joined last under a name."""
+        """Session of the process that joined last, by incarnation."""
         self._current: dict[str, int] = {}
         self._granted: dict[Process, list[int]] = {}
         self._held: dict[Incarnation, set[int]] = {}
@@ -140,12 +145,13 @@ class DataOnce(Invariant):
         self._merged: dict[int, Incarnation] = {}
         self._term = 0
         self._before: dict[Process, tuple[int, list[int]]] = {}
-        """Of those that joined this term: how much of what was granted before it they
-        brought with them, and all of that."""
+        """Grants of processes that joined this term: the number of positions that they
+        carried from earlier terms, and all earlier positions.
+        """
         self._lost: dict[Process, list[int]] = {}
-        """Granted in a term that was lost, until the process joins again."""
+        """Positions granted in a lost term, until the process joins again."""
         self._void: set[Process] = set()
-        """Joined only a term that was lost."""
+        """Processes that joined only a lost term."""
 
     def opened(self, opened: Opened) -> None:
         """See Invariant."""
@@ -170,10 +176,10 @@ class DataOnce(Invariant):
                 process = who, record.session
                 self._current[record.island] = record.incarnation
                 self._sessions[who] = record.session
-                # Of what it was granted in an earlier term, as far as it heard.
+                # Its grants of an earlier term, as far as it heard of them.
                 carried = record.carried.sequences_granted if record.carried else 0
                 is_void = bool(carried) and process in self._void
-                self.hold(not is_void, "nobody heard of the term it is from:", record)
+                self.hold(not is_void, "no process heard of its term:", record)
                 self._void.discard(process)
                 self._lost.pop(process, None)
                 before = self._granted.get(process, [])
@@ -190,7 +196,9 @@ class DataOnce(Invariant):
                     self._merge(c)
 
     def trained(self, who: Incarnation, step: int, positions: np.ndarray) -> None:
-        """See Invariant. Until one has joined the term, it may be any of the name."""
+        """See Invariant. Until one has joined the term, it may be any process of the
+        name.
+        """
         count = self._per_step[who]
         known = self._process(who)
         processes = [known] if known in self._before else list(self._granted)
@@ -226,7 +234,7 @@ class DataOnce(Invariant):
         who = (c.island, c.incarnation)
         process = self._process(who)
         is_void = process in self._void
-        self.hold(not is_void, "nobody heard of the term it is from:", c)
+        self.hold(not is_void, "no process heard of its term:", c)
         count = self._per_step[who]
         for position in self._granted[process][c.start * count : c.end * count]:
             merged = self._merged.setdefault(position, who)
@@ -236,14 +244,14 @@ class DataOnce(Invariant):
 
 
 class DurableFirst(Invariant):
-    """Whatever an island can see is in the log before it can see it."""
+    """Everything that an island can see is in the log before it can see it."""
 
     name = "durable"
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
         self._who: dict[str, Incarnation] = {}
-        """By session."""
+        """Incarnations by session."""
         self._incarnations: dict[str, int] = {}
         self._grants: set[tuple[str, int, int, int]] = set()
         self._versions = [Version()] * config.fragments

@@ -1,4 +1,4 @@
-"""Safety of merges: what may enter one, and how often."""
+"""Safety of merges: the deltas that may enter one, and how often."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ class MergedOnce(Invariant):
 
 
 class KeptOnce(Invariant):
-    """An island adopts no version beside a delta that is in it, which would then be in
-    its parameters twice."""
+    """An island adopts no version beside a delta that is in that version.
+
+    Otherwise the delta would be in the island's parameters twice.
+    """
 
     name = "kept"
 
@@ -86,9 +88,11 @@ class KeptOnce(Invariant):
 
 
 class DeltasExact(Invariant):
-    """A delta holds exactly the steps, against exactly the version, that the island's
-    books say, and it is merged as that; those of a merge in the order of names, and of
-    incarnations where one island left a delta behind."""
+    """A delta holds exactly the steps, against exactly the version, of the books.
+
+    The merge records the delta as the island's books do. The deltas of a merge are in
+    the order of names, and of incarnations if an island left a delta behind.
+    """
 
     name = "deltas"
 
@@ -128,10 +132,12 @@ class DeltasExact(Invariant):
 
 
 class QuorumHeld(Invariant):
-    """At least K deltas of incarnations that have not ended enter a merge, and K are
-    from islands that its tick asked, if it could ask K and no tick of a cycle later
-    found the fragment open still; but for the flush, which comes when the run has its
-    tokens."""
+    """At least K deltas of incarnations that have not ended enter a merge.
+
+    K of them are from islands that its tick asked, unless the tick could not ask K
+    islands, or a tick of a cycle later found the fragment still open. The flush, which
+    comes when the run has its tokens, is exempt.
+    """
 
     name = "quorum"
 
@@ -235,10 +241,13 @@ class RecordedFirst(Invariant):
 
 
 class FencedOut(Invariant):
-    """Nothing is merged from an incarnation that a higher one replaced or that has
-    ended, and none comes in after it. But for what it left behind when it said goodbye:
-    that is on the record of its end, and no coordinator after this one merges it. A
-    coordinator that lost its state knows of those only that say hello."""
+    """Nothing is merged from an incarnation that was replaced or has ended.
+
+    No lower incarnation joins after a higher one. Exempt are deltas that an island left
+    behind when it said goodbye: they are on the record of its end, and no later
+    coordinator merges them. A coordinator that lost its state knows only the islands
+    that say hello.
+    """
 
     name = "fenced"
 
@@ -297,8 +306,10 @@ class FencedOut(Invariant):
 
 
 class StaleOut(Invariant):
-    """The base of a merged delta lags the version that it is merged into by at most
-    `max_staleness`, within one term."""
+    """The base of a merged delta lags the current version by at most `max_staleness`.
+
+    Both are of one term.
+    """
 
     name = "stale"
 

@@ -17,10 +17,12 @@ from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
 
 
 class VersionsGrow(Invariant):
-    """Every durable merge makes the version after the last one; a coordinator goes on
-    at the version of the last durable merge. A new term is above all that those who
-    offer know of, and goes on at the highest version of whoever offered it and
-    stayed."""
+    """Every durable merge makes the version after the last one.
+
+    A coordinator goes on at the version of the last durable merge. A new term is above
+    all terms that the offering islands know. It goes on at the highest version that an
+    island offered, if that island stayed.
+    """
 
     name = "versions"
 
@@ -64,9 +66,12 @@ class VersionsGrow(Invariant):
 
 
 class AdoptedStays(Invariant):
-    """No version that an island adopted ever goes back: not on the island, not in a
-    coordinator that comes up. One without state goes by those who offer: what others
-    had adopted is in no new term."""
+    """No version that an island adopted ever goes back.
+
+    This holds on the island and in a coordinator that comes up. A coordinator without
+    state goes by the offers: versions that only other islands had adopted are in no new
+    term.
+    """
 
     name = "adopted"
 
@@ -98,8 +103,11 @@ class AdoptedStays(Invariant):
 
 
 class AnchorsEqual(Invariant):
-    """A version of a fragment has one value, at the coordinator before and after a
-    crash and on every island that adopted it; a new term has one that was adopted."""
+    """A version of a fragment has one value everywhere.
+
+    It is the same at the coordinator before and after a crash, and on every island that
+    adopted it. A new term begins with a value that was adopted.
+    """
 
     name = "anchors"
 
@@ -113,7 +121,7 @@ class AnchorsEqual(Invariant):
         term = opened.anchors[0].version.term
         for key in [k for k in self._values if k[1].term == term]:
             if key not in self._adopted:
-                del self._values[key]  # A term before this one that nobody heard of.
+                del self._values[key]  # A lost term that no island heard of.
         for fragment, replaced in enumerate(opened.replaced):
             self.published(fragment, replaced)
             self.published(fragment, opened.anchors[fragment])
@@ -138,8 +146,10 @@ class AnchorsEqual(Invariant):
 
 
 class TicksOnce(Invariant):
-    """One tick's number names one fragment's deltas of one life of the coordinator: a
-    delta asked for before a crash is never taken for another one after it."""
+    """One tick's number names one fragment's deltas of one life of the coordinator.
+
+    A delta asked for before a crash is never taken for another one after it.
+    """
 
     name = "ticks"
 

@@ -1,4 +1,4 @@
-"""A run and what goes wrong in it, as data: drawn from a seed, written as JSON."""
+"""A run and its faults, as data: drawn from a seed, written as JSON."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.core.choices import AdoptRule
-from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.simulation.faults.fault import Restart
-from diloco_jax.simulation.faults.kinds import AnyFault
-from diloco_jax.validation import (
+from diloco_jax.config.fields import (
     AT_LEAST_1,
     BELOW_1,
     BETWEEN,
@@ -26,20 +21,29 @@ from diloco_jax.validation import (
     Bound,
     within,
 )
+from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.core.adopt import RULES
+from diloco_jax.families import check_member
+from diloco_jax.island.traits import adopt_traits
+from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.island.adopt_traits import AdoptTraits
+from diloco_jax.simulation.faults.fault import Restart
+from diloco_jax.simulation.faults.kinds import AnyFault
 
 SEQUENCE_LENGTH = 8
 LEASE_S = 4.0
-"""Silence after which a peer counts as gone (`placement.time_budget_s`)."""
+"""Seconds of silence after which a peer counts as gone (`placement.time_budget_s`)."""
 COMPILE_BUDGET_S = 10.0
 RESTART_S = 1.0
-"""From the end of a process that was refused to the next one."""
+"""Seconds from the end of a refused process to the next process."""
 RETRY_S = 0.5
-"""Between attempts to connect, to find a disk, to break what is not there."""
+"""Seconds between attempts to connect, to find a disk, or to strike."""
 PATIENCE_S = 600.0
-"""Longest time until the last fault has struck."""
+"""Longest time in seconds until the last fault has struck."""
 MOST_STEPS = 10_000
-"""Of all islands, those during which an island only waits counted as one a second: what
-happens in a run that is so long is well below `world.MOST_CALLS`."""
+"""Steps of all islands, where a second of waiting counts as one step. A run of this
+length has far fewer calls than `world.MOST_CALLS`.
+"""
 BATCH_SIZE = Bound(1, 1000)
 LEAD = Bound(0, 100)
 FAULT = {
@@ -48,29 +52,29 @@ FAULT = {
     "effects": Bound(0, 1000),
     "appends": Bound(0, 1000),
     "written_share": BETWEEN,
-    # A clock may say whatever it likes.
+    # A clock may have any reading.
     "clock_s": SECONDS,
     "forward_s": SECONDS,
 }
 FAULT_SECONDS = Bound(0, PATIENCE_S)
-"""Of all other fields."""
+"""Bounds of all other fields."""
 
 
-class IslandPlan(
+class DrawnIsland(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """An island: what it computes with, and how fast."""
+    """An island: its batch, its speed and its hosts."""
 
     step_s: float = 1.0
     batch_size: int = 1
     join_s: float = 1.0
-    """From its welcome to its first step."""
+    """Seconds from its welcome to its first step."""
     lead: int = 0
-    """Boundaries that its hosts need to agree on what to do; 0: it has one."""
+    """Boundaries that its hosts need to agree on a decision; 0: it has one host."""
 
 
 class Schedule(
@@ -80,29 +84,29 @@ class Schedule(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """All that a played run depends on. Times count from its begin."""
+    """Everything that a played run depends on. Times count from its begin."""
 
-    islands: dict[str, IslandPlan]
+    islands: dict[str, DrawnIsland]
     faults: tuple[AnyFault, ...] = ()
     total_tokens: int
     fragment_sizes: tuple[int, ...] = (2, 1)
-    """Parameters, by fragment."""
+    """Parameters by fragment."""
     steps_per_cycle: int = 4
     overlap_steps: int = 2
     quorum: int = 1
     grace: float = 0.0
     grace_window: GraceWindow = "alike"
     max_staleness: int = 1
-    adopt: AdoptRule = "rebase"
+    adopt: str = "rebase"
     outage_s: float = 20.0
     """Seconds of data that an island holds."""
     latency_s: float = 0.05
     transfer_s: float = 0.2
-    """What a delta, or what an island fetches, takes on its way."""
+    """Seconds that a delta, or the answer to a fetch, is under way."""
     merge_s: float = 0.1
 
     def configs(self) -> tuple[RunConfig, PolicyConfig]:
-        """As the production code is told."""
+        """Return the configs for the production code."""
         run = RunConfig(
             sequence_length=SEQUENCE_LENGTH,
             total_tokens=self.total_tokens,
@@ -129,31 +133,36 @@ class Schedule(
         return run, policy_config(run, placement, "run", sizes, batches)
 
     @property
+    def rule(self) -> AdoptTraits:
+        """Adopt rule of the islands."""
+        return adopt_traits(self.adopt)
+
+    @property
     def pacing_s(self) -> float:
-        """Step time of the K-th fastest island."""
+        """Step time of the K-th fastest island, in seconds."""
         times = sorted(plan.step_s for plan in self.islands.values())
         return times[self.quorum - 1]
 
     @property
     def slowest_s(self) -> float:
-        """Step time of the slowest island."""
+        """Step time of the slowest island, in seconds."""
         return max(plan.step_s for plan in self.islands.values())
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all islands together."""
+        """Tokens per second of all islands together."""
         return sum(
             plan.batch_size * SEQUENCE_LENGTH / plan.step_s
             for plan in self.islands.values()
         )
 
     def json(self) -> str:
-        """One line, without what is as usual."""
+        """Return one line of JSON without the default values."""
         return msgspec.json.encode(self).decode()
 
 
 def from_json(text: str) -> Schedule:
-    """Raises ConfigError if it is not one."""
+    """Read a schedule from JSON. Raises ConfigError if the text is none."""
     try:
         schedule = msgspec.json.decode(text, type=Schedule)
     except msgspec.DecodeError as error:
@@ -188,6 +197,7 @@ def _check_values(schedule: Schedule) -> None:
             f"--schedule has fragment_sizes {schedule.fragment_sizes}; each must be at "
             f"least 1"
         )
+    check_member("adopt", RULES, schedule.adopt)
     within(schedule, AT_LEAST_1, "total_tokens", "steps_per_cycle")
     within(schedule, NOT_NEGATIVE, "overlap_steps", "max_staleness")
     within(schedule, BELOW_1, "grace")
@@ -203,7 +213,7 @@ def _check_values(schedule: Schedule) -> None:
 
 
 def _check_length(schedule: Schedule) -> None:
-    """What is too long would be told as a violation of liveness."""
+    """Refuse an overlong schedule: it would look like a violation of liveness."""
     seconds = schedule.total_tokens / schedule.tokens_per_s
     rates = (1 / plan.step_s + 1 for plan in schedule.islands.values())
     steps = seconds * sum(rates)

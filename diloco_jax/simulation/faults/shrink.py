@@ -1,4 +1,4 @@
-"""Shortens a schedule that fails: fewer faults, islands, tokens, nothing special."""
+"""Shorten a failing schedule: fewer faults, islands and tokens, default settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAYS = 400
 
 
 def shortest(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
-    """The last one found of schedules that are ever shorter and still fail."""
+    """Return the shortest schedule found that still fails."""
     plays = 0
     shorter = _shorter(schedule)
     while plays < PLAYS and (candidate := next(shorter, None)) is not None:
@@ -25,7 +25,7 @@ def shortest(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
 
 
 def _shorter(schedule: Schedule) -> Iterator[Schedule]:
-    """Schedules with something less, the largest cuts first."""
+    """Yield schedules with something less, the largest cuts first."""
     faults = schedule.faults
     size = len(faults)
     while size := size // 2 if size > 1 else 0:

@@ -1,8 +1,9 @@
 """A run in which everything may fail: production policy, islands, log and recovery.
 
-Virtual time; nothing is drawn here, so a schedule always plays the same. Processes
-that died are started again, as `diloco run` or an operator would, and broken
-connections are tried again. `kinds` does the breaking, by the methods of `World`.
+Time is virtual and nothing is drawn here, so a schedule always plays the same. Dead
+processes are started again, as `diloco run` or an operator would do, and broken
+connections are tried again. `kinds` causes the faults through the methods of
+`FaultyWorld`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import Anchors, first_anchors, loaded
 from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
-from diloco_jax.simulation.faults.fault import Fault, Restart
-from diloco_jax.simulation.faults.gatherer import Gatherer, Opened
+from diloco_jax.simulation.faults.fault import DrawnFault, Restart
+from diloco_jax.simulation.faults.gatherer import Opened, VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.links import Links
@@ -38,14 +39,14 @@ from diloco_jax.simulation.virtual.island import IslandSpec
 
 REPORT_S = LEASE_S / 3
 MOST_CALLS = 100_000
-"""Of the clock; a run has some thousand."""
+"""Calls of the clock at most; a run has some thousand."""
 SNAPSHOT_EVERY_S = 6.0
 SNAPSHOT_S = 0.7
-"""What writing one takes, beside the run."""
+"""Seconds for writing a snapshot, while the run goes on."""
 
 
-class World(Links):
-    """Plays one schedule."""
+class FaultyWorld(Links):
+    """World that plays one schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -66,13 +67,13 @@ class World(Links):
         self._not_over = len(schedule.faults)
         self._has_healed = False
         self._calls = 0
-        self._crash: tuple[Fault, Restart] | None = None
+        self._crash: tuple[DrawnFault, Restart] | None = None
         self._effects_left = 0
-        self._disk_failure: tuple[Fault, Restart] | None = None
-        self._snapshot_failures: list[Fault] = []
+        self._disk_failure: tuple[DrawnFault, Restart] | None = None
+        self._snapshot_failures: list[DrawnFault] = []
 
     def play(self) -> None:
-        """Until the run is over. Raises ViolationError."""
+        """Play until the run is over. Raises ViolationError."""
         state = initial(self.config)
         self.disk.save(self.disk.rotate(), state, first_anchors(self.config.fragments))
         self._start_coordinator(clock_s=1000.0)
@@ -101,8 +102,8 @@ class World(Links):
         if not fault.strike(self):
             self.clock.after(RETRY_S, functools.partial(self._strike, fault))
 
-    def begun(self, fault: Fault, lasts_s: float) -> bool:
-        """A fault happens now; returns True."""
+    def begun(self, fault: DrawnFault, lasts_s: float) -> bool:
+        """Note that a fault happens now; return True."""
         self.struck[fault.kind] += 1
         self.clock.after(lasts_s, self._over)
         return True
@@ -113,7 +114,7 @@ class World(Links):
             self._healed()
 
     def _healed(self) -> None:
-        """Faults have stopped: from here on the run must go on."""
+        """Expect that the run goes on, because the faults have stopped."""
         self._has_healed = True
         schedule, clock = self.schedule, self.clock
         liveness.expect(
@@ -147,7 +148,7 @@ class World(Links):
     # ---- the coordinator ----------------------------------------------------------
 
     def _start_coordinator(self, clock_s: float) -> None:
-        """clock_s: what its monotonic clock says."""
+        """Start the coordinator. clock_s: reading of its monotonic clock."""
         try:
             found = self.disk.load()
         except EmptyDiskError:
@@ -176,17 +177,19 @@ class World(Links):
 
     @property
     def new_term_within_s(self) -> float:
-        """From a coordinator's start without state to its first welcome, in a network
-        that works: islands come, all are awaited, and each anchor takes a boundary and
-        a transfer."""
+        """Seconds from a coordinator's start without state to its first welcome.
+
+        The network works in that time. The coordinator awaits all islands, and each
+        anchor takes a boundary and a transfer.
+        """
         schedule = self.schedule
         awaited_s = 2 * LEASES_AWAITED * LEASE_S + RETRY_S
         anchor_s = schedule.slowest_s + schedule.transfer_s
         return awaited_s + self.config.fragments * anchor_s
 
     def _gather(self) -> None:
-        """It has lost its state: islands' anchors are all there is."""
-        self.gatherer = Gatherer(
+        """Gather the islands' anchors: nothing else is left of the state."""
+        self.gatherer = VirtualGatherer(
             self.config,
             frozenset(self.schedule.islands),
             self.clock,
@@ -200,18 +203,20 @@ class World(Links):
             self.lose_connection(island, RETRY_S)
 
     def _gathered(self, opened: Opened | None) -> None:
-        """It opens a new term, or, with None, has given up: its process ends."""
+        """Open a new term. With None the coordinator has given up, and its process
+        ends.
+        """
         self.gatherer = None
         restart_s = RETRY_S
         if opened is None:
             if all(p.boundary is None for p in self.processes if p.ended is None):
-                # Nobody has anything: the run is lost, unless its disk comes back.
+                # No process has an anchor: the run is lost, unless its disk comes back.
                 self.disk.empty = False
         elif self.disk.empty:
             self.disk.begin(opened.state, opened.anchors)
             self.monitor.opened(opened)
             restart_s = 0.0
-        # Otherwise the disk is back, and nothing is begun beside it.
+        # Otherwise the disk is back, and no new term begins beside it.
         for island in self.processes:
             self.lose_connection(island, 0.0)
         start = functools.partial(self._start_coordinator, self.clock.now)
@@ -232,7 +237,7 @@ class World(Links):
             self.merges[record.fragment] += 1
 
     def crash_coordinator(self, restart: Restart) -> None:
-        """It dies; every connection breaks."""
+        """Kill the coordinator; every connection breaks."""
         assert self.coordinator is not None
         self.coordinator.die()
         self.coordinator = None
@@ -244,8 +249,8 @@ class World(Links):
         start = functools.partial(self._start_coordinator, restart.clock_s)
         self.clock.after(restart.down_s, start)
 
-    def crash_after(self, fault: Fault, restart: Restart, effects: int) -> bool:
-        """Arms a crash before the next but so many effect."""
+    def crash_after(self, fault: DrawnFault, restart: Restart, effects: int) -> bool:
+        """Arm a crash after `effects` more effects."""
         if self._crash is not None:
             return False
         self._crash, self._effects_left = (fault, restart), effects
@@ -263,9 +268,9 @@ class World(Links):
         return False
 
     def fail_append(
-        self, fault: Fault, restart: Restart, appends: int, written_share: float
+        self, fault: DrawnFault, restart: Restart, appends: int, written_share: float
     ) -> bool:
-        """Arms a failure of the next but so many append."""
+        """Arm a failure after `appends` more appends."""
         if self._disk_failure is not None:
             return False
         self._disk_failure = (fault, restart)
@@ -278,8 +283,8 @@ class World(Links):
         self.crash_coordinator(restart)
         self.begun(fault, max(restart.down_s, restart.noticed_s))
 
-    def fail_snapshot(self, fault: Fault) -> None:
-        """Arms a failure of the next snapshot."""
+    def fail_snapshot(self, fault: DrawnFault) -> None:
+        """Arm a failure of the next snapshot."""
         self._snapshot_failures.append(fault)
 
     def _snapshot(self) -> None:
@@ -302,7 +307,7 @@ class World(Links):
     # ---- islands ------------------------------------------------------------------
 
     def make_island(self, name: str, incarnation: int) -> FaultyIsland:
-        """A process that has not said hello yet."""
+        """Make a process that has not said hello yet."""
         plan = self.schedule.islands[name]
         spec = IslandSpec(
             name=name,
@@ -325,14 +330,14 @@ class World(Links):
         return island
 
     def start_island(self, name: str) -> None:
-        """Its next incarnation."""
+        """Start the next incarnation of an island."""
         before = self.islands.get(name)
         incarnation = before.incarnation + 1 if before is not None else 1
         self.islands[name] = self.make_island(name, incarnation)
         self.connect(self.islands[name])
 
     def start_island_after(self, seconds: float, name: str) -> None:
-        """Unless the run is over, or another one was started meanwhile."""
+        """Start an island later, unless the run is over or another one started."""
         before = self.islands[name]
 
         def start() -> None:
@@ -344,7 +349,7 @@ class World(Links):
     def crash_island(
         self, name: str, down_s: float, *, noticed: bool = True, lingers: bool = False
     ) -> bool:
-        """Its newest incarnation dies; False if it is not there."""
+        """Kill the newest incarnation of an island; False if it has ended."""
         island = self.islands[name]
         if island.ended is not None:
             return False
@@ -358,6 +363,6 @@ class World(Links):
         return True
 
     def _refused(self, island: FaultyIsland) -> None:
-        """Whoever runs it starts it anew, unless that has happened."""
+        """Start a refused island anew, as its operator would, unless it is replaced."""
         if self.islands[island.name] is island:
             self.start_island_after(RESTART_S, island.name)

@@ -1,1 +1,1 @@
-"""Fleets of many chips: what failures, speeds and links leave of their time."""
+"""Fleets of many chips: the time that failures, speeds and links leave to them."""

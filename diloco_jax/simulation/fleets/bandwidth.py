@@ -1,10 +1,10 @@
-"""`diloco simulate bandwidth`: what links must carry, from one formula.
+"""`diloco simulate bandwidth`: rates that links must carry, from one formula.
 
-Data-parallel: a ring all-reduce of bf16 gradients at every step. Of B bits, each of n
+Data-parallel: a ring all-reduce of bf16 gradients at every step. For B bits, each of n
 sites sends 2 (n - 1) / n B, and receives as much. For 7 B parameters, 8 sites and 1 s
-steps that is 196.0 Gbit/s of payload; the published 198 is this with links that carry
-payload for 99 % of the time, which is our reading: the paper's own terms are not known
-to us. The same share applies to both methods.
+steps that is 196.0 Gbit/s of payload. The published 198 follows if links carry payload
+for 99 % of the time, which is our reading: the paper does not give its own terms. The
+same share applies to both methods.
 
 Decoupled: in one cycle of H steps a site sends every parameter once, encoded, and gets
 every parameter once. Rates are one site's in one direction, as for data-parallel; the
@@ -13,7 +13,7 @@ down within the overlap window, half of which each direction may use.
 
 On links of a given speed, a data-parallel step is its computation and then its exchange
 (conventional synchronization; hidden in full behind the computation, it would save that
-once). A decoupled one is its computation, or longer if the link cannot carry the mean.
+once). A decoupled step is its computation, or longer if the link cannot carry the mean.
 """
 
 from __future__ import annotations
@@ -21,98 +21,115 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config import SyncConfig
-from diloco_jax.core.choices import CodecName
-from diloco_jax.core.codec import Codec
-from diloco_jax.simulation.fleets.checks import GBIT_PER_S, STEP_SECONDS, cut_in_reach
-from diloco_jax.validation import AT_LEAST_1, Bound, within
+from diloco_jax.config.fields import AT_LEAST_1, Bound, check_bounds, setting
+from diloco_jax.core.codecs import CODECS
+from diloco_jax.core.codecs.codec import Codec
+from diloco_jax.families import check_member
+from diloco_jax.simulation.fleets.checks import (
+    FRAGMENTS,
+    GBIT_PER_S,
+    PARAMS,
+    STEP_SECONDS,
+    cut_in_reach,
+)
 
 PUBLISHED_CASE = "published for 8 sites, 7 B, 1 s"
 PUBLISHED_DATA_PARALLEL_GBIT_PER_S = 198.0
 PUBLISHED_DECOUPLED_GBIT_PER_S = 0.84
 PUBLISHED_SPEEDUP = "more than 20"
-"""Over conventional synchronization, for 12 B parameters in four regions with links of
-2 to 5 Gbit/s."""
-GRADIENT_CODEC: CodecName = "bf16"
+"""Speedup over conventional synchronization, for 12 B parameters in four regions with
+links of 2 to 5 Gbit/s.
+"""
+GRADIENT_CODEC = "bf16"
 OVERLAP = Bound(1e-6)
 UTILISATION = Bound(1e-6, 1)
-"""With them every result is finite, as JSON asks for."""
+"""Within these bounds every result is finite, as JSON asks for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BandwidthConfig:
-    """The terms of the formula. The defaults of parameters, sites and step are the
-    published case."""
+    """Terms of the formula. The defaults of parameters, sites and step are the
+    published case.
+    """
 
-    params: float = 7e9
-    """Parameters of the model."""
-    sites: int = 8
-    """Data centres, an island each."""
-    step_seconds: float = 1.0
-    cycle: int = SyncConfig.steps_per_cycle
-    """H: inner steps in which every fragment is exchanged once."""
-    fragments: int = SyncConfig.fragments
-    """P."""
-    overlap: float = SyncConfig.overlap_steps
-    """tau: steps between a take and its adoption."""
-    codec: CodecName = SyncConfig.codec_up
-    """Of deltas and publishes."""
-    link_utilisation: float = 0.99
-    """Share of the time in which a link carries payload."""
-    link_gbit_per_s: float = 5.0
-    """Of a site, in one direction: how long are steps then?"""
+    params: float = setting(7e9, PARAMS, help="Parameters of the model.")
+    sites: int = setting(8, AT_LEAST_1, help="Data centres, an island each.")
+    step_seconds: float = setting(1.0, STEP_SECONDS, help="Seconds of a step.")
+    cycle: int = setting(
+        SyncConfig.steps_per_cycle,
+        AT_LEAST_1,
+        help="H: inner steps in which every fragment is exchanged once.",
+    )
+    fragments: int = setting(
+        SyncConfig.fragments,
+        FRAGMENTS,
+        help="P: fragments that the model is cut into.",
+    )
+    overlap: float = setting(
+        SyncConfig.overlap_steps,
+        OVERLAP,
+        help="tau: steps between a take and its adoption.",
+    )
+    codec: str = setting(SyncConfig.codec_up, help="Encoding of deltas and publishes.")
+    link_utilisation: float = setting(
+        0.99, UTILISATION, help="Share of the time in which a link carries payload."
+    )
+    link_gbit_per_s: float = setting(
+        5.0,
+        GBIT_PER_S,
+        help="Gbit/s of a site's link, in one direction, for which step times are "
+        "shown.",
+    )
 
     @property
     def as_published(self) -> bool:
-        """Whether the published rates are of this case."""
+        """True if the published rates are for this case."""
         case = (self.params, self.sites, self.step_seconds)
         usual = BandwidthConfig
         return case == (usual.params, usual.sites, usual.step_seconds)
 
     @property
     def speedup_is_published(self) -> bool:
-        """Whether the published speedup is of this case."""
+        """True if the published speedup is for this case."""
         case = (self.params, self.sites) == (12e9, 4)
         return case and 2 <= self.link_gbit_per_s <= 5
 
     def validate(self) -> None:
-        """Raises ConfigError naming field, value and remedy."""
-        within(self, STEP_SECONDS, "step_seconds")
-        within(self, OVERLAP, "overlap")
-        within(self, GBIT_PER_S, "link_gbit_per_s")
-        within(self, AT_LEAST_1, "sites", "cycle")
+        """Raise ConfigError naming field, value and remedy."""
+        check_bounds(self)
+        check_member("codec", CODECS, self.codec)
         cut_in_reach(self)
-        within(self, UTILISATION, "link_utilisation")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bandwidth:
-    """Gbit/s of one site in one direction, unless it says otherwise."""
+    """Gbit/s of one site in one direction, unless a field says otherwise."""
 
     config: BandwidthConfig
     data_parallel_gbit_per_s: float
     decoupled_gbit_per_s: float
     """Mean over a cycle."""
     peak_gbit_per_s: float
-    """While a fragment is under way."""
+    """Rate while a fragment is under way."""
     coordinator_gbit_per_s: float
-    """Mean over a cycle, of all sites together."""
+    """Mean over a cycle, for all sites together."""
     bytes_per_parameter: float
-    """Encoded, block scales included."""
+    """Bytes of an encoded parameter, block scales included."""
     published_at_cycle: float
     """H at which the formula gives the published decoupled figure, all else equal."""
     published_at_utilisation: float
-    """Link utilisation at which it does; above 1: none does."""
+    """Link utilisation at which it does; above 1 if no link can do it."""
     data_parallel_step_seconds: float
-    """On the links of the config, nothing of the exchange hidden."""
+    """Seconds on the links of the config, with none of the exchange hidden."""
     decoupled_step_seconds: float
 
     @property
     def speedup(self) -> float:
-        """Data-parallel steps over decoupled ones, in seconds."""
+        """Ratio of a data-parallel step to a decoupled one, in seconds."""
         return self.data_parallel_step_seconds / self.decoupled_step_seconds
 
     def formulas(self) -> list[str]:
-        """The results with the terms that they come from."""
+        """Return the results with the terms that they come from."""
         c = self.config
         gradient = _bytes_per_parameter(GRADIENT_CODEC)
         encoded = f"{self.bytes_per_parameter:.5g} B ({c.codec})"
@@ -151,7 +168,7 @@ class Bandwidth:
 
 
 def simulate_bandwidth(config: BandwidthConfig) -> Bandwidth:
-    """Evaluates the formulas of this module. Raises ConfigError."""
+    """Evaluate the formulas of this module. Raises ConfigError."""
     config.validate()
     per_second = 8e-9 / config.step_seconds / config.link_utilisation
     each = _bytes_per_parameter(config.codec)
@@ -176,7 +193,7 @@ def simulate_bandwidth(config: BandwidthConfig) -> Bandwidth:
     )
 
 
-def _bytes_per_parameter(codec: CodecName) -> float:
-    """Of a large tensor."""
+def _bytes_per_parameter(codec: str) -> float:
+    """Return the bytes per parameter of a large tensor."""
     elements = 1 << 20
     return Codec(codec).tile_bytes(elements) / elements

@@ -1,14 +1,14 @@
-"""Bad numbers of a simulation, refused with a message that names them."""
+"""Checks that refuse bad numbers of a simulation with a message that names them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from diloco_jax.config import ConfigError
-from diloco_jax.validation import LONGEST_S, Bound, within
+from diloco_jax.config.fields import LONGEST_S, Bound
 
 MOST_EVENTS = 1e8
-"""That a simulation may have: hours on one core."""
+"""Events that a simulation may have: hours on one core."""
 PARAMS = Bound(0, 1e15, above=True)
 FRAGMENTS = Bound(1, 100_000)
 GBIT_PER_S = Bound(1e-6, 1e6)
@@ -16,9 +16,7 @@ STEP_SECONDS = Bound(1e-6, LONGEST_S)
 
 
 def cut_in_reach(config: Any) -> None:
-    """Raises ConfigError unless `fragments` can be cut from `params`, and simulated."""
-    within(config, FRAGMENTS, "fragments")
-    within(config, PARAMS, "params")
+    """Raise ConfigError if `params` cannot be cut into `fragments`."""
     if config.fragments > config.params:
         raise ConfigError(
             f"fragments = {config.fragments}, but params = {config.params:g}; lower "
@@ -27,7 +25,7 @@ def cut_in_reach(config: Any) -> None:
 
 
 def in_reach(what: str, count: float, remedy: str) -> None:
-    """Raises ConfigError if there is more of it than a simulation gets through."""
+    """Raise ConfigError if `count` is more than a simulation gets through."""
     if not count <= MOST_EVENTS:
         raise ConfigError(
             f"that is {count:.2g} {what} to simulate, more than {MOST_EVENTS:.0e}; "
@@ -36,8 +34,7 @@ def in_reach(what: str, count: float, remedy: str) -> None:
 
 
 def steps_in_reach(hours: float, step_seconds: float, islands: int) -> None:
-    """Raises ConfigError if islands make more steps in these hours than a simulation
-    gets through."""
+    """Raise ConfigError if the islands make too many steps in these hours."""
     steps = hours * 3600 / step_seconds * islands
     in_reach("steps of islands", steps, "lower hours, or raise step_seconds")
 
@@ -45,8 +42,11 @@ def steps_in_reach(hours: float, step_seconds: float, islands: int) -> None:
 def deltas_in_reach(
     hours: float, step_seconds: float, islands: int, exchange: Any
 ) -> None:
-    """Raises ConfigError unless the policy, which at every delta goes through what
-    it keeps of all fragments, gets through them. exchange: a `fleet.Exchange`."""
+    """Raise ConfigError if the policy cannot get through the deltas of these hours.
+
+    At every delta the policy goes through its books of all fragments. exchange: a
+    `fleet.ExchangeTerms`.
+    """
     cycles = hours * 3600 / step_seconds / exchange.cycle
     deltas = cycles * islands * exchange.fragments
     in_reach(
@@ -57,7 +57,10 @@ def deltas_in_reach(
 
 
 def islands_in_reach(islands: float, fields: str) -> None:
-    """Raises ConfigError unless the policy, which at every delta goes through what
-    it keeps of all islands, gets through them. fields: that say how many there are."""
+    """Raise ConfigError if the policy cannot get through the deltas of these islands.
+
+    At every delta the policy goes through its books of all islands. fields: names of
+    the fields that set the number of islands.
+    """
     pairs = islands * islands
     in_reach(f"pairs of {islands:,.15g} islands", pairs, f"lower {fields}")

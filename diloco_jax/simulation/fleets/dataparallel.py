@@ -1,6 +1,6 @@
-"""What decoupling is measured against: one data-parallel program on all chips.
+"""Baseline of decoupling: one data-parallel program on all chips.
 
-No policy decides anything here, so both are closed loops over interruptions.
+No policy decides anything here, so both methods are closed loops over interruptions.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def elastic(
     *,
     computing: float = 1.0,
 ) -> IslandMeasure:
-    """One island of all chips that goes on with the slices that are left.
+    """Measure one island of all chips that goes on with the slices that are left.
 
-    computing: share of its time in steps in which a chip computes; it waits in the
+    computing: share of the time of its steps in which a chip computes; it waits for the
     rest (`steps.lockstep_share`).
     """
     worked, active = 0.0, []
@@ -47,8 +47,11 @@ def rigid(
     *,
     computing: float = 1.0,
 ) -> IslandMeasure:
-    """Everything stops for `restart_seconds` after a step with an interruption, be it
-    one or several; that step counts. computing: as for `elastic`."""
+    """Measure an island that stops as a whole after a step with interruptions.
+
+    It stops for `restart_seconds`, for one or several interruptions; that step counts.
+    computing: as for `elastic`.
+    """
     step = step_seconds / computing
     interrupted = -math.expm1(-chips * model.interruptions_per_chip_second * step)
     now, steps = 0.0, 0
@@ -56,7 +59,7 @@ def rigid(
     while now < seconds:
         run = int(rng.geometric(interrupted)) if interrupted else math.inf
         active.append((now, min(now + run * step, seconds)))
-        # The step in which the time runs out is never done.
+        # The step in which the time runs out is never finished.
         steps += int(min(run, (seconds - now) // step))
         now += run * step + model.restart_seconds
     return _measure(steps * step_seconds, step_seconds, seconds, active)
@@ -68,7 +71,7 @@ def _measure(
     seconds: float,
     active: list[tuple[float, float]],
 ) -> IslandMeasure:
-    """A token per step: only shares are asked for, and every step is merged."""
+    """Measure with one token per step: only shares matter, and every step is merged."""
     steps = round(worked_seconds / step_seconds)
     return IslandMeasure(
         provisioned_seconds=seconds,

@@ -1,15 +1,15 @@
-"""How interruptions, reconfigurations and returning slices eat an island's chip time.
+"""Chip time that an island loses by interruptions, reconfigurations and returns.
 
 An island is made of equal slices. Interruptions are Poisson, at the rate of its working
 chips over the mean time between interruptions (MTBI) of one chip; stopped chips are not
 interrupted. An interruption stops the island for `down_seconds`; it goes on with one
-slice less. The slice is back `return_seconds` after the interruption, and is taken in
-by a stop of `up_seconds`, or by any other stop that ends later. A step that a stop
-falls into goes on after it: what a real island does again is part of the stop. An
-island that loses its last slice has nothing left to reconfigure: it is lost, and back
-with the slice.
+slice less. The slice is back `return_seconds` after the interruption. A stop of
+`up_seconds`, or any other stop that ends later, takes it in. A step that a stop
+interrupts goes on after it: the work that a real island repeats is part of the stop. An
+island that loses its last slice has nothing left to reconfigure: it is lost, and comes
+back with the slice.
 
-One event per stop, so a day of a million chips is some thousand events.
+There is one event per stop, so a day of a million chips is some thousand events.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diloco_jax.validation import AT_LEAST_1, NOT_NEGATIVE, SECONDS, within
+from diloco_jax.config.fields import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    SECONDS,
+    check_bounds,
+    setting,
+)
 
 SECONDS_PER_YEAR = 365.25 * 24 * 3600
 TOUCHING_S = 1e-6
@@ -30,43 +36,62 @@ TOUCHING_S = 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FailureModel:
-    """The defaults are calibrated: they give the published goodput, as
-    docs/results/goodput.md shows."""
+    """Rates and times of failures.
 
-    mtbi_years: float = 1.0
-    """Mean time between interruptions of one chip; 0 = they never come."""
-    slice_chips: int = 4096
-    """Chips that go away together. An island has the nearest whole number of slices."""
-    down_seconds: float = 12.0
-    """Stop of an island that goes on with one slice less."""
-    up_seconds: float = 12.0
-    """Stop of an island that takes slices in again."""
-    return_seconds: float = 120.0
-    """From an interruption until its slice can be taken in again."""
-    restart_seconds: float = 85.0
-    """Stop of everything where there is no elasticity."""
+    The defaults are calibrated: they give the published goodput, as
+    docs/results/goodput.md shows.
+    """
+
+    mtbi_years: float = setting(
+        1.0,
+        NOT_NEGATIVE,
+        help="Mean years between interruptions of one chip; 0 = they never come.",
+    )
+    slice_chips: int = setting(
+        4096,
+        AT_LEAST_1,
+        help="Chips that go away together. An island has the nearest whole number of "
+        "slices.",
+    )
+    down_seconds: float = setting(
+        12.0,
+        SECONDS,
+        help="Seconds for which an island stops when it loses a slice.",
+    )
+    up_seconds: float = setting(
+        12.0,
+        SECONDS,
+        help="Seconds for which an island stops to take slices in again.",
+    )
+    return_seconds: float = setting(
+        120.0,
+        SECONDS,
+        help="Seconds from an interruption until its slice can be taken in again.",
+    )
+    restart_seconds: float = setting(
+        85.0,
+        SECONDS,
+        help="Seconds for which everything stops without elasticity.",
+    )
 
     def validate(self) -> None:
-        """Raises ConfigError naming field, value and remedy."""
-        within(self, AT_LEAST_1, "slice_chips")
-        within(self, NOT_NEGATIVE, "mtbi_years")
-        within(self, SECONDS, "down_seconds", "up_seconds")
-        within(self, SECONDS, "return_seconds", "restart_seconds")
+        """Raise ConfigError naming field, value and remedy."""
+        check_bounds(self)
 
     @property
     def interruptions_per_chip_second(self) -> float:
-        """Rate of interruptions of one working chip."""
+        """Interruptions per second of one working chip."""
         if not self.mtbi_years:
             return 0.0
         return 1 / (self.mtbi_years * SECONDS_PER_YEAR)
 
     def slices(self, chips: float) -> int:
-        """Slices of an island with that many chips."""
+        """Return the number of slices of an island with `chips` chips."""
         return max(1, round(chips / self.slice_chips))
 
 
 class Segment(NamedTuple):
-    """An interval in which `share` of an island's chips work. lost: none is left."""
+    """Interval in which `share` of an island's chips work. lost: no chip is left."""
 
     start: float
     stop: float
@@ -77,8 +102,10 @@ class Segment(NamedTuple):
 def segments(
     chips: float, model: FailureModel, rng: np.random.Generator
 ) -> Iterator[Segment]:
-    """The life of an island from second 0 on, without gaps and without end; the last
-    segment of an island that nothing interrupts any more ends at infinity."""
+    """Yield the life of an island from second 0 on, without gaps and without end.
+
+    If nothing interrupts the island any more, its last segment ends at infinity.
+    """
     slices = model.slices(chips)
     rate = model.interruptions_per_chip_second * chips / slices
     working, now = slices, 0.0
@@ -86,7 +113,8 @@ def segments(
     while True:
         fails = back = math.inf
         if working and rate:
-            # Memoryless: a return in between may draw it anew.
+            # The process is memoryless, so a return in between may draw the failure
+            # anew.
             fails = now + rng.exponential(1 / (rate * working))
         if returns:
             back = returns[0]
@@ -99,7 +127,7 @@ def segments(
             returns.append(fails + model.return_seconds)
             now = event + model.down_seconds
         else:
-            # A slice may be back the moment that a stop ends.
+            # A slice may be back at the moment when a stop ends.
             now = max(event, now) + model.up_seconds
         if now > event:
             yield Segment(event, now, 0.0, lost=not working)
@@ -109,22 +137,25 @@ def segments(
 
 
 def undisturbed() -> Iterator[Segment]:
-    """The life of an island that nothing ever happens to."""
+    """Yield the life of an island that is never interrupted."""
     yield Segment(0.0, math.inf, 1.0)
 
 
 class Capacity:
-    """An island's chip time, used up step by step, forward in time."""
+    """Chip time of an island, used up step by step, forward in time."""
 
     def __init__(self, life: Iterator[Segment]) -> None:
         self._life = life
         self._segment = next(life)
         self.active: list[tuple[float, float]] = []
-        """Intervals in which steps were done, in order, joined where they touch."""
+        """Intervals in which steps ran, in order, joined where they touch."""
 
     def use(self, start: float, work_seconds: float) -> tuple[float, bool]:
-        """Does a step that takes `work_seconds` on all chips from `start` on. Returns
-        when it is done and True, or when the island is lost before that and False."""
+        """Do a step that takes `work_seconds` on all chips, from `start` on.
+
+        Returns the time of its end and True, or the time at which the island is lost
+        and False.
+        """
         now = start
         while not (segment := self._at(now)).lost:
             if segment.share:
@@ -137,7 +168,7 @@ class Capacity:
         return now, False
 
     def back_at(self, time: float) -> float:
-        """The first moment from `time` on at which chips work."""
+        """Return the first moment from `time` on at which chips work."""
         while not (segment := self._at(time)).share:
             time = segment.stop
         return time

@@ -1,11 +1,12 @@
 """Islands that fail, differ and come back, under the production policy.
 
 An island's batch is fixed for its incarnation, as in the runtime. So a stop of some
-seconds is one long step; with w of n slices left a step takes n / w as long, on as many
-tokens; and only an island without any slice left dies, to come back as its next
-incarnation. Nothing is lost with a slice, since the others hold the same parameters.
+seconds is one long step. With w of n slices left a step takes n / w as long, on the
+same number of tokens. Only an island without any slice left dies, and comes back as its
+next incarnation. A lost slice loses no state, since the others hold the same
+parameters.
 
-What the first islands' compilation and fetch take is not counted, a later join is.
+Compilation and fetches of the first islands are not counted; those of a later join are.
 """
 
 from __future__ import annotations
@@ -17,55 +18,82 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from diloco_jax.config import Placement, RunConfig, SyncConfig
+from diloco_jax.config.fields import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    SECONDS,
+    check_bounds,
+    setting,
+)
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.core.choices import CodecName
-from diloco_jax.core.codec import Codec
+from diloco_jax.core.codecs import CODECS
+from diloco_jax.core.codecs.codec import Codec
+from diloco_jax.families import check_member
 from diloco_jax.observability.measures import IslandMeasure, participation
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.state import Fragment, State
-from diloco_jax.simulation.fleets.checks import GBIT_PER_S, cut_in_reach
+from diloco_jax.simulation.fleets.checks import (
+    FRAGMENTS,
+    GBIT_PER_S,
+    PARAMS,
+    cut_in_reach,
+)
 from diloco_jax.simulation.fleets.failures import Capacity, Segment
 from diloco_jax.simulation.progress import Progress, nobody
 from diloco_jax.simulation.virtual.island import IslandSpec
 from diloco_jax.simulation.virtual.line import LineSpeed
 from diloco_jax.simulation.virtual.merging import NoArrays
 from diloco_jax.simulation.virtual.world import World
-from diloco_jax.validation import AT_LEAST_1, NOT_NEGATIVE, SECONDS, within
 
 TOKENS_PER_STEP = 1000
-"""Of every island: only shares are asked for."""
+"""Tokens per step of every island: only shares are asked for."""
 ENDLESS_TOKENS = 1 << 60
 TIME_BUDGET_STEPS = 100
-"""No sign of life between steps is simulated, so leases are as long as many steps; a
-dead island's connection is seen to break at once."""
+"""Lease of an island, in steps, because no sign of life between steps is simulated. The
+coordinator sees at once that a dead island's connection broke.
+"""
 PROGRESS_CALLS = 200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """What islands and coordinator exchange, how often and how fast."""
+class ExchangeTerms:
+    """Exchange between islands and coordinator: its content, frequency and speed."""
 
-    cycle: int = SyncConfig.steps_per_cycle
-    """H: inner steps between two merges of a fragment."""
-    fragments: int = SyncConfig.fragments
-    """P."""
-    overlap: int = SyncConfig.overlap_steps
-    """tau: steps an island may do between its take and the adoption."""
-    codec: CodecName = SyncConfig.codec_up
-    """Of deltas and publishes."""
-    params: float = 12e9
-    """Parameters of the model."""
-    link_gbit_per_s: float = 5.0
-    """Of an island's link, each way."""
-    latency_seconds: float = 0.05
-    """One way."""
-    merge_seconds: float = 0.5
-    """From the last delta of a merge to its publish."""
-    join_seconds: float = 60.0
-    """What a new incarnation takes for compiling, its fetch of the parameters apart."""
+    cycle: int = setting(
+        SyncConfig.steps_per_cycle,
+        AT_LEAST_1,
+        help="H: inner steps between two merges of a fragment.",
+    )
+    fragments: int = setting(
+        SyncConfig.fragments,
+        FRAGMENTS,
+        help="P: fragments that the model is cut into.",
+    )
+    overlap: int = setting(
+        SyncConfig.overlap_steps,
+        NOT_NEGATIVE,
+        help="tau: steps an island may do between its take and the adoption.",
+    )
+    codec: str = setting(SyncConfig.codec_up, help="Encoding of deltas and publishes.")
+    params: float = setting(12e9, PARAMS, help="Parameters of the model.")
+    link_gbit_per_s: float = setting(
+        5.0, GBIT_PER_S, help="Gbit/s of an island's link, each way."
+    )
+    latency_seconds: float = setting(
+        0.05, SECONDS, help="Seconds that a message is under way."
+    )
+    merge_seconds: float = setting(
+        0.5, SECONDS, help="Seconds from the last delta of a merge to its publish."
+    )
+    join_seconds: float = setting(
+        60.0,
+        SECONDS,
+        help="Seconds that a new incarnation takes for compiling; its fetch of the "
+        "parameters comes on top.",
+    )
 
     def sync(self, quorum: int, grace: float) -> SyncConfig:
-        """The part that a run's config holds."""
+        """Return the part of these terms that a run's config holds."""
         return SyncConfig(
             steps_per_cycle=self.cycle,
             fragments=self.fragments,
@@ -77,17 +105,15 @@ class Exchange:
         )
 
     def fragment_sizes(self) -> tuple[int, ...]:
-        """Parameters by fragment, balanced."""
+        """Return the parameters of each fragment, balanced."""
         each, rest = divmod(int(self.params), self.fragments)
         return tuple(each + (f < rest) for f in range(self.fragments))
 
     def validate(self) -> None:
-        """Raises ConfigError naming field, value and remedy."""
-        within(self, AT_LEAST_1, "cycle")
-        within(self, NOT_NEGATIVE, "overlap")
-        within(self, SECONDS, "latency_seconds", "merge_seconds", "join_seconds")
+        """Raise ConfigError naming field, value and remedy."""
+        check_bounds(self)
+        check_member("codec", CODECS, self.codec)
         cut_in_reach(self)
-        within(self, GBIT_PER_S, "link_gbit_per_s")
 
 
 @dataclasses.dataclass
@@ -99,17 +125,17 @@ class _Member:
     until: float = math.inf
 
 
-class Fleet:
+class VirtualFleet:
     """Islands and their coordinator.
 
     sync: of the run; cycle, fragments and overlap as in `exchange`.
-    step_seconds: of a usual step; the time budget follows from it.
-    total_tokens: at which the run ends by itself.
+    step_seconds: seconds of a usual step; the time budget follows from it.
+    total_tokens: tokens at which the run ends by itself.
     """
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: ExchangeTerms,
         sync: SyncConfig,
         step_seconds: float,
         total_tokens: int = ENDLESS_TOKENS,
@@ -156,9 +182,12 @@ class Fleet:
         life: Iterator[Segment],
         lead: int = 0,
     ) -> None:
-        """An island says hello. step_seconds: of its undisturbed steps; steps: seconds
-        of each one on all chips; life: of its chips, on this fleet's clock; lead: see
-        `IslandSpec`."""
+        """Let an island say hello.
+
+        step_seconds: seconds of an undisturbed step. steps: seconds of each step on all
+        chips. life: life of the island's chips, on this fleet's clock. lead: see
+        `IslandSpec`.
+        """
         spec = IslandSpec(
             name=name,
             batch_size=1,
@@ -172,12 +201,12 @@ class Fleet:
         self._world.start(spec)
 
     def leave(self, name: str) -> None:
-        """An island says goodbye; what has not arrived of its work is lost."""
+        """Let an island say goodbye; its work that has not arrived is lost."""
         self._members[name].until = self._world.clock.now
         self._world.islands[name].leave("preempted")
 
     def begin(self) -> None:
-        """Goes on until all islands are about to step; from here on time counts."""
+        """Run until all islands are about to step; time counts from here on."""
         islands = self._world.islands.values()
         self._world.clock.run(done=lambda: all(i.boundary for i in islands))
         self._began = self._world.clock.now
@@ -185,14 +214,14 @@ class Fleet:
             member.since = self._began
 
     def run(self, seconds: float, progress: Progress = nobody) -> None:
-        """Goes on for that long. progress: called with the share that is done."""
+        """Run for `seconds`. progress: called with the share that is done."""
         began = self._world.clock.now
         for call in range(1, PROGRESS_CALLS + 1):
             self._world.run(began + seconds * call / PROGRESS_CALLS)
             progress(call / PROGRESS_CALLS)
 
     def run_to(self, tokens: float) -> None:
-        """Goes on until the coordinator has that many tokens, or the run is over."""
+        """Run until the coordinator has `tokens` tokens, or the run is over."""
         coordinator = self._world.coordinator
         self._world.clock.run(
             done=lambda: (
@@ -201,8 +230,11 @@ class Fleet:
         )
 
     def end(self) -> None:
-        """The run has its tokens: islands end their steps, and what is open is merged,
-        in seconds that do not count; of what it brings, only tokens do."""
+        """End the run as if it had its tokens.
+
+        Islands end their steps and open fragments are merged, in seconds that do not
+        count. Only the tokens of that time count.
+        """
         coordinator = self._world.coordinator
         tokens = max(1, coordinator.state.progress_tokens)
         coordinator.config = replace(coordinator.config, total_tokens=tokens)
@@ -215,7 +247,7 @@ class Fleet:
         until, done = member.capacity.use(clock.now, work_seconds)
         seconds = until - clock.now
         if not done:
-            # Before the end of the step, which is due at the same time.
+            # The loss comes before the end of the step, which is due at the same time.
             clock.after(seconds, lambda: self._lost(member))
         return seconds
 
@@ -233,28 +265,28 @@ class Fleet:
 
     @property
     def seconds(self) -> float:
-        """From `begin` to now, or to `end`."""
+        """Seconds from `begin` to now, or to `end`."""
         return self._now - self._began
 
     @property
     def totals(self) -> ledger.Totals:
-        """Of all islands' tokens."""
+        """Token totals of all islands."""
         return ledger.run_totals(self._config, self._state)
 
     @property
     def merges(self) -> int:
-        """Over all fragments, up to `end`."""
+        """Merges of all fragments, up to `end`."""
         return sum(fragment.merges for fragment in self._counted_fragments)
 
     def participation(self) -> float:
-        """Over all islands and fragments, up to `end`."""
+        """Return the participation of all islands in all fragments, up to `end`."""
         accounts = [a for f in self._counted_fragments for a in f.accounts.values()]
         return participation(
             sum(a.merges_in for a in accounts), sum(a.merges_alive for a in accounts)
         )
 
     def measures(self) -> list[IslandMeasure]:
-        """Of every island."""
+        """Return the measures of every island."""
         return [self._measure(name) for name in self._members]
 
     @property
@@ -276,7 +308,7 @@ class Fleet:
         totals = ledger.island_totals(self._config, self._state, name)
         until = min(member.until, self._now)
         if self._ended is not None and member.capacity.active:
-            # With the step that was under way.
+            # The step that was under way counts.
             until = min(member.until, max(until, member.capacity.active[-1][1]))
         return IslandMeasure(
             provisioned_seconds=until - member.since,

@@ -1,8 +1,8 @@
-"""`diloco simulate goodput`: what interruptions leave of a fleet's chip time.
+"""`diloco simulate goodput`: the chip time that interruptions leave to a fleet.
 
-The published figures (arXiv 2604.21428), at one interruption per chip and year and 1.2
-million chips: 27 % without elasticity, 58 % for elastic data-parallel, 88 % decoupled
-with 8 islands. The defaults are the calibration of docs/results/goodput.md.
+The published figures (arXiv 2604.21428) are for one interruption per chip and year and
+1.2 million chips: 27 % without elasticity, 58 % for elastic data-parallel, 88 %
+decoupled with 8 islands. The defaults are the calibration of docs/results/goodput.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,15 @@ from typing import Literal
 import numpy as np
 
 from diloco_jax.config import ConfigError, SyncConfig
+from diloco_jax.config.fields import (
+    AT_LEAST_1,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    check_bounds,
+    setting,
+)
 from diloco_jax.observability import measures
 from diloco_jax.simulation.fleets import dataparallel
 from diloco_jax.simulation.fleets.checks import (
@@ -25,17 +34,9 @@ from diloco_jax.simulation.fleets.checks import (
     steps_in_reach,
 )
 from diloco_jax.simulation.fleets.failures import FailureModel, segments
-from diloco_jax.simulation.fleets.fleet import Exchange, Fleet
+from diloco_jax.simulation.fleets.fleet import ExchangeTerms, VirtualFleet
 from diloco_jax.simulation.progress import Progress, nobody, part
 from diloco_jax.simulation.virtual.steps import durations, lockstep_share
-from diloco_jax.validation import (
-    AT_LEAST_1,
-    BELOW_1,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE,
-    within,
-)
 
 Method = Literal["decoupled", "elastic", "rigid"]
 PUBLISHED_MTBI_YEARS = 1.0
@@ -50,38 +51,40 @@ PUBLISHED: dict[tuple[Method, int, int], float] = {
 class GoodputConfig:
     """Chips, how they fail, and how they work together."""
 
-    method: Method = "decoupled"
-    """rigid, elastic: one data-parallel program on all chips, which at every step
-    waits for the slowest of as many groups as there are islands."""
-    chips: int = 1_200_000
-    """Of all islands together, shared out evenly."""
-    islands: int = 8
-    step_seconds: float = 10.0
-    """Of a step on all chips of an island."""
-    step_spread: float = 0.0
-    """Standard deviation of the step time over its mean."""
-    quorum: int = SyncConfig.quorum
-    """K (decoupled)."""
-    grace: float = SyncConfig.grace
-    """gamma (decoupled)."""
-    hours: float = 24.0
-    """Simulated time, shared out over the seeds."""
-    seed: int = 0
-    """The first of `seeds` seeds."""
-    seeds: int = 3
-    """Runs, each with its own failures; results are means, with the lowest and the
-    highest run as bounds."""
+    method: Method = setting(
+        "decoupled",
+        help="How the chips work together: as islands, or as one data-parallel program "
+        "on all chips (elastic, rigid), which at every step waits for the slowest of "
+        "as many groups as there are islands.",
+    )
+    chips: int = setting(
+        1_200_000, AT_LEAST_1, help="Chips of all islands together, shared out evenly."
+    )
+    islands: int = setting(8, AT_LEAST_1, help="Number of islands.")
+    step_seconds: float = setting(
+        10.0, STEP_SECONDS, help="Seconds of a step on all chips of an island."
+    )
+    step_spread: float = setting(
+        0.0, SHARE, help="Standard deviation of the step time over its mean."
+    )
+    quorum: int = setting(SyncConfig.quorum, AT_LEAST_1, help="K (decoupled).")
+    grace: float = setting(SyncConfig.grace, BELOW_1, help="gamma (decoupled).")
+    hours: float = setting(
+        24.0, POSITIVE, help="Simulated hours, shared out over the seeds."
+    )
+    seed: int = setting(0, NOT_NEGATIVE, help="The first of the seeds.")
+    seeds: int = setting(
+        3,
+        AT_LEAST_1,
+        help="Runs, each with its own failures; results are means, with the lowest and "
+        "the highest run as bounds.",
+    )
     failures: FailureModel = dataclasses.field(default_factory=FailureModel)
-    exchange: Exchange = dataclasses.field(default_factory=Exchange)
+    exchange: ExchangeTerms = dataclasses.field(default_factory=ExchangeTerms)
 
     def validate(self) -> None:
-        """Raises ConfigError naming field, value and remedy."""
-        within(self, AT_LEAST_1, "chips", "islands", "quorum", "seeds")
-        within(self, STEP_SECONDS, "step_seconds")
-        within(self, POSITIVE, "hours")
-        within(self, NOT_NEGATIVE, "seed")
-        within(self, SHARE, "step_spread")
-        within(self, BELOW_1, "grace")
+        """Raise ConfigError naming field, value and remedy."""
+        check_bounds(self)
         self.failures.validate()
         self.exchange.validate()
         if self.seconds < self.step_seconds:
@@ -117,7 +120,7 @@ class GoodputConfig:
 
     @property
     def label(self) -> str:
-        """The way in which the chips work together."""
+        """Name of the way in which the chips work together."""
         if self.method != "decoupled":
             return f"{self.method} data-parallel"
         return f"decoupled, {self.islands} island{'s' * (self.islands > 1)}"
@@ -125,21 +128,21 @@ class GoodputConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GoodputSample:
-    """What one run comes to; shares but for `merges`."""
+    """Result of one run; all fields but `merges` are shares."""
 
     goodput: float
     compute_goodput: float
     uptime: float
     participation: float
-    """0 where nothing merges."""
+    """Participation; 0 if nothing merges."""
     merges: float
     lost_tokens_fraction: float
-    """Of the computed tokens."""
+    """Share of the computed tokens that was lost."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GoodputResult:
-    """Over all seeds."""
+    """Results over all seeds."""
 
     config: GoodputConfig
     mean: GoodputSample
@@ -160,7 +163,7 @@ class GoodputResult:
 def simulate_goodput(
     config: GoodputConfig, progress: Progress = nobody
 ) -> GoodputResult:
-    """Simulates every seed. progress: called with the share that is done.
+    """Simulate every seed. progress: called with the share that is done.
 
     Raises ConfigError, or an error of the simulated parts.
     """
@@ -183,7 +186,7 @@ def _decoupled(
     config: GoodputConfig, rng: np.random.Generator, progress: Progress
 ) -> GoodputSample:
     sync = config.exchange.sync(config.quorum, config.grace)
-    fleet = Fleet(config.exchange, sync, config.step_seconds)
+    fleet = VirtualFleet(config.exchange, sync, config.step_seconds)
     chips = config.chips / config.islands
     for name, own in zip(range(config.islands), rng.spawn(config.islands), strict=True):
         failing, varying = own.spawn(2)

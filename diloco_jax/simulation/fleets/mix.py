@@ -5,8 +5,8 @@ The published setting (arXiv 2604.21428): 4 islands v6e and 4 v5p, 18 % apart in
 without.
 
 In this product K = M does not make islands wait: ticks come when the slowest island has
-done its steps, and the others go on meanwhile. What the published 84 % counts is what a
-step costs that waits for every island, which is the row "lockstep".
+done its steps, and the others go on meanwhile. The published 84 % counts the cost of a
+step that waits for every island, which is the row "lockstep".
 """
 
 from __future__ import annotations
@@ -16,6 +16,14 @@ import dataclasses
 import numpy as np
 
 from diloco_jax.config import ConfigError, SyncConfig
+from diloco_jax.config.fields import (
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    check_bounds,
+    setting,
+)
 from diloco_jax.observability import measures
 from diloco_jax.simulation.fleets.checks import (
     STEP_SECONDS,
@@ -24,43 +32,43 @@ from diloco_jax.simulation.fleets.checks import (
     steps_in_reach,
 )
 from diloco_jax.simulation.fleets.failures import undisturbed
-from diloco_jax.simulation.fleets.fleet import Exchange, Fleet
+from diloco_jax.simulation.fleets.fleet import ExchangeTerms, VirtualFleet
 from diloco_jax.simulation.progress import Progress, nobody, part
 from diloco_jax.simulation.virtual.steps import durations, lockstep_share
-from diloco_jax.validation import BELOW_1, NOT_NEGATIVE, POSITIVE, SHARE, within
 
 PUBLISHED_GOODPUT = {"lockstep": 0.84, "K = 1": 1.0, "K = 1 with grace": 1.0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixConfig:
-    """Fast and slow islands, all with the same batch. The defaults of islands, gap and
-    spread are the published setting."""
+    """Fast and slow islands, all with the same batch.
 
-    v6e: int = 4
-    """The faster islands."""
-    v5p: int = 4
-    """The slower islands."""
-    gap: float = 0.18
-    """By which a slow island's step is longer, as a share of a fast one's."""
-    step_spread: float = 0.10
-    """Standard deviation of every step's time over its mean."""
-    step_seconds: float = 10.0
-    """Of a fast island."""
-    grace: float = SyncConfig.grace
-    """gamma of the row with grace."""
-    hours: float = 6.0
-    """Simulated time."""
-    seed: int = 0
-    exchange: Exchange = dataclasses.field(default_factory=Exchange)
+    The defaults of islands, gap and spread are the published setting.
+    """
+
+    v6e: int = setting(4, NOT_NEGATIVE, help="Faster islands.")
+    v5p: int = setting(4, NOT_NEGATIVE, help="Slower islands.")
+    gap: float = setting(
+        0.18,
+        NOT_NEGATIVE,
+        help="How much longer a slow island's step is, as a share of a fast one's.",
+    )
+    step_spread: float = setting(
+        0.10, SHARE, help="Standard deviation of every step's time over its mean."
+    )
+    step_seconds: float = setting(
+        10.0, STEP_SECONDS, help="Seconds of a fast island's step."
+    )
+    grace: float = setting(
+        SyncConfig.grace, BELOW_1, help="gamma of the row with grace."
+    )
+    hours: float = setting(6.0, POSITIVE, help="Simulated hours.")
+    seed: int = setting(0, NOT_NEGATIVE, help="Seed of the step times.")
+    exchange: ExchangeTerms = dataclasses.field(default_factory=ExchangeTerms)
 
     def validate(self) -> None:
-        """Raises ConfigError naming field, value and remedy."""
-        within(self, NOT_NEGATIVE, "v6e", "v5p", "gap", "seed")
-        within(self, SHARE, "step_spread")
-        within(self, BELOW_1, "grace")
-        within(self, STEP_SECONDS, "step_seconds")
-        within(self, POSITIVE, "hours")
+        """Raise ConfigError naming field, value and remedy."""
+        check_bounds(self)
         if self.v6e + self.v5p < 2:
             raise ConfigError(
                 f"v6e = {self.v6e} and v5p = {self.v5p} islands; a mix has at least 2"
@@ -79,13 +87,13 @@ class MixConfig:
         deltas_in_reach(*length, self.exchange)
 
     def mean_step_seconds(self) -> dict[str, float]:
-        """By island."""
+        """Return the mean seconds of a step, by island."""
         fast = {f"v6e-{i}": self.step_seconds for i in range(self.v6e)}
         slow = self.step_seconds * (1 + self.gap)
         return fast | {f"v5p-{i}": slow for i in range(self.v5p)}
 
     def published_goodput(self, way: str) -> float | None:
-        """What is published for one way to wait in this setting, if anything is."""
+        """Return the published goodput of one way to wait in this setting, or None."""
         setting = (self.v6e, self.v5p, self.gap, self.step_spread)
         usual = (MixConfig.v6e, MixConfig.v5p, MixConfig.gap, MixConfig.step_spread)
         return PUBLISHED_GOODPUT.get(way) if setting == usual else None
@@ -93,20 +101,20 @@ class MixConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixRow:
-    """One way to wait; shares but for `merges_per_hour`."""
+    """One way to wait; all fields but `merges_per_hour` are shares."""
 
     name: str
     goodput: float
     compute_goodput: float
     participation: float
     merges_per_hour: float
-    """Over all fragments."""
+    """Merges per hour of all fragments."""
     published_goodput: float | None
-    """In the published setting only."""
+    """Published goodput, in the published setting only."""
 
 
 def simulate_mix(config: MixConfig, progress: Progress = nobody) -> tuple[MixRow, ...]:
-    """Simulates every way to wait. Raises ConfigError."""
+    """Simulate every way to wait. Raises ConfigError."""
     config.validate()
     everyone = config.v6e + config.v5p
     ways = (
@@ -125,7 +133,7 @@ def _lockstep(config: MixConfig) -> MixRow:
     means = config.mean_step_seconds()
     rng = np.random.default_rng(config.seed)
     share = lockstep_share(list(means.values()), config.step_spread, rng)
-    # An island computes that share of its time: all make as many steps.
+    # An island computes for that share of its time: all islands make as many steps.
     step_seconds = sum(means.values()) / len(means) / share
     return MixRow(
         name="lockstep",
@@ -145,7 +153,7 @@ def _decoupled(
     progress: Progress,
 ) -> MixRow:
     sync = config.exchange.sync(quorum, grace)
-    fleet = Fleet(config.exchange, sync, config.step_seconds)
+    fleet = VirtualFleet(config.exchange, sync, config.step_seconds)
     means = config.mean_step_seconds()
     rngs = np.random.default_rng(config.seed).spawn(len(means))
     for (island, mean), rng in zip(means.items(), rngs, strict=True):

@@ -1,8 +1,8 @@
 """`diloco simulate scavenge`: extra islands for a part of the token budget.
 
-Islands join when the first half of the rest of the budget is done, and leave when their
-part is. The published training times (arXiv 2604.21428), relative to the same run
-without them, are for half of the budget; as many tokens at a speed higher by a share x
+The part lies in the middle of the budget: extra islands join at its begin and leave at
+its end. The published training times (arXiv 2604.21428), relative to the same run
+without them, are for half of the budget. The same tokens at a speed higher by a share x
 take at best 0.5 + 0.5 / (1 + x).
 """
 
@@ -14,6 +14,15 @@ import math
 import numpy as np
 
 from diloco_jax.config import ConfigError, SyncConfig
+from diloco_jax.config.fields import (
+    AT_LEAST_1,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    check_bounds,
+    setting,
+)
 from diloco_jax.simulation.fleets.checks import (
     STEP_SECONDS,
     deltas_in_reach,
@@ -21,17 +30,13 @@ from diloco_jax.simulation.fleets.checks import (
     steps_in_reach,
 )
 from diloco_jax.simulation.fleets.failures import undisturbed
-from diloco_jax.simulation.fleets.fleet import TOKENS_PER_STEP, Exchange, Fleet
+from diloco_jax.simulation.fleets.fleet import (
+    TOKENS_PER_STEP,
+    ExchangeTerms,
+    VirtualFleet,
+)
 from diloco_jax.simulation.progress import Progress, nobody, part
 from diloco_jax.simulation.virtual.steps import durations
-from diloco_jax.validation import (
-    AT_LEAST_1,
-    BELOW_1,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE,
-    within,
-)
 
 PUBLISHED = {
     0.25: (0.90, 1.07),
@@ -39,39 +44,44 @@ PUBLISHED = {
     1.0: (0.75, 1.02),
     3.0: (0.62, 0.80),
 }
-"""Decoupled and elastic data-parallel, by share of extra compute."""
+"""Time ratios, decoupled and elastic data-parallel, by share of extra compute."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScavengeConfig:
-    """A run, and what comes on top."""
+    """A run, and the islands that it gets on top."""
 
-    islands: int = 8
-    """Of the whole run."""
-    extra: tuple[float, ...] = tuple(PUBLISHED)
-    """Islands on top, as shares of `islands`; one simulation each."""
-    tokens_share: float = 0.5
-    """Share of the token budget in whose time they take part."""
-    step_seconds: float = 10.0
-    step_spread: float = 0.0
-    """Standard deviation of the step time over its mean."""
-    quorum: int = SyncConfig.quorum
-    """K."""
-    grace: float = SyncConfig.grace
-    """gamma."""
-    hours: float = 6.0
-    """Of the run without extra islands."""
-    seed: int = 0
-    exchange: Exchange = dataclasses.field(default_factory=Exchange)
+    islands: int = setting(8, AT_LEAST_1, help="Islands of the whole run.")
+    extra: tuple[float, ...] = setting(
+        tuple(PUBLISHED),
+        help="Extra islands, as shares of those of the whole run; one simulation each.",
+    )
+    tokens_share: float = setting(
+        0.5, help="Share of the token budget during which extra islands take part."
+    )
+    step_seconds: float = setting(10.0, STEP_SECONDS, help="Seconds of a step.")
+    step_spread: float = setting(
+        0.0, SHARE, help="Standard deviation of the step time over its mean."
+    )
+    quorum: int = setting(
+        SyncConfig.quorum,
+        AT_LEAST_1,
+        help="K: deltas without which a fragment is not merged.",
+    )
+    grace: float = setting(
+        SyncConfig.grace,
+        BELOW_1,
+        help="gamma: share of the slack spent on waiting for more than K deltas.",
+    )
+    hours: float = setting(
+        6.0, POSITIVE, help="Simulated hours of the run without extra islands."
+    )
+    seed: int = setting(0, NOT_NEGATIVE, help="Seed of the step times.")
+    exchange: ExchangeTerms = dataclasses.field(default_factory=ExchangeTerms)
 
     def validate(self) -> None:
-        """Raises ConfigError naming field, value and remedy."""
-        within(self, AT_LEAST_1, "islands", "quorum")
-        within(self, STEP_SECONDS, "step_seconds")
-        within(self, POSITIVE, "hours")
-        within(self, NOT_NEGATIVE, "seed")
-        within(self, SHARE, "step_spread")
-        within(self, BELOW_1, "grace")
+        """Raise ConfigError naming field, value and remedy."""
+        check_bounds(self)
         if not 0 < self.tokens_share <= 1:
             raise ConfigError(
                 f"tokens_share = {self.tokens_share}; choose a share above 0 and at "
@@ -106,24 +116,24 @@ class ScavengeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScavengeRow:
-    """One amount of extra compute."""
+    """Result for one amount of extra compute."""
 
     extra: float
-    """Share of the usual islands."""
+    """Extra islands as a share of the usual islands."""
     hours: float
     time_ratio: float
     """Training time over that without extra islands."""
     best_ratio: float
-    """What it would be if nothing were lost by joining and leaving."""
+    """Time ratio if joining and leaving cost nothing."""
     published_ratio: float | None
     published_elastic_ratio: float | None
-    """Of elastic data-parallel training."""
+    """Published time ratio of elastic data-parallel training."""
 
 
 def simulate_scavenge(
     config: ScavengeConfig, progress: Progress = nobody
 ) -> tuple[ScavengeRow, ...]:
-    """Simulates the run with and without each amount of islands. Raises ConfigError."""
+    """Simulate the run with and without each amount of islands. Raises ConfigError."""
     config.validate()
     parts = 1 + len(config.extra)
     without_s = _training_seconds(config, 0.0)
@@ -147,11 +157,11 @@ def simulate_scavenge(
 
 
 def _training_seconds(config: ScavengeConfig, extra: float) -> float:
-    """Until everything is merged."""
+    """Return the seconds until everything is merged."""
     each = round(config.hours * 3600 / config.step_seconds)
     tokens = config.islands * each * TOKENS_PER_STEP
     sync = config.exchange.sync(config.quorum, config.grace)
-    fleet = Fleet(config.exchange, sync, config.step_seconds, tokens)
+    fleet = VirtualFleet(config.exchange, sync, config.step_seconds, tokens)
     chance = np.random.default_rng(config.seed)
 
     def join(name: str) -> None:

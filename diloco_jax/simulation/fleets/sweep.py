@@ -21,7 +21,7 @@ from diloco_jax.simulation.progress import Progress, nobody, part
 CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
 ISLANDS = (1, 2, 4, 8, 16)
 SWEPT = {"method": get_args(Method), "chips": CHIPS, "islands": ISLANDS}
-"""What a sweep goes over."""
+"""Values that a sweep goes over."""
 MEASURES = tuple(field.name for field in dataclasses.fields(GoodputSample))
 
 
@@ -31,11 +31,14 @@ def sweep_goodput(
     islands: Sequence[int],
     progress: Progress = nobody,
 ) -> list[GoodputResult]:
-    """Both data-parallel methods, and decoupled with each number of islands that has a
-    quorum, at each number of chips; all else as in `config`. Raises ConfigError.
+    """Simulate each number of chips with every method; all else is as in `config`.
 
-    With a spread of the step time, a data-parallel step waits for the slowest of as
-    many groups as the most islands; without one, for nobody.
+    The methods are both data-parallel ones, and decoupled with each number of islands
+    that has a quorum. Raises ConfigError.
+
+    With a spread of the step time, a data-parallel step waits for the slowest of
+    several groups, as many as the largest number of islands. Without a spread there is
+    one group.
     """
     return list(simulated(points(config, chips, islands), progress))
 
@@ -43,7 +46,7 @@ def sweep_goodput(
 def points(
     config: GoodputConfig, chips: Sequence[int], islands: Sequence[int]
 ) -> list[GoodputConfig]:
-    """What a sweep simulates, valid. Raises ConfigError."""
+    """Return the valid configs that a sweep simulates. Raises ConfigError."""
     if max(islands) < config.quorum:
         raise ConfigError(
             f"quorum = {config.quorum}, but a sweep has at most {max(islands)} "
@@ -71,13 +74,13 @@ def points(
 def simulated(
     configs: Sequence[GoodputConfig], progress: Progress = nobody
 ) -> Iterator[GoodputResult]:
-    """Their results, one by one."""
+    """Yield the results of the configs, one by one."""
     for i, config in enumerate(configs):
         yield simulate_goodput(config, part(progress, i, len(configs)))
 
 
 def write_csv(results: Sequence[GoodputResult], path: Path) -> None:
-    """One line per point; every measure with its bounds over seeds."""
+    """Write one line per point; every measure has its bounds over seeds."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         bounded = [f"{m}{end}" for m in MEASURES for end in ("", "_low", "_high")]
@@ -93,7 +96,7 @@ def write_csv(results: Sequence[GoodputResult], path: Path) -> None:
 
 
 def write_plot(results: Sequence[GoodputResult], path: Path) -> None:
-    """Compute goodput and uptime over chips, a line per way to use them."""
+    """Plot compute goodput and uptime over chips, one line per way to use them."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")

@@ -1,1 +1,1 @@
-"""A recorded run, once more: from config, text and tape, bit for bit."""
+"""Repetition of a recorded run from config, text and tape, bit for bit."""

@@ -1,8 +1,7 @@
-"""`diloco replay WORKDIR`: options in, an outcome for people, or one JSON object."""
+"""`diloco replay WORKDIR`: options in, text for people or one JSON object out."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -10,24 +9,46 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco_jax.config import ConfigError
+from diloco_jax.config.fields import setting
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
-from diloco_jax.loading import add_text_option
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.tape import TapeError
+from diloco_jax.options import WorkdirOptions, parse
 from diloco_jax.simulation.replay.tape import read_recording
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayOptions(WorkdirOptions):
+    """The options of `diloco replay`."""
+
+    until: int | None = setting(
+        None, help="The last merge to repeat, counted from 1; None = all."
+    )
+    save: Path | None = setting(
+        None,
+        help="New folder for the global parameters at the end, which diloco eval "
+        "reads; None = they are not saved.",
+    )
+
+
 def replay_command(arguments: Sequence[str]) -> int:
-    """Returns 1 if a merge has other bits than the tape says.
+    """Run `diloco replay`; return 1 if a merge has other bits than on the tape.
 
     Raises ConfigError if there is nothing to compare: see `replay.run`.
     """
-    options = _parser().parse_args(arguments)
-    # What went wrong in the run is no news.
+    (options,) = parse(
+        [ReplayOptions],
+        arguments,
+        "diloco replay",
+        "Repeat a recorded run and compare every merge.",
+    )
+    # Faults of the recorded run are no news.
     setup_logging("ERROR")
     try:
-        recording = read_recording(options.workdir, options.until, options.paths)
-        # Before anything imports jax.
+        recording = read_recording(
+            options.workdir, options.until, options.paths or None
+        )
+        # This must happen before anything imports jax.
         recording.prepare_environment()
         from rich.console import Console
 
@@ -40,24 +61,3 @@ def replay_command(arguments: Sequence[str]) -> int:
         print(json.dumps(dataclasses.asdict(outcome)))
     print(outcome, file=sys.stderr)
     return EXIT_DONE if outcome.identical else EXIT_FAILED
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="diloco replay",
-        description="Repeats a recorded run and compares every merge.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("workdir", type=Path, metavar="WORKDIR")
-    parser.add_argument(
-        "--until", type=int, metavar="MERGE", help="the last merge to repeat, from 1"
-    )
-    add_text_option(parser)
-    parser.add_argument(
-        "--save",
-        type=Path,
-        metavar="DIR",
-        help="new folder for the global parameters then; `diloco eval DIR` reads it",
-    )
-    parser.add_argument("--json", action="store_true", help="one object, on stdout")
-    return parser

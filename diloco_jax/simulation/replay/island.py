@@ -1,12 +1,10 @@
 """One incarnation of an island, repeated: the tape decides in place of the network.
 
-Books, boundary, pace and model copy are the runtime's. Each record of the tape is acted
-upon alone, at its step, and the books must write down that same record again.
+Books, boundary, pace and model copy are the runtime's. Each record of the tape is
+carried out alone, at its step, and the books must write down that same record again.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import msgspec
 import numpy as np
@@ -15,23 +13,26 @@ import numpy.typing as npt
 from diloco_jax.config import RunConfig
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.books import Books
-from diloco_jax.island.boundary import Boundary
-from diloco_jax.island.mailbox import Arrival, Inbox
-from diloco_jax.island.pace import Pace
+from diloco_jax.island.arrivals import Arrival
+from diloco_jax.island.pace import Pace, goal_of
+from diloco_jax.island.refused_takes import log_refused
+from diloco_jax.island.traits import adopt_traits
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.protocol.messages import TakeVerdict
+from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.decision import Adoption, Decision
+from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
 from diloco_jax.protocol.reasons import NON_FINITE
 from diloco_jax.protocol.values import Record, Span, Verdict, Version
-from diloco_jax.simulation.replay.pipe import Begin, RemoteReplica, Worker
-from diloco_jax.simulation.replay.published import Published
+from diloco_jax.simulation.replay.pipe import BeginCopy, RemoteReplica, Worker
+from diloco_jax.simulation.replay.published import PublishedVersions
 from diloco_jax.simulation.replay.recording import Life
 
 
 class ReplayedIsland:
-    """Goes on only as far as the delta needs that is asked for.
+    """Incarnation that advances only as far as a requested delta needs.
 
-    Raises TapeError, from any method, naming the first line that cannot be repeated.
+    All methods raise TapeError, naming the first line that cannot be repeated.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class ReplayedIsland:
         life: Life,
         run: RunConfig,
         windows: Windows,
-        published: Published,
+        published: PublishedVersions,
         worker: Worker,
         source: ReplayedIsland | None = None,
     ) -> None:
@@ -49,10 +50,9 @@ class ReplayedIsland:
         versions = life.begins()
         self._life, self._windows, self._published = life, windows, published
         self._moments: dict[int, list[bytes]] = {}
-        rule = run.sync.adopt
-        self._books = Books(versions, rule)
+        self._books = Books(versions, adopt_traits(run.sync.adopt))
         self._books.begin()
-        begin = Begin(
+        begin = BeginCopy(
             who=life.who,
             island=life.config,
             anchors=[self._anchor(f, version) for f, version in enumerate(versions)],
@@ -71,16 +71,23 @@ class ReplayedIsland:
         self._next = len(self._books.drain())
         self._replica = RemoteReplica(worker, begin)
         self._positions = LeasedPositions()
+        goal = goal_of(run, life.config.batch_size)
         self._boundary = Boundary(
-            self._books, self._replica, self._positions, self, rule
+            self._books,
+            goal,
+            arrays=self._replica,
+            incoming=self,
+            outgoing=self,
+            data=self._positions,
         )
-        tokens_per_step = life.config.batch_size * run.sequence_length
-        self._pace = Pace(run, tokens_per_step, warm=restored is not None)
+        self._pace = Pace(run, goal, warm=restored is not None)
         self._others_tokens = 0
+        self._line = 0
+        """Line of the tape with the record that is being repeated."""
         self._deltas: dict[tuple[int, int], bytes] = {}
 
     def delta(self, fragment: int, tick: int) -> npt.NDArray[np.uint8]:
-        """The encoded delta of a take that is merged."""
+        """Return the encoded delta of a take that is merged."""
         while (fragment, tick) not in self._deltas:
             line, record = self._life.records[self._next]
             self._next += 1
@@ -88,7 +95,7 @@ class ReplayedIsland:
         return np.frombuffer(self._deltas[fragment, tick], np.uint8)
 
     def moments(self, steps: int) -> list[bytes]:
-        """The inner optimizer's state after so many steps: see `saves`."""
+        """Return the inner optimizer's state after `steps` steps: see `Life.saves`."""
         while steps not in self._moments:
             if self._next == len(self._life.records):
                 self._train_until(steps, self._life.records[-1].line)
@@ -100,17 +107,19 @@ class ReplayedIsland:
         return self._moments[steps]
 
     def residual(self, fragment: int) -> bytes:
-        """What its merged takes of the fragment left unsaid."""
+        """Return the fragment's residual: the part that its merged takes did not
+        encode.
+        """
         return self._replica.residual(fragment)
 
     def merged(self, fragment: int, tick: int) -> None:
-        """That take is in a merge."""
+        """Note that a take is in a merge."""
         here = self._books.version(fragment)
         verdict = _verdict(fragment, tick, "merged", here)
-        self._act(Inbox(verdicts=(verdict,)), self.steps)
+        self._act(Decision(verdicts=(verdict,)), self.steps)
 
     def end(self) -> None:
-        """No more deltas are needed."""
+        """End the incarnation: no more deltas are needed."""
         self._replica.end()
 
     def put(self, fragment: int, tick: int, encoded: bytes) -> None:
@@ -121,31 +130,47 @@ class ReplayedIsland:
         """See boundary.Outgoing."""
         del self._deltas[fragment, tick]
 
+    def pick(self, fragment: int, version: Version) -> Arrival:
+        """See boundary.Incoming."""
+        try:
+            payloads = self._published.chain(
+                fragment, self._books.version(fragment), version
+            )
+        except KeyError as error:
+            raise self._unmerged(self._line, fragment, version) from error
+        return Arrival(
+            fragment=fragment,
+            version=version,
+            publishes=tuple((payload,) for payload in payloads),
+        )
+
     # ---- one record -------------------------------------------------------------
 
     def _repeat(self, line: int, record: Record) -> None:
         self._train_until(record.step, line)
         fragment, tick = record.fragment, record.tick
-        inbox = Inbox()
+        decision = Decision()
+        self._line = line
         match record.kind:
             case "granted":
-                inbox = Inbox(grants=(Span(record.start, record.stop),))
+                decision = Decision(grants=(Span(record.start, record.stop),))
             case "progress":
                 self._others_tokens = record.value
             case "took":
-                inbox = Inbox(takes={fragment: tick})
+                request = TakeRequest(fragment=fragment, tick=tick)
+                decision = Decision(takes=(request,))
             case "adopted":
                 pending = _verdict(fragment, tick, "pending", record.version)
-                inbox = Inbox(
-                    arrivals=(self._arrival(line, record),),
+                decision = Decision(
+                    adoptions=(Adoption(fragment, record.version),),
                     verdicts=(pending,) if tick >= 0 else (),
                 )
             case "reopened" | "dropped" | "reset":
                 reason = NON_FINITE if record.kind == "reset" else "refused"
                 here = self._books.version(fragment)
                 verdict = _verdict(fragment, tick, "refused", here, reason)
-                inbox = Inbox(verdicts=(verdict,))
-        self._act(inbox, record.step)
+                decision = Decision(verdicts=(verdict,))
+        self._act(decision, record.step)
         found = self._books.drain()
         if found != (record,):
             raise TapeError(
@@ -160,11 +185,17 @@ class ReplayedIsland:
             self._train(line)
 
     def _keep_moments(self) -> None:
-        """If a later incarnation begins with them."""
+        """Keep the moments, if a later incarnation begins with them."""
         if self.steps in self._life.saves:
             self._moments.setdefault(self.steps, self._replica.moments())
 
     def _train(self, line: int) -> None:
+        if not self._boundary.may_step(self.steps):
+            raise TapeError(
+                f"line {line}: {self._life.who} did step {self.steps} although the run "
+                f"had its tokens, {self._boundary.others_tokens} of them of other "
+                f"islands; a record of progress was altered or is missing"
+            )
         positions = self._positions.draw(self._life.config.batch_size)
         if positions is None:
             raise TapeError(
@@ -176,23 +207,10 @@ class ReplayedIsland:
         self._replica.step(self._windows.batch(positions), rate)
         self.steps += 1
 
-    def _act(self, inbox: Inbox, step: int) -> None:
+    def _act(self, decision: Decision, step: int) -> None:
         others = self._others_tokens
-        self._boundary.act(dataclasses.replace(inbox, others_tokens=others), step)
-
-    def _arrival(self, line: int, record: Record) -> Arrival:
-        fragment, version = record.fragment, record.version
-        try:
-            payloads = self._published.chain(
-                fragment, self._books.version(fragment), version
-            )
-        except KeyError as error:
-            raise self._unmerged(line, fragment, version) from error
-        return Arrival(
-            fragment=fragment,
-            version=version,
-            publishes=tuple((payload,) for payload in payloads),
-        )
+        decision = msgspec.structs.replace(decision, others_tokens=others)
+        log_refused(self._boundary.act(decision, step))
 
     def _anchor(self, fragment: int, version: Version) -> bytes:
         try:

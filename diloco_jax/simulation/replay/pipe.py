@@ -1,8 +1,8 @@
-"""Both ends' messages of `replay_worker`, and the end that commands it.
+"""Messages of both ends of `replay_worker`, and the end that sends commands.
 
-Commands are carried out in order; `Setup`, `Take`, `Moments` and `Residual` are
-answered. Islands of several hosts are repeated by as many processes: each is given
-every command, and the first one answers for all.
+Commands are carried out in order; `Setup`, `TakeDelta`, `Moments` and `Residual` are
+answered. Islands of several hosts are repeated by as many processes: each gets every
+command, and the first process answers for all.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ from diloco_jax.cluster.commands import free_port, island_environment
 from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.coordinator.notes import Environment
-from diloco_jax.island.books import Outcome
-from diloco_jax.island.mailbox import Arrival
+from diloco_jax.island.arrivals import Arrival
+from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.replay.recording import Who, environment_like
 
 STDERR = 2
 ENDS_WITHIN_S = 10.0
-"""A process whose pipe is broken has ended, or is about to."""
+"""Seconds in which a process whose pipe broke must end."""
 ANSWERS_WITHIN_S = 3600.0
-"""A delta may be many steps away, and the first one waits for the compiler."""
+"""Seconds for an answer: a delta may be many steps away, and the first one waits for
+the compiler.
+"""
 
 
 class WorkerError(RuntimeError):
-    """A worker ended before its work was done; it said why on standard error."""
+    """A worker ended before its work was done; standard error has the reason."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first command; answered with what `environment.describe` says, as JSON.
+    """First command; answered with the facts of `environment.describe`, as JSON.
 
-    hosts, index, address: of the world of processes, if there are several.
+    hosts, index, address: place in the world of processes, if there are several.
     """
 
     run: RunConfig
@@ -50,39 +52,43 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     address: str = ""
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """To the model copy of one incarnation."""
+class PipeCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """Command to the model copy of one incarnation."""
 
     who: Who
 
 
-class Begin(Command, frozen=True, kw_only=True, tag=True):
-    """It joins with these anchors, in full, by fragment."""
+class BeginCopy(PipeCommand, frozen=True, kw_only=True, tag=True):
+    """Join with these anchors, in full, by fragment."""
 
     island: IslandConfig
     anchors: list[bytes]
     moments: list[bytes] = []
-    """Of a checkpoint, as `Moments` gives them; fresh ones if there are none."""
+    """Moments of a checkpoint, as `Moments` returns them; empty for fresh ones."""
     residuals: dict[int, bytes] = {}
-    """Of a checkpoint, as `Residual` gives them, by fragment; zeros elsewhere."""
+    """Residuals of a checkpoint, as `Residual` returns them, by fragment; zeros
+    elsewhere.
+    """
 
 
-class Step(Command, frozen=True, kw_only=True, tag=True):
-    """One inner step; batch: int32 [B, T + 1], row-major, little-endian."""
+class MakeStep(PipeCommand, frozen=True, kw_only=True, tag=True):
+    """Do one inner step; batch: int32 [B, T + 1], row-major, little-endian."""
 
     batch: bytes
     learning_rate: float
 
 
-class Take(Command, frozen=True, kw_only=True, tag=True):
-    """Answered with the fragment's encoded delta, as it is uploaded."""
+class TakeDelta(PipeCommand, frozen=True, kw_only=True, tag=True):
+    """Take a fragment; answered with its encoded delta, as it is uploaded."""
 
     fragment: int
 
 
-class Adopt(Command, frozen=True, kw_only=True, tag=True):
-    """Encoded publishes, oldest first, lead to the version. keep: see
-    `boundary.Arrays`."""
+class Adopt(PipeCommand, frozen=True, kw_only=True, tag=True):
+    """Adopt a version by its encoded publishes, oldest first.
+
+    keep: see `boundary.Arrays`.
+    """
 
     fragment: int
     version: Version
@@ -90,35 +96,41 @@ class Adopt(Command, frozen=True, kw_only=True, tag=True):
     keep: bool
 
 
-class Judge(Command, frozen=True, kw_only=True, tag=True):
-    """What became of the outstanding take: see `boundary.Arrays`."""
+class Judge(PipeCommand, frozen=True, kw_only=True, tag=True):
+    """Apply the outcome of the outstanding take: see `boundary.Arrays`."""
 
     fragment: int
     outcome: Outcome
 
 
-class Moments(Command, frozen=True, kw_only=True, tag=True):
-    """Answered with the inner optimizer's state, by leaf, encoded by msgpack."""
+class Moments(PipeCommand, frozen=True, kw_only=True, tag=True):
+    """Return the inner optimizer's state, by leaf, encoded by msgpack."""
 
 
-class Residual(Command, frozen=True, kw_only=True, tag=True):
-    """Answered with the fragment's residual, as if no take were outstanding, like an
-    anchor in full; empty without error feedback."""
+class Residual(PipeCommand, frozen=True, kw_only=True, tag=True):
+    """Return the fragment's residual as if no take were outstanding.
+
+    It has the form of an anchor in full, and is empty without error feedback.
+    """
 
     fragment: int
 
 
-class End(Command, frozen=True, kw_only=True, tag=True):
-    """The incarnation is not needed any more."""
+class End(PipeCommand, frozen=True, kw_only=True, tag=True):
+    """Drop the incarnation, which is not needed any more."""
 
 
-AnyCommand = Setup | Begin | Step | Take | Adopt | Judge | Moments | Residual | End
+AnyCommand = (
+    Setup | BeginCopy | MakeStep | TakeDelta | Adopt | Judge | Moments | Residual | End
+)
 
 decode = msgspec.msgpack.Decoder(AnyCommand).decode
 
 
 class Worker:
-    """Processes like the recorded ones, which end with the `with` block, or with us."""
+    """Processes like the recorded ones; they end with the `with` block or with this
+    one.
+    """
 
     def __init__(self, run: RunConfig, recorded: Environment) -> None:
         hosts = int(recorded["processes"])
@@ -152,12 +164,12 @@ class Worker:
                 process.child.wait()
 
     def send(self, command: AnyCommand) -> None:
-        """Returns before it is carried out. Raises WorkerError."""
+        """Send a command; return before it is carried out. Raises WorkerError."""
         for process in self._processes:
             self._send_to(process, command)
 
     def ask(self, command: AnyCommand) -> bytes:
-        """Waits for the answer. Raises WorkerError."""
+        """Send a command and wait for the answer. Raises WorkerError."""
         self.send(command)
         return self._answer()
 
@@ -184,12 +196,12 @@ class Worker:
         return WorkerError(
             f"a process that repeats islands ended with code {codes[0]}; see above"
             if codes
-            else "a process that repeats islands answers no more; see above"
+            else "a process that repeats islands no longer answers; see above"
         )
 
 
 class _Process:
-    """One of them, and our end of its pipe."""
+    """One process of a worker, and this end of its pipe."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.connection, theirs = Pipe()
@@ -205,32 +217,32 @@ class _Process:
 
 
 class RemoteReplica:
-    """The model copy of one incarnation, in a worker; also `boundary.Arrays`."""
+    """Model copy of one incarnation, in a worker; also `boundary.Arrays`."""
 
-    def __init__(self, worker: Worker, begin: Begin) -> None:
+    def __init__(self, worker: Worker, begin: BeginCopy) -> None:
         self._worker, self._who = worker, begin.who
         worker.send(begin)
 
     def step(self, batch: npt.NDArray[np.int32], learning_rate: float) -> None:
-        """One inner step on int32 [B, T + 1]."""
+        """Do one inner step on int32 [B, T + 1]."""
         octets = batch.astype("<i4").tobytes()
-        self._send(Step, batch=octets, learning_rate=learning_rate)
+        self._send(MakeStep, batch=octets, learning_rate=learning_rate)
 
     def take(self, fragment: int) -> bytes:
-        """The fragment's encoded delta."""
-        return self._worker.ask(Take(who=self._who, fragment=fragment))
+        """Return the fragment's encoded delta."""
+        return self._worker.ask(TakeDelta(who=self._who, fragment=fragment))
 
     def moments(self) -> list[bytes]:
-        """The inner optimizer's state, by leaf."""
+        """Return the inner optimizer's state, by leaf."""
         answer = self._worker.ask(Moments(who=self._who))
         return msgspec.msgpack.decode(answer, type=list[bytes])
 
     def residual(self, fragment: int) -> bytes:
-        """The fragment's residual, as if no take were outstanding."""
+        """Return the fragment's residual, as if no take were outstanding."""
         return self._worker.ask(Residual(who=self._who, fragment=fragment))
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
-        """See Arrays; of each publish there is the payload."""
+        """See Arrays; each publish is given as its payload."""
         self._send(
             Adopt,
             fragment=arrival.fragment,
@@ -244,7 +256,7 @@ class RemoteReplica:
         self._send(Judge, fragment=fragment, outcome=outcome)
 
     def end(self) -> None:
-        """It is not needed any more."""
+        """Drop the model copy, which is not needed any more."""
         self._send(End)
 
     def _send(self, command: type[Any], **fields: Any) -> None:

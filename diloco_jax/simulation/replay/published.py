@@ -1,4 +1,4 @@
-"""What a repeated coordinator published, kept for as long as the tape needs it."""
+"""Publishes of a repeated coordinator, kept as long as the tape needs them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from diloco_jax.coordinator.store import Arrays, Merged
+from diloco_jax.coordinator.store import Arrays, ComputedMerge
 from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.simulation.replay.recording import Life, Recording
 
@@ -15,12 +15,14 @@ Key = tuple[int, Version]
 """Fragment and version."""
 
 
-class Published:
-    """Anchors for the incarnations that begin with them, encoded publishes for those
-    that adopt them and for a coordinator that comes back.
+class PublishedVersions:
+    """Anchors and encoded publishes by version.
 
-    first: A of the first version, by fragment. All methods raise KeyError for what has
-    not been merged yet.
+    Incarnations begin with anchors and adopt publishes; a coordinator that comes back
+    needs publishes, too.
+
+    first: A of the first version, by fragment. All methods raise KeyError for versions
+    that have not been merged yet.
     """
 
     def __init__(self, recording: Recording, first: Sequence[Arrays]) -> None:
@@ -37,15 +39,15 @@ class Published:
         for fragment, anchor in enumerate(first):
             self._keep_anchor((fragment, FIRST_VERSION), anchor)
 
-    def keep(self, fragment: int, merged: Merged) -> None:
-        """A merge was committed."""
+    def keep(self, fragment: int, merged: ComputedMerge) -> None:
+        """Keep a committed merge as far as the tape needs it."""
         key = (fragment, merged.version)
         self._keep_anchor(key, merged.anchor)
         if self._publish_uses[key]:
             self._publishes[key] = merged.payload
 
     def anchor(self, fragment: int, version: Version) -> bytes:
-        """A_v in full, f32, piece after piece; once for every incarnation."""
+        """Return A_v in full, f32, piece after piece; once for every incarnation."""
         key = (fragment, version)
         arrays = self._anchors[key]
         self._anchor_uses[key] -= 1
@@ -54,7 +56,7 @@ class Published:
         return b"".join(np.asarray(array).tobytes() for array in arrays)
 
     def publish(self, fragment: int, version: Version) -> bytes:
-        """The encoded publish of a version; once for every use on the tape."""
+        """Return the encoded publish of a version; once for every use on the tape."""
         key = (fragment, version)
         payload = self._publishes[key]
         self._publish_uses[key] -= 1
@@ -63,7 +65,7 @@ class Published:
         return payload
 
     def chain(self, fragment: int, have: Version, want: Version) -> list[bytes]:
-        """The publishes that lead from one version to another, oldest first."""
+        """Return the publishes that lead from one version to another, oldest first."""
         return [self.publish(fragment, version) for version in _between(have, want)]
 
     def _keep_anchor(self, key: Key, anchor: Arrays) -> None:
@@ -72,7 +74,7 @@ class Published:
 
 
 def _adopted(life: Life) -> Iterator[Key]:
-    """Every publish that the incarnation adopts."""
+    """Yield every publish that the incarnation adopts."""
     have = life.begins()
     for _, record in life.records[len(have) :]:
         if record.kind == "adopted":

@@ -1,4 +1,4 @@
-"""What a tape recorded, as replay needs it: merges, crashes, incarnations' lives."""
+"""Contents of a tape in the form that replay needs: merges, crashes, lives."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SAME_BITS = (
     "processes",
     "threads",
 )
-"""Facts of `environment.describe` without which bits need not be the same."""
+"""Facts of `environment.describe` that must be the same for the same bits."""
 
 VERSIONS = ("diloco_jax", "jax", "jaxlib")
-"""Those of them that are known before jax is imported."""
+"""Facts of `SAME_BITS` that are known before jax is imported."""
 
 
 class Who(NamedTuple):
@@ -42,16 +42,18 @@ class Who(NamedTuple):
         return f"island {self.island}, incarnation {self.incarnation}"
 
 
-class Restored(NamedTuple):
-    """What an incarnation began with, besides anchors."""
+class RestoredFrom(NamedTuple):
+    """State that an incarnation began with, besides anchors."""
 
     who: Who
-    """Whose moments, after `steps` steps, and residuals of these fragments."""
+    """Incarnation with the moments, after `steps` steps, and these fragments'
+    residuals.
+    """
     steps: int
     fragments: tuple[int, ...]
 
 
-class Written(NamedTuple):
+class TapedRecord(NamedTuple):
     """A record of an island and its line on the tape."""
 
     line: int
@@ -60,7 +62,7 @@ class Written(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordedMerge:
-    """One merge as the tape has it; merges are numbered from 1."""
+    """One merge on the tape; merges are numbered from 1."""
 
     line: int
     number: int
@@ -74,8 +76,10 @@ class RecordedMerge:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """The coordinator came back after `merges` merges: from a snapshot that held the
-    first `snapshot_merges` of them, and the log."""
+    """Return of the coordinator after `merges` merges.
+
+    It came from the log and a snapshot of the first `snapshot_merges` merges.
+    """
 
     merges: int
     snapshot_merges: int
@@ -83,17 +87,17 @@ class Recovery:
 
 @dataclasses.dataclass(kw_only=True)
 class Life:
-    """What the tape tells of one incarnation."""
+    """Life of one incarnation on the tape."""
 
     who: Who
     config: IslandConfig
     environment: Environment
-    records: list[Written] = dataclasses.field(default_factory=list)
+    records: list[TapedRecord] = dataclasses.field(default_factory=list)
     saves: set[int] = dataclasses.field(default_factory=set)
-    """Steps after which a later incarnation needs its moments."""
+    """Steps after which a later incarnation needs the moments of this one."""
 
     def begins(self) -> list[Version]:
-        """The versions it began with, by fragment: its first records."""
+        """Return the versions that it began with, by fragment: its first records."""
         versions: list[Version] = []
         for _, record in self.records:
             began = record.kind == "adopted" and record.step == 0
@@ -102,22 +106,27 @@ class Life:
             versions.append(record.version)
         return versions
 
-    def restored(self) -> Restored | None:
-        """What it took over of an earlier incarnation: it says so next."""
+    def restored(self) -> RestoredFrom | None:
+        """Return the state that it took over from an earlier incarnation.
+
+        The records after its first versions hold it.
+        """
         told = [r for _, r in self.records if r.kind == "restored"]
         if not told:
             return None
-        return Restored(
+        return RestoredFrom(
             who=Who(self.who.island, told[0].start),
             steps=told[0].value,
             fragments=tuple(r.fragment for r in told[1:]),
         )
 
     def cut(self, takes: Mapping[tuple[int, int], RecordedMerge]) -> None:
-        """Drops what follows the last of these takes, which are named by (fragment,
-        tick) and came into those merges, and the last step in `saves`.
+        """Drop the records after the last needed one.
 
-        Raises TapeError if one is missing.
+        Needed are records up to the last of these takes, which are keyed by (fragment,
+        tick) and came into those merges, and up to the last step in `saves`.
+
+        Raises TapeError if a take is missing.
         """
         missing = dict(takes)
         count = 0
@@ -138,22 +147,24 @@ class Life:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What is to be repeated."""
+    """A recorded run, ready to be repeated."""
 
     workdir: Path
     config: Config
     plan_digest: str
     coordinators: tuple[Environment, ...]
-    """Of the first coordinator and of each that came back."""
+    """Environments of the first coordinator and of each that came back."""
     merges: tuple[RecordedMerge, ...]
     merges_on_tape: int
     recoveries: tuple[Recovery, ...]
     lives: Mapping[Who, Life]
-    """The incarnations in these merges, each up to its last take in them."""
+    """Incarnations in these merges, each up to its last take in them."""
 
     def refuse_other_versions(self) -> None:
-        """Raises ConfigError if a process of the run had another jax than is here:
-        before that is imported, since it ends a process whose flags it does not know.
+        """Raise ConfigError if a process of the run had other versions than this one.
+
+        It must be called before jax is imported, since jax ends a process whose flags
+        it does not know.
         """
         here = {package: metadata.version(package) for package in VERSIONS}
         for recorded in self.coordinators:
@@ -162,8 +173,9 @@ class Recording:
             refuse_other_bits(str(who), life.environment, here, VERSIONS)
 
     def prepare_environment(self) -> None:
-        """Makes this process compute as the coordinator's did; call before importing
-        jax."""
+        """Make this process compute like the coordinator's did; call before importing
+        jax.
+        """
         like = environment_like(self.coordinators[0])
         os.environ.update({**coordinator_environment(), **like})
 
@@ -174,7 +186,7 @@ def refuse_other_bits(
     here: Mapping[str, Any],
     facts: Sequence[str] = SAME_BITS,
 ) -> None:
-    """Raises ConfigError for the first of these facts that is another one here."""
+    """Raise ConfigError for the first of these facts that differs here."""
     for fact in facts:
         if there[fact] != here[fact]:
             raise ConfigError(
@@ -184,8 +196,10 @@ def refuse_other_bits(
 
 
 def environment_like(recorded: Environment) -> dict[str, str]:
-    """What makes a process compute as the recorded one did, if set before it imports
-    jax: as many threads and devices, with the same flags."""
+    """Return variables that make a process compute like the recorded one.
+
+    They give it the same threads, devices and flags, if set before it imports jax.
+    """
     return {
         "JAX_PLATFORMS": "cpu" if recorded["platform"] == "cpu" else "",
         "NPROC": str(recorded["threads"]),
@@ -194,20 +208,21 @@ def environment_like(recorded: Environment) -> dict[str, str]:
 
 
 def refuse_term(path: Path, record: Mapping[str, Any]) -> None:
-    """Raises ConfigError if the record begins a new term: what its anchors came from is
-    on a tape that is gone."""
+    """Raise ConfigError if the record begins a new term: its anchors' tape is gone."""
     if record["kind"] == "term":
         raise ConfigError(
             f"{path} is of term {record['term']} of run {record['run_id']}, which "
-            f"began with anchors that islands had when the coordinator had lost its "
-            f"state: what made them is not on it, so it cannot be repeated; give the "
+            f"began with islands' anchors after the coordinator had lost its state. "
+            f"Their origin is not on this tape, so it cannot be repeated; give the "
             f"workdir of a run that kept its state"
         )
 
 
 def read_begun(path: Path, record: Mapping[str, Any], config: Config) -> Begun:
-    """The tape's first record. Raises ConfigError unless it is of this version and of a
-    run with this config."""
+    """Return the tape's first record.
+
+    Raises ConfigError unless it is of this version and of a run with this config.
+    """
     written, here = record["environment"]["diloco_jax"], metadata.version("diloco-jax")
     if written != here:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""`diloco replay`: a recorded run once more, from config, text and tape alone.
+"""`diloco replay`: repeat a recorded run from config, text and tape alone.
 
-The tape says who took, adopted and was merged when. Everything else is computed anew,
-by the runtime's own parts: steps, deltas, merges, and what a crash of the coordinator
-made of its state. Each merge must have the digest that the tape has.
+The tape holds the takes, adoptions and merges, with their order. Everything else is
+computed anew by the runtime's own parts: steps, deltas, merges, and the coordinator's
+state after a crash. Each merge must have the digest of the tape.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from rich.progress import (
 
 from diloco_jax import checkpoint, compilation, environment, run_files
 from diloco_jax.config import ConfigError
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.notes import Environment
-from diloco_jax.coordinator.store import Merged, Store
+from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.windows import Windows
-from diloco_jax.deadlines import Deadlines
-from diloco_jax.loading import require_writable, write_config_json
+from diloco_jax.files import require_writable
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.values import FIRST_VERSION
 from diloco_jax.simulation.replay.island import ReplayedIsland
 from diloco_jax.simulation.replay.pipe import Worker
-from diloco_jax.simulation.replay.published import Published
+from diloco_jax.simulation.replay.published import PublishedVersions
 from diloco_jax.simulation.replay.recording import (
     RecordedMerge,
     Recording,
@@ -54,14 +54,14 @@ from diloco_jax.simulation.replay.recording import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What `diloco replay --json` prints."""
+    """Result that `diloco replay --json` prints."""
 
     merges: int
-    """Repeated, with the tape's digest."""
+    """Merges repeated with the tape's digest."""
     merges_on_tape: int
     identical: bool
     first_mismatch: dict[str, Any] | None
-    """merge (from 1), line, fragment, version, digest_on_tape, digest."""
+    """Fields: merge (from 1), line, fragment, version, digest_on_tape, digest."""
     steps: int
     """Inner steps of all islands."""
     seconds: float
@@ -82,13 +82,13 @@ class Outcome:
 
 
 def run(recording: Recording, console: Console, save: Path | None = None) -> Outcome:
-    """Repeats the recording up to the first merge that differs, with a progress bar.
+    """Repeat the recording up to the first merge that differs, with a progress bar.
 
-    save: a new folder for config and global parameters after the last merge that was
-    the same; `diloco eval` reads it.
+    save: a new folder for the config and the global parameters after the last equal
+    merge; `diloco eval` reads it.
 
     Raises:
-      ConfigError: other text, another version or machine than the run had.
+      ConfigError: the text, version or machine is not that of the run.
       TapeError: the tape contradicts itself.
     """
     if save is not None and save.exists():
@@ -122,10 +122,10 @@ def run(recording: Recording, console: Console, save: Path | None = None) -> Out
 
 
 class Replay(contextlib.ExitStack):
-    """The coordinator's state, here, and the islands, in worker processes."""
+    """The coordinator's state in this process, and the islands in worker processes."""
 
     def __init__(self, recording: Recording) -> None:
-        """Raises ConfigError if this is not the text, version or machine of the run."""
+        """Raise ConfigError if this is not the text, version or machine of the run."""
         super().__init__()
         self.steps = 0
         """Inner steps done."""
@@ -139,7 +139,7 @@ class Replay(contextlib.ExitStack):
         self._store = _new_store(recording)
         self._versions = [FIRST_VERSION] * len(self._store.plan.fragments)
         first = [tuple(anchor) for anchor in self._store.arrays()["anchor"]]
-        self._published = Published(recording, first)
+        self._published = PublishedVersions(recording, first)
         self._workers: dict[str, Worker] = {}
         self._islands: dict[Who, ReplayedIsland] = {}
         self._needs = Counter(
@@ -148,7 +148,7 @@ class Replay(contextlib.ExitStack):
             for part in merge.contributions
         )
         for life in recording.lives.values():
-            # As long as an incarnation may begin with its moments.
+            # A source is needed until the incarnation begins with its moments.
             if (restored := life.restored()) is not None:
                 self._needs[restored.who] += 1
         self._recoveries_left = Counter(
@@ -158,8 +158,10 @@ class Replay(contextlib.ExitStack):
         self._keep_snapshot(0)
 
     def merges(self) -> Iterator[tuple[RecordedMerge, str]]:
-        """Every merge, with the digest that it has here; committed when the next one
-        is asked for. Raises TapeError."""
+        """Yield every merge with its digest in this repetition.
+
+        The merge is committed when the next one is asked for. Raises TapeError.
+        """
         recoveries = list(self._recording.recoveries)
         for merge in self._recording.merges:
             while recoveries and recoveries[0].merges < merge.number:
@@ -182,8 +184,10 @@ class Replay(contextlib.ExitStack):
             self._commit(merge, merged)
 
     def save(self, folder: Path, number: int) -> None:
-        """Writes config and global parameters as a run's workdir has them; the folder
-        is there once it is whole."""
+        """Write config and global parameters in the form of a run's workdir.
+
+        The folder appears once it is complete.
+        """
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
         shutil.rmtree(scratch, ignore_errors=True)  # Of a process that was killed.
         try:
@@ -209,14 +213,14 @@ class Replay(contextlib.ExitStack):
         manager.close()
 
     def _tokens(self, merges: int) -> int:
-        """Those in the first merges, a fragment's by its share of the parameters."""
+        """Return the tokens of the first merges, weighted by fragment size."""
         sizes, tokens = self._store.plan.sizes, 0
         for merge in self._recording.merges[:merges]:
             tokens += sizes[merge.fragment] * sum(c.tokens for c in merge.contributions)
         return tokens // sum(sizes)
 
     def _island(self, who: Who) -> ReplayedIsland:
-        """The incarnation, begun when a merge first needs it."""
+        """Return the incarnation; begin it if this is its first merge."""
         if who not in self._islands:
             life = self._recording.lives[who]
             _refuse_absent_hosts(who, life.environment)
@@ -238,7 +242,7 @@ class Replay(contextlib.ExitStack):
         return self._islands[who]
 
     def _release(self, who: Who) -> None:
-        """One need of the incarnation less."""
+        """Count one need of the incarnation less; end it if none is left."""
         self._needs[who] -= 1
         if not self._needs[who]:
             self._islands.pop(who).end()
@@ -250,7 +254,7 @@ class Replay(contextlib.ExitStack):
             self._workers[alike] = self.enter_context(worker)
         return self._workers[alike]
 
-    def _commit(self, merge: RecordedMerge, merged: Merged) -> None:
+    def _commit(self, merge: RecordedMerge, merged: ComputedMerge) -> None:
         self._store.commit(merge.fragment, merged)
         self._versions[merge.fragment] = merge.version
         self._published.keep(merge.fragment, merged)
@@ -261,12 +265,12 @@ class Replay(contextlib.ExitStack):
         self._keep_snapshot(merge.number)
 
     def _keep_snapshot(self, merges: int) -> None:
-        """The state after so many merges, if a coordinator comes back with it."""
+        """Keep the state after `merges` merges, if a coordinator comes back with it."""
         if self._recoveries_left[merges]:
             self._snapshots[merges] = (self._store.arrays(), list(self._versions))
 
     def _recover(self, recovery: Recovery) -> None:
-        """As `coordinator.origin` does it: a snapshot, and the log after it."""
+        """Load a snapshot and apply the log after it, like `coordinator.origin`."""
         first = recovery.snapshot_merges
         self._store.load(*self._snapshots[first])
         for merge in self._recording.merges[first : recovery.merges]:
@@ -277,12 +281,12 @@ class Replay(contextlib.ExitStack):
         self._recoveries_left[first] -= 1
         if not self._recoveries_left[first]:
             del self._snapshots[first]
-        # The next snapshot may be one of this very state.
+        # The next snapshot may be of this very state.
         self._keep_snapshot(recovery.merges)
 
 
 def _new_store(recording: Recording) -> Store:
-    """As `coordinator.origin` begins a run."""
+    """Begin a run like `coordinator.origin`."""
     run, placement = recording.config.run, recording.config.placement
     model = build(run)
     plan = build_plan(run, model)
@@ -292,7 +296,7 @@ def _new_store(recording: Recording) -> Store:
             f"is {plan.digest()}; replay it with the version that made it"
         )
     params = jax.jit(model.init)(jax.random.key(run.seed))
-    return Store(run, plan, params, Deadlines(placement.time_budget_s).pin_s)
+    return Store(run, plan, params, placement.deadlines.pin_s)
 
 
 def _refuse_absent_hosts(who: Who, recorded: Environment) -> None:

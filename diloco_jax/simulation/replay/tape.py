@@ -1,8 +1,8 @@
 """Read a tape for replay.
 
 Its chain of hashes finds lines that were changed or moved, and the digests of merges
-those from which other parameters follow. What is left to look for is gaps: a machine
-that crashed may have lost lines, and a tape may end early.
+find lines that lead to other parameters. Gaps remain to be found: a machine that
+crashed may have lost lines, and a tape may end early.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from diloco_jax.simulation.replay.recording import (
     RecordedMerge,
     Recording,
     Recovery,
+    TapedRecord,
     Who,
-    Written,
     read_begun,
     refuse_term,
 )
@@ -35,15 +35,15 @@ from diloco_jax.workdir import read_config
 def read_recording(
     workdir: Path, until: int | None = None, text: Sequence[str] | None = None
 ) -> Recording:
-    """What a run left in its workdir: `config.json` and `tape.jsonl`.
+    """Read the files that a run left in its workdir: `config.json` and `tape.jsonl`.
 
     Args:
       until: the number of the last merge to repeat; None = all of a run that is over.
-      text: paths of the run's text; None = those that the run had.
+      text: paths of the run's text; None = the paths that the run had.
 
     Raises:
-      ConfigError: they are not of one run, or not of this version, or the run's jax
-        is another one.
+      ConfigError: the files are not of one run or not of this version, or the run had
+        another jax.
       TapeError: names the first line that is altered, missing or out of order.
     """
     config = read_config(workdir, text).validate()
@@ -72,7 +72,7 @@ class _Reader:
         self._hellos: dict[str, notes.Hello] = {}
 
     def read(self, line: int, record: Mapping[str, Any]) -> None:
-        """The next line."""
+        """Read the next line."""
         self._line = line
         try:
             self._read(record)
@@ -81,7 +81,7 @@ class _Reader:
             raise self._wrong(f"not a record {kind} ({brief(error)})") from error
 
     def recording(self, until: int | None) -> Recording:
-        """What is needed to repeat the first `until` merges."""
+        """Return the recording that repeats the first `until` merges."""
         count = len(self._merges)
         if not count:
             raise ConfigError(
@@ -156,9 +156,9 @@ class _Reader:
                 f"record {told.seq} of {life.who} follows number {len(known)}; one is "
                 f"missing"
             )
-        # A coordinator that came back is told again what it had not confirmed.
+        # An island repeats unconfirmed records to a coordinator that came back.
         if told.seq == len(known) + 1:
-            known.append(Written(self._line, told))
+            known.append(TapedRecord(self._line, told))
 
     def _merged(self, record: records.Merged) -> None:
         fragment, version = record.fragment, record.version
@@ -196,7 +196,7 @@ class _Reader:
         return self._lives[who]
 
     def _needed(self, merges: tuple[RecordedMerge, ...]) -> dict[Who, Life]:
-        """The incarnations in these merges, each up to its last take in them."""
+        """Return the incarnations in these merges, each up to its last take in them."""
         takes: dict[Who, dict[tuple[int, int], RecordedMerge]] = {}
         for merge in merges:
             for part in merge.contributions:
@@ -211,7 +211,7 @@ class _Reader:
         return {who: self._lives[who] for who in needed}
 
     def _with_sources(self, needed: Iterable[Who]) -> tuple[Who, ...]:
-        """And the incarnations whose moments these, or those in turn, began with."""
+        """Add the incarnations whose moments these began with, and their sources."""
         found = dict.fromkeys(needed)
         waiting = list(found)
         while waiting:

@@ -1,8 +1,9 @@
-"""A process that computes what islands computed, as their processes did.
+"""Process that repeats the computation of islands as their own processes did it.
 
-How many threads and devices a process has decides how sums are cut, and with it their
-bits; so islands whose processes differed in that are repeated in different ones, and
-islands of several hosts by as many processes in one `jax.distributed` world.
+The numbers of threads and devices of a process decide how sums are cut, and with it
+their bits. So islands whose processes differed in these numbers are repeated in
+different processes, and islands of several hosts by as many processes in one
+`jax.distributed` world.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jax.experimental.multihost_utils import process_allgather
 
 from diloco_jax import compilation, environment
 from diloco_jax.config import IslandConfig, RunConfig
+from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,
@@ -33,32 +35,33 @@ from diloco_jax.island.device.placing import place
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.hosts.world import Hosts, WorldAddress, join_world, leave_world
-from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Metrics, Model
 from diloco_jax.models.plan import build_plan
 from diloco_jax.simulation.replay.pipe import (
     Adopt,
     AnyCommand,
-    Begin,
+    BeginCopy,
     End,
     Judge,
+    MakeStep,
     Moments,
     Residual,
     Setup,
-    Step,
-    Take,
+    TakeDelta,
     decode,
 )
 from diloco_jax.simulation.replay.recording import Who
 
 LOST_AFTER_S = 60.0
-"""A process of a world that is silent for so long is lost, and the others end."""
+"""Seconds of silence after which a process of a world is lost, and the others end."""
 COMPILED_WITHIN_S = 3600.0
 
 
 def serve(connection: Connection) -> None:
-    """Carries out commands until the other end is closed, or this process is asked to
-    end, as it is with the other end; neither is worth a word."""
+    """Carry out commands until the other end is closed or this process is asked to end.
+
+    Both are the regular end, so neither is reported.
+    """
     with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
         _serve(connection)
 
@@ -88,7 +91,7 @@ def _serve(connection: Connection) -> None:
 
 
 class Copies:
-    """The model copies of all incarnations that this process repeats."""
+    """Model copies of all incarnations that this process repeats."""
 
     def __init__(self, run: RunConfig, hosts: Hosts | None = None) -> None:
         """hosts: this process among several, which are all given the same commands."""
@@ -97,18 +100,18 @@ class Copies:
         self._copies: dict[Who, _Copy] = {}
 
     def carry_out(self, command: AnyCommand) -> bytes | bytearray | None:
-        """One command; returns the answer, if it has one."""
+        """Carry out one command; return the answer, if it has one."""
         match command:
-            case Begin(who=who):
-                # Islands that compute alike share what is compiled.
+            case BeginCopy(who=who):
+                # Islands that compute alike share compiled programs.
                 alike = dataclasses.replace(
                     command.island, step_seconds=0.0, stands_for=""
                 )
                 model, trainer = self._trainer_of(alike)
                 self._copies[who] = _Copy(self._run, model, trainer, command)
-            case Step(who=who):
+            case MakeStep(who=who):
                 self._copies[who].step(command)
-            case Take(who=who):
+            case TakeDelta(who=who):
                 return self._copies[who].take(command.fragment)
             case Adopt(who=who):
                 self._copies[who].adopt(command)
@@ -123,7 +126,9 @@ class Copies:
         return None
 
     def _make_trainer(self, island: IslandConfig) -> tuple[Model, Trainer]:
-        """Compiled on all hosts before one of them runs it, as in `island/host.py`."""
+        """Compile on all hosts before one of them runs the program, as in
+        `island/host.py`.
+        """
         model, trainer = build_trainer(self._run, island)
         if self._hosts is not None:
             exchange, params = build_exchange(self._run, model, trainer)
@@ -134,10 +139,10 @@ class Copies:
 
 
 class _Copy:
-    """The model copy of one incarnation."""
+    """Model copy of one incarnation."""
 
     def __init__(
-        self, run: RunConfig, model: Model, trainer: Trainer, begin: Begin
+        self, run: RunConfig, model: Model, trainer: Trainer, begin: BeginCopy
     ) -> None:
         self._sequences = trainer.batch_size
         self._exchange, _ = build_exchange(run, model, trainer)
@@ -154,7 +159,7 @@ class _Copy:
         self.replica = join(plan, trainer, self._exchange, placed, restored)
         self._last_metrics: Metrics | None = None
 
-    def step(self, step: Step) -> None:
+    def step(self, step: MakeStep) -> None:
         batch = np.frombuffer(step.batch, "<i4").reshape(self._sequences, -1)
         metrics = self.replica.step(batch, step.learning_rate)
         # As in the loop: at most one step ahead of the device.
@@ -185,7 +190,7 @@ class _Copy:
         self.replica.adopt(arrival, keep=adopt.keep)
 
     def _put(self, fragment: int, octets: bytes) -> tuple[jax.Array, ...]:
-        """Of the values of all pieces, what belongs to this process."""
+        """Place this process's share of the values of all pieces."""
         layout = self._exchange.layouts_down[fragment]
         values = [piece for _, piece in layout.split_values(octets, ())]
         part = layout.cut_values(values, self._exchange.part_down(fragment))
@@ -193,7 +198,7 @@ class _Copy:
 
 
 def _whole(array: jax.Array) -> npt.NDArray[Any]:
-    """Its values; where several processes have it, all of them must ask."""
+    """Return the array's values; if several processes have it, all of them must ask."""
     if array.is_fully_addressable:
         return np.asarray(array)
     whole: npt.NDArray[Any] = process_allgather(array, tiled=True)

@@ -1,5 +1,4 @@
-"""What stands behind an island's steps and boundaries in virtual time: arrays, or
-nothing."""
+"""Model copies behind an island's steps and boundaries in virtual time, or none."""
 
 from __future__ import annotations
 
@@ -8,32 +7,32 @@ from typing import Protocol
 
 import numpy as np
 
-from diloco_jax.island.books import Outcome
-from diloco_jax.island.boundary import Arrays
-from diloco_jax.island.mailbox import Arrival
-from diloco_jax.simulation.virtual.merging import Fetched
+from diloco_jax.island.arrivals import Arrival
+from diloco_jax.protocol.island.books import Outcome
+from diloco_jax.protocol.island.boundary import Arrays
+from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 
 class Body(Arrays, Protocol):
-    """An island's model copy, and how it is stepped; or nothing (`NoBody`)."""
+    """Model copy of an island, and how it is stepped; or no arrays (`NoBody`)."""
 
-    def begin(self, fetched: Mapping[int, Fetched]) -> None:
-        """Joins with these anchors, in full, by fragment."""
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
+        """Join with these anchors, in full, by fragment."""
 
-    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
-        """A later version, ready to be adopted."""
+    def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
+        """Return a later version, ready to be adopted."""
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
-        """One inner step on the sequences at these positions of the data."""
+        """Do one inner step on the sequences at these positions of the data."""
 
 
 class NoBody:
     """A body without arrays."""
 
-    def begin(self, fetched: Mapping[int, Fetched]) -> None:
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
         """See Body."""
 
-    def arrival(self, fragment: int, fetched: Fetched) -> Arrival:
+    def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
         """See Body."""
         return Arrival(fragment=fragment, version=fetched.version)
 

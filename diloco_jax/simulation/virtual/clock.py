@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Due:
-    """A call to come; `cancel` keeps it from happening."""
+    """A call that is due; `cancel` keeps it from happening."""
 
     __slots__ = ("at", "call")
 
@@ -16,38 +16,40 @@ class Due:
         self.at, self.call = at, call
 
     def cancel(self) -> None:
-        """It will not happen."""
+        """Keep the call from happening."""
         self.call = None
 
 
 class Clock:
-    """Runs calls at their times. Those of one time go in the order in which they were
-    asked for, `last` ones after all others, so a run depends on nothing but its inputs.
+    """Virtual time, which runs calls when they are due.
+
+    Calls of one time run in the order in which they were scheduled, `last` ones after
+    all others. So a run depends on nothing but its inputs.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
-        """Seconds."""
+        """Seconds of virtual time."""
         self._queue: list[tuple[float, bool, int, Due]] = []
         self._count = itertools.count()
 
     def at(self, time: float, call: Callable[[], None]) -> Due:
-        """Calls at `time`, which must not have passed."""
+        """Schedule a call at `time`, which must not have passed."""
         assert time >= self.now, f"{time} has passed: it is {self.now}"
         return self._put(Due(time, call), last=False)
 
     def after(self, seconds: float, call: Callable[[], None]) -> Due:
-        """Calls in so many seconds."""
+        """Schedule a call in `seconds` seconds."""
         return self.at(self.now + seconds, call)
 
     def last(self, call: Callable[[], None]) -> Due:
-        """Calls now, after everything else that is due now, or will be."""
+        """Schedule a call for now, after everything else that is or becomes due now."""
         return self._put(Due(self.now, call), last=True)
 
     def run(
         self, until: float = float("inf"), done: Callable[[], bool] | None = None
     ) -> None:
-        """Goes on until nothing is due by `until`, or `done`, asked after each call."""
+        """Run until nothing is due by `until`, or `done` is True after a call."""
         queue, pop = self._queue, heapq.heappop
         while queue and queue[0][0] <= until:
             time, _, _, due = pop(queue)

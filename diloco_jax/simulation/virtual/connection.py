@@ -1,55 +1,57 @@
-"""How the coordinator reaches an incarnation of an island, in virtual time."""
+"""Connection by which the coordinator reaches an incarnation, in virtual time."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
 
-from diloco_jax.island.mailbox import Status
 from diloco_jax.protocol.coordinator.events import Event
 from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.island.status import Status
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.virtual.line import Line
-from diloco_jax.simulation.virtual.merging import Fetched
+from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.virtual.island import VirtualIsland
 
 
-class Service(Protocol):
-    """What an island is connected to: a `coordinator.VirtualCoordinator`, or one that
-    does not serve yet, since it gathers anchors."""
+class VirtualService(Protocol):
+    """Service that an island is connected to: a coordinator, or a gatherer.
+
+    A `coordinator.VirtualCoordinator` serves; a gatherer of anchors does not serve yet.
+    """
 
     @property
     def serves(self) -> bool:
-        """Whether anything can be fetched."""
+        """True if anything can be fetched."""
 
     @property
     def config(self) -> PolicyConfig:
-        """Of the run."""
+        """Policy config of the run."""
 
     def hello(self, hello: Hello, peer: Connection) -> None:
-        """An island on a new connection."""
+        """Judge an island on a new connection."""
 
     def hear(self, event: Event) -> None:
-        """What an island says."""
+        """Hear a message of an island."""
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
-        """All bytes of a delta."""
+        """Take in a delta, all of whose bytes have arrived."""
 
-    def fetch(self, fragment: int, have: Version | None) -> Fetched:
-        """The newest version of a fragment."""
+    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch:
+        """Return the newest version of a fragment."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Connection:
-    """`coordinator.Peer`: how an incarnation is reached on one line."""
+    """`coordinator.Peer`: an incarnation, reached on one line."""
 
     island: VirtualIsland
     line: Line
     status: Status
-    """With which it said hello."""
+    """Status with which the incarnation said hello."""
 
     @property
     def name(self) -> str:

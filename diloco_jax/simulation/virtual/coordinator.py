@@ -1,7 +1,7 @@
 """The coordinator in virtual time: the production engine, driven by a clock.
 
-What the service does with threads, disks and sockets happens here at once or after a
-given delay.
+The threads, disks and sockets of the service are replaced by calls that happen at once
+or after a given delay.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused, Welcom
 from diloco_jax.protocol.records import Durable, Noted
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.virtual.clock import Clock, Due
-from diloco_jax.simulation.virtual.merging import Fetched, Merging
+from diloco_jax.simulation.virtual.merging import Merging, VirtualFetch
 
 
 class Peer(Protocol):
-    """A connection, by which an incarnation is reached."""
+    """Connection by which an incarnation is reached."""
 
     @property
     def name(self) -> str:
@@ -45,12 +45,14 @@ class Peer(Protocol):
         """Session of the incarnation's process."""
 
     def receive(self, message: FromCoordinator) -> None:
-        """Sends it on its way to the island."""
+        """Send a message on its way to the island."""
 
 
 class Peers:
-    """The `Sender` of an engine in virtual time. postponed: called with a connection
-    that is ended for the island to come again."""
+    """The `Sender` of an engine in virtual time.
+
+    postponed: called with a connection that is ended so that the island comes again.
+    """
 
     def __init__(self, postponed: Callable[[Any], None] = lambda peer: None) -> None:
         self.serving: dict[str, Peer] = {}
@@ -59,11 +61,11 @@ class Peers:
         self._postponed = postponed
 
     def arrived(self, peer: Peer) -> None:
-        """A peer is about to be judged by its hello."""
+        """Note a peer that is about to be judged by its hello."""
         self._joining[peer.session] = peer
 
     def gone(self, peer: Peer) -> bool:
-        """A connection broke; returns whether it served."""
+        """Forget a broken connection; return True if it served."""
         if self.serving.get(peer.session) is not peer:
             return False
         del self.serving[peer.session]
@@ -90,13 +92,13 @@ class Peers:
         self._postponed(self._joining.pop(session))
 
     def judged(self, peer: Peer) -> None:
-        """The hello of a peer has been answered."""
+        """Note that the hello of a peer has been answered."""
         if self._joining.get(peer.session) is peer:
             del self._joining[peer.session]
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class VirtualLog:
     """The `Log` of an engine in virtual time; there is no tape."""
 
     write: Callable[[Durable], None]
@@ -120,10 +122,10 @@ class Written:
 class VirtualCoordinator(Engine[State, Event]):
     """One life of a coordinator, from `state` on; also the `Holder` of its engine.
 
-    persist: called with every durable record, before the next effect. alert: with what
-    a person should look at.
-    merge_seconds: from the order of a merge to its result.
-    clock_offset: what its own clock is ahead of virtual time.
+    persist: called with every durable record, before the next effect.
+    alert: called with texts that a person should look at.
+    merge_seconds: seconds from the order of a merge to its result.
+    clock_offset: seconds by which its own clock is ahead of virtual time.
     """
 
     serves: ClassVar[bool] = True
@@ -145,7 +147,7 @@ class VirtualCoordinator(Engine[State, Event]):
             config,
             state,
             sender=self.peers,
-            log=Written(persist, alert),
+            log=VirtualLog(persist, alert),
             holder=self,
         )
         self.clock, self.merging = clock, merging
@@ -154,11 +156,11 @@ class VirtualCoordinator(Engine[State, Event]):
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over."""
+        """True if the run is over."""
         return self.state.phase == "done"
 
     def die(self) -> None:
-        """Nothing that it began happens any more."""
+        """End this life: nothing that it began happens any more."""
         self.dead = True
         if self._timer is not None:
             self._timer.cancel()
@@ -166,31 +168,31 @@ class VirtualCoordinator(Engine[State, Event]):
     # ---- what comes in --------------------------------------------------------------
 
     def hello(self, hello: Hello, peer: Peer) -> None:
-        """An island on a new connection."""
+        """Judge an island on a new connection."""
         self.peers.arrived(peer)
         self.hear(hello)
         self.peers.judged(peer)
 
     def disconnected(self, peer: Peer) -> None:
-        """A connection broke, and this end noticed."""
+        """Note that a connection broke and this end noticed."""
         if self.peers.gone(peer):
             self.hear(Disconnected(island=peer.name, session=peer.session))
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
-        """All bytes of a delta."""
+        """Take in a delta, all of whose bytes have arrived."""
         fragment = self.state.fragments[key.fragment]
         if not takes.is_awaited(fragment, key.island, key.incarnation, key.tick):
             return
         refusal = self.merging.put(key, encoded)
         self.hear(DeltaArrived(**key._asdict(), refusal=refusal))
 
-    def fetch(self, fragment: int, have: Version | None) -> Fetched:
-        """The newest version of a fragment."""
+    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch:
+        """Return the newest version of a fragment."""
         version = self.state.fragments[fragment].version
         return self.merging.fetch(fragment, version, have)
 
     def hear(self, event: Event) -> None:
-        """One event, now."""
+        """Handle one event now."""
         if self.dead:
             return
         self.step(event, self.clock.now + self.clock_offset)
@@ -200,8 +202,9 @@ class VirtualCoordinator(Engine[State, Event]):
     # ---- as a holder ----------------------------------------------------------------
 
     def merge(self, merge: Merge) -> None:
-        """See engine.Holder. At once: its deltas may be dropped before the result is
-        due."""
+        """See engine.Holder. Computes at once: the deltas may be dropped before the
+        result is due.
+        """
         computed = MergeComputed(
             fragment=merge.fragment,
             version=merge.version,
@@ -231,15 +234,18 @@ class VirtualCoordinator(Engine[State, Event]):
     # ---- time -----------------------------------------------------------------------
 
     def _set_timer(self) -> None:
-        """Deadlines move with every report: a timer that rings too early is harmless
-        and cheaper than one that is always set anew."""
+        """Set the timer for the next deadline.
+
+        Deadlines move with every report. A timer that rings too early is harmless, and
+        cheaper than a timer that is set anew each time.
+        """
         now = self.clock.now + self.clock_offset
         deadline = decide.next_deadline(self.state, now)
         if deadline is None:
             return
         at = deadline - self.clock_offset
         if at + self.clock_offset < deadline:
-            # Rounded down: it would ring before its time, again and again.
+            # It is rounded down, so it would ring before its time, again and again.
             at += math.ulp(at) + math.ulp(deadline)
         at = max(at, self.clock.now)
         if self._timer is not None:

@@ -1,8 +1,8 @@
-"""One incarnation of an island in virtual time.
+"""One incarnation of an island in virtual time: a shell around the island's half.
 
-Everything an island decides is done by the runtime's own parts: `Mailbox`, `Inbound`,
-`Boundary` with its `Books`, `Pace`. What is different: steps take the seconds they are
-said to take, and connections are `Line`s.
+The protocol makes every decision of an island, as in the product: the meaning of
+messages, the next fetch, the acts of a boundary, when to report and to stop. Two things
+differ: steps take the seconds that the spec gives, and connections are `Line`s.
 """
 
 from __future__ import annotations
@@ -13,50 +13,55 @@ from typing import Any
 
 from diloco_jax.config import RunConfig
 from diloco_jax.data.positions import LeasedPositions
-from diloco_jax.island.books import Books
-from diloco_jax.island.boundary import Boundary
-from diloco_jax.island.decisions import Ahead, LiveDecisions
-from diloco_jax.island.mailbox import Arrival, Mailbox, Status
-from diloco_jax.island.network.inbound import Inbound, Targets
-from diloco_jax.island.pace import Pace
+from diloco_jax.island.pace import Pace, goal_of
+from diloco_jax.island.refused_takes import log_refused
+from diloco_jax.island.traits import adopt_traits
 from diloco_jax.protocol.coordinator.events import Said
+from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.conversation import Conversation, Wanted
+from diloco_jax.protocol.island.decision import Ahead
+from diloco_jax.protocol.island.hello import Introduction, hello
+from diloco_jax.protocol.island.status import Status
 from diloco_jax.protocol.messages import (
     FromCoordinator,
     Goodbye,
-    Hello,
+    Measures,
     Progress,
     Report,
+    ResendRequest,
     Welcome,
 )
 from diloco_jax.protocol.reasons import EndReason
-from diloco_jax.protocol.values import DeltaKey, Phase, Version
+from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.simulation.virtual.body import Body
 from diloco_jax.simulation.virtual.clock import Clock, Due
-from diloco_jax.simulation.virtual.connection import Connection, Service
+from diloco_jax.simulation.virtual.connection import Connection, VirtualService
+from diloco_jax.simulation.virtual.fetches import VirtualFetches
 from diloco_jax.simulation.virtual.line import Line
-from diloco_jax.simulation.virtual.merging import Fetched
+from diloco_jax.simulation.virtual.reports import Reports
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IslandSpec:
-    """What an island is, over all its incarnations."""
+    """Properties of an island in all its incarnations."""
 
     name: str
     batch_size: int
     step_seconds: Callable[[int], float]
-    """Of step k of the incarnation (from 0); asked once for each, as it begins."""
+    """Function from step k of the incarnation, from 0, to its seconds; called once."""
     join_seconds: float = 0.0
-    """From its welcome to its first step: compiling, fetching apart."""
+    """Seconds from its welcome to its first step: compilation, without fetches."""
     bytes_up: tuple[int, ...] = ()
-    """Of an encoded delta, by fragment."""
+    """Bytes of an encoded delta, by fragment."""
     lead: int = 0
-    """Boundaries that its hosts need to agree on what to do; 0: it has one."""
+    """Boundaries that its hosts need to agree on a decision; 0: it has one host."""
 
 
 class VirtualIsland:
-    """One incarnation; `connect` begins it. `ended` tells why it stopped, if it did.
+    """One incarnation; `connect` begins it. `ended` holds the reason once it stopped.
 
-    report_s: it says at least this often that it lives.
+    report_s: longest time in seconds between two reports.
     """
 
     def __init__(
@@ -75,197 +80,141 @@ class VirtualIsland:
         self.ended: str | None = None
         self.line: Line | None = None
         self.peer: Connection | None = None
-        """Its last connection, as the coordinator sees it."""
-        self.mailbox = Mailbox()
+        """Last connection of the island, as the coordinator sees it."""
         self.positions = LeasedPositions()
         self.boundary: Boundary | None = None
-        """Once it is in."""
-        self._phase: Phase = "joining"
-        self._term = 0
+        """Boundary of the island; None until it has joined."""
         self._run, self._clock, self._body = run, clock, body
-        self._report_s = report_s
-        self._tokens_per_step = spec.batch_size * run.sequence_length
-        self._pace = Pace(run, self._tokens_per_step)
-        self._inbound = Inbound(
-            self.mailbox,
-            Targets(want=self._want, resend=self._resend),
-        )
-        self._decisions = LiveDecisions(self.mailbox, lambda: False)
+        self._goal = goal_of(run, spec.batch_size)
+        self._pace = Pace(run, self._goal)
+        self._conversation = told = Conversation()
+        self._fetches = VirtualFetches(told, body, self._came)
+        self._reports = Reports(told, clock, report_s, self._say)
         self._ahead = Ahead(spec.lead)
-        self._coordinator: Service | None = None
-        self._wanted: dict[int, Version] = {}
-        self._have: dict[int, Version] = {}
-        self._fetching: set[int] = set()
-        self._joined: dict[int, Fetched] = {}
-        self._arrivals: list[Arrival] = []
-        """Fetched, and waiting for room in the mailbox."""
+        self._coordinator: VirtualService | None = None
+        self._compiled = False
         self._outgoing: dict[tuple[int, int], Any] = {}
-        self._sent_through = 0
-        self._said: tuple[Phase, int] | None = None
-        self._said_at = clock.now
-        self._last_step_seconds = 0.0
+        self._measures = Measures()
         self._stepping = False
         self._next: Due | None = None
-        """The beginning or the end of a step."""
-        clock.after(report_s, self._beat)
+        """Begin or end of a step that is due."""
 
     # ---- its life ---------------------------------------------------------------
 
-    def connect(self, coordinator: Service, line: Line) -> None:
-        """Says hello on a new connection, for the first time or again."""
+    def connect(self, coordinator: VirtualService, line: Line) -> None:
+        """Say hello on a new connection, for the first time or again."""
         self._coordinator, self.line = coordinator, line
-        self._sent_through = 0
-        self._fetching = set()
-        run, status = self._run, self.mailbox.status()
-        hello = Hello(
+        self._fetches.connect(coordinator, line)
+        who = Introduction(
             island=self.name,
             incarnation=self.incarnation,
             session=self.session,
-            run_id=coordinator.config.run_id,
             fingerprint=coordinator.config.fingerprint,
-            tokens_per_step=self.spec.batch_size * run.sequence_length,
+            tokens_per_step=self._goal.tokens_per_step,
             sequences_per_step=self.spec.batch_size,
-            steps=self.steps,
-            step_seconds=self._last_step_seconds,
-            phase=self._phase,
-            outstanding=status.outstanding,
-            sequences_granted=self._inbound.granted,
-            records_through=status.records_through,
-            term=self._term,
-            versions=status.versions,
-            tokens=status.tokens,
-            next_position=status.next_position,
             lead=self.spec.lead,
         )
+        status = self._conversation.status()
+        said = hello(who, status)
         self.peer = peer = Connection(self, line, status)
-        line.send_up(lambda: coordinator.hello(hello, peer))
+        line.send_up(lambda: coordinator.hello(said, peer))
 
     def disconnect(self) -> None:
-        """Its connection is gone; it trains on."""
+        """Lose the connection and train on."""
         if self.line is not None:
             self.line.cut()
         self.line = None
+        self._reports.disconnected()
 
     def die(self, reason: str = "died") -> None:
-        """It ends, and says nothing."""
-        self.ended = self.ended or reason
+        """End without a word."""
         self.disconnect()
-        if self._next is not None:
-            self._next.cancel()
+        self._end(reason)
 
     def notice(self, seconds: float) -> None:
-        """It is about to be taken away: it leaves once it is let go, or then."""
+        """Announce that the island will be taken away after `seconds` at most.
+
+        It leaves when the coordinator lets it go, or when the time is over.
+        """
 
         def leave() -> None:
             if self.ended is None:
                 self.leave("preempted")
 
-        self.mailbox.leave()
+        self._conversation.leave()
         self._clock.after(seconds, leave)
         if not self._stepping:
             self._at_boundary()
 
     def leave(self, reason: EndReason) -> None:
-        """It reports, says goodbye, and ends."""
-        line, coordinator = self.line, self._coordinator
-        self._report()
-        if line is not None and coordinator is not None:
-            goodbye = Goodbye(reason=reason, text=reason)
-            line.send_up(lambda: coordinator.hear(self._said_now(goodbye)))
-        self.ended = reason
+        """Report, say goodbye, and end."""
+        self._reports.send()
+        self._say(Goodbye(reason=reason, text=reason))
+        self._end(reason)
+
+    def _end(self, why: str) -> None:
+        self.ended = self.ended or why
+        self._reports.disconnected()
+        self._fetches.close()
         if self._next is not None:
             self._next.cancel()
 
     # ---- its end of the connection ----------------------------------------------
 
     def turned_away(self, reason: str) -> None:
-        """It is not let in, or put out."""
+        """End, because the coordinator refused the island or put it out."""
         self.die(reason)
 
     def received(self, message: FromCoordinator) -> None:
-        """A message of the coordinator is here."""
+        """Handle a message of the coordinator."""
         if self.ended is not None:
             return
         if isinstance(message, Welcome):
-            if 0 < self._term < message.term:
-                self.mailbox.new_term(message.term)
-            self._term = max(self._term, message.term)
-            if self._phase == "joining":
-                self._phase = "compiling"
-                self._clock.after(self.spec.join_seconds, self._compiled)
-                self._post()
-            for fragment, version in enumerate(message.versions):
-                self._want(fragment, version)
-            self._report(alive=True)
-            return
-        self._inbound.dispatch(message)
-        if self.mailbox.leaving and self.mailbox.wait_to_leave(0.0):
+            self._welcomed(message)
+        for errand in self._conversation.receive(message):
+            match errand:
+                case Wanted(fragment, version):
+                    self._fetches.want(fragment, version)
+                case ResendRequest(fragment=fragment, tick=tick):
+                    self._send(fragment, tick)
+        self._fetches.fetch()
+        if self._conversation.may_leave:
             self.leave("preempted")
-            return
-        if self._next is not None and isinstance(message, Progress):
-            return  # As in a real loop, it is looked at with the next boundary.
-        if not self._stepping:
+        elif self._next is not None and isinstance(message, Progress):
+            pass  # As in a real loop, the next boundary looks at it.
+        elif not self._stepping:
             self._at_boundary()
+        self._reports.look()
 
-    def _want(self, fragment: int, version: Version) -> None:
-        wanted = self._wanted.get(fragment, version)
-        self._wanted[fragment] = max(wanted, version)
-        self._fetch(fragment)
+    def _welcomed(self, welcome: Welcome) -> None:
+        self._reports.welcomed()
+        if welcome.versions and not self._fetches.begun:
+            self._fetches.begin(welcome.versions)
+            self._conversation.post(Status(phase="compiling"))
+            self._clock.after(self.spec.join_seconds, self._has_compiled)
 
-    def _fetch(self, fragment: int) -> None:
-        # A join takes every fragment in full.
-        have = self._have.get(fragment) if self.boundary is not None else None
-        line, coordinator = self.line, self._coordinator
-        behind = have is None or have < self._wanted[fragment]
-        if not behind or fragment in self._fetching or line is None:
-            return
-        assert coordinator is not None
-        if not coordinator.serves:
-            return
-        self._fetching.add(fragment)
-        fetched = coordinator.fetch(fragment, have)
-        line.download(fetched.nbytes, lambda: self._fetched(fragment, fetched))
-
-    def _fetched(self, fragment: int, fetched: Fetched) -> None:
-        if self.ended is not None:
-            return
+    def _came(self) -> None:
         if self.boundary is None:
-            self._fetching.discard(fragment)
-            self._joined[fragment] = fetched
             self._begin_if_ready()
-            return
-        self._have[fragment] = fetched.version
-        self._arrivals.append(self._body.arrival(fragment, fetched))
-        self._deliver()
-        if not self._stepping:
+        elif not self._stepping:
             self._at_boundary()
-
-    def _deliver(self) -> None:
-        """Hands over what there is room for, and fetches what came after it."""
-        if not self._arrivals:
-            return
-        waiting, self._arrivals = self._arrivals, []
-        for arrival in waiting:
-            if self.mailbox.deliver(arrival, 0.0):
-                self._fetching.discard(arrival.fragment)
-                self._fetch(arrival.fragment)
-            else:
-                self._arrivals.append(arrival)
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
         """See boundary.Outgoing."""
         self._outgoing[fragment, tick] = encoded
-        self._resend(fragment, tick)
+        self._send(fragment, tick)
 
     def forget(self, fragment: int, tick: int) -> None:
         """See boundary.Outgoing."""
         self._outgoing.pop((fragment, tick), None)
 
     def send_anchor(self, fragment: int) -> None:
-        """To a coordinator that lost its state; here none does."""
+        """Send the anchor to a coordinator that lost its state; here no coordinator
+        does.
+        """
         raise AssertionError(f"{self.name} is asked for the anchor of {fragment}")
 
-    def _resend(self, fragment: int, tick: int) -> None:
+    def _send(self, fragment: int, tick: int) -> None:
         if (fragment, tick) not in self._outgoing or self.line is None:
             return
         coordinator = self._coordinator
@@ -277,47 +226,45 @@ class VirtualIsland:
 
     # ---- its loop ---------------------------------------------------------------
 
-    def _compiled(self) -> None:
-        if self.ended is None:
-            self._phase = "training"
-            self._begin_if_ready()
+    def _has_compiled(self) -> None:
+        self._compiled = True
+        self._begin_if_ready()
 
     def _begin_if_ready(self) -> None:
-        """The join is done once it has compiled and has every fragment."""
-        fragments = len(self._wanted)
-        if self._phase != "training" or not fragments or self.boundary is not None:
+        """Begin to step once the island has compiled and has every fragment."""
+        joined = self._fetches.joined
+        if joined is None or not self._compiled or self.ended is not None:
             return
-        if len(self._joined) < fragments or self._fetching:
-            return
-        self._body.begin(self._joined)
-        versions = [self._joined[f].version for f in range(fragments)]
-        self._have = {f: fetched.version for f, fetched in self._joined.items()}
-        self._joined = {}
-        rule = self._run.sync.adopt
-        books = Books(versions, rule)
+        self._body.begin(joined)
+        versions = [joined[fragment].version for fragment in range(len(joined))]
+        books = Books(versions, adopt_traits(self._run.sync.adopt))
         books.begin()
-        self.boundary = Boundary(books, self._body, self.positions, self, rule)
+        self.boundary = Boundary(
+            books,
+            self._goal,
+            arrays=self._body,
+            incoming=self._fetches.arrivals,
+            outgoing=self,
+            data=self.positions,
+        )
         self._at_boundary()
-        for fragment in range(fragments):
-            self._fetch(fragment)
+        self._fetches.start()
 
     def _at_boundary(self) -> None:
-        if self.boundary is None or self.ended is not None:
+        boundary = self.boundary
+        if boundary is None or self.ended is not None:
             return
-        decided = self._decisions.at(self.steps, stepping=self._phase == "training")
-        inbox = self._ahead.next(decided)
-        self.boundary.act(inbox, self.steps)
-        # As in a real loop, by what it knows now.
-        done = self._pace.share_done(self.steps, self.boundary.others_tokens)
-        stepping = not inbox.stop and done < 1
-        self._phase = "training" if stepping else "stopped"
-        for fragment in inbox.anchors:
+        decision = self._ahead.next(self._conversation.decide())
+        log_refused(boundary.act(decision, self.steps))
+        for fragment in decision.anchors:
             self.send_anchor(fragment)
-        self._deliver()
-        self._post()
-        self._report()
-        if inbox.finished:
-            self.ended = "finished"
+        self._fetches.deliver()
+        status = boundary.status(self.steps, self._measures)
+        self._conversation.post(status, boundary.books.drain())
+        self._reports.look()
+        stepping = boundary.may_step(self.steps)
+        if decision.finished:
+            self._end("finished")
         elif not stepping and self._ahead.pending:
             self._clock.last(self._at_boundary)
         elif stepping and self._next is None:
@@ -325,19 +272,19 @@ class VirtualIsland:
             self._next = self._clock.last(self._step)
 
     def _step(self) -> None:
-        self._next = None
-        if self._phase == "stopped":
+        self._next, boundary = None, self.boundary
+        assert boundary is not None
+        if not boundary.may_step(self.steps):
             return
         positions = self.positions.draw(self.spec.batch_size)
         if positions is None:
             if self._ahead.pending:
                 self._clock.last(self._at_boundary)
             return
-        assert self.boundary is not None
-        others = self.boundary.others_tokens
-        self._body.train(positions, self._pace.learning_rate(self.steps, others))
+        rate = self._pace.learning_rate(self.steps, boundary.others_tokens)
+        self._body.train(positions, rate)
         seconds = self.spec.step_seconds(self.steps)
-        self._last_step_seconds = seconds
+        self._measures = Measures(median_step_seconds=seconds)
         self._stepping = True
         self._next = self._clock.after(seconds, self._stepped)
 
@@ -346,49 +293,9 @@ class VirtualIsland:
         self.steps += 1
         self._at_boundary()
 
-    # ---- reports ----------------------------------------------------------------
-
-    def _post(self) -> None:
-        if self.boundary is None:
-            self.mailbox.post(Status(phase=self._phase))
-            return
-        books = self.boundary.books
-        status = Status(
-            phase=self._phase,
-            steps=self.steps,
-            outstanding=books.outstanding(),
-            versions=tuple(books.versions()),
-        )
-        self.mailbox.post(status, books.drain())
-
-    def _report(self, *, alive: bool = False) -> None:
-        """Says what is new; `alive`: even if nothing is."""
+    def _say(self, message: Report | Goodbye) -> None:
+        """Send a message to the coordinator's half, together with the session."""
         line, coordinator = self.line, self._coordinator
-        if self.ended is not None or line is None or coordinator is None:
-            return
-        status, records = self.mailbox.report(self._sent_through)
-        if not records and (status.phase, status.steps) == self._said and not alive:
-            return
-        if records:
-            self._sent_through = records[-1].seq
-        self._said, self._said_at = (status.phase, status.steps), self._clock.now
-        report = Report(
-            phase=status.phase,
-            steps=status.steps,
-            step_seconds=self._last_step_seconds,
-            records=records,
-        )
-        line.send_up(lambda: coordinator.hear(self._said_now(report)))
-
-    def _said_now(self, message: Report | Goodbye) -> Said:
-        return Said(island=self.name, session=self.session, message=message)
-
-    def _beat(self) -> None:
-        """Rings less often than it could: it is set anew only when it has rung."""
-        if self.ended is not None:
-            return
-        due = self._said_at + self._report_s
-        if self._clock.now >= due:
-            self._report(alive=True)
-            due = self._clock.now + self._report_s
-        self._clock.at(due, self._beat)
+        if line is not None and coordinator is not None:
+            said = Said(island=self.name, session=self.session, message=message)
+            line.send_up(lambda: coordinator.hear(said))

@@ -5,21 +5,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from diloco_jax.config.fields import SECONDS, setting
 from diloco_jax.simulation.virtual.clock import Clock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineSpeed:
-    """How long messages and bytes take."""
+    """Latency and bandwidth of a line."""
 
-    latency_s: float = 0.0
-    up_bytes_per_s: float = float("inf")
-    down_bytes_per_s: float = float("inf")
+    latency_s: float = setting(
+        0.0, SECONDS, help="Seconds that a message is under way."
+    )
+    up_bytes_per_s: float = setting(
+        float("inf"), help="Bytes per second to the coordinator; inf = no limit."
+    )
+    down_bytes_per_s: float = setting(
+        float("inf"), help="Bytes per second from the coordinator; inf = no limit."
+    )
 
 
 class Line:
-    """Control messages in order, and bulk transfers that share each direction's
-    bandwidth by queueing. Nothing arrives after `cut`."""
+    """Control messages in order, and bulk transfers that queue for each direction's
+    bandwidth. Nothing arrives after `cut`.
+    """
 
     def __init__(self, clock: Clock, speed: LineSpeed) -> None:
         self.open = True
@@ -27,25 +35,25 @@ class Line:
         self._up_free_at = self._down_free_at = 0.0
 
     def cut(self) -> None:
-        """Breaks it: all that is under way is lost."""
+        """Break the line: everything under way is lost."""
         self.open = False
 
     def send_up(self, arrive: Callable[[], None]) -> None:
-        """A control message from the island."""
+        """Send a control message from the island."""
         self._arrive(self._clock.now + self._speed.latency_s, arrive)
 
     def send_down(self, arrive: Callable[[], None]) -> None:
-        """A control message to the island."""
+        """Send a control message to the island."""
         self._arrive(self._clock.now + self._speed.latency_s, arrive)
 
     def upload(self, nbytes: int, arrive: Callable[[], None]) -> None:
-        """Bulk bytes from the island."""
+        """Send bulk bytes from the island."""
         began = max(self._clock.now, self._up_free_at)
         self._up_free_at = began + nbytes / self._speed.up_bytes_per_s
         self._arrive(self._up_free_at + self._speed.latency_s, arrive)
 
     def download(self, nbytes: int, arrive: Callable[[], None]) -> None:
-        """Bulk bytes to the island, the request included."""
+        """Send bulk bytes to the island, the request included."""
         began = max(self._clock.now, self._down_free_at)
         self._down_free_at = began + nbytes / self._speed.down_bytes_per_s
         self._arrive(self._down_free_at + 2 * self._speed.latency_s, arrive)

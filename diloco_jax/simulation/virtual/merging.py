@@ -1,4 +1,4 @@
-"""What stands behind merges and fetches in virtual time: arrays, or nothing."""
+"""Arrays behind merges and fetches in virtual time, or none."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from diloco_jax.protocol.reasons import Refusal
 from diloco_jax.protocol.values import DeltaKey, Version
 
 
-class Fetched(NamedTuple):
-    """A fragment on its way to an island."""
+class VirtualFetch(NamedTuple):
+    """Fragment on its way to an island."""
 
     version: Version
     nbytes: int
     data: Any
-    """What `body.Body.arrival` makes arrays of."""
+    """Data from which `body.Body.arrival` makes arrays."""
 
 
 class Merging(Protocol):
-    """The coordinator's arrays."""
+    """Arrays of the coordinator."""
 
     def put(self, key: DeltaKey, encoded: Any) -> Refusal:
-        """Keeps a delta that arrived; returns why it is unfit, or ""."""
+        """Keep a delta that arrived; return why it is unfit, or ""."""
 
     def drop(self, key: DeltaKey) -> None:
-        """The delta is not needed any more; unknown ones are ignored."""
+        """Forget a delta that is not needed any more; ignore unknown ones."""
 
     def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
-        """Drops what incarnations of an island below `before` sent, but for `kept`."""
+        """Drop deltas of an island's incarnations below `before`, except `kept`."""
 
     def compute(self, merge: Merge) -> str:
-        """Computes a merge and keeps it; returns its digest."""
+        """Compute a merge and keep it; return its digest."""
 
     def commit(self, fragment: int, version: Version) -> None:
-        """Makes the computed merge the current version."""
+        """Make the computed merge the current version."""
 
-    def fetch(self, fragment: int, want: Version, have: Version | None) -> Fetched:
-        """What leads from `have` to `want`, or the newest version in full."""
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
+        """Return the publishes from `have` to `want`, or the newest version in full."""
 
 
 class NoArrays:
     """Merges without arrays; only versions and bytes.
 
-    bytes_down: of an encoded publish, by fragment.
-    bytes_full: of an anchor in full, by fragment.
+    bytes_down: bytes of an encoded publish, by fragment.
+    bytes_full: bytes of an anchor in full, by fragment.
     """
 
     def __init__(self, bytes_down: tuple[int, ...], bytes_full: tuple[int, ...]):
@@ -68,9 +68,9 @@ class NoArrays:
     def commit(self, fragment: int, version: Version) -> None:
         """See Merging."""
 
-    def fetch(self, fragment: int, want: Version, have: Version | None) -> Fetched:
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
         """See Merging."""
         if have is None or have.term != want.term:
-            return Fetched(want, self._bytes_full[fragment], None)
+            return VirtualFetch(want, self._bytes_full[fragment], None)
         behind = want.number - have.number
-        return Fetched(want, behind * self._bytes_down[fragment], None)
+        return VirtualFetch(want, behind * self._bytes_down[fragment], None)

@@ -19,9 +19,9 @@ from diloco_jax.simulation.virtual.merging import Merging
 class World:
     """A run whose coordinator and connections never fail; islands come and go.
 
-    make_body: of an incarnation of the named island.
+    make_body: makes the body of an incarnation of the named island.
     persist, alert: see `VirtualCoordinator`.
-    report_s: an island says at least this often that it lives.
+    report_s: longest time in seconds between two reports of an island.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class World:
             merge_seconds,
         )
         self.islands: dict[str, VirtualIsland] = {}
-        """The newest incarnation by name."""
+        """Newest incarnation of each island, by name."""
         self._run, self._report_s = run, report_s
         self._line_speed = line_speed or LineSpeed()
         self._make_body = make_body
 
     def start(self, spec: IslandSpec) -> VirtualIsland:
-        """A new incarnation of an island says hello."""
+        """Start a new incarnation of an island, which says hello."""
         before = self.islands.get(spec.name)
         island = VirtualIsland(
             spec,
@@ -69,16 +69,16 @@ class World:
         return island
 
     def connect(self, island: VirtualIsland) -> None:
-        """Gives it a line, on which it says hello."""
+        """Give the island a line, on which it says hello."""
         island.connect(self.coordinator, Line(self.clock, self._line_speed))
 
     def kill(self, name: str) -> None:
-        """The island's process dies; its connection breaks at once."""
+        """Kill the island's process; its connection breaks at once."""
         island = self.islands[name]
         island.die()
         assert island.peer is not None
         self.coordinator.disconnected(island.peer)
 
     def run(self, until: float = float("inf")) -> None:
-        """Until the run is over, at most until that time (seconds)."""
+        """Run until the run is over, at most until `until` (seconds)."""
         self.clock.run(until, lambda: self.coordinator.finished)

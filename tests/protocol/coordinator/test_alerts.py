@@ -54,7 +54,7 @@ def test_an_absent_island_is_not_called_alive():
 def merged_in_turns(
     *, merges=WATCHED_MERGES[0], were=5.0, pace=1.0, slow=1.0, index=0, **changes
 ):
-    """What is said of "a", in all 10 merges, and "b", in `were` of them."""
+    """Return the alerts on "a", in all 10 merges, and "b", in `were` of them."""
     config = make_config(**{"overlap_steps": 2, "grace": 0.8, **changes})
     islands = {
         name: Island(
@@ -102,7 +102,7 @@ def test_islands_merged_in_turns_are_told_of_with_what_would_help():
     assert "sync.overlap_steps from 2 to 8" in text
     [text] = merged_in_turns(grace=0.0)
     assert "for the next run, raise sync.grace from 0" in text
-    [text] = merged_in_turns(awaits_alike=False)
+    [text] = merged_in_turns(grace_window="overlap")
     assert text.endswith('for the next run, leave sync.grace_window at "alike"')
 
 

@@ -1,4 +1,4 @@
-"""What an island says of its steps is held against the data that was leased to it."""
+"""An island's report of its steps is checked against the data leased to it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_steps_of_several_sequences_count_as_many() -> None:
     d = Driver()
     d.hello("a", sequences_per_step=4)
     effects = d.report("a", LEASED + 1, step_seconds=0)
-    put_out(d, effects, f"of 4 sequences, and {4 * LEASED} were leased to it")
+    put_out(d, effects, f"of 4 sequences, but {4 * LEASED} were leased to it")
 
 
 def record(**fields: Any) -> Record:
@@ -71,7 +71,7 @@ def record(**fields: Any) -> Record:
     [
         (
             record(step=5, tick=1),
-            r"1 \(took\) is of steps \[0, 5\) where it has made 4",
+            r"1 \(took\) names steps \[0, 5\), but it has made 4",
         ),
         (record(step=2, start=3, tick=1), r"\[3, 2\)"),
         (record(step=5, kind="adopted"), "adopted"),
@@ -103,7 +103,7 @@ def test_a_hello_with_a_take_of_steps_to_come_is_put_out() -> None:
     held = Outstanding(fragment=0, tick=1, start=0, end=6, base=Version(), seq=1)
     effects = d.hello("a", steps=5, phase="training", outstanding=(held,))
     assert of(effects, Welcome) == []
-    put_out(d, effects, "tick 1, holds steps [0, 6) where it has made 5")
+    put_out(d, effects, "tick 1, holds steps [0, 6), but it has made 5")
 
 
 def test_a_coordinator_that_came_back_knows_what_it_leased() -> None:
@@ -118,7 +118,7 @@ def test_a_coordinator_that_came_back_knows_what_it_leased() -> None:
 
 @pytest.mark.parametrize(
     ("steps", "granted", "shown"),
-    [(10, 10, ""), (11, 10, "11 steps of 1"), (90, 101, "of 100 that all islands")],
+    [(10, 10, ""), (11, 10, "11 steps of 1"), (90, 101, "granted at most 100")],
 )
 def test_what_an_earlier_term_leased_is_bounded_too(
     steps: int, granted: int, shown: str

@@ -1,4 +1,4 @@
-"""What an island leaves behind when it says goodbye."""
+"""The state of an island after its goodbye."""
 
 import msgspec
 import pytest

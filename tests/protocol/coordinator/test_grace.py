@@ -146,7 +146,7 @@ def test_those_of_about_the_pacing_ones_speed_are_waited_for_without_slack(
 
 @pytest.mark.parametrize(
     ("step_seconds", "changes"),
-    [(1.6, {}), (1.0, {"grace": 0.0}), (1.0, {"awaits_alike": False})],
+    [(1.6, {}), (1.0, {"grace": 0.0}), (1.0, {"grace_window": "overlap"})],
 )
 def test_slower_ones_are_not_and_nobody_is_where_that_was_not_asked_for(
     step_seconds, changes
@@ -169,7 +169,7 @@ def test_a_window_that_is_longer_than_that_stays() -> None:
 
 
 def test_without_slack_there_is_no_grace() -> None:
-    d = Driver(grace=1.0, overlap_steps=1, awaits_alike=False)
+    d = Driver(grace=1.0, overlap_steps=1, grace_window="overlap")
     d.join("a", "b")
     d.report("a", 2)
     d.take("a", 0, 2, arrive=False)

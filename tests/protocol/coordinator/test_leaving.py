@@ -7,7 +7,7 @@ from diloco_jax.protocol.messages import MayLeave, TakeRequest
 
 
 def noticed(**changes: int) -> Driver:
-    """Of two islands, both of which make a quorum, a stops after 2 steps."""
+    """Stop island a after 2 steps; a and b together make a quorum."""
     d = Driver(**{"quorum": 2, **changes})
     d.join("a", "b")
     d.report("a", 2)

@@ -14,7 +14,7 @@ from diloco_jax.protocol.coordinator.machines import (
     MACHINES,
     TAKE,
     IllegalMoveError,
-    Machine,
+    StateMachine,
     ignored,
     take_state,
 )
@@ -27,12 +27,14 @@ def test_a_move_that_no_table_has_is_a_mistake() -> None:
     assert FRAGMENT.move("idle", "tick") == "open"
     with pytest.raises(IllegalMoveError, match=r"'idle': no move 'commit', only tick"):
         FRAGMENT.move("idle", "commit")
-    with pytest.raises(IllegalMoveError, match="'bytes' led to 'taken', it leads to"):
+    with pytest.raises(
+        IllegalMoveError, match="'bytes' led to 'taken', but must lead to"
+    ):
         TAKE.check("asked", "bytes", "taken")
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
-def test_every_state_can_be_reached(machine: Machine[str]) -> None:
+def test_every_state_can_be_reached(machine: StateMachine[str]) -> None:
     first, *others = machine.moves
     reached, found = {first}, {first}
     while found:
@@ -75,7 +77,7 @@ def test_every_expectation_has_its_reason() -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
-def test_the_drawings_are_the_tables(machine: Machine[str]) -> None:
+def test_the_drawings_are_the_tables(machine: StateMachine[str]) -> None:
     page = PAGE.read_text()
     start = page.index(f"<!-- machine: {machine.name} -->")
     drawing = page[start : page.index("```\n", page.index("stateDiagram", start))]

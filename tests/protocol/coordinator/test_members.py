@@ -1,4 +1,4 @@
-"""Who takes part: leases, incarnations, fencing, and coming back."""
+"""Members of a run: leases, incarnations, fencing, and coming back."""
 
 import pytest
 from kit import Driver, asked, kinds, notes, of, only, persisted, verdicts

@@ -1,4 +1,4 @@
-"""How far a merge goes that some live islands are not in."""
+"""The size of a merge that some live islands are not in."""
 
 from collections.abc import Sequence
 
@@ -67,7 +67,7 @@ def test_who_misses_many_merges_in_a_row_is_not_counted_on() -> None:
 
 
 def test_a_merge_is_whole_if_the_config_says_so() -> None:
-    d = turns_driver(scale_partial_merges=False)
+    d = turns_driver(partial_merges="full")
     d.report("a", 2)
     assert share_of(d.take("a", 0, 2)) == 1
 

@@ -3,7 +3,7 @@
 from kit import Driver, only, persisted
 
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import Resumed
+from diloco_jax.protocol.coordinator.events import RunResumed
 from diloco_jax.protocol.coordinator.recovery import recover
 from diloco_jax.protocol.messages import Refused, Welcome
 
@@ -27,7 +27,7 @@ def lost(d: Driver, name: str) -> dict[str, int]:
 def test_every_incarnation_ends_and_its_open_steps_are_lost() -> None:
     d = stopped()
     merged = ledger.run_totals(d.config, d.state).merged
-    effects = d.feed(Resumed())
+    effects = d.feed(RunResumed())
     assert [r["island"] for r in persisted(effects, "left")] == ["a", "b"]
     assert {r["reason"] for r in persisted(effects, "left")} == {"stopped"}
     assert {i.status for i in d.state.islands.values()} == {"gone"}
@@ -40,7 +40,7 @@ def test_every_incarnation_ends_and_its_open_steps_are_lost() -> None:
 def test_steps_that_only_the_roster_knows_are_counted_and_lost() -> None:
     d = stopped()
     known = d.state.islands["b"].steps
-    d.feed(Resumed(steps={("b", 1): known + 5, ("a", 7): 99}))
+    d.feed(RunResumed(steps={("b", 1): known + 5, ("a", 7): 99}))
     assert d.state.islands["b"].steps == known + 5
     # In fragment 1, a quarter of the model, all steps; in fragment 0 all but one.
     assert lost(d, "b") == {"stopped": (known + 5) * 10 - 10 * 3 // 4 - 1}
@@ -51,7 +51,7 @@ def test_who_had_left_does_not_leave_again() -> None:
     d = stopped()
     d.goodbye("a")
     before = d.totals("a")
-    effects = d.feed(Resumed(steps={("a", 1): 4}))
+    effects = d.feed(RunResumed(steps={("a", 1): 4}))
     assert [r["island"] for r in persisted(effects, "left")] == ["b"]
     assert d.totals("a") == before
 
@@ -59,7 +59,7 @@ def test_who_had_left_does_not_leave_again() -> None:
 def test_who_made_no_step_has_none_and_loses_none() -> None:
     d = Driver()
     d.join("a")
-    (left,) = persisted(d.feed(Resumed()), "left")
+    (left,) = persisted(d.feed(RunResumed()), "left")
     assert (left["steps"], left["lost_tokens_by_fragment"]) == (0, [0, 0])
     assert lost(d, "a") == {}
 
@@ -67,7 +67,7 @@ def test_who_made_no_step_has_none_and_loses_none() -> None:
 def test_the_end_of_all_incarnations_survives_a_crash() -> None:
     d = stopped()
     before, logged = d.state, len(d.log)
-    d.feed(Resumed(steps={("b", 1): 8}))
+    d.feed(RunResumed(steps={("b", 1): 8}))
     again = recover(d.config, before, d.log[logged:], d.now)
     for name in "ab":
         assert again.islands[name].status == "gone"
@@ -78,7 +78,7 @@ def test_the_end_of_all_incarnations_survives_a_crash() -> None:
 
 def test_islands_come_back_with_higher_incarnations_only() -> None:
     d = stopped()
-    d.feed(Resumed())
+    d.feed(RunResumed())
     assert only(d.hello("a", incarnation=1), Refused).code == "fenced"
     assert not only(d.hello("a", incarnation=2), Welcome).resumed
     assert d.state.islands["a"].steps == 0
@@ -86,7 +86,7 @@ def test_islands_come_back_with_higher_incarnations_only() -> None:
 
 def test_data_without_effect_is_free_again() -> None:
     d = stopped()
-    d.feed(Resumed())
+    d.feed(RunResumed())
     assert d.state.free_spans
     assert not any(island.leases for island in d.state.islands.values())
 
@@ -97,7 +97,7 @@ def test_a_run_that_was_ending_ends() -> None:
     d.report("a", 4)
     assert d.state.phase == "stopping"
     d.crash(snapshot=d.state, skip=len(d.log))
-    effects = d.feed(Resumed())
+    effects = d.feed(RunResumed())
     assert persisted(effects, "finished")
     assert d.state.phase == "done"
     assert lost(d, "a") == {"stopped": 40}

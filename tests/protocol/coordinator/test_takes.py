@@ -112,7 +112,7 @@ def test_a_take_against_an_old_version(staleness: int, refused: bool) -> None:
 
 
 def test_who_may_have_taken_is_told_that_the_merge_has_it_not() -> None:
-    """What it says of the take may be on its way still."""
+    """The island's message on the take may still be on its way."""
     d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
     d.join("a", "b")
     d.report("b", 1)
@@ -229,7 +229,7 @@ def test_dropped_steps_are_lost_by_their_reason() -> None:
 
 
 def unfit(d: Driver, step: int) -> list[str]:
-    """What is said when a's delta up to this step is not finite, and given up."""
+    """Return the alerts when a's delta up to this step is not finite and given up."""
     d.report("a", step)
     d.take("a", 0, step, arrive=False)
     effects = d.arrive("a", 0, refusal="non_finite")

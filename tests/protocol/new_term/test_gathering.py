@@ -48,7 +48,7 @@ class Gatherer:
         return effects
 
     def offer(self, name: str, *numbers: int, **fields: Any) -> list[Effect]:
-        """Of fragments with these version numbers."""
+        """Make an offer of fragments with these version numbers."""
         defaults: dict[str, Any] = {
             "incarnation": 1,
             "run_id": "run-1",
@@ -250,7 +250,7 @@ def test_a_later_process_of_an_island_offers_instead_of_the_earlier() -> None:
     g.offer("a", 1, 1, incarnation=2)
     (late,) = g.offer("a", 4, 4, incarnation=1)
     assert isinstance(late, Postpone)
-    assert "incarnation 2 of this island is here" in late.message
+    assert "incarnation 2 of this island has offered" in late.message
     g.offer("a", 3, 3, incarnation=3)
     assert g.state.members["a"].offer.incarnation == 3
 

@@ -7,8 +7,8 @@ from unittest import mock
 
 from msgspec.structs import replace
 
-from diloco_jax.island.boundary import Boundary
 from diloco_jax.protocol.coordinator import ledger
+from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.faults.kinds import (
     AnyFault,
@@ -25,13 +25,13 @@ from diloco_jax.simulation.faults.kinds import (
     TornWrite,
 )
 from diloco_jax.simulation.faults.play import play
-from diloco_jax.simulation.faults.schedule import IslandPlan, Schedule
-from diloco_jax.simulation.faults.world import World
+from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
+from diloco_jax.simulation.faults.world import FaultyWorld
 
 RESTART = Restart(down_s=0.5)
 
 
-def played(*faults: AnyFault, **fields: Any) -> World:
+def played(*faults: AnyFault, **fields: Any) -> FaultyWorld:
     """With nothing wrong. Merges are at about 5, 10, ... seconds."""
     world, wrong = play(schedule(*faults, **fields))
     assert wrong is None
@@ -41,14 +41,14 @@ def played(*faults: AnyFault, **fields: Any) -> World:
 
 def schedule(*faults: AnyFault, **fields: Any) -> Schedule:
     defaults: dict[str, Any] = {
-        "islands": {"a": IslandPlan(), "b": IslandPlan()},
+        "islands": {"a": DrawnIsland(), "b": DrawnIsland()},
         "total_tokens": 600,
         "fragment_sizes": (1,),
     }
     return Schedule(faults=faults, **{**defaults, **fields})
 
 
-def versions(world: World) -> list[Version]:
+def versions(world: FaultyWorld) -> list[Version]:
     assert world.coordinator is not None
     return [f.version for f in world.coordinator.state.fragments]
 
@@ -88,8 +88,8 @@ def test_one_island_is_enough() -> None:
 
 
 def test_a_process_of_the_same_name_that_is_first_in_the_new_term_has_it() -> None:
-    """What was there before is turned away, and comes back as the next incarnation.
-    Until it hears so it trains on what the term before had granted it."""
+    """An incarnation from before is turned away, and the next one comes back. Until it
+    hears so, it trains on positions that the term before had granted it."""
     crash = Restart(down_s=0.2, clock_s=6.4, noticed_s=4.0)
     world = played(
         DiskLost(at_s=2.39, restart=Restart(down_s=7.62, clock_s=0.9, noticed_s=0.0)),
@@ -103,8 +103,8 @@ def test_a_process_of_the_same_name_that_is_first_in_the_new_term_has_it() -> No
 
 UNALIKE: dict[str, Any] = {
     "islands": {
-        "a": IslandPlan(step_s=1.5, batch_size=2, join_s=1.2),
-        "b": IslandPlan(step_s=2.5, batch_size=3, join_s=1.4),
+        "a": DrawnIsland(step_s=1.5, batch_size=2, join_s=1.2),
+        "b": DrawnIsland(step_s=2.5, batch_size=3, join_s=1.4),
     },
     "total_tokens": 129,
     "fragment_sizes": (3,),
@@ -162,9 +162,9 @@ def test_what_a_term_granted_that_nobody_heard_of_is_lost_with_it() -> None:
         Replacement(at_s=25.78, island="c"),
         DiskLost(at_s=31.5, restart=Restart(down_s=2.65)),
         islands={
-            "a": IslandPlan(step_s=1.5, batch_size=2, join_s=1.5, lead=2),
-            "b": IslandPlan(join_s=0.7),
-            "c": IslandPlan(step_s=1.5, batch_size=2, join_s=1.6),
+            "a": DrawnIsland(step_s=1.5, batch_size=2, join_s=1.5, lead=2),
+            "b": DrawnIsland(join_s=0.7),
+            "c": DrawnIsland(step_s=1.5, batch_size=2, join_s=1.6),
         },
         total_tokens=192,
         fragment_sizes=(7,),
@@ -189,8 +189,8 @@ def test_one_of_the_same_name_in_a_lost_term_takes_no_data_from_the_other() -> N
         CoordinatorCrash(at_s=7.42, restart=Restart(down_s=4.85), effects=1),
         DiskLost(at_s=10.29, restart=Restart(down_s=1.89)),
         islands={
-            "a": IslandPlan(step_s=1.0, batch_size=2, join_s=1.5),
-            "b": IslandPlan(step_s=1.0, batch_size=2, join_s=1.3),
+            "a": DrawnIsland(step_s=1.0, batch_size=2, join_s=1.5),
+            "b": DrawnIsland(step_s=1.0, batch_size=2, join_s=1.3),
         },
         total_tokens=1,
         fragment_sizes=(5,),

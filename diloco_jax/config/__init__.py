@@ -1,0 +1,46 @@
+"""The config of a run, as frozen values.
+
+All islands must agree on the `RunConfig`, which has one fingerprint. Each island
+announces its `IslandConfig` at join. `Placement` says where processes run and which
+faults to inject; it concerns only this machine. A `configs/*.py` file defines a
+function `config()` that returns a `Config`.
+
+Bounds and help stand on the field (`fields.setting`), rules between fields in
+`validation`, and choices for open fields in `presets`.
+"""
+
+from diloco_jax.config.config import Config
+from diloco_jax.config.data import DataConfig
+from diloco_jax.config.fields import own_code
+from diloco_jax.config.fingerprint import differences, shared_fields
+from diloco_jax.config.inner import InnerConfig
+from diloco_jax.config.island import AnchorMemory, IslandConfig
+from diloco_jax.config.launch import LaunchConfig
+from diloco_jax.config.model import ModelConfig
+from diloco_jax.config.outer import OuterConfig
+from diloco_jax.config.placement import Placement
+from diloco_jax.config.run import RunConfig
+from diloco_jax.config.sync import FragmentBy, GraceWindow, PartialMerges, SyncConfig
+from diloco_jax.errors import ConfigError, suggest
+
+__all__ = [
+    "AnchorMemory",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "FragmentBy",
+    "GraceWindow",
+    "InnerConfig",
+    "IslandConfig",
+    "LaunchConfig",
+    "ModelConfig",
+    "OuterConfig",
+    "PartialMerges",
+    "Placement",
+    "RunConfig",
+    "SyncConfig",
+    "differences",
+    "own_code",
+    "shared_fields",
+    "suggest",
+]

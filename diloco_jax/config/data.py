@@ -1,0 +1,27 @@
+"""The data of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diloco_jax.config.fields import BETWEEN, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The corpus."""
+
+    paths: tuple[str, ...] = setting(
+        (),
+        local=True,
+        help="Text files or folders, or .npy files of tokens; empty = the sources of "
+        "the Python standard library.",
+    )
+    validation_fraction: float = setting(
+        0.02, BETWEEN, help="Share of the documents held out for validation."
+    )
+    digest: str = setting(
+        "",
+        help="Digest of the corpus; empty = computed when the run is created. A corpus "
+        "with another digest is refused.",
+    )

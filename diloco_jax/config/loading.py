@@ -1,0 +1,137 @@
+"""Reads a `Config` from a path, and writes and reads `config.json`.
+
+A configs file is a Python file with a function `config()` that returns a `Config`.
+Where a path to a config is asked for, the `config.json` of a run will do as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import runpy
+import traceback
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from diloco_jax import config as configs
+from diloco_jax.config import Config
+from diloco_jax.config.validation import require_sections
+from diloco_jax.errors import ConfigError, suggest
+from diloco_jax.files import write_json
+from diloco_jax.options import NoOptions, parse_with_config
+from diloco_jax.paths import expand
+
+# Python's message about a keyword argument that a class does not have.
+UNKNOWN_FIELD = re.compile(
+    r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'"
+)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the config at `path` with fields replaced by `overrides`, validated.
+
+    Raises ConfigError; an unknown or malformed option ends the process with code 2
+    and a suggestion on standard error, as argument parsers do.
+    """
+    prog = f"diloco run {path}"
+    return parse_with_config(read_config(path), overrides, NoOptions(), prog)[0]
+
+
+def read_config(path: str | Path) -> Config:
+    """Return the `Config` of a configs file or `config.json`, as it stands there."""
+    path = expand(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"no config file {str(path)!r}{_suggest_file(path)}; give the path to a "
+            f"configs/*.py file or to a run's config.json"
+        )
+    if path.suffix == ".json":
+        return read_config_json(path)
+    if path.suffix != ".py":
+        raise ConfigError(
+            f"{str(path)!r} is neither a .py file nor a config.json; give the path to "
+            f"a configs/*.py file"
+        )
+    try:
+        names = runpy.run_path(str(path))
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{path} cannot be executed{_reason(error, path)}") from error
+    make = names.get("config")
+    if not callable(make):
+        raise ConfigError(
+            f"{path} defines no function config(); add `def config() -> Config: ...`"
+        )
+    try:
+        config = make()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"config() of {path} failed{_reason(error, path)}") from error
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"config() of {path} returned {type(config).__name__}; it must return a "
+            f"diloco_jax.config.Config"
+        )
+    require_sections(config)
+    return config
+
+
+def write_config_json(config: Config, path: str | Path) -> None:
+    """Write all fields, those local to this machine included, atomically."""
+    write_json(dataclasses.asdict(config), path)
+
+
+def read_config_json(path: str | Path) -> Config:
+    """Read a file of `write_config_json`; ConfigError if there is no such file, or it
+    has unknown fields or wrong types."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}; give the workdir of a run")
+    try:
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    _refuse_unknown(Config, fields, "", path)
+    try:
+        return msgspec.convert(fields, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _refuse_unknown(expected: Any, value: Any, where: str, path: Path) -> None:
+    """Walk dataclasses and dicts of them; msgspec checks the other values."""
+    if typing.get_origin(expected) is dict and isinstance(value, dict):
+        for name, item in value.items():
+            _refuse_unknown(typing.get_args(expected)[1], item, f"{where}{name}.", path)
+    if not dataclasses.is_dataclass(expected) or not isinstance(value, dict):
+        return
+    known = typing.get_type_hints(expected)
+    for name, item in value.items():
+        if name not in known:
+            raise ConfigError(
+                f"{path} has an unknown field {where}{name}"
+                f"{suggest(name, known)}; remove or rename it"
+            )
+        _refuse_unknown(known[name], item, f"{where}{name}.", path)
+
+
+def _reason(error: BaseException, path: Path) -> str:
+    """Name the line of a configs file where an error arose, and the error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    where = f" in line {lines[-1]}" if lines else ""
+    misnamed = UNKNOWN_FIELD.match(str(error))
+    kind = getattr(configs, misnamed[1], None) if misnamed else None
+    if misnamed and dataclasses.is_dataclass(kind):
+        near = suggest(misnamed[2], [f.name for f in dataclasses.fields(kind)])
+        return f"{where}: {misnamed[1]} has no field {misnamed[2]!r}{near}"
+    return f"{where}: {type(error).__name__}: {error}"
+
+
+def _suggest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return ""
+    return suggest(path.name, sorted(p.name for p in path.parent.glob("*.py")))

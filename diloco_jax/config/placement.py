@@ -1,0 +1,160 @@
+"""The placement of a run: where processes run, how long they wait, which faults to
+inject."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diloco_jax.config.fields import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    SECONDS,
+    SOME_SECONDS,
+    setting,
+)
+from diloco_jax.deadlines import Deadlines
+
+DEADLINES = "deadline"
+CHECKPOINTS = "checkpoint"
+EVALUATION = "evaluation"
+PROCESSES = "process"
+"""Groups of options that few runs set."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Addresses, folders, deadlines and injected faults of the processes."""
+
+    workdir: str = setting(
+        "", help="Folder of the run; empty = runs/CONFIG-TIME in the current folder."
+    )
+    bind: str = setting(
+        "127.0.0.1:0", help="HOST:PORT of the coordinator; port 0 = any free one."
+    )
+    advertise: str = setting(
+        "", help="HOST:PORT that islands dial; empty = the bound address."
+    )
+    certificates: str = setting(
+        "",
+        help="Folder made by diloco certs; required on any but a loopback address.",
+    )
+    insecure: bool = setting(
+        False, help="Serve an address that is not loopback without TLS."
+    )
+    admit: tuple[str, ...] = setting(
+        (),
+        help="Names of islands that may join although this config does not describe "
+        "them; all others are refused.",
+    )
+    time_budget_s: float = setting(
+        10.0,
+        SOME_SECONDS,
+        group=DEADLINES,
+        help="The one time budget: seconds of silence after which a peer counts as "
+        "gone. Leases, retries and deadlines follow from it.",
+    )
+    outage_budget_s: float = setting(
+        60.0,
+        SOME_SECONDS,
+        group=DEADLINES,
+        help="Seconds of data an island holds, to train through a coordinator's "
+        "outage.",
+    )
+    compile_budget_s: float = setting(
+        600.0,
+        SOME_SECONDS,
+        group=DEADLINES,
+        help='Most seconds that an island may report "compiling", its hosts\' waiting '
+        "for each other included.",
+    )
+    notice_s: float = setting(
+        0.0,
+        SECONDS,
+        group=DEADLINES,
+        help="Seconds that an island has, once its machine is to be taken away, to "
+        "send what is open and to say goodbye. Above 0, SIGTERM or the cloud's "
+        "metadata server gives notice, and the island ends with exit code 1, to be "
+        "started again.",
+    )
+    checkpoints: str = setting(
+        "",
+        group=CHECKPOINTS,
+        help="Folder, or gs://BUCKET/FOLDER, of the coordinator's snapshots and the "
+        "islands' checkpoints; empty = checkpoints in the workdir.",
+    )
+    snapshot_every_s: float = setting(
+        30.0,
+        SOME_SECONDS,
+        group=CHECKPOINTS,
+        help="Seconds between two snapshots of the coordinator.",
+    )
+    snapshots_kept: int = setting(
+        2, AT_LEAST_1, group=CHECKPOINTS, help="Newest snapshots that are kept."
+    )
+    checkpoint_every_s: float = setting(
+        600.0,
+        SECONDS,
+        group=CHECKPOINTS,
+        help="Seconds between two checkpoints of an island; 0 = none, and a returned "
+        "island begins with fresh moments.",
+    )
+    checkpoints_kept: int = setting(
+        2,
+        AT_LEAST_1,
+        group=CHECKPOINTS,
+        help="Newest checkpoints that are kept of each island.",
+    )
+    evaluate_every_steps: int = setting(
+        0,
+        NOT_NEGATIVE,
+        group=EVALUATION,
+        help="Local steps between an island's own validation passes; 0 = none.",
+    )
+    evaluate_batches: int = setting(
+        8,
+        AT_LEAST_1,
+        group=EVALUATION,
+        help="Batches of one such validation pass.",
+    )
+    baseline_learning_rate: float = setting(
+        0.0,
+        NOT_NEGATIVE,
+        group=EVALUATION,
+        help="Learning rate of diloco run --baseline, swept for its batch size; 0 = "
+        "the inner one.",
+    )
+    bulk_channels: int = setting(
+        4,
+        AT_LEAST_1,
+        group=PROCESSES,
+        help="Connections per island for fragments, besides the one for control.",
+    )
+    merge_buffer_bytes: int = setting(
+        4 << 30,
+        AT_LEAST_1,
+        group=PROCESSES,
+        help="Bytes of memory for encoded deltas that wait for their merge. The rest "
+        "waits on the disk of the workdir: at most two deltas of everything per "
+        "island.",
+    )
+    restarts: int = setting(
+        5,
+        NOT_NEGATIVE,
+        group=PROCESSES,
+        help="Times in a row that diloco run restarts one crashed process; ten "
+        "minutes in which it ran end the row.",
+    )
+    restart_delay_s: float = setting(
+        1.0, SECONDS, group=PROCESSES, help="Seconds before such a restart."
+    )
+    faults: tuple[str, ...] = setting(
+        (),
+        group=PROCESSES,
+        help="Faults to inject, WHO@STEP:ACTION: v5p-a@40:kill, v5p-a@40:pause15, "
+        "coordinator@12:kill (its step is a merge).",
+    )
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Every deadline, as it follows from `time_budget_s`."""
+        return Deadlines(self.time_budget_s)

@@ -1,0 +1,79 @@
+"""Choices made once, when a run is created: digest, outer optimizer, absolute paths."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+from diloco_jax.config.config import Config
+from diloco_jax.config.fields import own_code
+from diloco_jax.config.presets import preset
+from diloco_jax.paths import absolute
+
+T = TypeVar("T", bound=Any)
+
+
+def resolve(config: Config, *, text_is_here: bool = False) -> Config:
+    """Fill in the corpus digest and the outer optimizer, and make paths absolute.
+
+    Fields that are set are left alone, so resolving twice changes nothing. Reads the
+    corpus if its digest is unknown or the corpus must be on this machine. Raises
+    ConfigError if the corpus cannot be read, differs, or is too short for the run.
+    """
+    config = with_absolute_paths(config)
+    run = config.run
+    if text_is_here or not run.data.digest:
+        from diloco_jax.data import corpus as text
+
+        corpus = text.load_checked_corpus(run.data)
+        text.require_window(len(corpus.train), run.sequence_length)
+        text.require_prediction(len(corpus.validation))
+        text.require_vocabulary(corpus, run.model)
+        data = dataclasses.replace(run.data, digest=corpus.digest)
+        run = dataclasses.replace(run, data=data)
+    return resolve_outer(dataclasses.replace(config, run=run))
+
+
+def resolve_outer(config: Config) -> Config:
+    """Fill in the open fields of the outer optimizer, from `presets`."""
+    outer = config.run.outer
+    if not outer.is_open:
+        return config
+    from diloco_jax.core.merge import RULES
+
+    chosen = preset(
+        merges_per_fragment=config.merges_per_fragment(),
+        steps_per_cycle=config.run.sync.steps_per_cycle,
+        islands=len(config.islands),
+        keeps_length=RULES.find(config.run.sync.merge).keeps_length,
+        inner=config.run.inner.optimizer,
+    )
+    run = dataclasses.replace(config.run, outer=outer.filled(chosen))
+    return dataclasses.replace(config, run=run)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Return the config as it reads from any folder."""
+    placement = dataclasses.replace(
+        config.placement,
+        workdir=absolute(config.placement.workdir),
+        certificates=absolute(config.placement.certificates),
+        checkpoints=absolute(config.placement.checkpoints),
+    )
+    run = config.run
+    data = dataclasses.replace(run.data, paths=tuple(map(absolute, run.data.paths)))
+    run = dataclasses.replace(
+        run,
+        data=data,
+        model=_with_absolute_code(run.model),
+        sync=_with_absolute_code(run.sync),
+        outer=_with_absolute_code(run.outer),
+    )
+    return dataclasses.replace(config, run=run, placement=placement)
+
+
+def _with_absolute_code(section: T) -> T:
+    """Return a section of a config with absolute paths to the files that it names."""
+    code = {name: absolute(value) for name, value in own_code(section).items()}
+    replaced: T = dataclasses.replace(section, **code)
+    return replaced

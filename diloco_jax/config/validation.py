@@ -1,0 +1,182 @@
+"""Rules between the fields of a config, beyond each field's own bounds.
+
+The rules here need only the values themselves. `resolving.resolve` checks that the text
+can be read, and the coordinator that the model can be built, both before a run writes
+any file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from diloco_jax.config.fields import check_fields
+from diloco_jax.config.island import IslandConfig
+from diloco_jax.errors import ConfigError
+from diloco_jax.families import check_members
+from diloco_jax.faults import COORDINATOR, parse_faults
+from diloco_jax.protocol.values import ISLAND_NAME
+from diloco_jax.wire.addresses import parse_address
+
+if TYPE_CHECKING:
+    from diloco_jax.config.config import Config
+    from diloco_jax.config.placement import Placement
+
+LANES = 128
+"""Tokens of a block of the attention kernel for TPUs, which needs whole blocks."""
+
+
+def validate(config: Config) -> None:
+    """Raise ConfigError naming field, values and remedy."""
+    require_sections(config)
+    run, sync, islands = config.run, config.run.sync, config.islands
+    if not islands:
+        raise ConfigError("islands is empty; name at least one island")
+    for name in islands:
+        _check_name(name)
+    parts = {f"islands.{name}.": island for name, island in islands.items()}
+    given = {"": run, **parts, "placement.": config.placement, "launch.": config.launch}
+    for prefix, part in given.items():
+        for inside, section in _sections(part, prefix):
+            check_fields(section, inside)
+    check_members(run)
+    if sync.quorum > len(islands):
+        raise ConfigError(
+            f"sync.quorum = {sync.quorum}, but there are {len(islands)} "
+            f"islands ({', '.join(islands)}): no fragment could ever merge; "
+            f"lower sync.quorum or add islands"
+        )
+    if run.model.num_heads % run.model.num_kv_heads:
+        raise ConfigError(
+            f"model.num_heads = {run.model.num_heads} is not a multiple of "
+            f"model.num_kv_heads = {run.model.num_kv_heads}; choose a multiple"
+        )
+    for name, island in islands.items():
+        _check_island(f"islands.{name}", island)
+        if island.attention == "splash" and not run.model.factory:
+            require_blocks(run.sequence_length, f"islands.{name}.")
+    _check_placement(config.placement, islands)
+
+
+def require_blocks(sequence_length: int, where: str = "") -> None:
+    """Raise ConfigError if the attention kernel cannot work on such sequences."""
+    if sequence_length % LANES:
+        raise ConfigError(
+            f"{where}attention = 'splash' with sequence_length = {sequence_length}: "
+            f"the kernel needs a multiple of {LANES}; choose one, or attention = "
+            f"'dot_product'"
+        )
+
+
+def require_sections(config: Any, path: str = "") -> None:
+    """Raise ConfigError unless the parts of a config are of the classes they should
+    be, which every reader of a config relies on."""
+    for field in dataclasses.fields(config):
+        name, value = f"{path}{field.name}", getattr(config, field.name)
+        kind = typing.get_type_hints(type(config))[field.name]
+        if name == "islands":
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"islands = {value!r}; it must be a dict of IslandConfig by name"
+                )
+            for island, part in value.items():
+                require_section(f"islands[{island!r}]", part, IslandConfig)
+                if not isinstance(island, str):
+                    raise ConfigError(
+                        f"islands has {island!r} as a name; it must be a str"
+                    )
+        elif dataclasses.is_dataclass(kind):
+            require_section(name, value, kind)
+            require_sections(value, f"{name}.")
+
+
+def require_section(name: str, value: Any, kind: Any) -> None:
+    """Raise ConfigError unless a part of a config is of its class."""
+    if not isinstance(value, kind):
+        raise ConfigError(
+            f"{name} = {value!r}; it must be a diloco_jax.config.{kind.__name__}"
+        )
+
+
+def _sections(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield a dataclass and those inside it, each with the prefix of its fields."""
+    yield prefix, config
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _sections(value, f"{prefix}{field.name}.")
+
+
+def _check_name(name: str) -> None:
+    if not re.search(ISLAND_NAME, name):
+        raise ConfigError(
+            f"island name {name!r} has characters outside letters, digits, '-_.', "
+            f"begins with neither a letter nor a digit, or is longer than 64 "
+            f"characters; rename it"
+        )
+    if name == COORDINATOR:
+        raise ConfigError(
+            f"an island is called {name!r}, which is the coordinator's name in logs "
+            f"and faults; rename it"
+        )
+
+
+def check_batch(island: IslandConfig, prefix: str = "") -> None:
+    """Raise ConfigError if mesh and accumulation rounds do not divide the batch.
+    prefix: put before the fields' names in the message."""
+    if island.batch_size % island.batch_multiple:
+        raise ConfigError(
+            f"{prefix}batch_size = {island.batch_size} is not divided by mesh_data * "
+            f"mesh_fsdp * accumulation = {island.mesh_data} * {island.mesh_fsdp} * "
+            f"{island.accumulation} = {island.batch_multiple}; choose a multiple of "
+            f"{island.batch_multiple}"
+        )
+
+
+def _check_island(where: str, island: IslandConfig) -> None:
+    check_batch(island, f"{where}.")
+    if island.devices % island.hosts:
+        raise ConfigError(
+            f"{where}.hosts = {island.hosts} does not divide {island.devices}, the "
+            f"number of its devices (mesh_data * mesh_fsdp * mesh_tensor = "
+            f"{island.mesh_data} * {island.mesh_fsdp} * {island.mesh_tensor}), of "
+            f"which each host has an equal share; choose a divisor of "
+            f"{island.devices}, or a larger mesh"
+        )
+
+
+def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) -> None:
+    if "://" in placement.workdir:
+        raise ConfigError(
+            f"placement.workdir = {placement.workdir!r} is no folder of this machine, "
+            f"which the record log needs (it is synced to disk); give a local one, and "
+            f"--checkpoints {placement.workdir} for snapshots and checkpoints"
+        )
+    for name in placement.admit:
+        _check_name(name)
+    _port("bind", placement.bind)
+    if placement.advertise and not _port("advertise", placement.advertise):
+        raise ConfigError(
+            f"placement.advertise = {placement.advertise!r} has port 0, which no "
+            f"island can dial; give the port at which islands reach the coordinator"
+        )
+    for fault in parse_faults(placement.faults, islands).faults:
+        if fault.step < 1:
+            raise ConfigError(
+                f"placement.faults has {fault.who}@{fault.step}, but steps and merges "
+                f"are counted from 1: it would never strike; give a number above 0"
+            )
+        hosts = 1 if fault.who == COORDINATOR else islands[fault.who].hosts
+        if fault.host >= hosts:
+            raise ConfigError(
+                f"placement.faults has {fault.who}/{fault.host}@{fault.step}, but "
+                f"{fault.who} has {hosts} host{'s' * (hosts > 1)}, counted from 0: it "
+                f"would never strike; choose a host below {hosts}"
+            )
+
+
+def _port(field: str, address: str) -> int:
+    return parse_address(address, f"placement.{field}")[1]

@@ -1,0 +1,153 @@
+"""Four measures of a merge: the agreement of the deltas, and the length of the step.
+
+They cost no pass over a fragment and no copy of it. Lengths and, where the rule has
+it, |sum w unit(d)|^2 come from the merge itself. All else is computed from a fixed 1/64
+of the tiles, at least one per piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco_jax.core.merge.merging import Deltas, MergedPiece
+from diloco_jax.core.tiles import ArrayLike, TileGrid
+
+SAMPLED = 64
+"""Number of a piece's tiles per sampled tile."""
+
+Sample = npt.NDArray[np.float32]
+"""f32[rows, *tile]: the sampled tiles of a piece."""
+
+
+class MergeMeasures(NamedTuple):
+    """Measures of one merge of one fragment. None: the measure does not exist."""
+
+    pairwise_cosine: float | None = None
+    """Mean cosine of two islands' deltas, weighted by both weights; by piece, averaged
+    by size. None for fewer than two deltas."""
+    cosine_to_last: float | None = None
+    """Cosine of the merged delta and the fragment's previous one; None for the first
+    merge that a process computes."""
+    length_ratio: float | None = None
+    """Length of the merged delta over the weighted mean of the deltas' lengths."""
+    step_ratio: float | None = None
+    """Length of the outer step over that of the merged delta."""
+
+
+class Measuring:
+    """Measures the pieces of one merge, in order."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        """weights: the weights of the deltas."""
+        total = math.fsum(weights)
+        self.sample: list[Sample] = []
+        """Sampled tiles of the merged delta, by piece."""
+        self._weights = np.array(weights) / total
+        self._squares = np.zeros(len(weights))
+        self._norms: list[float] = []
+        self._cosines: list[tuple[float, int]] = []
+
+    def add(self, deltas: Deltas, piece: MergedPiece) -> None:
+        """Add the next piece."""
+        merged = np.asarray(piece.delta)
+        self.sample.append(sample(merged))
+        squares = np.array([float(square) for square in piece.squares])
+        self._squares += squares
+        self._norms.append(float(np.linalg.norm(merged.ravel())))
+        weights = np.where(squares > 0, self._weights, 0.0)
+        pairs = weights.sum() ** 2 - np.square(weights).sum()
+        if pairs > 0 and np.count_nonzero(weights) > 1:
+            if piece.direction_square is not None:
+                along = float(piece.direction_square)
+            else:
+                along = _direction_square(deltas, weights)
+            cosine = (along - np.square(weights).sum()) / pairs
+            self._cosines.append((float(cosine), merged.size))
+
+    @property
+    def norm(self) -> float:
+        """Length of the merged delta."""
+        return math.hypot(*self._norms)
+
+    def finish(
+        self,
+        last: Sequence[Sample],
+        before: Sequence[ArrayLike],
+        after: Sequence[ArrayLike],
+    ) -> MergeMeasures:
+        """Return the four measures.
+
+        Args:
+          last: `sample` of the fragment's previous merge; empty if unknown.
+          before, after: the global parameters around the outer step, by piece.
+        """
+        size = sum(size for _, size in self._cosines)
+        pairwise = sum(cosine * size for cosine, size in self._cosines)
+        to_last = _dot(self.sample, last) if last else 0.0
+        lengths = _length(self.sample) * _length(last)
+        steps = [
+            sample(np.asarray(new)) - sample(np.asarray(old))
+            for old, new in zip(before, after, strict=True)
+        ]
+        mean_length = float(self._weights @ np.sqrt(self._squares))
+        return MergeMeasures(
+            pairwise_cosine=_ratio(pairwise, size),
+            cosine_to_last=_ratio(to_last, lengths),
+            length_ratio=_ratio(self.norm, mean_length),
+            step_ratio=_ratio(_length(steps), _length(self.sample)),
+        )
+
+
+def sample(x: npt.NDArray[Any]) -> Sample:
+    """Return the sampled tiles of an array; no others are copied."""
+    grid = TileGrid.of(x.shape)
+    rank, count = len(grid.grid), math.prod(grid.grid)
+    if not rank:
+        return x.reshape(1)
+    pairs = [
+        extent for pair in zip(grid.grid, grid.tile, strict=True) for extent in pair
+    ]
+    tiles = x.reshape(pairs).transpose([*range(0, 2 * rank, 2), *range(1, 2 * rank, 2)])
+    chosen: Sample = tiles[np.unravel_index(np.arange(0, count, SAMPLED), grid.grid)]
+    return chosen
+
+
+def sampled(deltas: Deltas, island: int) -> npt.NDArray[np.float32]:
+    """Return the sampled tiles of a delta, f32[rows, elements]; decode no others."""
+    return np.asarray(deltas.tiles(island, slice(None, None, SAMPLED)))
+
+
+def sample_bytes(shape: tuple[int, ...]) -> int:
+    """Return the bytes of the sampled tiles of an f32 array."""
+    grid = TileGrid.of(shape)
+    return 4 * grid.elements * math.ceil(math.prod(grid.grid) / SAMPLED)
+
+
+def _direction_square(deltas: Deltas, weights: npt.NDArray[Any]) -> float:
+    """Return |sum w unit(d)|^2 over the sampled tiles."""
+    along: Any = 0.0
+    for island, weight in enumerate(weights):
+        if weight > 0:
+            tiles = sampled(deltas, island)
+            norm = float(np.linalg.norm(tiles.ravel()))
+            along = along + tiles * np.float32(weight / norm if norm else 0.0)
+    return float(np.sum(np.square(along, dtype=np.float64)))
+
+
+def _dot(one: Sequence[Sample], other: Sequence[Sample]) -> float:
+    pairs = zip(one, other, strict=True)
+    return math.fsum(float(np.vdot(a, b)) for a, b in pairs)
+
+
+def _length(arrays: Sequence[Sample]) -> float:
+    return math.hypot(*(float(np.linalg.norm(a.ravel())) for a in arrays))
+
+
+def _ratio(value: float, of: float) -> float | None:
+    ratio = float(value) / float(of) if of > 0 else math.nan
+    return ratio if math.isfinite(ratio) else None

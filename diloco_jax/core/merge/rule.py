@@ -1,0 +1,108 @@
+"""The three kinds of merge rules; a member of the family is one of them.
+
+- `Fold` sees one delta at a time: memory does not grow with the islands.
+- `Elementwise` sees the same elements of all deltas, a block of them at a time.
+- `Whole` sees all deltas of a piece, uncut.
+
+All methods are pure functions of arrays that `jax.jit` can trace. Weights are shares:
+they are not negative, and their sum is 1. A rule need not inherit from these classes,
+which only hold the defaults of most rules.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import jax
+
+Shape = tuple[int, ...]
+State = Any
+"""A pytree of arrays that a rule keeps for a piece from merge to merge."""
+
+
+class Described(Protocol):
+    """The facts that every rule states about itself."""
+
+    needs: Literal["fold", "elementwise", "whole"]
+    keeps_length: bool = False
+    """True if a merged delta is as long as the deltas, however little they agree; the
+    presets of the outer optimizer depend on it."""
+    keeps_equal: bool = True
+    """True if equal deltas are merged to that same delta."""
+    embeddings_by_mean: bool = True
+    """True if pieces with a vocabulary axis are merged by the weighted mean."""
+    flush_by_mean: bool = True
+    """True if the last merge of a run merges all pieces by the weighted mean."""
+    extra_copies: int = 0
+    """Number of f32 arrays of a piece's size that a merge needs besides the deltas, for
+    `diloco plan`."""
+
+
+class Fold(Described, Protocol):
+    """Sums over the deltas: `finish(add(add(init, d1, w1), d2, w2), share)`."""
+
+    needs: Literal["fold"] = "fold"
+
+    def start(self, shape: Shape) -> State:
+        """The state before the first merge, also of a new term."""
+        return ()
+
+    def recovered(self, state: State, change: jax.Array) -> State:
+        """The state after a merge that is known by its published change alone: those
+        between the last snapshot and a crash."""
+        return state
+
+    def init(self, shape: Shape) -> Any:
+        """Return the sums of no deltas, a pytree."""
+
+    def add(self, sums: Any, delta: jax.Array, weight: jax.Array, state: State) -> Any:
+        """Return the sums with one more delta, f32[shape]."""
+
+    def finish(
+        self, sums: Any, share: jax.Array, state: State
+    ) -> tuple[jax.Array, State]:
+        """Return (`share` times the merged delta, the state for the next merge)."""
+
+    def cancelled(self, sums: Any) -> jax.Array | None:
+        """Return True where `finish` has no usable result and the mean must be taken;
+        None if it always has one."""
+        return None
+
+    def direction_square(self, sums: Any) -> jax.Array | None:
+        """Return |sum of w unit(d)|^2, if the sums determine it."""
+        return None
+
+
+class Elementwise(Described, Protocol):
+    """Merges blocks of `M` deltas; keeps no state."""
+
+    needs: Literal["elementwise"] = "elementwise"
+
+    def merge(
+        self, deltas: jax.Array, weights: jax.Array, share: jax.Array
+    ) -> jax.Array:
+        """Merge f32[M, ...], f32[M] -> f32[...], times `share`."""
+
+
+class Whole(Described, Protocol):
+    """Merges whole pieces of `M` deltas."""
+
+    needs: Literal["whole"] = "whole"
+
+    def start(self, shape: Shape) -> State:
+        """The state before the first merge, also of a new term."""
+        return ()
+
+    def recovered(self, state: State, change: jax.Array) -> State:
+        """The state after a merge that is known by its published change alone: those
+        between the last snapshot and a crash."""
+        return state
+
+    def merge(
+        self, deltas: jax.Array, weights: jax.Array, share: jax.Array, state: State
+    ) -> tuple[jax.Array, State]:
+        """Merge f32[M, *shape], f32[M] -> (`share` times the merged delta f32[shape],
+        the state for the next merge)."""
+
+
+MergeRule = Fold | Elementwise | Whole

@@ -1,0 +1,172 @@
+"""The outer step, which applies a merged delta to the global parameters.
+
+A step takes one fragment, a tuple of f32 piece arrays. The merged delta is the gradient
+of an optimizer of the family, after a guard of its length and before a learning rate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from diloco_jax.core.outer import OPTIMIZERS
+from diloco_jax.core.outer.rule import Arrays, Invertible
+
+GUARD_AFTER_MERGES = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OuterSettings:
+    """An outer optimizer, all values resolved. Raises ValueError if they are unfit."""
+
+    optimizer: str
+    """Name of a member of the family."""
+    learning_rate: float
+    momentum: float = 0.0
+    """Ignored by optimizers that have none."""
+    warmup_merges: int = 0
+    """Merges before the first at the full learning rate, which rises linearly."""
+    norm_guard: float = 0.0
+    """Longest merged delta, in running means of their norms; 0 = any."""
+
+    def __post_init__(self) -> None:
+        try:
+            OPTIMIZERS.find(self.optimizer)
+        except ValueError as error:
+            raise ValueError(f"outer.optimizer = {self.optimizer!r}: {error}") from None
+        if not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"outer.momentum = {self.momentum}; choose 0 <= momentum < 1"
+            )
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(
+                f"outer.learning_rate = {self.learning_rate}; it must be above 0 and "
+                f"finite"
+            )
+        if self.warmup_merges < 0 or not 0 <= self.norm_guard < math.inf:
+            raise ValueError(
+                f"outer.warmup_merges = {self.warmup_merges}, outer.norm_guard = "
+                f"{self.norm_guard}; they must not be negative; 0 = none"
+            )
+
+
+@functools.cache
+def make_outer(settings: OuterSettings) -> optax.GradientTransformation:
+    """Return the optax transformation. Equal settings give the same object, so jitted
+    functions that take it as a static argument compile once.
+
+    Its state is a dict: "guard" if there is one, "optimizer" and "rate".
+    """
+    optimizer = OPTIMIZERS.find(settings.optimizer)
+    links = [
+        ("optimizer", optimizer(settings.momentum)),
+        ("rate", optax.scale_by_schedule(_learning_rate(settings))),
+    ]
+    if settings.norm_guard:
+        links.insert(0, ("guard", norm_guard(settings.norm_guard)))
+    chain: optax.GradientTransformation = optax.named_chain(*links)
+    return chain
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def outer_step(
+    tx: optax.GradientTransformation, theta: Arrays, state: Any, merged: Arrays
+) -> tuple[Arrays, Any]:
+    """Apply one merge of one fragment; return (Theta', state'). Donates both.
+
+    Args:
+      tx: from `make_outer`, static.
+      theta: the fragment's global parameters.
+      state: `tx.init(theta)` at first.
+      merged: the merged delta, shapes as in theta.
+    """
+    updates, state = tx.update(merged, state, theta)
+    return tuple(t + u for t, u in zip(theta, updates, strict=True)), state
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def flush_step(theta: Arrays, mean_delta: Arrays) -> Arrays:
+    """Apply the last merge of a run: learning rate 1, no momentum. Donates Theta."""
+    return tuple(t - d for t, d in zip(theta, mean_delta, strict=True))
+
+
+def advance_over_publish(settings: OuterSettings, state: Any, change: Arrays) -> Any:
+    """Return the state after a merge of which only the published change is known.
+
+    After a crash Theta = A for the merges since the snapshot, and their deltas are
+    gone. The rule: take the published change, A_v - A_{v-1}, as the optimizer's step,
+    solve that step for its delta, and advance the optimizer, the merge count and the
+    norm guard by it. This is exact except for the change that codec and downward error
+    feedback moved between publishes. If the optimizer's step cannot be solved
+    (`is_invertible`), only the merge count advances.
+
+    Args:
+      settings: the settings of the state.
+      state: the state before the merge.
+      change: A_v - A_{v-1}, one f32 array per piece.
+    """
+    return _advance(settings, state, change)
+
+
+def is_invertible(settings: OuterSettings) -> bool:
+    """Tell whether the optimizer's state can be advanced by a published change."""
+    return hasattr(OPTIMIZERS.find(settings.optimizer), "delta_of")
+
+
+class GuardState(NamedTuple):
+    """State of `norm_guard`: merges seen, and the mean norm of its outputs."""
+
+    merges: jax.Array
+    mean_norm: jax.Array
+
+
+def norm_guard(factor: float) -> optax.GradientTransformation:
+    """Shorten an update longer than factor * the mean norm of earlier updates.
+
+    The norm is over the whole fragment. The first `GUARD_AFTER_MERGES` updates pass
+    unchanged; a shortened update enters the mean with its shortened norm.
+    """
+
+    def init(params: Any) -> GuardState:
+        del params
+        return GuardState(jnp.zeros((), jnp.int32), jnp.zeros(()))
+
+    def update(
+        updates: Any, state: GuardState, params: Any = None
+    ) -> tuple[Any, GuardState]:
+        del params
+        norm = optax.tree.norm(updates)
+        limit = factor * state.mean_norm
+        active = (state.merges >= GUARD_AFTER_MERGES) & (norm > limit)
+        scale = jnp.where(active, limit / jnp.where(active, norm, 1.0), 1.0)
+        merges = state.merges + 1
+        mean = state.mean_norm + (norm * scale - state.mean_norm) / merges
+        return jax.tree.map(lambda u: u * scale, updates), GuardState(merges, mean)
+
+    return optax.GradientTransformation(init, update)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _advance(settings: OuterSettings, state: Any, change: Arrays) -> Any:
+    optimizer: Any = OPTIMIZERS.find(settings.optimizer)
+    rate = state["rate"]
+    if not is_invertible(settings):
+        return {**state, "rate": rate._replace(count=rate.count + 1)}
+    invertible: Invertible = optimizer
+    lr = _learning_rate(settings)(rate.count)
+    updates = jax.tree.map(lambda c: c / lr, change)
+    delta = invertible.delta_of(updates, state["optimizer"], settings.momentum)
+    return make_outer(settings).update(delta, state)[1]
+
+
+def _learning_rate(settings: OuterSettings) -> optax.Schedule:
+    first = settings.learning_rate / (settings.warmup_merges + 1)
+    return optax.linear_schedule(
+        first, settings.learning_rate, max(settings.warmup_merges, 1)
+    )

@@ -1,0 +1,33 @@
+"""Errors of configs and command lines, the disk's errors, and "did you mean"."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+from collections.abc import Iterable
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR)
+"""Errors of a place that was good before: a workdir is checked before a command."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run: names the field, its value and the remedy."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?`, or the empty string if no known name is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def disk_failure(error: OSError, *, after: str) -> str:
+    """Return the message for a full or unusable place, empty for other errors.
+
+    after: what follows once there is room.
+    """
+    where = f"{error.filename}: " if error.filename is not None else ""
+    what = f"{where}{error.strerror}"
+    if error.errno in FULL:
+        return f"{what}: make room there{after}"
+    return f"{what}; check that place" if error.errno in UNUSABLE else ""

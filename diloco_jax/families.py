@@ -1,0 +1,113 @@
+"""The fields of a config that name a member of an open family.
+
+A member from outside the package is tried on a tiny piece before anything starts. That
+is done in a separate process on the CPU, since this process may not have told JAX yet
+which platform to use.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from diloco_jax.core.adopt import RULES as ADOPT_RULES
+from diloco_jax.core.codecs import CODECS
+from diloco_jax.core.members import Family
+from diloco_jax.core.merge import RULES as MERGE_RULES
+from diloco_jax.core.outer import OPTIMIZERS
+from diloco_jax.core.weighting import WEIGHTINGS
+from diloco_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diloco_jax.config import RunConfig
+
+FIELDS: dict[str, Family[Any]] = {
+    "sync.weighting": WEIGHTINGS,
+    "sync.merge": MERGE_RULES,
+    "sync.adopt": ADOPT_RULES,
+    "sync.codec_up": CODECS,
+    "sync.codec_down": CODECS,
+    "outer.optimizer": OPTIMIZERS,
+}
+TRIAL_S = 300.0
+"""Longest time for trying the members of a config."""
+
+Named = tuple[tuple[str, str], ...]
+"""Pairs of a field and the member's name in it."""
+
+
+def check_members(run: RunConfig) -> None:
+    """Raise ConfigError if a field names no member, or one from outside the package
+    that fails on a tiny piece. The error names the field, and the line at fault."""
+    outside = []
+    for field, family in FIELDS.items():
+        section, attribute = field.split(".")
+        name = getattr(getattr(run, section), attribute)
+        if name is None or name in family.table:
+            continue
+        if ":" not in name and not family.otherwise:
+            check_member(field, family, name)
+        outside.append((field, name))
+    if outside and (wrong := _try(tuple(outside), os.getcwd())):
+        raise ConfigError(wrong)
+
+
+def check_member(field: str, family: Family[Any], name: str) -> None:
+    """Raise ConfigError, naming the field, unless the family has that member."""
+    try:
+        family.check(name)
+    except ValueError as error:
+        raise ConfigError(f"{field} = {name!r}: {error}") from error
+
+
+@functools.cache
+def _try(named: Named, folder: str) -> str:
+    """Try these members; return the message about the first that fails, or "".
+
+    folder: the folder that relative paths start from."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "diloco_jax.families", json.dumps(named)],
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=TRIAL_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"{_brief(named)}: trying it on a tiny piece took over {TRIAL_S:g} s"
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        return (
+            f"{_brief(named)}: trying it on a tiny piece ended with exit code "
+            f"{done.returncode} ({last})"
+        )
+    # Output of the member itself comes before this line.
+    wrong: str = json.loads(done.stdout.splitlines()[-1])
+    return wrong
+
+
+def _brief(named: Named) -> str:
+    return ", ".join(f"{field} = {name!r}" for field, name in named)
+
+
+def _first_wrong(named: Named) -> str:
+    for field, name in named:
+        try:
+            check_member(field, FIELDS[field], name)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(_first_wrong(json.loads(sys.argv[1]))))

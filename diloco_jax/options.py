@@ -1,0 +1,273 @@
+"""Dataclasses as command-line options: one parser for all commands.
+
+A field becomes an option whose help is the text given to `config.fields.setting`.
+Commands that take a config show its fields as well. Those of `RunConfig` and
+`Placement` go by their names (`--sync.quorum 2`, `--workdir runs/x`), an island's as
+`--islands.NAME.batch-size 4`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from diloco_jax.config import Config, IslandConfig, Placement
+from diloco_jax.config.fields import positional, setting
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkdirOptions:
+    """The options of a command that works on a recorded run."""
+
+    workdir: Path = positional(metavar="WORKDIR", help="Workdir of the run.")
+    paths: tuple[str, ...] = setting(
+        (),
+        option="data.paths",
+        help="The run's text, if it is not where the run had it.",
+    )
+    json: bool = setting(False, help="Print one JSON object to standard output.")
+
+
+# Messages and pages use these prefixes; the options have none.
+PREFIX = re.compile(r"^--(?:run|placement)\.")
+ORIGINAL = "_original"
+ANY_ISLAND = {"NAME": IslandConfig()}
+"""Stand-in, in the help, for the islands of a config that is not given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """The options of a command that has none of its own."""
+
+
+def parse(
+    parts: Sequence[Any], arguments: Sequence[str], prog: str, description: str
+) -> list[Any]:
+    """Read the options of a command that takes no config.
+
+    Unknown or malformed options end the process with code 2 and a suggestion on
+    standard error, as argument parsers do.
+
+    Args:
+      parts: dataclass instances, which together have the options and their defaults.
+        Give the class where some fields have no default. Nested fields go by their own
+        names.
+      prog: the command's name in the help.
+      description: what the command does, one paragraph.
+
+    Returns:
+      One instance for each of the parts.
+    """
+    parsed, _ = _parse(_sections(parts), arguments, prog, description, plain=True)
+    return [_original(values) for values in vars(parsed).values()]
+
+
+def parse_known(
+    parts: Sequence[Any], arguments: Sequence[str], prog: str, description: str
+) -> tuple[list[Any], list[str]]:
+    """Read options as `parse` does; return them and the arguments left over."""
+    parsed, unknown = _parse(
+        _sections(parts), arguments, prog, description, plain=True, known_only=True
+    )
+    return [_original(values) for values in vars(parsed).values()], unknown
+
+
+def parse_with_config(
+    config: Config,
+    arguments: Sequence[str],
+    options: T,
+    prog: str,
+    *,
+    launches: bool = False,
+) -> tuple[Config, T]:
+    """Read the options of a command that takes a config, and its own.
+
+    Raises ConfigError if the resulting config cannot run; ends the process as `parse`
+    does.
+
+    Args:
+      config: holds the fields that options replace.
+      options: a dataclass instance whose fields, with their values as defaults, become
+        options of the same names.
+      prog: the command's name in the help.
+      launches: the command reads `LaunchConfig`; other commands' help leaves it out.
+    """
+    import tyro
+
+    placement = config.placement
+    groups = dict.fromkeys(f.metadata["group"] for f in dataclasses.fields(placement))
+    launch = _section(config.launch, name="launch")
+    if not launches and not {"-h", "--help"}.isdisjoint(arguments):
+        # tyro does not parse a suppressed option either, so only help suppresses it.
+        launch = Annotated[launch, tyro.conf.Suppress]
+    sections = [
+        ("own", _section(options)),
+        ("run", _section(config.run)),
+        ("islands", dict[str, IslandConfig], _constant(config.islands)),
+        *((f"placement_{name}", _section(placement, group=name)) for name in groups),
+        ("launch", launch),
+    ]
+    parsed, _ = _parse(
+        sections,
+        [PREFIX.sub("--", argument) for argument in arguments],
+        prog,
+        "Options override what the config says.",
+    )
+    placed: dict[str, Any] = {}
+    for name in groups:
+        placed |= vars(getattr(parsed, f"placement_{name}"))
+    config = Config(
+        run=_original(parsed.run),
+        islands=parsed.islands,
+        placement=Placement(**placed),
+        launch=_original(parsed.launch),
+    )
+    return config.validate(), _original(parsed.own)
+
+
+def _sections(parts: Sequence[Any]) -> list[Any]:
+    return [(f"part_{i}", _section(part)) for i, part in enumerate(parts)]
+
+
+def _parse(
+    sections: Sequence[Any],
+    arguments: Sequence[str],
+    prog: str,
+    description: str,
+    *,
+    plain: bool = False,
+    known_only: bool = False,
+) -> tuple[Any, list[str]]:
+    """Have tyro read options; return their values and the arguments left over.
+
+    plain: nested fields go by their own names, and flags have no negative.
+    """
+    import tyro
+
+    kind = dataclasses.make_dataclass("Options", sections, frozen=True, kw_only=True)
+    flat = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    with warnings.catch_warnings():
+        # These warn of values of a wrong type, which the command's own checks name.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"tyro\b")
+        read: Any = tyro.cli
+        parsed = read(
+            kind,
+            prog=prog,
+            description=_paragraph(description),
+            args=list(arguments),
+            config=flat if plain else (),
+            registry=_registry(),
+            return_unknown_args=known_only,
+        )
+    return parsed if known_only else (parsed, [])
+
+
+def _section(part: Any, *, name: str | None = "", group: str | None = None) -> Any:
+    """Return a type from which tyro makes one option for each field of a dataclass.
+
+    Args:
+      part: an instance with the defaults, or a class.
+      name: prefix of the options; None = that of the field.
+      group: take only the fields of this group, under a heading of this name.
+    """
+    import tyro
+
+    kind = part if isinstance(part, type) else type(part)
+    hints = typing.get_type_hints(kind)
+    fields: list[Any] = []
+    for field in dataclasses.fields(kind):
+        told, hint = field.metadata, hints[field.name]
+        if group is not None and told["group"] != group:
+            continue
+        default = field.default if part is kind else getattr(part, field.name)
+        text = told.get("help")
+        if dataclasses.is_dataclass(default):
+            text = text or _paragraph(default.__doc__)
+            # The section's own fields have the defaults.
+            hint, default = _section(default, name=None), dataclasses.MISSING
+        shown: Any = Annotated[
+            hint,
+            tyro.conf.arg(
+                name=told.get("option"),
+                metavar=told.get("metavar"),
+                help=text,
+                prefix_name=not group,
+            ),
+        ]
+        if told.get("positional"):
+            shown = Annotated[shown, tyro.conf.Positional]
+        given = [] if default is dataclasses.MISSING else [_constant(default)]
+        fields.append((field.name, shown, *given))
+    made = dataclasses.make_dataclass(
+        kind.__name__, fields, frozen=True, kw_only=True, namespace={ORIGINAL: kind}
+    )
+    made.__doc__ = "" if group else _paragraph(kind.__doc__)
+    return Annotated[made, tyro.conf.arg(name=group or name)]
+
+
+def _original(values: Any) -> Any:
+    """Return the original dataclass of a section, with the values read."""
+    kind = getattr(type(values), ORIGINAL, None)
+    if kind is None:
+        return values
+    return kind(**{name: _original(value) for name, value in vars(values).items()})
+
+
+def _paragraph(docstring: str | None) -> str:
+    return " ".join((docstring or "").split())
+
+
+def _constant(value: Any) -> Any:
+    """Declare a default of any type, also of one that dataclasses refuse."""
+    return dataclasses.field(default_factory=lambda: value)
+
+
+def _registry() -> Any:
+    """Extend tyro by whole numbers such as 1.2e6, and by help for a dict's entries."""
+    import tyro
+
+    def whole(info: Any) -> Any:
+        if info.type is not int:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="INT",
+            instance_from_str=lambda texts: _int(texts[0]),
+            is_instance=lambda value: isinstance(value, int),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    def entries(info: Any) -> Any:
+        if info.type != dict[str, str] or not info.default:
+            return None
+        return tyro.constructors.StructConstructorSpec(
+            instantiate=dict,
+            fields=tuple(
+                tyro.constructors.StructFieldSpec(
+                    name=key, type=str, default=value, helptext=f"As above, of {key}."
+                )
+                for key, value in info.default.items()
+            ),
+        )
+
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(whole)
+    registry.struct_rule(entries)
+    return registry
+
+
+def _int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        value = float(text)
+        if not value.is_integer():
+            raise ValueError(f"{text} is not a whole number") from None
+        return int(value)

@@ -1,0 +1,178 @@
+"""The order of actions between two steps, the same for all shells.
+
+Grants, progress and a new term come first, then verdicts, then adoptions and takes in
+the order of the adopt rule. The train loop, the simulator's virtual islands and replay
+all act through `Boundary`, each with its own `Arrays`, `Incoming`, `Outgoing` and
+`Data`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from diloco_jax.protocol.island.books import Books, Outcome
+from diloco_jax.protocol.island.decision import Adoption, Decision
+from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.stopping import Goal
+from diloco_jax.protocol.messages import Measures, TakeRequest, TakeVerdict
+from diloco_jax.protocol.values import Span, Version
+
+
+class Arrays(Protocol):
+    """The boundary's view of a model copy; see `replica.Replica`."""
+
+    def take(self, fragment: int) -> Any:
+        """Return the fragment's encoded delta."""
+
+    def adopt(self, arrival: Any, *, keep: bool) -> None:
+        """Adopt a published fragment. keep: the last take is not in it, and stays in
+        the local values."""
+
+    def judge(self, fragment: int, outcome: Outcome) -> None:
+        """Apply the outcome of the outstanding take: merged (settled), undone
+        (reopened), lost (dropped), or lost with the local values, which return to the
+        anchor (reset)."""
+
+
+class Incoming(Protocol):
+    """Published fragments that wait for a decision to adopt them."""
+
+    def pick(self, fragment: int, version: Version) -> Any:
+        """Remove and return all that leads to this version, for `Arrays.adopt`."""
+
+
+class Outgoing(Protocol):
+    """Sender of encoded deltas; neither call waits."""
+
+    def put(self, fragment: int, tick: int, encoded: Any) -> None:
+        """Send an encoded delta, and keep it until `forget`."""
+
+    def forget(self, fragment: int, tick: int) -> None:
+        """Drop a delta: the verdict on its take is final."""
+
+
+class Data(Protocol):
+    """`data.stream.LeasedStream`, or `data.positions.LeasedPositions`."""
+
+    def grant(self, span: Span) -> None:
+        """Add positions after those granted before."""
+
+
+class RefusedTake(NamedTuple):
+    """A take that is not merged, and the outcome for its steps; for people."""
+
+    fragment: int
+    tick: int
+    reason: str
+    outcome: Outcome
+
+
+class _Due(NamedTuple):
+    tick: int
+    step: int
+
+
+class Boundary:
+    """Acts on decisions, for one incarnation."""
+
+    def __init__(
+        self,
+        books: Books,
+        goal: Goal,
+        *,
+        arrays: Arrays,
+        incoming: Incoming,
+        outgoing: Outgoing,
+        data: Data,
+    ) -> None:
+        self.books = books
+        self.others_tokens = 0
+        """Tokens of the other islands, as of the last boundary."""
+        self._goal, self._stop = goal, False
+        self._arrays, self._data = arrays, data
+        self._incoming, self._outgoing = incoming, outgoing
+        self._takes: dict[int, _Due] = {}
+        """Takes that are delayed or wait for an adoption, by fragment."""
+
+    def act(self, decision: Decision, step: int) -> list[RefusedTake]:
+        """Act on a decision, at the boundary before `step`; return the refused takes,
+        for people."""
+        self._stop = decision.stop
+        for span in decision.grants:
+            self.books.granted(span, step)
+            self._data.grant(span)
+        if decision.others_tokens != self.others_tokens:
+            self.others_tokens = decision.others_tokens
+            self.books.progress(self.others_tokens, step)
+        if decision.term:
+            self._begin_term(step)
+        # A refusal before an adoption resets the base that the adoption uses.
+        judged = [self._settle(verdict, step) for verdict in decision.verdicts]
+        for request in decision.takes:
+            self._request(request, step)
+        if self.books.traits.adopts_first:
+            self._adopt(decision.adoptions, step)
+            self._take(step)
+        else:
+            self._take(step)
+            self._adopt(decision.adoptions, step)
+        return [refused for refused in judged if refused is not None]
+
+    def may_step(self, step: int) -> bool:
+        """Tell whether `step` is to be made after this boundary."""
+        return self._goal.may_step(step, self.others_tokens, stop=self._stop)
+
+    def status(self, step: int, measures: Measures) -> Status:
+        """Return the status after this boundary."""
+        return Status(
+            phase="training" if self.may_step(step) else "stopped",
+            steps=step,
+            outstanding=self.books.outstanding(),
+            versions=tuple(self.books.versions()),
+            measures=measures,
+        )
+
+    def _begin_term(self, step: int) -> None:
+        self._takes = {}
+        for take in self.books.new_term(step):
+            self._outgoing.forget(take.fragment, take.tick)
+            self._arrays.judge(take.fragment, "dropped")
+
+    def _request(self, request: TakeRequest, step: int) -> None:
+        before = self._takes.get(request.fragment)
+        # A repeated request for a delayed take does not delay it again.
+        if before is None or before.tick != request.tick:
+            due = _Due(request.tick, step + request.after)
+            self._takes[request.fragment] = due
+
+    def _take(self, step: int) -> None:
+        """Make the takes that are due: after their delay in steps, or at once if no
+        steps follow, but not before the adoption that they wait for."""
+        last = not self.may_step(step)
+        for fragment, due in list(self._takes.items()):
+            if (due.step > step and not last) or self.books.must_wait(fragment):
+                continue
+            del self._takes[fragment]
+            if self.books.take(fragment, due.tick, step) is not None:
+                encoded = self._arrays.take(fragment)
+                self._outgoing.put(fragment, due.tick, encoded)
+
+    def _adopt(self, adoptions: tuple[Adoption, ...], step: int) -> None:
+        for fragment, version in adoptions:
+            arrival = self._incoming.pick(fragment, version)
+            adopted = self.books.adopt(fragment, version, step)
+            if adopted != "none":
+                self._arrays.adopt(arrival, keep=adopted == "kept")
+
+    def _settle(self, verdict: TakeVerdict, step: int) -> RefusedTake | None:
+        fragment, tick = verdict.fragment, verdict.tick
+        outcome = self.books.settle(
+            fragment, tick, verdict.verdict, verdict.reason, step, verdict.version
+        )
+        if outcome == "none":
+            return None
+        self._outgoing.forget(fragment, tick)
+        self._arrays.judge(fragment, outcome)
+        if outcome == "settled":
+            return None
+        return RefusedTake(fragment, tick, verdict.reason, outcome)

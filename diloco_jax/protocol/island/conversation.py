@@ -1,0 +1,256 @@
+"""An island's conversation with the coordinator: messages in, decisions out.
+
+`receive` takes the coordinator's messages, `decide` turns them into the decision for
+the next step boundary, and `status` and `unsent` return the island's part. The state is
+bounded: one take request and one adoption per fragment, verdicts on outstanding takes,
+and records until the coordinator has them (while it is away, few new ones arise).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from diloco_jax.protocol.island.decision import Adoption, Decision, Ending
+from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.messages import (
+    AnchorRequest,
+    Finished,
+    FromCoordinator,
+    Granted,
+    MayLeave,
+    Progress,
+    Published,
+    ResendRequest,
+    Stop,
+    TakeRequest,
+    TakeVerdict,
+    Welcome,
+)
+from diloco_jax.protocol.values import Record, Span, Version
+
+MAX_CHAIN = 8
+"""Most publishes of one fragment that may wait for the loop."""
+
+
+class Wanted(NamedTuple):
+    """A version to fetch if the island does not have it."""
+
+    fragment: int
+    version: Version
+
+
+Errand = Wanted | ResendRequest
+"""Bulk work that a message asks the shell to do."""
+
+
+class Conversation:
+    """The state of one incarnation's conversation. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.has_news = False
+        """True if a message for the loop arrived since the last decision."""
+        self.stop = self.leaving = self.may_leave = self.finished = False
+        self.ending: Ending | None = None
+        self._run_id, self._term, self._new_term = "", 0, 0
+        self._takes: dict[int, TakeRequest] = {}
+        self._newest_tick: dict[int, int] = {}
+        self._adoptions: dict[int, Version] = {}
+        self._waiting: dict[int, int] = {}
+        """Publishes that wait for the loop, by fragment."""
+        self._arrived: dict[int, Version] = {}
+        self._verdicts: list[TakeVerdict] = []
+        self._grants: list[Span] = []
+        self._granted = self._next_position = 0
+        self._anchors: list[int] = []
+        self._others_tokens = self._tokens = self._heard = 0
+        self.posted = Status()
+        """The loop's last status."""
+        self._records: list[Record] = []
+        self._records_through = 0
+
+    # ---- what comes in ----------------------------------------------------------
+
+    def receive(self, message: FromCoordinator) -> tuple[Errand, ...]:
+        """Note a message, in the order received; return the bulk work it asks for.
+
+        Raises ValueError if a grant before this one is missing.
+        """
+        match message:
+            case Welcome():
+                return self._welcome(message)
+            case TakeRequest():
+                self._request(message)
+            case ResendRequest():
+                return (message,)
+            case Published(fragment=fragment, version=version):
+                # The verdict comes first: a refusal resets the base before an adoption.
+                if message.verdict != "none":
+                    self._judge(
+                        TakeVerdict(
+                            fragment=fragment,
+                            tick=message.tick,
+                            verdict=message.verdict,
+                            reason=message.reason,
+                            version=version,
+                        )
+                    )
+                return (Wanted(fragment, version),)
+            case TakeVerdict():
+                self._judge(message)
+                return (Wanted(message.fragment, message.version),)
+            case Granted():
+                self._grant(message.offset, message.span)
+            case Progress():
+                self._progress(message)
+            case AnchorRequest(fragment=fragment):
+                if fragment not in self._anchors:
+                    self._anchors.append(fragment)
+                self.has_news = True
+            case Stop():
+                self.stop = self.has_news = True
+            case MayLeave():
+                self.may_leave = self.leaving
+            case Finished():
+                self.stop = self.finished = self.has_news = True
+        return ()
+
+    def has_room(self, fragment: int, publishes: int | None) -> bool:
+        """Tell whether that many publishes, or with None a full anchor, may arrive."""
+        waiting = self._waiting.get(fragment, 0)
+        return not waiting or publishes is None or waiting + publishes <= MAX_CHAIN
+
+    def arrived(self, fragment: int, version: Version, publishes: int | None) -> None:
+        """Note a version that all hosts have and that is ready to be adopted."""
+        before = self._waiting.get(fragment, 0)
+        self._waiting[fragment] = 0 if publishes is None else before + publishes
+        self._adoptions[fragment] = self._arrived[fragment] = version
+        self.has_news = True
+
+    def leave(self) -> None:
+        """Note that the island is about to leave: it makes no more steps, but answers
+        take requests."""
+        self.leaving = self.has_news = True
+
+    def end(self, ending: Ending) -> None:
+        """End the loop at its next boundary; the first reason stands."""
+        self.ending = self.ending or ending
+        self.has_news = True
+
+    # ---- the loop ---------------------------------------------------------------
+
+    def decide(self) -> Decision:
+        """Return the decision for the next boundary, each part of it only once."""
+        decision = Decision(
+            takes=tuple(self._takes.values()),
+            adoptions=tuple(Adoption(f, v) for f, v in self._adoptions.items()),
+            verdicts=tuple(self._verdicts),
+            grants=tuple(self._grants),
+            anchors=tuple(self._anchors),
+            term=self._new_term,
+            others_tokens=self._others_tokens,
+            heard=self._heard,
+            stop=self.stop or self.leaving,
+            leaving=self.leaving,
+            finished=self.finished,
+            ending=self.ending,
+        )
+        self._takes, self._adoptions, self._waiting = {}, {}, {}
+        self._verdicts, self._grants, self._anchors = [], [], []
+        self._new_term, self.has_news = 0, False
+        return decision
+
+    def post(self, status: Status, records: tuple[Record, ...] = ()) -> None:
+        """Note the loop's status and its new records."""
+        self.posted = status
+        self._records.extend(records)
+
+    # ---- what goes out ----------------------------------------------------------
+
+    def status(self) -> Status:
+        """Return the last posted status, with versions that wait for the next boundary
+        included."""
+        current = self.current()
+        versions = [
+            max(version, self._arrived.get(fragment, version))
+            for fragment, version in enumerate(current.versions)
+        ]
+        return replace(current, versions=tuple(versions))
+
+    def current(self) -> Status:
+        """Return `status` without the waiting versions; called at every boundary."""
+        return replace(
+            self.posted,
+            run_id=self._run_id,
+            term=self._term,
+            sequences_granted=self._granted,
+            records_through=self._records_through,
+            tokens=self._tokens,
+            next_position=self._next_position,
+        )
+
+    @property
+    def newest_record(self) -> int:
+        """Number of the newest unacknowledged record; 0: there is none."""
+        return self._records[-1].seq if self._records else 0
+
+    def unsent(self, sent_through: int) -> tuple[Record, ...]:
+        """Return the records after that number."""
+        return tuple(r for r in self._records if r.seq > sent_through)
+
+    def forget_records(self) -> None:
+        """Drop the records: another host of the island reports them."""
+        self._records = []
+
+    # ---- one message ------------------------------------------------------------
+
+    def _welcome(self, welcome: Welcome) -> tuple[Errand, ...]:
+        if 0 < self._term < welcome.term:
+            # The coordinator lost its state and began anew from anchors: earlier
+            # requests and verdicts that are not decided yet no longer count.
+            self._new_term = welcome.term
+            self._takes, self._verdicts = {}, []
+            self.stop, self.has_news = False, True
+        self._run_id, self._term = welcome.run_id, max(self._term, welcome.term)
+        return tuple(Wanted(f, v) for f, v in enumerate(welcome.versions))
+
+    def _request(self, request: TakeRequest) -> None:
+        """Note a take request unless a newer one for its fragment came before: requests
+        may come late, and twice."""
+        fragment, tick = request.fragment, request.tick
+        if tick >= self._newest_tick.get(fragment, tick):
+            self._takes[fragment] = request
+            self._newest_tick[fragment] = tick
+            self.has_news = True
+
+    def _judge(self, verdict: TakeVerdict) -> None:
+        if verdict not in self._verdicts:
+            self._verdicts.append(verdict)
+        self.has_news = True
+
+    def _grant(self, offset: int, span: Span) -> None:
+        """Note a grant; positions of a repeated grant are skipped."""
+        if offset > self._granted:
+            raise ValueError(
+                f"data was granted from sequence {offset} on, but only "
+                f"{self._granted} have arrived; a grant is missing, ask again from "
+                f"{self._granted}"
+            )
+        fresh = Span(span.start + self._granted - offset, span.stop)
+        if fresh.start < fresh.stop:
+            self._granted += fresh.stop - fresh.start
+            self._grants.append(fresh)
+            self._next_position = max(self._next_position, fresh.stop)
+            self.has_news = True
+
+    def _progress(self, message: Progress) -> None:
+        """Note the progress, which is no news: the learning rate follows it at the next
+        boundary, whenever that is."""
+        through = message.records_through
+        self._heard += 1
+        self._others_tokens = message.tokens - message.own_tokens
+        self._tokens = message.tokens
+        self._next_position = max(self._next_position, message.next_position)
+        self._records = [r for r in self._records if r.seq > through]
+        self._records_through = max(self._records_through, through)

@@ -1,0 +1,99 @@
+"""The order of an island's fetches, and the version that each continues from.
+
+A join fetches every fragment in full, JOIN_FETCHES at a time. After the join, fetches
+run one at a time, the fragment that lags most first. A fetch continues from the
+island's version, or is in full if the coordinator no longer keeps that chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from diloco_jax.protocol.values import Version
+
+JOIN_FETCHES = 4
+"""Most fragments that a join fetches at a time."""
+NOTHING = Version(0, 0)
+
+
+class Fetch(NamedTuple):
+    """One fetch, for every host of the island."""
+
+    fragment: int
+    want: Version
+    have: Version | None
+    """The version to continue from; None: in full."""
+    accepted: Version | None
+    """The newest version that all hosts have; publishes after it must not be used."""
+
+
+class Fetching:
+    """The versions that are wanted, under way and received. Not thread-safe."""
+
+    def __init__(self, versions: Sequence[Version]) -> None:
+        """versions: the versions to join with, or newer ones."""
+        self._wanted = list(versions)
+        self._have: list[Version | None] = [None] * len(versions)
+        self._accepted: dict[int, Version] = {}
+        self._under_way: set[int] = set()
+
+    @property
+    def joined(self) -> bool:
+        """True once every fragment was received."""
+        return len(self._accepted) == len(self._wanted)
+
+    def want(self, fragment: int, version: Version) -> None:
+        """Note a published version; versions older than a known one are ignored."""
+        self._wanted[fragment] = max(self._wanted[fragment], version)
+
+    def next(self) -> Fetch | None:
+        """Begin the next fetch; None if nothing lags or no more fetches may run at a
+        time. Each fetch ends with `got`, `failed` or `gone`."""
+        limit = 1 if self.joined else JOIN_FETCHES
+        lagging = [f for f in range(len(self._wanted)) if self._lags(f)]
+        if not lagging or len(self._under_way) >= limit:
+            return None
+        return self._begin(min(lagging, key=self.order))
+
+    def again(self, fragment: int) -> Fetch:
+        """Begin a failed fetch of a join anew."""
+        return self._begin(fragment)
+
+    def order(self, fragment: int) -> Version:
+        """Return the sort key of a lagging fragment: the lowest goes first."""
+        return self._have[fragment] or NOTHING
+
+    def got(self, fragment: int, version: Version) -> None:
+        """Note a version that all hosts have now."""
+        self._under_way.discard(fragment)
+        self._have[fragment] = self._accepted[fragment] = version
+
+    def failed(self, fragment: int) -> None:
+        """Note that a fetch brought nothing."""
+        self._under_way.discard(fragment)
+
+    def gone(self, fragment: int) -> None:
+        """Note that the chain is no longer kept, or the version was overtaken: the next
+        fetch is in full."""
+        self._under_way.discard(fragment)
+        self._have[fragment] = None
+
+    def disconnected(self) -> None:
+        """Note that all fetches under way are lost."""
+        self._under_way.clear()
+
+    def _begin(self, fragment: int) -> Fetch:
+        self._under_way.add(fragment)
+        return Fetch(
+            fragment=fragment,
+            want=self._wanted[fragment],
+            have=self._have[fragment],
+            accepted=self._accepted.get(fragment),
+        )
+
+    def _lags(self, fragment: int) -> bool:
+        have = self._have[fragment]
+        if fragment in self._under_way or (not self.joined and have is not None):
+            return False
+        return have is None or have < self._wanted[fragment]

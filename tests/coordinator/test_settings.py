@@ -1,0 +1,43 @@
+"""The policy's settings are those of the config, under the same names."""
+
+import pytest
+
+from diloco_jax.config import Placement, RunConfig, SyncConfig
+from diloco_jax.coordinator.settings import policy_config
+
+RUN = RunConfig(
+    sync=SyncConfig(
+        steps_per_cycle=7,
+        overlap_steps=3,
+        quorum=2,
+        grace=0.25,
+        grace_window="overlap",
+        max_staleness=4,
+        partial_merges="full",
+    ),
+    total_tokens=99,
+)
+PLACEMENT = Placement(
+    time_budget_s=20.0, compile_budget_s=11.0, outage_budget_s=13.0, notice_s=5.0
+)
+
+
+@pytest.mark.parametrize("owner", [RUN.sync, RUN, PLACEMENT, PLACEMENT.deadlines])
+def test_what_has_the_same_name_has_the_same_value(owner):
+    policy = policy_config(RUN, PLACEMENT, "r", (30, 10))
+    own = {"fragments", "fingerprint", "parameters"}
+    shared = [
+        name
+        for name in dir(policy)
+        if not name.startswith("_") and name not in own and hasattr(owner, name)
+    ]
+    assert shared
+    for name in shared:
+        assert getattr(policy, name) == getattr(owner, name)
+
+
+def test_what_no_config_says_is_as_given():
+    policy = policy_config(RUN, PLACEMENT, "r", (30, 10))
+    assert (policy.run_id, policy.fragment_sizes) == ("r", (30, 10))
+    assert policy.fingerprint == RUN.fingerprint()
+    assert policy.flush_s == 60.0

@@ -1,0 +1,121 @@
+"""Members by name: from the table, from a file, or refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from diloco_jax.config import Config, ConfigError, OuterConfig, RunConfig, SyncConfig
+from diloco_jax.core.members import load
+from diloco_jax.core.merge import RULES
+from diloco_jax.core.merge.rda import RDA
+
+OWN = """\
+import jax.numpy as jnp
+
+from diloco_jax.core.merge.rule import Elementwise
+
+
+class Sign(Elementwise):
+    def merge(self, deltas, weights, share):
+        mean = jnp.tensordot(weights, deltas, 1)
+        return share * {value}
+
+
+sign = Sign()
+"""
+
+
+def written(folder: Path, value: str, name: str = "own.py") -> str:
+    """Return the config's name of the rule."""
+    (folder / name).write_text(OWN.format(value=value))
+    return f"{folder / name}:sign"
+
+
+def refusal(**sync: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Config(run=RunConfig(sync=SyncConfig(**sync))).validate()
+    return str(caught.value)
+
+
+def test_bundled_members_are_found_by_name() -> None:
+    assert RULES.find("rda") is RDA
+
+
+def test_a_member_in_a_file_is_found_once_and_passes(tmp_path: Path) -> None:
+    name = written(tmp_path, "mean")
+    Config(run=RunConfig(sync=SyncConfig(merge=name))).validate()
+    assert RULES.find(name) is RULES.find(name)
+    assert RULES.find(name).needs == "elementwise"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("jnp.sum(mean)", r"a merge rule made float32\[\] of deltas of float32\["),
+        ("jnp.concatenate([mean, mean])", "a merged delta has their shape and dtype"),
+        ("mean.astype(jnp.bfloat16)", "a merge rule made bfloat16"),
+        ("mean / jnp.sum(mean - mean)", "it made numbers that are not finite"),
+        ("mean.nothing", "line 9: AttributeError: .* nothing"),
+    ],
+)
+def test_an_unfit_member_is_refused_with_field_and_line(
+    tmp_path: Path, value: str, said: str
+) -> None:
+    name = written(tmp_path, value)
+    found = refusal(merge=name)
+    assert found.startswith(f"sync.merge = {name!r}: line ")
+    assert re.search(said, found), found
+
+
+def test_a_file_that_cannot_be_executed_is_refused_with_its_line(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "own.py").write_text("x = 1\nimport nothing_of_that_name\n")
+    found = refusal(codec_up=f"{tmp_path}/own.py:x")
+    assert "cannot be executed: line 2: ModuleNotFoundError" in found
+    (tmp_path / "other.py").write_text("x = 1\ny = (\n")
+    found = refusal(adopt=f"{tmp_path}/other.py:x")
+    assert "cannot be executed: line 2: SyntaxError" in found
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("nowhere_xyz:make", "No module named 'nowhere_xyz'; install it"),
+        ("nowhere.py:make", "there is no file .*nowhere.py; correct the path"),
+        ("json:dump_s", "json has no 'dump_s'; did you mean 'dumps'"),
+        ("json", "it names nothing; write 'package.module:name' or"),
+    ],
+)
+def test_what_is_not_there_is_named(reference: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        load(reference)
+
+
+@pytest.mark.parametrize("field", ["merge", "adopt", "weighting", "codec_down"])
+def test_what_is_no_member_of_the_family_is_refused(field: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def nonsense():\n    pass\n")
+    name = f"{tmp_path}/own.py:nonsense"
+    assert refusal(**{field: name}).startswith(f"sync.{field} = {name!r}: line 1: ")
+
+
+def test_an_outer_optimizer_may_be_one_of_optax_or_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import optax\nmake = optax.adam\nbad = optax.apply_updates\n"
+    )
+    for name in ("lamb", f"{tmp_path}/own.py:make"):
+        Config(run=RunConfig(outer=OuterConfig(optimizer=name))).validate()
+    config = Config(
+        run=RunConfig(outer=OuterConfig(optimizer=f"{tmp_path}/own.py:bad"))
+    )
+    with pytest.raises(ConfigError, match=r"outer.optimizer = .*own.py:bad'"):
+        config.validate()
+
+
+def test_one_fingerprint_wherever_the_file_lies() -> None:
+    here, there, other = (
+        RunConfig(sync=SyncConfig(merge=name)).fingerprint()
+        for name in ("/a/own.py:sign", "b/own.py:sign", "own.py:other")
+    )
+    assert here == there != other

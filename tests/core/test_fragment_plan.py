@@ -1,0 +1,207 @@
+"""Every parameter is in exactly one fragment, and fragments are even."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_jax.config import FragmentBy
+from diloco_jax.core.fragments import (
+    FragmentPlan,
+    digest_arrays,
+    from_pieces,
+    get_piece,
+    plan_fragments,
+    set_piece,
+    to_pieces,
+)
+
+SHAPES = {
+    "embed": (256, 8),
+    "blocks": {"wq": (3, 8, 16), "norm": (3, 8)},
+    "final_norm": (8,),
+}
+AXES = {
+    "embed": ("vocab", "embed"),
+    "blocks": {"wq": ("layers", "embed", "heads"), "norm": ("layers", "embed")},
+    "final_norm": ("embed",),
+}
+
+
+def params() -> dict[str, object]:
+    rng = np.random.default_rng(0)
+    return {
+        "embed": rng.standard_normal((256, 8), np.float32),
+        "blocks": {
+            "wq": rng.standard_normal((3, 8, 16), np.float32),
+            "norm": rng.standard_normal((3, 8), np.float32),
+        },
+        "final_norm": rng.standard_normal((8,), np.float32),
+    }
+
+
+def test_pieces_are_tensors_and_layers_of_stacked_ones() -> None:
+    plan = plan_fragments(SHAPES, AXES, 2)
+    assert {p.name: (p.shape, p.layer, p.embedding) for p in plan.pieces} == {
+        "embed": ((256, 8), -1, True),
+        **{f"blocks/wq/{i}": ((8, 16), i, False) for i in range(3)},
+        **{f"blocks/norm/{i}": ((8,), i, False) for i in range(3)},
+        "final_norm": ((8,), -1, False),
+    }
+    assert plan.sizes == (2048, 3 * 128 + 4 * 8)
+    assert plan.total == 256 * 8 + 3 * 8 * 16 + 3 * 8 + 8
+
+
+def test_a_vocabulary_axis_anywhere_makes_an_embedding() -> None:
+    plan = plan_fragments({"out": (8, 256)}, {"out": ("embed", "vocab")}, 1)
+    assert [piece.embedding for piece in plan.pieces] == [True]
+
+
+def test_pieces_stand_in_the_order_of_path_and_layer() -> None:
+    shapes, axes = {"w": (12, 4)}, {"w": ("layers", None)}
+    (fragment,) = plan_fragments(shapes, axes, 1).fragments
+    assert [piece.layer for piece in fragment] == list(range(12))
+
+
+@given(
+    layers=st.integers(1, 6),
+    stacked=st.lists(st.integers(1, 50), min_size=1, max_size=4),
+    outside=st.lists(st.integers(1, 200), max_size=3),
+    share=st.floats(0.01, 1),
+    by=st.sampled_from(["layer", "tensor"]),
+)
+def test_what_is_kept_together_is_in_one_fragment(
+    layers: int, stacked: list[int], outside: list[int], share: float, by: FragmentBy
+) -> None:
+    shapes = {f"s{i}": (layers, size) for i, size in enumerate(stacked)}
+    axes = dict.fromkeys(shapes, ("layers", None))
+    shapes |= {f"o{i}": (size,) for i, size in enumerate(outside)}
+    axes |= dict.fromkeys([f"o{i}" for i in range(len(outside))], (None,))
+    together = (
+        [sum(stacked)] * layers if by == "layer" else [layers * s for s in stacked]
+    )
+    dealt = [*together, *outside]
+    plan = plan_fragments(shapes, axes, max(1, int(len(dealt) * share)), by)
+    assert set(plan.pieces) == set(plan_fragments(shapes, axes, 1).pieces)
+    assert len(plan.pieces) == layers * len(stacked) + len(outside)
+    assert all(plan.fragments)
+    assert max(plan.sizes) - min(plan.sizes) <= max(dealt)
+    places = [
+        (p.layer if by == "layer" else p.path, number)
+        for number, fragment in enumerate(plan.fragments)
+        for p in fragment
+        if p.layer >= 0
+    ]
+    assert len(set(places)) == len(together)
+
+
+def test_layers_go_round_the_fragments() -> None:
+    shapes = {"wq": (8, 4, 4), "norm": (8, 4), "final_norm": (4,)}
+    stacked = {"wq": ("layers", None, None), "norm": ("layers", None)}
+    plan = plan_fragments(shapes, {**stacked, "final_norm": (None,)}, 3, "layer")
+    layers = [sorted({p.layer for p in own} - {-1}) for own in plan.fragments]
+    assert layers == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert "final_norm" in {p.name for p in plan.fragments[2]}, "the emptiest"
+
+
+@pytest.mark.parametrize(
+    ("by", "count", "most"), [("layer", 6, "5 fragments"), ("tensor", 5, "4 fragments")]
+)
+def test_more_fragments_than_there_is_to_deal_out(
+    by: FragmentBy, count: int, most: str
+) -> None:
+    plan_fragments(SHAPES, AXES, count - 1, by)
+    said = f"fragments = {count}, but by {by} .* {most} of 8 pieces.* by size"
+    with pytest.raises(ValueError, match=said):
+        plan_fragments(SHAPES, AXES, count, by)
+
+
+def test_an_unknown_way_is_refused() -> None:
+    with pytest.raises(ValueError, match="by = 'depth'; choose from size, layer, ten"):
+        plan_fragments(SHAPES, AXES, 2, "depth")  # type: ignore[arg-type]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=20),
+    share=st.floats(0.01, 1),
+)
+def test_fragments_are_balanced(sizes: list[int], share: float) -> None:
+    count = max(1, int(len(sizes) * share))
+    shapes = {f"p{i}": (size,) for i, size in enumerate(sizes)}
+    plan = plan_fragments(shapes, dict.fromkeys(shapes, (None,)), count)
+    assert sorted(p.name for p in plan.pieces) == sorted(shapes)
+    assert all(plan.fragments)
+    assert max(plan.sizes) - min(plan.sizes) <= max(sizes)
+
+
+def test_plan_does_not_depend_on_the_order_of_keys() -> None:
+    backwards = dict(reversed(SHAPES.items()))
+    assert plan_fragments(backwards, AXES, 3) == plan_fragments(SHAPES, AXES, 3)
+
+
+def test_digest_tells_plans_apart() -> None:
+    plan = plan_fragments(SHAPES, AXES, 3)
+    swapped = FragmentPlan(plan.fragments[::-1])
+    other_shape = plan_fragments({**SHAPES, "final_norm": (9,)}, AXES, 3)
+    digests = {p.digest() for p in (plan, swapped, other_shape)}
+    assert len(digests) == 3
+    assert plan.digest() == plan_fragments(SHAPES, AXES, 3).digest()
+
+
+@pytest.mark.parametrize("count", [0, 9])
+def test_impossible_number_of_fragments_names_both_values(count: int) -> None:
+    with pytest.raises(ValueError, match=rf"fragments = {count}.* 8 pieces"):
+        plan_fragments(SHAPES, AXES, count)
+
+
+def test_shapes_and_axes_must_match() -> None:
+    with pytest.raises(ValueError, match="blocks: shapes have the keys"):
+        plan_fragments(SHAPES, {**AXES, "blocks": {"wq": ()}}, 2)
+    with pytest.raises(ValueError, match="final_norm: shape"):
+        plan_fragments(SHAPES, {**AXES, "final_norm": ("a", "b")}, 2)
+
+
+def test_ambiguous_names_are_refused() -> None:
+    shapes = {"w": (2, 4), "w/0": (4,)}
+    axes = {"w": ("layers", None), "w/0": (None,)}
+    with pytest.raises(ValueError, match="3 pieces have only 2 names"):
+        plan_fragments(shapes, axes, 2)
+
+
+def test_pieces_make_up_the_parameters_again() -> None:
+    plan, tree = plan_fragments(SHAPES, AXES, 3), params()
+    again = from_pieces(plan, to_pieces(plan, tree))
+    for piece in plan.pieces:
+        np.testing.assert_array_equal(get_piece(again, piece), get_piece(tree, piece))
+    assert again["blocks"]["wq"].shape == (3, 8, 16)
+
+
+def test_from_pieces_names_what_is_wrong() -> None:
+    plan = plan_fragments(SHAPES, AXES, 3)
+    arrays = to_pieces(plan, params())
+    with pytest.raises(ValueError, match="shape \\(2,\\)"):
+        from_pieces(plan, {**arrays, "final_norm": np.zeros(2)})
+    del arrays["embed"]
+    with pytest.raises(ValueError, match="missing \\['embed'\\]"):
+        from_pieces(plan, arrays)
+
+
+def test_set_piece_changes_one_layer_and_not_the_original() -> None:
+    plan, tree = plan_fragments(SHAPES, AXES, 3), params()
+    piece = next(p for p in plan.pieces if p.name == "blocks/wq/1")
+    changed = set_piece(tree, piece, jnp.zeros((8, 16)))
+    assert not np.any(get_piece(changed, piece))
+    for other in plan.pieces:
+        if other != piece:
+            ours, theirs = get_piece(changed, other), get_piece(tree, other)
+            np.testing.assert_array_equal(ours, theirs)
+    assert np.any(get_piece(tree, piece))
+
+
+def test_array_digest_sees_values_and_not_layout() -> None:
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert digest_arrays([x]) == digest_arrays([jnp.asarray(x)])
+    assert digest_arrays([x.T]) == digest_arrays([np.ascontiguousarray(x.T)])
+    assert digest_arrays([x]) != digest_arrays([x + 1])
+    assert len(digest_arrays([np.float32(1)])) == 64

@@ -1,0 +1,116 @@
+"""The four numbers of a merge against their definitions in float64."""
+
+import itertools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.merge import RULES
+from diloco_jax.core.merge.measures import (
+    SAMPLED,
+    Measuring,
+    MergeMeasures,
+    sample,
+    sample_bytes,
+)
+from diloco_jax.core.merge.merging import Encoded, Plain, merge_piece
+from diloco_jax.core.tiles import TileGrid
+
+SHAPES = [(6, 5), (7,)]
+WEIGHTS = [1.0, 2.0, 5.0]
+
+
+def drawn(seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[list]:
+    """Deltas by piece and island that have something in common."""
+    rng = np.random.default_rng(seed)
+    pieces = []
+    for shape in shapes:
+        common = rng.standard_normal(shape)
+        each = [common + rng.standard_normal(shape) for _ in WEIGHTS]
+        pieces.append([d.astype(np.float32) for d in each])
+    return pieces
+
+
+def measured(
+    pieces: list[list], rule: str, last: list | None = None, rate: float = 0.5
+) -> tuple[MergeMeasures, Measuring]:
+    """Merge by that rule, take an outer step of that rate, and measure both."""
+    measuring, before, after = Measuring(WEIGHTS), [], []
+    for deltas in pieces:
+        merged = merge_piece(RULES.find(rule), Plain(deltas), WEIGHTS)
+        measuring.add(Plain(deltas), merged)
+        before.append(jnp.ones(deltas[0].shape))
+        after.append(before[-1] - rate * merged.delta)
+    return measuring.finish(last or [], before, after), measuring
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    a, b = np.float64(a).ravel(), np.float64(b).ravel()
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("rule", ["rda", "mean"])
+def test_the_numbers_are_what_they_say(rule: str) -> None:
+    pieces = drawn(0)
+    found, measuring = measured(pieces, rule)
+    total = weight = 0.0
+    for deltas in pieces:
+        pairs = list(itertools.combinations(range(3), 2))
+        weights = [WEIGHTS[i] * WEIGHTS[j] for i, j in pairs]
+        cosines = [cosine(deltas[i], deltas[j]) for i, j in pairs]
+        total += deltas[0].size * np.average(cosines, weights=weights)
+        weight += deltas[0].size
+    assert found.pairwise_cosine == pytest.approx(total / weight, abs=1e-5)
+    islands = zip(*pieces, strict=True)
+    lengths = [np.linalg.norm([np.linalg.norm(p) for p in own]) for own in islands]
+    mean = np.average(lengths, weights=WEIGHTS)
+    assert found.length_ratio == pytest.approx(measuring.norm / mean, rel=1e-5)
+    assert found.step_ratio == pytest.approx(0.5, rel=1e-3)
+    assert found.cosine_to_last is None
+
+
+def test_the_cosine_to_the_last_merge_is_over_the_whole_fragment() -> None:
+    _, first = measured(drawn(0), "rda")
+    again, _ = measured(drawn(0), "rda", first.sample)
+    assert again.cosine_to_last == pytest.approx(1, abs=1e-5)
+    other, second = measured(drawn(1), "rda", first.sample)
+    flat = [np.concatenate([s.ravel() for s in m.sample]) for m in (first, second)]
+    assert other.cosine_to_last == pytest.approx(cosine(*flat), abs=1e-5)
+    turned, _ = measured([[-d for d in p] for p in drawn(0)], "rda", first.sample)
+    assert turned.cosine_to_last == pytest.approx(-1, abs=1e-5)
+
+
+def test_what_has_no_value_is_none() -> None:
+    zeros = [[np.zeros(s, np.float32)] * 3 for s in SHAPES]
+    assert measured(zeros, "rda")[0] == MergeMeasures()
+    one = [[d, 0 * d, 0 * d] for d, *_ in drawn(0)]
+    found, _ = measured(one, "rda")
+    assert found.pairwise_cosine is None
+    assert found.length_ratio is not None
+
+
+def test_a_fixed_64th_of_the_tiles_is_looked_at() -> None:
+    shape = (1024, 2048)
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    grid = TileGrid.of(shape)
+    tiles = grid.split(x).reshape(-1, grid.elements)
+    found = sample(x)
+    np.testing.assert_array_equal(
+        found.reshape(len(found), -1), tiles[::SAMPLED].reshape(len(found), -1)
+    )
+    assert found.nbytes == sample_bytes(shape) == x.nbytes / SAMPLED
+
+
+def test_sampled_deltas_agree_about_as_all_of_them() -> None:
+    """Under a rule that has no sum of directions."""
+    pieces, codec = drawn(2, [(512, 1024)]), get_codec("int8")
+    exact, _ = measured(pieces, "rda")
+    encoded = Encoded(codec, (512, 1024), [codec.encode(d) for d in pieces[0]])
+    measuring = Measuring(WEIGHTS)
+    measuring.add(encoded, merge_piece(RULES.find("mean"), encoded, WEIGHTS))
+    found = measuring.finish([], [], [])
+    assert found.pairwise_cosine == pytest.approx(exact.pairwise_cosine, abs=0.02)
+    assert found.pairwise_cosine != exact.pairwise_cosine

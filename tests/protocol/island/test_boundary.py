@@ -1,0 +1,233 @@
+"""One order of things at a boundary, whatever stands behind it."""
+
+import coordinator_says as says
+import msgspec
+import pytest
+
+from diloco_jax.island.traits import adopt_traits
+from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.conversation import Conversation
+from diloco_jax.protocol.island.decision import Adoption, Ahead, Decision, Ending
+from diloco_jax.protocol.island.stopping import Goal
+from diloco_jax.protocol.messages import Measures, TakeRequest
+from diloco_jax.protocol.values import Span, Version
+
+
+class Island:
+    """Keeps what a boundary does, in order."""
+
+    def __init__(self, rule="rebase", fragments=3):
+        self.done, self.told = [], Conversation()
+        self.boundary = Boundary(
+            Books([Version()] * fragments, adopt_traits(rule)),
+            Goal(total_tokens=1000, tokens_per_step=10),
+            arrays=self,
+            incoming=self,
+            outgoing=self,
+            data=self,
+        )
+
+    def at(self, step, decision=None):
+        """Acts; returns what was done."""
+        self.done = []
+        self.refused = self.boundary.act(decision or self.told.decide(), step)
+        return self.done
+
+    def take(self, fragment):
+        return f"delta {fragment}"
+
+    def put(self, fragment, tick, encoded):
+        assert encoded == f"delta {fragment}"
+        self.done.append(("take", fragment, tick))
+
+    def forget(self, fragment, tick):
+        self.done.append(("forget", fragment, tick))
+
+    def pick(self, fragment, version):
+        return fragment, version
+
+    def adopt(self, arrival, *, keep):
+        self.done.append(("adopt", *arrival, keep))
+
+    def judge(self, fragment, outcome):
+        self.done.append((outcome, fragment))
+
+    def grant(self, span):
+        self.done.append(("grant", span))
+
+
+V1 = Version(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "order"),
+    [
+        ("rebase", ["adopt", "take"]),
+        ("keep", ["adopt", "take"]),
+        ("overwrite", ["take", "adopt"]),
+        ("blend", ["take", "adopt"]),
+    ],
+)
+def test_the_adopt_rule_says_what_comes_first(rule, order):
+    island = Island(rule)
+    says.take(island.told, 0, 1)
+    island.told.arrived(0, V1, 1)
+    assert [what for what, *_ in island.at(4)] == order
+
+
+def test_a_verdict_comes_before_the_version_it_came_with():
+    island = Island()
+    says.take(island.told, 0, 1)
+    island.at(4)
+    island.told.arrived(0, V1, 1)
+    says.judge(island.told, 0, 1, "refused", "empty", V1)
+    says.grant(island.told, Span(0, 8))
+    assert island.at(5) == [
+        ("grant", Span(0, 8)),
+        ("forget", 0, 1),
+        ("reopened", 0),
+        ("adopt", 0, V1, False),
+    ]
+    ((fragment, tick, reason, outcome),) = island.refused
+    assert (fragment, tick, reason, outcome) == (0, 1, "empty", "reopened")
+
+
+def test_a_version_that_is_not_newer_is_left_out():
+    island = Island()
+    adoption = Decision(adoptions=(Adoption(0, V1),))
+    assert island.at(1, adoption) == [("adopt", 0, V1, False)]
+    assert island.at(2, adoption) == []
+
+
+# ---- takes that are put off -------------------------------------------------------
+
+
+def test_what_came_in_is_acted_upon_at_once():
+    island = Island()
+    says.take(island.told, 1, 5)
+    assert island.at(0) == [("take", 1, 5)]
+    assert island.at(1) == []
+
+
+def test_a_take_that_is_put_off_comes_as_many_steps_later():
+    island = Island()
+    says.take(island.told, 1, 5, after=2)
+    assert island.at(3) == []
+    says.take(island.told, 1, 5, after=2)  # Asked again: it is on its way.
+    assert island.at(3) == []
+    says.take(island.told, 0, 6)
+    assert island.at(4) == [("take", 0, 6)]
+    assert island.at(5) == [("take", 1, 5)]
+    assert island.at(6) == []
+
+
+def test_each_take_is_put_off_by_its_own_steps():
+    """Both requests came between the same two boundaries."""
+    island = Island()
+    says.take(island.told, 0, 4, after=2)
+    says.take(island.told, 1, 5, after=1)
+    says.take(island.told, 2, 6)
+    assert island.at(3) == [("take", 2, 6)]
+    assert island.at(4) == [("take", 1, 5)]
+    assert island.at(5) == [("take", 0, 4)]
+
+
+def test_a_take_that_is_put_off_comes_at_once_when_no_steps_follow():
+    island = Island()
+    says.take(island.told, 1, 5, after=2)
+    assert island.at(3) == []
+    says.progress(island.told, 970)
+    assert island.at(3) == [("take", 1, 5)]
+
+
+def test_a_take_that_is_put_off_comes_with_the_order_to_stop():
+    island = Island()
+    says.take(island.told, 1, 6, after=2)
+    assert island.at(4) == []
+    says.stop(island.told)
+    assert island.at(4) == [("take", 1, 6)]
+
+
+def test_takes_that_are_put_off_end_with_their_term():
+    island = Island()
+    says.welcome(island.told, 1)
+    says.take(island.told, 1, 5, after=2)
+    assert island.at(3) == []
+    says.welcome(island.told, 2)
+    assert island.at(9) == []
+
+
+def test_a_take_waits_for_the_adoption_of_the_merged_one_however_it_is_put_off():
+    island = Island()
+    says.take(island.told, 0, 1)
+    island.at(1)
+    says.judge(island.told, 0, 1)
+    says.take(island.told, 0, 2, after=1)
+    island.at(2)
+    assert island.at(3) == []
+    says.take(island.told, 0, 3)
+    assert island.at(4) == [], "the newer one takes its place"
+    island.told.arrived(0, V1, 1)
+    assert island.at(5) == [("adopt", 0, V1, False), ("take", 0, 3)]
+
+
+# ---- the end of steps ---------------------------------------------------------------
+
+
+def test_it_steps_until_the_run_has_its_tokens_by_its_own_count():
+    island = Island()
+    assert island.boundary.may_step(99)
+    assert not island.boundary.may_step(100)
+    says.progress(island.told, 500)
+    island.at(49)
+    assert island.boundary.may_step(49)
+    assert not island.boundary.may_step(50)
+    assert island.boundary.status(50, Measures()).phase == "stopped"
+
+
+def test_it_steps_until_it_is_told_to_stop():
+    island = Island()
+    says.stop(island.told)
+    island.at(4)
+    assert not island.boundary.may_step(4)
+    says.welcome(island.told, 1)
+    says.welcome(island.told, 2)
+    island.at(4)
+    assert island.boundary.may_step(4), "the new term says so itself"
+    island.told.leave()
+    island.at(4)
+    assert not island.boundary.may_step(4)
+
+
+# ---- several hosts ------------------------------------------------------------------
+
+
+def test_decisions_take_effect_so_many_boundaries_later():
+    ahead = Ahead(2)
+    asked = Decision(takes=(TakeRequest(fragment=0, tick=1),))
+    assert ahead.next(asked) == Decision()
+    assert ahead.pending
+    assert ahead.next(Decision()) == Decision()
+    assert ahead.next(Decision()) == asked
+    assert not ahead.pending
+
+
+def test_all_hosts_are_told_the_same_decision():
+    told = Conversation()
+    says.take(told, 0, 1, after=2)
+    says.judge(told, 0, 1, "refused", "stale")
+    says.grant(told, Span(0, 8))
+    told.arrived(0, V1, 1)
+    told.end(Ending(3, "another run", "refused"))
+    decision = told.decide()
+    sent = msgspec.msgpack.encode(decision)
+    assert msgspec.msgpack.decode(sent, type=Decision) == decision
+
+
+def test_what_is_so_already_is_not_waited_for():
+    ahead = Ahead(1)
+    ahead.next(Decision(stop=True))
+    assert ahead.pending
+    ahead.next(Decision(stop=True))
+    assert not ahead.pending

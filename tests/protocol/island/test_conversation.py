@@ -1,0 +1,208 @@
+"""Messages of the coordinator become decisions, each fact in one of them."""
+
+import coordinator_says as says
+import pytest
+
+from diloco_jax.protocol.island.conversation import MAX_CHAIN, Conversation, Wanted
+from diloco_jax.protocol.island.decision import Adoption, Ending
+from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.messages import Published, ResendRequest
+from diloco_jax.protocol.values import Record, Span, Version
+
+
+@pytest.fixture
+def told():
+    return Conversation()
+
+
+def takes_of(decision):
+    return {take.fragment: take.tick for take in decision.takes}
+
+
+def test_everything_is_decided_once(told):
+    says.take(told, 0, 1)
+    says.take(told, 0, 4)
+    says.judge(told, 0, 1)
+    says.judge(told, 0, 1)
+    says.grant(told, Span(0, 8))
+    says.progress(told, 5000, own_tokens=400)
+    decision = told.decide()
+    assert takes_of(decision) == {0: 4}
+    assert decision.verdicts == (says.verdict(0, 1),)
+    assert decision.grants == (Span(0, 8),)
+    assert decision.others_tokens == 5000
+    later = told.decide()
+    assert (later.takes, later.verdicts, later.grants) == ((), (), ())
+    assert later.others_tokens == 5000
+
+
+def test_an_older_request_for_a_take_comes_too_late(told):
+    says.take(told, 0, 4)
+    says.take(told, 0, 1)
+    assert takes_of(told.decide()) == {0: 4}
+    says.take(told, 0, 1)
+    assert takes_of(told.decide()) == {}
+    says.take(told, 0, 4)  # The coordinator asks again for what it has not got.
+    assert takes_of(told.decide()) == {0: 4}
+
+
+def test_each_request_keeps_its_own_boundaries(told):
+    says.take(told, 0, 4, after=3)
+    says.take(told, 1, 5)
+    says.take(told, 2, 6, after=1)
+    assert [(t.fragment, t.after) for t in told.decide().takes] == [
+        (0, 3),
+        (1, 0),
+        (2, 1),
+    ]
+
+
+def test_the_newest_version_that_is_here_is_adopted(told):
+    told.arrived(0, Version(1, 1), 1)
+    told.arrived(3, Version(1, 7), 1)
+    told.arrived(0, Version(1, 2), 1)
+    assert told.decide().adoptions == (
+        Adoption(0, Version(1, 2)),
+        Adoption(3, Version(1, 7)),
+    )
+    assert told.decide().adoptions == ()
+
+
+def test_a_chain_is_bounded_until_the_loop_decides(told):
+    for number in range(1, MAX_CHAIN + 1):
+        assert told.has_room(0, 1)
+        told.arrived(0, Version(1, number), 1)
+    assert not told.has_room(0, 1)
+    assert told.has_room(0, None), "an anchor in full replaces what waits"
+    assert told.has_room(1, 1)
+    told.arrived(0, Version(2, 1), None)
+    assert told.has_room(0, 1)
+    told.arrived(0, Version(2, 2), MAX_CHAIN)
+    assert not told.has_room(0, 1)
+    told.decide()
+    assert told.has_room(0, 1)
+
+
+def test_bulk_work_is_left_to_the_shell(told):
+    assert told.receive(ResendRequest(fragment=2, tick=5)) == (
+        ResendRequest(fragment=2, tick=5),
+    )
+    version = Version(1, 9)
+    published = Published(fragment=2, version=version, tick=5, verdict="merged")
+    assert told.receive(published) == (Wanted(2, version),)
+    assert told.decide().verdicts == (says.verdict(2, 5, "merged", "", version),)
+    assert says.welcome(told, 1, (version, Version(1, 8))) == (
+        Wanted(0, version),
+        Wanted(1, Version(1, 8)),
+    )
+
+
+def test_a_publish_without_a_verdict_judges_nothing(told):
+    told.receive(Published(fragment=2, version=Version(1, 9)))
+    assert told.decide().verdicts == ()
+
+
+def test_a_grant_that_is_repeated_counts_once(told):
+    says.grant(told, Span(40, 48))
+    says.grant(told, Span(40, 48))
+    says.grant(told, Span(44, 52), offset=4)
+    assert told.decide().grants == (Span(40, 48), Span(48, 52))
+    assert told.status().sequences_granted == 12
+
+
+def test_a_grant_that_is_missing_is_an_error(told):
+    says.grant(told, Span(0, 8))
+    with pytest.raises(ValueError, match="from sequence 9 on, but only 8 have arrived"):
+        says.grant(told, Span(9, 16), offset=9)
+
+
+def test_records_are_kept_until_acknowledged(told):
+    records = tuple(Record(seq=n, kind="progress", step=0) for n in (1, 2, 3))
+    told.post(Status(phase="training", steps=7), records)
+    assert told.newest_record == 3
+    assert told.unsent(1) == records[1:]
+    says.progress(told, records_through=2)
+    assert told.unsent(0) == records[2:]
+    status = told.status()
+    assert (status.phase, status.steps, status.records_through) == ("training", 7, 2)
+    says.progress(told, records_through=3)
+    assert told.newest_record == 0
+
+
+def test_the_first_reason_to_end_stands(told):
+    told.end(Ending(3, "another run", "refused"))
+    told.end(Ending(0, "sigterm"))
+    assert told.decide().ending == (3, "another run", "refused")
+
+
+def test_an_island_is_let_go_only_once_it_is_about_to_leave(told):
+    says.may_leave(told)  # Of another time: nothing was asked for yet.
+    told.leave()
+    assert not told.may_leave
+    decision = told.decide()
+    assert (decision.stop, decision.leaving, decision.finished) == (True, True, False)
+    says.may_leave(told)
+    assert told.may_leave
+
+
+def test_progress_is_no_news(told):
+    says.progress(told, 7)
+    assert not told.has_news
+    says.stop(told)
+    assert told.has_news
+    told.decide()
+    assert not told.has_news
+
+
+def test_a_new_term_makes_what_was_asked_and_judged_before_it_void(told):
+    says.welcome(told, 1)
+    says.take(told, 0, 4)
+    says.judge(told, 0, 4)
+    says.grant(told, Span(0, 8))
+    says.stop(told)
+    says.welcome(told, 2)
+    says.take(told, 1, 9)
+    decision = told.decide()
+    assert (decision.term, takes_of(decision)) == (2, {1: 9})
+    assert decision.verdicts == ()
+    assert decision.grants == (Span(0, 8),), "leases go on"
+    assert not decision.stop, "the new one says whether the run has its tokens"
+    assert told.decide().term == 0
+    assert told.status().term == 2
+
+
+def test_a_coordinator_without_state_begins_no_term(told):
+    says.welcome(told, 1)
+    says.welcome(told, 0)
+    assert told.decide().term == 0
+    assert told.status().term == 1
+
+
+def test_the_first_term_of_a_process_is_no_new_one(told):
+    says.take(told, 0, 4)
+    says.welcome(told, 3)
+    assert (told.decide().term, told.status().term) == (0, 3)
+
+
+def test_anchors_are_asked_for_once(told):
+    for fragment in (1, 0, 1):
+        says.anchor(told, fragment)
+    assert told.decide().anchors == (1, 0)
+    assert told.decide().anchors == ()
+
+
+def test_the_status_says_what_a_coordinator_without_state_needs(told):
+    assert told.status().versions == ()
+    told.arrived(1, Version(1, 9), 1)
+    assert told.status().versions == (), "not before all are here"
+    told.post(Status(versions=(Version(1, 8), Version(1, 8))))
+    assert told.status().versions == (Version(1, 8), Version(1, 9))
+    told.decide()
+    assert told.status().versions == (Version(1, 8), Version(1, 9)), "under way"
+    told.post(Status(versions=(Version(1, 8), Version(2, 3))))
+    assert told.status().versions == (Version(1, 8), Version(2, 3))
+    says.progress(told, 700, next_position=40)
+    says.grant(told, Span(48, 56))
+    says.progress(told, 650, next_position=50)
+    status = told.status()
+    assert (status.tokens, status.next_position) == (650, 56)

@@ -1,0 +1,355 @@
+"""The island's half is one: a rule that is changed in `protocol/island/` is followed by
+the product's threads, by virtual time and by replay."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import coordinator_says as says
+import numpy as np
+import pytest
+
+from diloco_jax.config import Config, IslandConfig, Placement, RunConfig, SyncConfig
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.island.arrivals import Arrival
+from diloco_jax.island.decisions import LiveDecisions
+from diloco_jax.island.loop import Loop
+from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.island.network.link import Link
+from diloco_jax.island.network.receiver import Receiver
+from diloco_jax.island.pace import Pace, goal_of
+from diloco_jax.island.timing import Timing
+from diloco_jax.island.traits import adopt_traits
+from diloco_jax.observability.tape import TapeError
+from diloco_jax.protocol.coordinator.events import Said
+from diloco_jax.protocol.island import reporting
+from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.fetching import Fetching
+from diloco_jax.protocol.island.hello import Introduction, hello
+from diloco_jax.protocol.island.reporting import Reporting
+from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.stopping import Goal
+from diloco_jax.protocol.messages import Published, Report, Welcome
+from diloco_jax.protocol.values import Record, Span, Version
+from diloco_jax.simulation.replay.island import ReplayedIsland
+from diloco_jax.simulation.replay.pipe import Adopt, MakeStep
+from diloco_jax.simulation.replay.recording import Life, TapedRecord, Who
+from diloco_jax.simulation.virtual.body import NoBody
+from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
+from diloco_jax.simulation.virtual.line import Line, LineSpeed
+from diloco_jax.simulation.virtual.merging import VirtualFetch
+
+WAIT_S = 60.0
+STEPS = 12
+ISLAND = IslandConfig(batch_size=2)
+RUN = RunConfig(
+    sequence_length=16,
+    total_tokens=STEPS * 2 * 16,
+    sync=SyncConfig(fragments=3),
+)
+BEGIN = (Version(1, 3), Version(1, 1), Version(1, 2))
+NEWEST = Version(1, 4)
+
+
+# ---- the product ------------------------------------------------------------------
+
+
+def trained() -> int:
+    """Steps that the train loop makes before it waits for the run's end."""
+    mailbox, goal = Mailbox(), goal_of(RUN, ISLAND.batch_size)
+    copy = SimpleNamespace(step=lambda batch, rate: {"loss": 0.0, "skipped": 0})
+    data = SimpleNamespace(ready=True, next_batch=lambda timeout_s: None)
+    decisions = LiveDecisions(mailbox, lambda: False)
+    loop = Loop(
+        config=Config(run=RUN, islands={"a": ISLAND}, placement=Placement()),
+        name="a",
+        replica=cast(Any, copy),
+        boundary=Boundary(
+            Books(BEGIN, adopt_traits("keep")),
+            goal,
+            arrays=cast(Any, copy),
+            incoming=mailbox.arrivals,
+            outgoing=cast(Any, None),
+            data=cast(Any, data),
+        ),
+        data=cast(Any, data),
+        mailbox=mailbox,
+        decisions=decisions,
+        pace=Pace(RUN, goal),
+        timing=Timing(0.0),
+        evaluator=cast(Any, SimpleNamespace(due=lambda step: False)),
+        send_anchor=lambda fragment, version: None,
+    )
+    decisions.wait = lambda timeout_s: says.finished(mailbox)  # type: ignore[method-assign]
+    loop.run()
+    return mailbox.status().steps
+
+
+def fetched_by_threads() -> list[int]:
+    """Fragments in the order in which the receiver fetches them after a join."""
+    fetched: list[int] = []
+    joined, done = threading.Event(), threading.Event()
+
+    def fetch(request: Any) -> Arrival:
+        if joined.is_set():
+            fetched.append(request.fragment)
+            if len(fetched) == len(BEGIN):
+                done.set()
+        return Arrival(fragment=request.fragment, version=request.want, anchor=())
+
+    receiver = Receiver(
+        cast(Any, SimpleNamespace(fetch=fetch)), Mailbox(), Deadlines(WAIT_S), BEGIN
+    )
+    receiver.fetch_all()
+    joined.set()
+    for fragment in range(len(BEGIN)):
+        receiver.want(fragment, NEWEST)
+    receiver.start()
+    assert done.wait(WAIT_S)
+    receiver.close(WAIT_S)
+    return fetched
+
+
+class Streams:
+    """A coordinator for a link that keeps its reports."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.records: list[tuple[int, ...]] = []
+        self._changed = threading.Condition()
+
+    def open_control(self, hello: Any) -> Any:
+        welcome = Welcome(run_id="r", term=1, resumed=False, versions=())
+        return SimpleNamespace(
+            welcome=welcome,
+            send=self.send,
+            receive=lambda timeout_s: None,
+            close=lambda timeout_s: None,
+        )
+
+    def send(self, message: Any) -> None:
+        with self._changed:
+            if hasattr(message, "records"):
+                self.steps.append(message.steps)
+                self.records.append(tuple(r.seq for r in message.records))
+            self._changed.notify_all()
+
+    def until(self, step: int, times: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(
+                lambda: self.steps.count(step) >= times, WAIT_S
+            )
+
+
+WHO = Introduction(
+    island="a",
+    incarnation=1,
+    session="s",
+    fingerprint="f",
+    tokens_per_step=32,
+    sequences_per_step=2,
+)
+
+
+def reported_by_threads(steps: tuple[int, ...], times: int = 1) -> Streams:
+    """Return the link's reports; wait for each of these steps until it was reported as
+    often as given."""
+    streams, mailbox = Streams(), Mailbox()
+    deadlines = Deadlines(10 * WAIT_S)  # No sign of life comes in between.
+    link = Link(
+        cast(Any, streams), lambda status: hello(WHO, status), mailbox, deadlines
+    )
+    link.connect(WAIT_S)
+    reports = threading.Thread(target=link._report, daemon=True)
+    reports.start()
+    for step in range(STEPS):
+        record = Record(seq=step + 1, kind="progress", step=step)
+        records = (record,) if step in (3, 4) else ()
+        mailbox.post(Status(phase="training", steps=step), records)
+        if step in steps:
+            streams.until(step, times)
+    link._closing.set()
+    mailbox.end(*Ending(0, "end of test", "stopped"))
+    reports.join(WAIT_S)
+    assert not reports.is_alive()
+    return streams
+
+
+# ---- virtual time -----------------------------------------------------------------
+
+
+class Service:
+    """A coordinator for one island: asks nothing, publishes when it is told to."""
+
+    serves = True
+    config = cast(Any, SimpleNamespace(fingerprint="f"))
+
+    def __init__(self) -> None:
+        self.clock, self.versions = Clock(), list(BEGIN)
+        self.fetched: list[int] = []
+        self.reports: list[Report] = []
+        self.island = VirtualIsland(
+            IslandSpec(name="a", batch_size=2, step_seconds=lambda step: 1.0),
+            1,
+            RUN,
+            self.clock,
+            NoBody(),
+            report_s=600.0,
+        )
+        self.island.connect(self, Line(self.clock, LineSpeed(latency_s=0.1)))
+
+    def hello(self, hello: Any, peer: Any) -> None:
+        peer.receive(Welcome(run_id="r", term=1, resumed=False, versions=BEGIN))
+        says.grant(peer, Span(0, 1000))
+
+    def hear(self, event: Any) -> None:
+        assert isinstance(event, Said)
+        assert isinstance(event.message, Report)
+        self.reports.append(event.message)
+
+    def arrived(self, key: Any, encoded: Any) -> None:
+        raise AssertionError("nothing was asked for")
+
+    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch:
+        if have is not None:
+            self.fetched.append(fragment)
+        return VirtualFetch(self.versions[fragment], 0, None)
+
+    def publish(self) -> None:
+        """A new version of every fragment, told in the order of their numbers."""
+        self.versions = [NEWEST] * len(BEGIN)
+        peer = self.island.peer
+        assert peer is not None
+        # While something else is fetched: what comes next is then decided.
+        for fragment in (0, 1, 2):
+            peer.receive(Published(fragment=fragment, version=NEWEST))
+
+    def run(self) -> Service:
+        self.clock.at(5.5, self.publish)
+        self.clock.run(until=100.0)
+        return self
+
+
+# ---- replay -----------------------------------------------------------------------
+
+
+class Worker:
+    """Keeps the commands that it is given."""
+
+    def __init__(self) -> None:
+        self.commands: list[Any] = []
+
+    def send(self, command: Any) -> None:
+        self.commands.append(command)
+
+    def ask(self, command: Any) -> bytes:
+        self.send(command)
+        return b""
+
+
+def replayed(service: Service, steps: int = STEPS) -> list[Any]:
+    """Return the calls that replay makes on a model copy for the virtual island's
+    reports and this number of steps."""
+    records = [record for report in service.reports for record in report.records]
+    life = Life(
+        who=Who("a", 1),
+        config=ISLAND,
+        environment={},
+        records=[TapedRecord(n, record) for n, record in enumerate(records, start=1)],
+    )
+    life.saves.add(steps)
+    worker = Worker()
+    published = SimpleNamespace(
+        anchor=lambda fragment, version: b"",
+        chain=lambda fragment, have, want: [b""] * (want.number - have.number),
+    )
+    windows = SimpleNamespace(batch=lambda positions: np.zeros((2, 17), np.int32))
+    island = ReplayedIsland(
+        life, RUN, cast(Any, windows), cast(Any, published), cast(Any, worker)
+    )
+    worker.ask = lambda command: b"\x90"  # type: ignore[method-assign]
+    island.moments(steps)
+    return worker.commands
+
+
+# ---- the rules --------------------------------------------------------------------
+
+
+def test_the_fetch_order_is_the_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(order: list[int]) -> None:
+        service = Service().run()
+        assert fetched_by_threads() == order
+        assert service.fetched[1:] == [f for f in order if f != service.fetched[0]]
+        adopted = [c.fragment for c in replayed(service) if isinstance(c, Adopt)]
+        assert adopted == service.fetched
+
+    check([1, 2, 0])
+    monkeypatch.setattr(Fetching, "order", lambda fetching, fragment: -fragment)
+    check([2, 1, 0])
+
+
+def test_the_report_cadence_is_the_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps_of(service: Service) -> set[int]:
+        return {report.steps for report in service.reports}
+
+    everything = tuple(range(STEPS))
+    assert set(reported_by_threads(everything).steps) == set(everything)
+    usual = Service().run()
+    assert set(everything) <= steps_of(usual)
+
+    def has_news(said: Reporting, status: Status, newest_record: int) -> bool:
+        return status.steps % 3 == 0 and (status.phase, status.steps) != said._said
+
+    monkeypatch.setattr(Reporting, "has_news", has_news)
+    thirds = tuple(range(0, STEPS, 3))
+    assert set(reported_by_threads(thirds).steps) == set(thirds)
+    sparse = Service().run()
+    assert steps_of(sparse) == {*thirds, STEPS}
+    # Replay has no cadence: however the records came, they are the same life.
+    assert kinds(replayed(sparse)) == kinds(replayed(usual))
+
+
+def test_the_signs_of_life_are_the_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Service().run()
+    often = property(lambda said: said._said_at + 0.05)
+    monkeypatch.setattr(Reporting, "alive_due_at", often)
+    reported_by_threads((STEPS - 1,), times=3)
+    chatty = Service().run()
+    assert len(chatty.reports) > 10 * len(usual.reports)
+    assert kinds(replayed(chatty)) == kinds(replayed(usual))
+
+
+def kinds(commands: list[Any]) -> list[type]:
+    return [type(command) for command in commands]
+
+
+def test_what_a_report_holds_is_the_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service().run()
+    assert max(len(report.records) for report in service.reports) > 1
+    monkeypatch.setattr(reporting, "MAX_RECORDS", 1)
+    several = Service().run()
+    assert max(len(report.records) for report in several.reports) == 1
+    assert kinds(replayed(several)) == kinds(replayed(service))
+    threads = reported_by_threads((2, STEPS - 1))
+    assert [r for r in threads.records if r] == [(4,), (5,)]
+
+
+def test_the_end_of_steps_is_the_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service().run()
+    assert (trained(), service.island.steps) == (STEPS, STEPS)
+    assert kinds(replayed(service)).count(MakeStep) == STEPS
+
+    def half(goal: Goal, step: int, others_tokens: int, *, stop: bool) -> bool:
+        return not stop and goal.share_done(step, others_tokens) < 0.5
+
+    monkeypatch.setattr(Goal, "may_step", half)
+    half_way = Service().run()
+    assert (trained(), half_way.island.steps) == (STEPS // 2, STEPS // 2)
+    assert kinds(replayed(half_way, STEPS // 2)).count(MakeStep) == STEPS // 2
+    with pytest.raises(TapeError, match="did step 6 although the run had its tokens"):
+        replayed(service)

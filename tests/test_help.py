@@ -1,0 +1,171 @@
+"""`diloco COMMAND --help`: every option has a text, and no sentence is broken."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from diloco_jax import cli
+from diloco_jax.config.fields import setting
+from diloco_jax.options import parse
+from diloco_jax.simulation.commands import KINDS
+
+WIDTHS = (80, 200)
+OF_CONFIG = ("run", "coordinator", "island", "emulate", "plan", "launch")
+COMMANDS = [
+    *([name] for name in cli.COMMANDS if name != "simulate"),
+    *(["simulate", kind] for kind in KINDS),
+]
+HINT = re.compile(r"\((?:default: .*|required|repeatable.*)\)$")
+
+
+class Entry(NamedTuple):
+    """An option, or the text above a group's options, as it is shown."""
+
+    group: str
+    name: str
+    """Empty for the text above."""
+    lines: list[str]
+    """Lines of the entry's help."""
+    width: int
+    """Most characters that a line of it may have."""
+
+    @property
+    def text(self) -> str:
+        """Its help without the default."""
+        return HINT.sub("", " ".join(self.lines)).strip()
+
+
+def entries(shown: str) -> Iterator[Entry]:
+    """All entries of all boxes, which may stand side by side."""
+    rows = shown.splitlines()
+    for top, row in enumerate(rows):
+        for corner in re.finditer("╭─ (.*?) ─*╮", row):
+            left, right = corner.span()
+            inside = []
+            for line in rows[top + 1 :]:
+                if line[left] == "╰":
+                    break
+                inside.append(line[left + 2 : right - 2])
+            yield from of_box(corner[1], inside)
+
+
+def of_box(group: str, lines: list[str]) -> Iterator[Entry]:
+    name, told, column = "", [], 0
+    for line in lines:
+        if set(line.strip()) == {"─"}:
+            continue
+        if line.startswith("-") or (group == "positional arguments" and line[0] != " "):
+            if name or told:
+                yield Entry(group, name, told, len(line) - column)
+            # The help stands behind it in its column, or below.
+            name, _, rest = line.rstrip().partition("  ")
+            told = [rest.strip()] if rest else []
+            column = line.index(rest.strip()) if rest else 0
+        else:
+            column = len(line) - len(line.lstrip()) if name else 0
+            told.append(line.strip())
+    yield Entry(group, name, told, len(line) - column)
+
+
+def breaks(entry: Entry) -> list[str]:
+    """Lines that end although the next word would fit on them."""
+    return [
+        line
+        for line, following in zip(entry.lines, entry.lines[1:], strict=False)
+        if len(line) + 1 + len(following.split()[0]) <= entry.width
+    ]
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """Return a command's output until it exits with 0, on a terminal of this width."""
+
+    def shown(width, show):
+        screen = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+        with monkeypatch.context() as inside:
+            inside.setenv("COLUMNS", str(width))
+            inside.setattr(sys, "stdout", screen)
+            with pytest.raises(SystemExit) as ended:
+                show()
+        assert ended.value.code == 0
+        screen.seek(0)
+        return screen.read()
+
+    return shown
+
+
+@pytest.fixture
+def help_of(shown):
+    """The help of a command."""
+    return lambda width, *command: shown(width, lambda: cli.main([*command, "--help"]))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_option_has_a_text_in_whole_sentences(command, width, help_of):
+    text = help_of(width, *command)
+    said = text.partition("╭")[0].splitlines()[2:]
+    above = Entry("", "", [line for line in said if line], width)
+    found = [above, *entries(text)]
+    assert len([entry for entry in found if entry.name]) > 3
+    assert [entry for entry in found if not entry.text] == []
+    assert [(entry.name, breaks(entry)) for entry in found if breaks(entry)] == []
+
+
+@pytest.mark.parametrize("command", OF_CONFIG)
+def test_no_island_is_shown_that_no_config_has(command, help_of):
+    names = [entry.name for entry in entries(help_of(80, command))]
+    islands = {name.split(".")[1] for name in names if name.startswith("--islands.")}
+    assert islands == {"NAME"}
+
+
+def test_the_islands_of_a_config_are_shown(help_of):
+    shown = help_of(80, "run", "configs/quickstart.py")
+    assert "--islands.NAME." not in shown
+    assert "--islands.v6e-a.batch-size" in shown or "--islands.v6e.batch-size" in shown
+
+
+@pytest.mark.parametrize("command", OF_CONFIG)
+def test_rare_options_stand_apart_and_have_no_prefix(command, help_of):
+    found = entries(help_of(80, command))
+    groups = {entry.name.partition(" ")[0]: entry.group for entry in found}
+    assert groups["--workdir"] == groups["--total-tokens"] == "options"
+    assert groups["--time-budget-s"] == "deadline options"
+    assert groups["--snapshots-kept"] == "checkpoint options"
+    assert groups["--evaluate-batches"] == "evaluation options"
+    assert groups["--faults"] == "process options"
+
+
+def test_launch_options_are_those_of_launch(help_of):
+    assert "--launch.zones" in help_of(80, "launch")
+    assert "--launch.zones" not in help_of(80, "run")
+
+
+def test_entries_of_a_dict_have_a_text(help_of):
+    found = entries(help_of(80, "launch", "configs/mixed_12b.py"))
+    zones = [entry for entry in found if entry.name.startswith("--launch.zones.")]
+    assert zones
+    assert all(entry.text.startswith("As above, of ") for entry in zones)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_check_sees_what_is_missing_or_broken(width, shown):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Broken:
+        silent: int = setting(1, help="")
+        torn: int = setting(1, help="A sentence that ends here\n    and goes on there.")
+        whole: int = setting(1, help="A sentence of some length. " * 12)
+
+    text = shown(width, lambda: parse([Broken()], ["--help"], "broken", "Breaks."))
+    found = {entry.name.partition(" ")[0]: entry for entry in entries(text)}
+    assert found["--silent"].text == ""
+    assert breaks(found["--torn"]) == ["A sentence that ends here"]
+    assert found["--whole"].text
+    assert breaks(found["--whole"]) == []
