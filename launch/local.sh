@@ -6,4 +6,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 ensure_environment ""
-exec .venv/bin/diloco run configs/quickstart.py "$@"
+exec "$VENV/bin/diloco" run configs/quickstart.py "$@"

@@ -28,12 +28,12 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def bash(checkout, *arguments, python=sys.executable):
+def bash(checkout, *arguments, python=sys.executable, venv=".venv"):
     return subprocess.run(
         ["bash", *arguments],
         cwd=checkout,
         # Nothing is fetched, should a script go on to install.
-        env={**os.environ, "PYTHON": str(python), "PIP_NO_INDEX": "1"},
+        env={**os.environ, "PYTHON": str(python), "VENV": venv, "PIP_NO_INDEX": "1"},
         capture_output=True,
         text=True,
         timeout=WAIT_S,
@@ -63,6 +63,13 @@ def test_local_starts_the_quickstart_with_its_arguments(installed):
     started = bash(installed, "launch/local.sh", "--total-tokens", "100")
     assert (started.returncode, started.stderr) == (0, "")
     assert started.stdout == "diloco run configs/quickstart.py --total-tokens 100\n"
+
+
+def test_another_folder_than_venv_may_be_named(installed):
+    (installed / ".venv").rename(installed / "other")
+    started = bash(installed, "launch/local.sh", venv="other")
+    assert (started.returncode, started.stderr) == (0, "")
+    assert started.stdout == "diloco run configs/quickstart.py\n"
 
 
 def test_test_runs_every_check(installed):
