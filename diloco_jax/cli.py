@@ -176,7 +176,7 @@ def island_command(arguments: Sequence[str]) -> int:
         make_workdir(workdir)
         incarnation = next_attempt(workdir / run_files.ATTEMPTS, options.name)
     from diloco_jax.config.resolving import resolve
-    from diloco_jax.island.hosts.world import WorldAddress
+    from diloco_jax.island.hosts.meeting import WorldAddress
     from diloco_jax.island.main import run
     from diloco_jax.observability.logs import setup_logging
 
