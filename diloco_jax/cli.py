@@ -310,6 +310,13 @@ def certs_command(arguments: Sequence[str]) -> int:
     return certs_command.certs_command(arguments)
 
 
+def manifest_command(arguments: Sequence[str]) -> int:
+    """Run `diloco manifest`."""
+    from diloco_jax.data import manifest_command
+
+    return manifest_command.manifest_command(arguments)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     "run": (
         run_command,
@@ -360,6 +367,11 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         launch_command,
         "CONFIG --on tpu_vm|gke [--action create|run|logs|stop|delete] [--dry-run]",
         "makes and starts what runs CONFIG on TPU slices",
+    ),
+    "manifest": (
+        manifest_command,
+        "PATH",
+        "read files of tokens once, so that no start does",
     ),
     "certs": (
         certs_command,
