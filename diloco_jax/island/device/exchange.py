@@ -20,6 +20,7 @@ from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout, tiles_of
+from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.kinds import index_of, kind_of
 from diloco_jax.island.device.placing import Region, abstract, assemble, needed, zeros
@@ -103,14 +104,16 @@ class Exchange:
     def put_anchor(self, fragment: int, octets: Buffer) -> tuple[jax.Array, ...]:
         """Put A_v in full by piece on the device. Any thread may call it.
 
-        octets: the f32 values of `part_down`, box by box.
+        octets: the f32 tiles of `part_down`, box by box.
 
         Raises:
           ValueError: they have another length.
         """
         layout = self.layouts_down[fragment]
         regions: list[list[Region]] = [[] for _ in layout.placed]
-        for box, values in layout.split_values(octets, self.part_down(fragment)):
+        for box, tiles in layout.split_values(octets, self.part_down(fragment)):
+            tile = TileGrid.of(layout.placed[box.piece].piece.shape).tile
+            values = TileGrid(tile, tiles.shape[:-1]).join(tiles)
             regions[box.piece].append((layout.elements(box), values))
         return tuple(
             assemble(p.piece.shape, self._kinds[p.piece].piece, found)
