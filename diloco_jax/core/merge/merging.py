@@ -255,6 +255,8 @@ def _sum(
         block = jnp.zeros(out[rows].shape, jnp.float32)
         for island, factor in enumerate(factors):
             block = _added(block, deltas.tiles(island, rows), np.float32(factor))
+            # Otherwise all deltas would be decoded ahead of the sum, into memory.
+            jax.block_until_ready(block)  # type: ignore[no-untyped-call]
         out[rows] = block
         found += tile_squares(block)
     square = math.fsum(found)
