@@ -43,7 +43,7 @@ import support
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
 from diloco_jax.coordinator.memory import give_back
-from diloco_jax.coordinator.store import Store
+from diloco_jax.coordinator.store import RETAINED_PUBLISHES, Store
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.tiles import TileGrid
@@ -127,7 +127,8 @@ def timed(codec: str, islands: int, repetitions: int) -> dict[str, Any]:
         merged = store.merge(0, Version(1, 1), parts, payloads, squares, final=False)
         store.commit(0, merged)
 
-    merge()
+    for _ in range(RETAINED_PUBLISHES + 1):  # Until memory is that of older versions.
+        merge()
     for _ in range(repetitions):
         note("copy", lambda: np.copyto(target, source))
         note("check", lambda: store.squares(0, payloads[0]))
