@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.settings import outer_settings
+from diloco_jax.coordinator.spares import Spares
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragment_merge import (
     Arrays,
@@ -40,7 +41,6 @@ from diloco_jax.core.merge import RULES
 from diloco_jax.core.merge.measures import MergeMeasures, Sample, sampled
 from diloco_jax.core.merge.merging import Encoded, rule_for
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
-from diloco_jax.core.spares import Spares
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.core.weighting import WEIGHTINGS, tokens, weight
 from diloco_jax.protocol.values import Contribution, Version
@@ -110,7 +110,7 @@ class Store:
                 down=get_codec(run.sync.codec_down),
                 rule=RULES.find(run.sync.merge),
                 settings=outer_settings(run),
-                spares=self._spares,
+                empty=self._spares.array,
             )
             for pieces in plan.fragments
         ]

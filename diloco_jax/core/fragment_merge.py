@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,13 +30,14 @@ from diloco_jax.core.outer import optimizer as outer
 from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.core.publish import apply_to_tiles, publish_tiles
-from diloco_jax.core.spares import Spares
 from diloco_jax.core.tiles import ArrayLike, TileGrid
 
 Arrays = tuple[npt.NDArray[np.float32], ...]
 """f32[tiles, elements] by piece."""
 Squares = tuple[float, ...]
 """The sum of a delta's squares, by piece."""
+Empty = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
+"""(shape, dtype) -> an array whose bytes are not set."""
 
 
 class FragmentState(NamedTuple):
@@ -73,8 +74,8 @@ class FragmentMerge:
     down: Codec
     rule: MergeRule
     settings: OuterSettings
-    spares: Spares = dataclasses.field(default_factory=Spares)
-    """Memory for what merges make."""
+    empty: Empty = np.empty
+    """Makes the arrays that a merge fills."""
 
     @functools.cached_property
     def layout_up(self) -> PayloadLayout:
@@ -139,7 +140,7 @@ class FragmentMerge:
         """
         encoded = [self.layout_up.unpack(payload) for payload in payloads]
         measuring, merged = Measuring(weights), []
-        theta = self.spares.like(state.theta)
+        theta = self._new(state.theta)
         for index, piece in enumerate(self.pieces):
             deltas = Encoded(
                 self.up,
@@ -157,8 +158,8 @@ class FragmentMerge:
         rules = tuple(piece.state for piece in merged)
         if final:
             rules = state.rules
-        anchor = self.spares.like(state.anchor)
-        payload = self.spares.array((self.layout_down.total_bytes,), np.uint8).data
+        anchor = self._new(state.anchor)
+        payload = self.empty((self.layout_down.total_bytes,), np.uint8).data
         after = FragmentState(theta, anchor, state.outer, rules)
         if not (final or self._by_block):
             after = after._replace(outer=self._whole_step(state, merged, theta))
@@ -192,7 +193,7 @@ class FragmentMerge:
         """Apply a logged publish after a crash: Theta = A. `advance_over_publish` and
         `recovered` advance the states of outer optimizer and merge rule, which the
         flush leaves alone."""
-        anchor = self.spares.like(state.anchor)
+        anchor = self._new(state.anchor)
         for new, old, encoded in zip(
             anchor, state.anchor, self.layout_down.unpack(payload), strict=True
         ):
@@ -220,6 +221,9 @@ class FragmentMerge:
         return FragmentState(
             anchor, anchor, *jax.tree.map(np.asarray, (advanced, rules))
         )
+
+    def _new(self, arrays: Arrays) -> Arrays:
+        return tuple(self.empty(array.shape, np.float32) for array in arrays)
 
     @functools.cached_property
     def _by_block(self) -> bool:
@@ -257,7 +261,7 @@ class FragmentMerge:
         )
         encoded = self.layout_down.unpack(payload)[index].reshape(len(theta), -1)
         parts = (
-            _Parts(before.outer[index], theta.shape, self.spares)
+            _Parts(before.outer[index], theta.shape, self.empty)
             if self._by_block
             else None
         )
@@ -300,11 +304,11 @@ class _Parts:
     """A pytree of arrays, of which those of one shape are cut by rows, and the others
     are the same for all rows."""
 
-    def __init__(self, tree: Any, shape: tuple[int, ...], spares: Spares) -> None:
+    def __init__(self, tree: Any, shape: tuple[int, ...], empty: Empty) -> None:
         self._before, self._structure = jax.tree.flatten(tree)
         self._cut = [leaf.shape == shape for leaf in self._before]
         self._after = [
-            spares.array(leaf.shape, leaf.dtype) if cut else leaf
+            empty(leaf.shape, leaf.dtype) if cut else leaf
             for leaf, cut in zip(self._before, self._cut, strict=True)
         ]
 

@@ -38,10 +38,6 @@ class Spares:
             start = -octets.ctypes.data % CACHE_LINE
             return octets[start : start + nbytes].view(dtype).reshape(shape)
 
-    def like(self, arrays: tuple[Any, ...]) -> tuple[npt.NDArray[Any], ...]:
-        """Return arrays of the same shapes and dtypes."""
-        return tuple(self.array(array.shape, array.dtype) for array in arrays)
-
     def trim(self, kept_bytes: int) -> None:
         """Free spare octets beyond this number of bytes, the oldest first."""
         with self._lock:
