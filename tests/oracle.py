@@ -32,9 +32,10 @@ from diloco_jax.core.fragments import (
 )
 from diloco_jax.core.merge.merging import merge_deltas, rule_for
 from diloco_jax.core.outer.optimizer import OuterSettings, make_outer, outer_step
-from diloco_jax.core.payload import PayloadLayout, digest_payload
+from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.core.publish import apply_publish, publish
 from diloco_jax.core.weighting import WEIGHTINGS, weight
+from diloco_jax.sealed import digest_of
 
 
 class RoundIsland(NamedTuple):
@@ -72,7 +73,7 @@ class MergeRecord(NamedTuple):
     step: int
     """At which everyone took."""
     digest: str
-    """`digest_payload` of the merge's publish."""
+    """`digest_of` of the merge's publish."""
 
 
 class RoundResult(NamedTuple):
@@ -139,7 +140,7 @@ def run(
         layout = PayloadLayout.of(
             get_codec(settings.codec_down), plan.fragments[fragment]
         )
-        digest = digest_payload(layout.pack(published))
+        digest = digest_of(layout.pack(published))
         history.append(MergeRecord(tick, fragment, step, digest))
         on_the_way.append((step + tau, fragment, published))
     advance_to(step)

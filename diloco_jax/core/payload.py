@@ -8,7 +8,6 @@ over the box. A full anchor travels as the f32 values of the same boxes of tiles
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import operator
 from collections.abc import Sequence
@@ -230,11 +229,6 @@ class PayloadLayout:
             f"{box} is not in a fragment of {len(self.placed)} pieces, where that "
             f"piece has the grid {grid or None}; do both sides have one config?"
         )
-
-
-def digest_payload(payload: Buffer) -> str:
-    """Return 64 hex digits: SHA-256 of the payload."""
-    return hashlib.sha256(payload).hexdigest()
 
 
 class Coverage:

@@ -20,6 +20,7 @@ from diloco_jax.coordinator.gatherer import Gatherer
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.likeness import Likeness
+from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
@@ -118,18 +119,20 @@ class Coordinator:
         self.sessions = Sessions()
         inbox = Inbox(LAYOUTS, Rooms(1 << 20))
         store: Any = Store()
-        log: Any = SimpleNamespace(append=lambda line, payload: json.dumps(line))
+        log: Any = SimpleNamespace(append=lambda line: json.dumps(line))
         metrics = SimpleNamespace(append=lambda line: json.dumps(line, allow_nan=False))
         self.lead = Lead(
             CONFIG,
             initial(CONFIG),
             store=store,
             inbox=inbox,
+            publishes=Publishes(folder / f"publishes-{time.monotonic_ns()}"),
             log=log,
             tape=self.tape,
             metrics=cast(Metrics, metrics),
             sessions=self.sessions,
             faults=Faults(()),
+            slow_s=math.inf,
             housekeeping=self.keep_house,
         )
         self.lead._holder._merger = cast(Any, AtOnce())

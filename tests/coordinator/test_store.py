@@ -308,10 +308,12 @@ def test_a_rule_that_is_not_bundled_is_in_snapshots_with_what_it_keeps(
     snapshots = Snapshots(folder, Placement(), policy, checkpoint.whose(run, "r", plan))
     for fragment in range(3):
         merge_once(store, fragment, Version(1, 1))
-    snapshots.save(0, initial(policy), arrays(store))
+    snapshots.save_first(0, initial(policy), store.arrays)
     other = Store(run, plan, params, PIN_S)
-    _, saved, _ = snapshots.load_newest(like(other), lambda _: True)
-    snapshots.close()
+    saved = [
+        snapshots.load_fragment(fragment, Version(), own)[1]
+        for fragment, own in enumerate(like(other))
+    ]
     load(other, saved, [Version(1, 1)] * 3)
     fresh = Store(run, plan, params, PIN_S)
     forgotten = [

@@ -12,6 +12,7 @@ from diloco_jax.core.merge.measures import MergeMeasures
 from diloco_jax.protocol.values import Record, Version
 from diloco_jax.simulation.replay.published import PublishedVersions
 from diloco_jax.simulation.replay.recording import (
+    Digests,
     Life,
     RecordedMerge,
     Recording,
@@ -53,7 +54,7 @@ def published():
             final=False,
             contributions=(),
             share=1.0,
-            digest="",
+            digests=Digests(publish=""),
         )
         for n in (1, 2, 3)
     )
@@ -65,7 +66,7 @@ def published():
         coordinators=(),
         merges=merges,
         merges_on_tape=3,
-        recoveries=(Recovery(merges=1, snapshot_merges=0),),
+        recoveries=(Recovery(merges=1, snapshot_versions=(V[0],)),),
         lives={life.who: life for life in lives},
     )
     published = PublishedVersions(recording, [anchor(0)])

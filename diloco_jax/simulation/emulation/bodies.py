@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragment_merge import Squares, is_fit
-from diloco_jax.core.payload import Buffer, PayloadLayout, digest_payload
+from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
@@ -30,7 +30,8 @@ from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.reasons import Refusal
-from diloco_jax.protocol.values import DeltaKey, Version
+from diloco_jax.protocol.values import DeltaKey, Prepared, Version
+from diloco_jax.sealed import digest_of
 from diloco_jax.simulation.emulation.history import Diary
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.merging import VirtualFetch
@@ -197,7 +198,7 @@ class StoreMerging:
             if key.incarnation < before and key not in kept:
                 self.drop(key)
 
-    def compute(self, merge: Merge) -> str:
+    def compute(self, merge: Merge) -> Prepared:
         """See Merging."""
         keys = [
             DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
@@ -213,7 +214,9 @@ class StoreMerging:
             final=merge.final,
         )
         self._computed[merge.fragment] = merge, merged
-        return digest_payload(merged.payload)
+        return Prepared(
+            digest=digest_of(merged.payload), payload_bytes=len(merged.payload)
+        )
 
     def commit(self, fragment: int, version: Version) -> None:
         """See Merging."""

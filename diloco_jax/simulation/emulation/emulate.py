@@ -32,7 +32,6 @@ from diloco_jax.coordinator.journal import ALERTS_KEPT
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragments import Params
-from diloco_jax.core.payload import digest_payload
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.tokens import Tokens
 from diloco_jax.data.validation import ValidationBatches
@@ -46,6 +45,7 @@ from diloco_jax.observability.report import closing_report
 from diloco_jax.observability.terminal import Dashboard
 from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.values import DeltaKey
+from diloco_jax.sealed import digest_of
 from diloco_jax.simulation.emulation import history
 from diloco_jax.simulation.emulation.attendance import Attendance
 from diloco_jax.simulation.emulation.bodies import StoreMerging, TrainedBody, trainer_of
@@ -279,7 +279,7 @@ class _Emulator:
                 [parts.get(name, 0) for name in self._attendance.diaries],
                 merge.share,
                 merged.norm,
-                digest_payload(merged.payload),
+                digest_of(merged.payload),
                 *(math.nan if m is None else m for m in merged.measures),
             )
         )

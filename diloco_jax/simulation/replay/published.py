@@ -32,8 +32,12 @@ class PublishedVersions:
             self._anchor_uses.update(enumerate(life.begins()))
             self._publish_uses.update(_adopted(life))
         for recovery in recording.recoveries:
-            logged = recording.merges[recovery.snapshot_merges : recovery.merges]
-            self._publish_uses.update((m.fragment, m.version) for m in logged)
+            starts = recovery.snapshot_versions
+            self._publish_uses.update(
+                (m.fragment, m.version)
+                for m in recording.merges[: recovery.merges]
+                if m.version > starts[m.fragment]
+            )
         self._anchors: dict[Key, Arrays] = {}
         self._publishes: dict[Key, Buffer] = {}
         for fragment, anchor in enumerate(first):
