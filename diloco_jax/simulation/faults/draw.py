@@ -26,6 +26,8 @@ JOIN_S = 2.0
 """Longest join in seconds, about the time until the first step."""
 CRASHES = (kinds.CoordinatorCrash, kinds.DiskFailure, kinds.TornWrite)
 """Crashes of a coordinator whose disk stays; half of them come with a power cut."""
+FULL_SHARE = 0.3
+"""Share of the schedules in which the disk is full for a while."""
 KEPT_BY_LOSING = 0.7
 """Share of tokens, about, that survives a rule that loses steps."""
 
@@ -87,6 +89,9 @@ def draw(seed: int) -> Schedule:
             faults.append(_draw_fault(rng, names, 1.2 * (storm_s + calm_s)))
     power = random.Random(f"power {seed}")
     faults = [_as_power_cut(power, fault) for fault in faults]
+    full = random.Random(f"full {seed}")
+    if full.random() < FULL_SHARE:
+        faults.append(_full_disk(full, storm_s))
     kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
     return msgspec.structs.replace(
         schedule,
@@ -195,6 +200,11 @@ def _torn_write(rng: random.Random, at_s: float, island: str) -> AnyFault:
 
 def _snapshot_failure(rng: random.Random, at_s: float, island: str) -> AnyFault:
     return kinds.SnapshotFailure(at_s=at_s)
+
+
+def _full_disk(rng: random.Random, latest_s: float) -> AnyFault:
+    at_s = round(rng.uniform(0, latest_s), 2)
+    return kinds.FullDisk(at_s=at_s, for_s=_seconds(rng))
 
 
 def _disk_gone(rng: random.Random, at_s: float, island: str) -> AnyFault:

@@ -16,7 +16,12 @@ from diloco_jax.protocol.records import (
     Durable,
     Joined,
 )
-from diloco_jax.simulation.faults import safe_books, safe_merges, safe_versions
+from diloco_jax.simulation.faults import (
+    safe_books,
+    safe_disk,
+    safe_merges,
+    safe_versions,
+)
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant
 
@@ -35,6 +40,9 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_books.LedgerExact,
     safe_books.DataOnce,
     safe_books.DurableFirst,
+    safe_disk.PreparedFirst,
+    safe_disk.ChainsKept,
+    safe_disk.RestoredExactly,
 )
 
 OBSERVATIONS = tuple(
@@ -80,7 +88,7 @@ class Monitor(Invariant):
             watching = [
                 getattr(invariant, name)
                 for invariant in invariants
-                if name in vars(type(invariant))
+                if getattr(type(invariant), name) is not getattr(Invariant, name)
             ]
             setattr(self, name, _all(watching))
 

@@ -205,6 +205,17 @@ class SnapshotFailure(DrawnFault, frozen=True):
         return True
 
 
+class FullDisk(DrawnFault, frozen=True):
+    """The disk has room for small records only, for a while."""
+
+    for_s: float
+
+    def strike(self, world: FaultyWorld) -> bool:
+        """See DrawnFault."""
+        world.fill_disk(self.for_s)
+        return world.begun(self, self.for_s)
+
+
 class DiskGone(DrawnFault, frozen=True):
     """The coordinator dies, and finds an empty disk for the next `gone_s` seconds.
 
@@ -364,6 +375,7 @@ AnyFault = (
     | DiskFailure
     | TornWrite
     | SnapshotFailure
+    | FullDisk
     | DiskGone
     | DiskLost
     | ClockJump
