@@ -25,7 +25,8 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Box(NamedTuple):
-    """Tiles [start, stop), axis by axis of its grid, of the layout's piece `piece`."""
+    """Tiles [start, stop), axis by axis of its grid, of the layout's piece `piece`; it
+    may be empty."""
 
     piece: int
     start: tuple[int, ...]
@@ -210,7 +211,7 @@ class PayloadLayout:
         if 0 <= box.piece < len(self.placed):
             grid = self.placed[box.piece].encoded_shape[:-1]
             if len(box.start) == len(box.stop) == len(grid) and all(
-                0 <= low < high <= end
+                0 <= low <= high <= end
                 for low, high, end in zip(box.start, box.stop, grid, strict=True)
             ):
                 return tuple(map(operator.sub, box.stop, box.start))

@@ -116,7 +116,7 @@ def test_no_part_is_the_whole_payload() -> None:
 
 @pytest.mark.parametrize(
     "box",
-    [Box(3, (0,), (1,)), Box(2, (0,), (3,)), Box(2, (1,), (1,)), Box(0, (0,), (1,))],
+    [Box(3, (0,), (1,)), Box(2, (0,), (3,)), Box(2, (1,), (0,)), Box(0, (0,), (1,))],
 )
 def test_tiles_that_are_not_there_are_named(box: Box) -> None:
     payload, arrays = (
