@@ -9,6 +9,7 @@ from typing import Any
 from diloco_jax import checkpoint
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.core.fragments import Params, from_pieces
+from diloco_jax.core.tiles import TileGrid
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.files import json_number
@@ -84,7 +85,7 @@ def newest_params(
     pieces = {}
     for fragment, theta in zip(plan.fragments, thetas, strict=True):
         for piece, value in zip(fragment, theta, strict=True):
-            pieces[piece.name] = value
+            pieces[piece.name] = TileGrid.of(piece.shape).from_tiles(value)
     return from_pieces(plan, pieces), facts
 
 

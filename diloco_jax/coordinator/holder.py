@@ -1,18 +1,21 @@
 """Hold parameters and deltas in the lead's own process.
 
-Merges are computed one by one on a thread of their own, and a result comes back as an
-event. The merged deltas are not needed after that; the publish waits for the log.
+Merges are computed on a few threads, one fragment on each, and a result comes back as
+an event. Deltas and publish wait for the log: what is committed is dropped.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.memory import give_back
 from diloco_jax.coordinator.store import ComputedMerge, Store
+from diloco_jax.core.payload import digest_payload
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol.coordinator.events import (
     Commit,
@@ -22,6 +25,11 @@ from diloco_jax.protocol.coordinator.events import (
     MergeComputed,
 )
 from diloco_jax.protocol.values import DeltaKey
+
+CORES_PER_MERGE = 4
+"""XLA spreads a block of a merge over cores, but Python between two blocks does not."""
+MERGES_AT_ONCE = 4
+"""Merges under way, at most: each holds three f32 arrays of its fragment."""
 
 
 class StoreHolder:
@@ -42,8 +50,8 @@ class StoreHolder:
     ) -> None:
         self._store, self._inbox, self._metrics = store, inbox, metrics
         self._post, self._failed, self._note = post, failed, note
-        self._merger = ThreadPoolExecutor(1, "diloco-merge")
-        self._computed: dict[int, ComputedMerge] = {}
+        self._merger = ThreadPoolExecutor(merges_at_once(), "diloco-merge")
+        self._computed: dict[int, tuple[ComputedMerge, list[DeltaKey]]] = {}
         self._closing = False
 
     def warm_up(self, compiled: Callable[[], None]) -> None:
@@ -65,12 +73,13 @@ class StoreHolder:
     def published(self, fragment: int) -> bytes:
         """Return the encoded publish of a merge that is computed and not committed
         yet."""
-        return self._computed[fragment].payload
+        return bytes(self._computed[fragment][0].payload)
 
     def merge(self, merge: Merge) -> None:
         """See engine.Holder."""
         keys = _keys(merge)
         payloads = [self._inbox.payload(key) for key in keys]
+        squares = [self._inbox.squares(key) for key in keys]
         started = time.monotonic()
         future = self._merger.submit(
             self._store.merge,
@@ -78,6 +87,7 @@ class StoreHolder:
             merge.version,
             merge.contributions,
             payloads,
+            squares,
             share=merge.share,
             final=merge.final,
         )
@@ -88,13 +98,13 @@ class StoreHolder:
             merged = future.result()
 
             def keep() -> None:
-                self._computed[merge.fragment] = merged
-                for key in keys:
-                    self._inbox.drop(key)
+                self._computed[merge.fragment] = merged, keys
                 self._measured(merge, merged, time.monotonic() - started)
 
             computed = MergeComputed(
-                fragment=merge.fragment, version=merge.version, digest=merged.digest
+                fragment=merge.fragment,
+                version=merge.version,
+                digest=digest_payload(merged.payload),
             )
             self._post(computed, keep)
 
@@ -102,8 +112,11 @@ class StoreHolder:
 
     def commit(self, commit: Commit) -> None:
         """See engine.Holder."""
-        merged = self._computed.pop(commit.fragment)
+        merged, keys = self._computed.pop(commit.fragment)
         self._store.commit(commit.fragment, merged)
+        for key in keys:
+            self._inbox.drop(key)
+        self._merger.submit(give_back)
         self._note(
             notes.Measured(
                 fragment=commit.fragment,
@@ -143,6 +156,12 @@ class StoreHolder:
                 "seconds": seconds,
             }
         )
+
+
+def merges_at_once() -> int:
+    """Return the number of merges that this machine computes at a time."""
+    cores = os.cpu_count() or 1
+    return min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
 
 
 def _keys(merge: Merge) -> list[DeltaKey]:

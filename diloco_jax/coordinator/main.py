@@ -225,7 +225,7 @@ class Coordinator:
             # The sender of a signal may not wait for a snapshot.
             self._sum_up()
         if self._snapshots.wait(self._patience_s):
-            self._save(self._log.rotate(), self.lead.state, self.store.arrays())
+            self._save(self._log.rotate(), self.lead.state, self._arrays())
         else:
             logger.error(
                 "a snapshot has not ended within %g s: none is written at the end, and "
@@ -300,7 +300,6 @@ class Coordinator:
             self.store, state, found = origin.recover(
                 config,
                 policy,
-                self._model,
                 plan,
                 self._snapshots,
                 workdir / run_files.LOG,
@@ -322,7 +321,7 @@ class Coordinator:
         number = durable.next_number(
             workdir / run_files.LOG, -1 if found is None else found
         )
-        self._snapshots.save_first(number, state, self.store.arrays())
+        self._snapshots.save_first(number, state, self._arrays())
         self._log = self._open_log(number)
         self._log.forget(number)
         if gathered is not None:
@@ -360,7 +359,7 @@ class Coordinator:
         ending = lead.finished or self._interrupted
         if self._snapshots.due(now) and not ending:
             # Number, state and arrays of the same moment.
-            now_saved = (self._log.rotate(), lead.state, self.store.arrays())
+            now_saved = (self._log.rotate(), lead.state, self._arrays())
             self._snapshots.write(now, functools.partial(self._save, *now_saved))
         if ending:
             if self._end_by is None:
@@ -383,7 +382,10 @@ class Coordinator:
             now=now,
         )
 
-    def _save(self, number: int, state: State, arrays: dict[str, Any]) -> None:
+    def _arrays(self) -> list[dict[str, Any]]:
+        return [self.store.arrays(f) for f in range(len(self._plan.fragments))]
+
+    def _save(self, number: int, state: State, arrays: list[dict[str, Any]]) -> None:
         """Write snapshot `number`, then delete the log that is superfluous now. State
         and arrays are those of the moment at which the log was rotated."""
         self._snapshots.save(number, state, arrays)

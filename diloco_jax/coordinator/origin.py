@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import msgspec
 
 from diloco_jax import environment
 from diloco_jax.config import Config
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import notes
+from diloco_jax.coordinator.memory import give_back
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.coordinator.store import Store
@@ -44,9 +44,10 @@ def initialise(
     """Begin a new run: draw the parameters. The tape says so first, since a run with a
     snapshot goes on after a crash."""
     run = config.run
-    params = jax.jit(model.init)(jax.random.key(run.seed))
     pin_s = config.placement.deadlines.pin_s
-    store = Store(run, plan, params, pin_s)
+    # The draw is not kept beside its copy.
+    store = Store(run, plan, jax.jit(model.init)(jax.random.key(run.seed)), pin_s)
+    give_back()
     tape.append(
         notes.dated(
             notes.Begun(
@@ -63,7 +64,6 @@ def initialise(
 def recover(
     config: Config,
     policy: PolicyConfig,
-    model: Model,
     plan: FragmentPlan,
     snapshots: Snapshots,
     log: Path,
@@ -72,13 +72,16 @@ def recover(
     """Continue the run from the newest snapshot that reads and the records in `log`
     after it. The tape gets the records that it lacks, and says where the cut was.
     Return the store, the state and the snapshot's number."""
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), model.shapes())
     pin_s = config.placement.deadlines.pin_s
-    store = Store(config.run, plan, zeros, pin_s)
+    store = Store(config.run, plan, None, pin_s)
     found, arrays, snapshot = snapshots.load_newest(
-        store.arrays(), functools.partial(durable.goes_on_from, log)
+        [store.like(fragment) for fragment in range(len(plan.fragments))],
+        functools.partial(durable.goes_on_from, log),
     )
-    store.load(arrays, [f.version for f in snapshot.fragments])
+    for fragment, of_run in enumerate(snapshot.fragments):
+        store.load(fragment, arrays[fragment], of_run.version)
+    del arrays
+    give_back()
     lines, log_records = [], []
     for number, (line, payload) in enumerate(durable.read(log, after=found), start=1):
         record = _record(line, f"{log}, record {number} after snapshot {found}")

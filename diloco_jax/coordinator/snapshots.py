@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -63,8 +63,8 @@ class Snapshots:
         checkpoint.refuse_other(self._folder, number, facts, self._whose)
 
     def load_newest(
-        self, like: dict[str, Any], goes_on_from: Callable[[int], bool]
-    ) -> tuple[int, dict[str, Any], State]:
+        self, like: Sequence[Mapping[str, Any]], goes_on_from: Callable[[int], bool]
+    ) -> tuple[int, list[dict[str, Any]], State]:
         """Load the newest snapshot that reads; return its number, arrays and state.
         There must be one; a power cut may leave the very newest torn.
 
@@ -88,28 +88,34 @@ class Snapshots:
                     number,
                 )
 
-    def load(self, number: int, like: dict[str, Any]) -> tuple[dict[str, Any], State]:
+    def load(
+        self, number: int, like: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], State]:
         """Load arrays and state of a snapshot; raise ConfigError if it is of another
         run."""
         facts = checkpoint.read_facts(self._manager, number)
         checkpoint.refuse_other(self._folder, number, facts, self._whose)
         arrays = {
             name: checkpoint.restore(self._manager, number, name, tree)
-            for name, tree in like.items()
+            for name, tree in by_name(like).items()
         }
-        return arrays, msgspec.convert(facts["state"], State)
+        return by_fragment(arrays), msgspec.convert(facts["state"], State)
 
-    def save(self, number: int, state: State, arrays: dict[str, Any]) -> None:
+    def save(
+        self, number: int, state: State, arrays: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Write snapshot `number`; it is durable when this returns. One call at a
-        time."""
+        time. arrays: by fragment."""
         trained = checkpoint.trained(
             sum(fragment.merges for fragment in state.fragments),
             ledger.trained_tokens(self._config, state),
         )
         facts = {**self._whose, **trained, "state": msgspec.to_builtins(state)}
-        checkpoint.save(self._manager, number, arrays, facts)
+        checkpoint.save(self._manager, number, by_name(arrays), facts)
 
-    def save_first(self, number: int, state: State, arrays: dict[str, Any]) -> None:
+    def save_first(
+        self, number: int, state: State, arrays: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Write the snapshot without which a run does not begin. Raises OSError if the
         disk is full, ConfigError or StorageAway if a bucket takes no snapshot."""
         try:
@@ -177,3 +183,17 @@ class Snapshots:
 
     def _writing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+
+def by_name(arrays: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return arrays by name, each a list by fragment, of those by fragment and name."""
+    names = {name for own in arrays for name in own}
+    return {name: [own.get(name, []) for own in arrays] for name in sorted(names)}
+
+
+def by_fragment(arrays: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Invert `by_name`."""
+    return [
+        dict(zip(arrays, own, strict=True))
+        for own in zip(*arrays.values(), strict=True)
+    ]

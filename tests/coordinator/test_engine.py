@@ -80,6 +80,9 @@ class Island:
         place = self.inbox.begin(start)
         place[:] = bytes(total)
         self.inbox.end(start, place)
+        key = DeltaKey("a", 1, take.fragment, take.tick)
+        payload = self.inbox.payload(key)
+        self.inbox.checked(key, self.store.squares(take.fragment, payload))
         took = Record(
             seq=self._seq,
             kind="took",

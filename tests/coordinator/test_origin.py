@@ -1,12 +1,10 @@
 """A coordinator that comes back: what the log has must be of this version."""
 
-import types
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from coordinator_support import SHAPES
+from coordinator_support import arrays
 from etils import epath
 
 from diloco_jax import checkpoint
@@ -23,6 +21,7 @@ from diloco_jax.coordinator import origin
 from diloco_jax.coordinator.log import DurableError, RecordLog
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import Snapshots
+from diloco_jax.core.payload import digest_payload
 from diloco_jax.observability.tape import Tape, read_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.state import initial
@@ -38,12 +37,6 @@ def recover(run, store, tmp_path):
     """Recovers from a snapshot and these records, with payloads or without, in the log
     after it. torn: a second
     snapshot comes after them, which does not read. forgotten: so are the records."""
-    shapes = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
-        SHAPES,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    model = types.SimpleNamespace(shapes=lambda: shapes)
     config = Config(run=run, islands={"a": IslandConfig(batch_size=2)})
     policy = policy_config(run, Placement(), "r", store.plan.sizes)
 
@@ -52,13 +45,13 @@ def recover(run, store, tmp_path):
         snapshots = Snapshots(
             folder, Placement(), policy, checkpoint.whose(run, "r", store.plan)
         )
-        snapshots.save(0, initial(policy), store.arrays())
+        snapshots.save(0, initial(policy), arrays(store))
         log = RecordLog(tmp_path / "log", after=0)
         for line in lines:
             log.append(*line if isinstance(line, tuple) else (line,))
         if torn:
             number = log.rotate()
-            snapshots.save(number, initial(policy), store.arrays())
+            snapshots.save(number, initial(policy), arrays(store))
             for file in Path(folder / str(number)).rglob("*"):
                 if file.is_file():
                     file.write_bytes(b"")
@@ -68,7 +61,7 @@ def recover(run, store, tmp_path):
         tape = Tape(tmp_path / "tape.jsonl")
         try:
             return origin.recover(
-                config, policy, model, store.plan, snapshots, tmp_path / "log", tape
+                config, policy, store.plan, snapshots, tmp_path / "log", tape
             )
         finally:
             snapshots.close()
@@ -115,7 +108,7 @@ def test_a_recovery_says_if_momentum_is_left_as_it_was(
         contributions=(part,),
         share=1.0,
         verdicts={},
-        digest=merged.digest,
+        digest=digest_payload(merged.payload),
     )
     recover((records.line(JOINED), b""), (records.line(line), merged.payload))
     *_, recovered = read_tape(tmp_path / "tape.jsonl")

@@ -10,13 +10,13 @@ import jax
 import msgspec
 import numpy as np
 import pytest
-from coordinator_support import AXES, PIN_S, SHAPES
+from coordinator_support import AXES, PIN_S, SHAPES, arrays, like
 from etils import epath
 
 from diloco_jax.checkpoint import open_folder, read_facts, save, whose
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.coordinator.snapshots import Snapshots
+from diloco_jax.coordinator.snapshots import Snapshots, by_name
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.protocol.coordinator.state import initial
 
@@ -44,13 +44,13 @@ def state(run, store):
 
 
 def test_arrays_and_state_come_back(opened, store, state):
-    opened("r").save(3, state, store.arrays())
+    opened("r").save(3, state, arrays(store))
     again = opened("r")
     assert again.newest() == 3
-    arrays, found = again.load(3, store.arrays())
+    found_arrays, found = again.load(3, like(store))
     assert found == state
-    ours = jax.tree.leaves(store.arrays())
-    theirs = jax.tree.leaves(arrays)
+    ours = jax.tree.leaves(arrays(store))
+    theirs = jax.tree.leaves(found_arrays)
     assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -58,13 +58,13 @@ def test_the_log_is_cut_off_for_the_oldest_that_is_to_be_kept(
     opened, store, state, tmp_path
 ):
     one = opened("r")
-    one.save(3, state, store.arrays())
+    one.save(3, state, arrays(store))
     assert one.oldest() == 3
-    one.save(4, state, store.arrays())
+    one.save(4, state, arrays(store))
     assert one.oldest() == 3
     # As in a bucket that lets nothing be removed.
     other = open_folder(epath.Path(tmp_path / "snapshots"), keep=9)
-    save(other, 5, store.arrays(), {})
+    save(other, 5, by_name(arrays(store)), {})
     other.close()
     assert opened("r").oldest() == 4
 
@@ -74,7 +74,7 @@ def test_it_says_how_far_its_parameters_have_come(opened, store, state, tmp_path
     state = msgspec.structs.replace(
         state, carried_progress=500, fragments=(fragment, *state.fragments[1:])
     )
-    opened("r").save(3, state, store.arrays())
+    opened("r").save(3, state, arrays(store))
     manager = open_folder(epath.Path(tmp_path / "snapshots"), keep=1, read_only=True)
     facts = read_facts(manager, 3)
     manager.close()
@@ -82,14 +82,14 @@ def test_it_says_how_far_its_parameters_have_come(opened, store, state, tmp_path
 
 
 def test_those_of_another_run_or_config_are_refused(opened, run, store, state):
-    opened("r").save(3, state, store.arrays())
+    opened("r").save(3, state, arrays(store))
     with pytest.raises(ConfigError, match="of run r, this is run other"):
-        opened("other").load(3, store.arrays())
+        opened("other").load(3, like(store))
     with pytest.raises(ConfigError, match="seed: 5 here, 0 there"):
-        opened("r", dataclasses.replace(run, seed=5)).load(3, store.arrays())
+        opened("r", dataclasses.replace(run, seed=5)).load(3, like(store))
     other = plan_fragments(SHAPES, AXES, 2, "tensor")
     with pytest.raises(ConfigError, match=r"checkpoint 3 .* does not fit: the model's"):
-        opened("r", plan=other).load(3, store.arrays())
+        opened("r", plan=other).load(3, like(store))
 
 
 def test_a_failure_is_told_and_the_next_one_is_due_in_time(opened, tmp_path, caplog):

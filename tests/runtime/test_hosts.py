@@ -149,6 +149,44 @@ def test_meshes_and_hosts_change_nothing_but_rounding(text, tmp_path):
         assert error <= 1e-4, f"{name} differs by {error}"
 
 
+MESHES = {
+    "copies": IslandConfig(batch_size=4, hosts=2, mesh_data=2, mesh_fsdp=2),
+    "cut": IslandConfig(batch_size=4, hosts=2, mesh_fsdp=4),
+    "four": IslandConfig(batch_size=4, hosts=4, mesh_data=4),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_byte_crosses_the_link_of_an_island_once(text, tmp_path, mesh):
+    """Copies on other hosts, pieces cut inside tiles, four hosts: each beside an island
+    of one device."""
+    config = patient_config(text, codec_up="int8", codec_down="int8")
+    sync = dataclasses.replace(config.run.sync, quorum=2)
+    config = with_run(config, sync=sync, total_tokens=2 * 4 * 9 * SEQUENCE_LENGTH)
+    islands = {"many": MESHES[mesh], "one": IslandConfig(batch_size=4)}
+    config = dataclasses.replace(config, islands=islands).validate()
+    run_processes(config, tmp_path, how="cut")
+    adopted = {path.read_text() for path in tmp_path.glob("many.*.adopted")}
+    assert mesh == "cut" or len(adopted) == 1, "hosts have the same bits"
+    one = fetched_bytes(tmp_path, "one", hosts=1)
+    many = fetched_bytes(tmp_path, "many", MESHES[mesh].hosts)
+    assert {count > 0 for _, count in one} == {True, False}
+    for kind in one.keys() & many.keys():
+        assert many[kind] <= 1.05 * one[kind], kind
+    assert all((fragment, 0) in many and (fragment, 1) in many for fragment, _ in one)
+
+
+def fetched_bytes(folder: Path, name: str, hosts: int) -> dict[tuple[int, int], int]:
+    """Bytes of one fetch over all hosts, by fragment and number of publishes."""
+    found: dict[tuple[int, int], int] = {}
+    for index in range(hosts):
+        text = (folder / f"{name}.{index}.fetched").read_text()
+        mine = {(fragment, count): size for fragment, count, size in json.loads(text)}
+        for kind, size in mine.items():
+            found[kind] = found.get(kind, 0) + size
+    return found
+
+
 def check_traffic(config: Config, folder: Path) -> None:
     """A host of `a` sends and fetches what its devices have: of what the mesh cuts, a
     half. f32 is every codec here."""

@@ -7,6 +7,7 @@ import pytest
 
 from diloco_jax.config import Config, IslandConfig
 from diloco_jax.coordinator.store import ComputedMerge
+from diloco_jax.core.fragment_merge import FragmentState
 from diloco_jax.core.merge.measures import MergeMeasures
 from diloco_jax.protocol.values import Record, Version
 from diloco_jax.simulation.replay.published import PublishedVersions
@@ -71,12 +72,8 @@ def published():
     for n in (1, 2, 3):
         merged = ComputedMerge(
             version=V[n],
-            theta=(),
-            anchor=anchor(n),
-            outer_state=None,
-            merge_state=(),
+            state=FragmentState((), anchor(n), None, ()),
             payload=b"%d" % n,
-            digest="",
             norm=0.0,
             measures=MergeMeasures(),
             sample=(),

@@ -21,7 +21,6 @@ from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece
 from diloco_jax.core.payload import Box, Buffer, Part, PayloadLayout
-from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.kinds import bits_shape, index_of, kind_of
 from diloco_jax.island.device.placing import abstract, land, zeros
@@ -107,15 +106,15 @@ class Exchange:
         """Put this host's part of A_v in full on its devices, by piece, as the bits of
         f32 tiles. Any thread may call it, as `put_publish`.
 
-        octets: the f32 values of `part_down`, box by box.
+        octets: the f32 tiles of `part_down`, box by box.
 
         Raises:
           ValueError: they have another length.
         """
         layout = self.layouts_down[fragment]
         boxes = [
-            (box, _tiles(values, layout.placed[box.piece].piece.shape))
-            for box, values in layout.split_values(octets, self.part_down(fragment))
+            (box, tiles.view(np.uint32))
+            for box, tiles in layout.split_values(octets, self.part_down(fragment))
         ]
         shapes = [bits_shape(placed.piece.shape) for placed in layout.placed]
         return self._land(fragment, boxes, shapes, np.uint32)
@@ -316,16 +315,6 @@ class Exchange:
     @property
     def _alpha(self) -> np.float32:
         return np.float32(self._sync.blend_alpha)
-
-
-def _tiles(
-    values: npt.NDArray[np.float32], shape: tuple[int, ...]
-) -> npt.NDArray[np.uint32]:
-    """Return values of some tiles of a piece, in tile order, as bits."""
-    tile = TileGrid.of(shape).tile
-    grid = tuple(n // extent for n, extent in zip(values.shape, tile, strict=True))
-    tiles: npt.NDArray[np.float32] = TileGrid(tile, grid).split(values)
-    return tiles.view(np.uint32)
 
 
 def _leaf(params: Params, path: tuple[str, ...]) -> jax.Array:

@@ -32,6 +32,7 @@ from diloco_jax.coordinator.journal import ALERTS_KEPT
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragments import Params
+from diloco_jax.core.payload import digest_payload
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.tokens import Tokens
 from diloco_jax.data.validation import ValidationBatches
@@ -278,7 +279,7 @@ class _Emulator:
                 [parts.get(name, 0) for name in self._attendance.diaries],
                 merge.share,
                 merged.norm,
-                merged.digest,
+                digest_payload(merged.payload),
                 *(math.nan if m is None else m for m in merged.measures),
             )
         )

@@ -31,14 +31,16 @@ from diloco_jax import checkpoint, compilation, environment, run_files
 from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.notes import Environment
+from diloco_jax.coordinator.snapshots import by_name
 from diloco_jax.coordinator.store import ComputedMerge, Store
+from diloco_jax.core.payload import digest_payload
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.windows import Windows
 from diloco_jax.files import require_writable
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.protocol.values import FIRST_VERSION
+from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.simulation.replay.island import ReplayedIsland
 from diloco_jax.simulation.replay.pipe import Worker
 from diloco_jax.simulation.replay.published import PublishedVersions
@@ -138,7 +140,10 @@ class Replay(contextlib.ExitStack):
         self._windows = Windows(corpus.train, run.sequence_length, run.seed)
         self._store = _new_store(recording)
         self._versions = [FIRST_VERSION] * len(self._store.plan.fragments)
-        first = [tuple(anchor) for anchor in self._store.arrays()["anchor"]]
+        first = [
+            tuple(self._store.arrays(fragment)["anchor"])
+            for fragment in range(len(self._versions))
+        ]
         self._published = PublishedVersions(recording, first)
         self._workers: dict[str, Worker] = {}
         self._islands: dict[Who, ReplayedIsland] = {}
@@ -154,7 +159,7 @@ class Replay(contextlib.ExitStack):
         self._recoveries_left = Counter(
             recovery.snapshot_merges for recovery in recording.recoveries
         )
-        self._snapshots: dict[int, tuple[Any, list[Any]]] = {}
+        self._snapshots: dict[int, list[tuple[Any, Version]]] = {}
         self._keep_snapshot(0)
 
     def merges(self) -> Iterator[tuple[RecordedMerge, str]]:
@@ -180,7 +185,7 @@ class Replay(contextlib.ExitStack):
                 share=merge.share,
                 final=merge.final,
             )
-            yield merge, merged.digest
+            yield merge, digest_payload(merged.payload)
             self._commit(merge, merged)
 
     def save(self, folder: Path, number: int) -> None:
@@ -209,7 +214,8 @@ class Replay(contextlib.ExitStack):
             **checkpoint.of_model(self._store.plan),
             **checkpoint.trained(number, self._tokens(number)),
         }
-        checkpoint.save(manager, number, self._store.arrays(), facts)
+        arrays = [self._store.arrays(f) for f in range(len(self._versions))]
+        checkpoint.save(manager, number, by_name(arrays), facts)
         manager.close()
 
     def _tokens(self, merges: int) -> int:
@@ -267,12 +273,16 @@ class Replay(contextlib.ExitStack):
     def _keep_snapshot(self, merges: int) -> None:
         """Keep the state after `merges` merges, if a coordinator comes back with it."""
         if self._recoveries_left[merges]:
-            self._snapshots[merges] = (self._store.arrays(), list(self._versions))
+            self._snapshots[merges] = [
+                (self._store.arrays(fragment), version)
+                for fragment, version in enumerate(self._versions)
+            ]
 
     def _recover(self, recovery: Recovery) -> None:
         """Load a snapshot and apply the log after it, like `coordinator.origin`."""
         first = recovery.snapshot_merges
-        self._store.load(*self._snapshots[first])
+        for fragment, (arrays, version) in enumerate(self._snapshots[first]):
+            self._store.load(fragment, arrays, version)
         for merge in self._recording.merges[first : recovery.merges]:
             payload = self._published.publish(merge.fragment, merge.version)
             self._store.replay(
