@@ -2,8 +2,8 @@
 the end its traffic.
 
 CONFIG NAME COORDINATOR WORKDIR WORLD INDEX scripted|cut|SEED. With a seed, everything
-that this host does is late by random milliseconds, and host 1 compiles longest. "cut" is
-scripted, and the mesh cuts every piece that it can, inside its tiles too.
+that this host does is late by random milliseconds, and host 1 compiles longest. "cut"
+is scripted, and the mesh cuts every piece that it can, inside its tiles too.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
-import operator
 import signal
 import subprocess
 import sys
@@ -39,7 +37,6 @@ from tiny import SEQUENCE_LENGTH
 
 from diloco_jax.config import Config, IslandConfig, Placement, SyncConfig
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.island.device.mesh import param_spec
 from diloco_jax.models import transformer
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import read_tape
@@ -188,27 +185,17 @@ def fetched_bytes(folder: Path, name: str, hosts: int) -> dict[tuple[int, int], 
 
 
 def check_traffic(config: Config, folder: Path) -> None:
-    """A host of `a` sends and fetches what its devices have: of what the mesh cuts, a
-    half. f32 is every codec here."""
+    """A host of `a` fetches a half of everything. f32 is every codec here."""
     model = transformer.build(config.run.model)
-    whole = host = 0
-    for piece in build_plan(config.run, model).pieces:
-        shape, names = (
-            functools.reduce(operator.getitem, piece.path, tree)
-            for tree in (model.shapes(), model.axes)
-        )
-        spec = param_spec({"data": 1, "fsdp": 4, "tensor": 1}, names, shape.shape)
-        whole += 4 * piece.size
-        host += 4 * piece.size // (2 if any(spec) else 1)
-    assert host < 0.8 * whole
+    whole = 4 * build_plan(config.run, model).total
     islands = json.loads((folder / "run" / "summary.json").read_bytes())["islands"]
     hosts = [
         json.loads((folder / f"a.{index}.traffic").read_bytes()) for index in range(2)
     ]
     for traffic in hosts:
-        assert host < traffic["bytes_join"] < 1.1 * host
+        assert 0.45 * whole < traffic["bytes_join"] < 0.55 * whole
         # The last publishes may come too late for some: not to a byte.
-        assert traffic["bytes_down"] < 0.9 * islands["c"]["bytes_down"]
+        assert traffic["bytes_down"] < 0.6 * islands["c"]["bytes_down"]
     assert whole < islands["c"]["bytes_join"] < 1.1 * whole
     sums = {kind: sum(traffic[kind] for traffic in hosts) for kind in hosts[0]}
     assert islands["a"]["bytes_join"] == sums["bytes_join"]
