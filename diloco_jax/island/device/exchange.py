@@ -23,7 +23,7 @@ from diloco_jax.core.fragments import FragmentPlan, Params, Piece
 from diloco_jax.core.payload import Box, Buffer, Part, PayloadLayout
 from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.kinds import bits_shape, index_of, kind_of
-from diloco_jax.island.device.placing import abstract, land, zeros
+from diloco_jax.island.device.placing import abstract, in_turn, land, zeros
 from diloco_jax.island.device.spread import Spreads, Tiles, parts_by_host
 
 
@@ -70,8 +70,8 @@ class Exchange:
         for piece in self._plan.fragments[fragment]:
             leaf, anchor = _leaf(params, piece.path), self._anchors[piece]
             before = self._residuals.get(piece)
-            sent, after, self._bases[piece] = self._kinds[piece].take(
-                leaf, index_of(piece), anchor, before
+            sent, after, self._bases[piece] = in_turn(
+                self._kinds[piece].take(leaf, index_of(piece), anchor, before)
             )
             if before is not None:
                 self._residuals_before[piece] = before
@@ -148,14 +148,16 @@ class Exchange:
 
         keep: the last take is not in that version, and stays in the parameters.
         """
+        in_turn(params)
         for i, piece in enumerate(self._plan.fragments[arrival.fragment]):
             kind, before = self._kinds[piece], self._anchors[piece]
             base = self._bases.pop(piece, before)
             anchor = before
             if arrival.anchor is not None:
-                anchor = kind.gather_anchor(arrival.anchor[i])
+                anchor = in_turn(kind.gather_anchor(arrival.anchor[i]))
             for publish in arrival.publishes:
-                anchor = kind.advance(anchor, kind.gathered(publish[i]))
+                encoded = in_turn(kind.gathered(publish[i]))
+                anchor = in_turn(kind.advance(anchor, encoded))
             if keep:
                 self._bases[piece] = kind.move(base, before, anchor)
                 base = before
@@ -204,7 +206,7 @@ class Exchange:
         host."""
         encoded = []
         for piece in self._plan.fragments[fragment]:
-            sent = self._kinds[piece].whole(self._anchors[piece])
+            sent = in_turn(self._kinds[piece].whole(self._anchors[piece]))
             sent.copy_to_host_async()
             encoded.append(sent)
         return tuple(encoded)
@@ -218,7 +220,8 @@ class Exchange:
         fragment after fragment in one order."""
         pieces = self._plan.fragments[fragment]
         return tuple(
-            self._kinds[p].gather_anchor(a) for p, a in zip(pieces, anchor, strict=True)
+            in_turn(self._kinds[p].gather_anchor(a))
+            for p, a in zip(pieces, anchor, strict=True)
         )
 
     def start(
@@ -278,14 +281,15 @@ class Exchange:
             anchor = zeros(piece.shape, np.float32, kind.piece)
             shape = codec.encoded_shape(piece.shape)
             published = zeros(shape, np.uint8, kind.encoded)
-            _, _, local = kind.take(leaf, index, anchor, self._residuals.get(piece))
-            kind.advance(anchor, published)
-            kind.whole(anchor)
-            landing, landed = kind.spread.landing, kind.spread.landed_shape
-            kind.gathered(zeros(landed(shape), np.uint8, landing))
-            kind.gather_anchor(
-                zeros(landed(bits_shape(piece.shape)), np.uint32, landing)
+            _, _, local = in_turn(
+                kind.take(leaf, index, anchor, self._residuals.get(piece))
             )
+            in_turn(kind.advance(anchor, published))
+            in_turn(kind.whole(anchor))
+            landing, landed = kind.spread.landing, kind.spread.landed_shape
+            in_turn(kind.gathered(zeros(landed(shape), np.uint8, landing)))
+            bits = zeros(landed(bits_shape(piece.shape)), np.uint32, landing)
+            in_turn(kind.gather_anchor(bits))
             kind.move(anchor, anchor, anchor)
             leaf = kind.adopt(leaf, index, anchor, anchor, self._alpha)
             params = _with_leaf(params, piece.path, kind.reset(leaf, index, local))

@@ -7,7 +7,7 @@ every host has the whole value, each puts its own shards on its devices.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +16,8 @@ from jax.sharding import NamedSharding
 
 from diloco_jax.core.payload import Box
 from diloco_jax.island.device.spread import Index, Spread, Tiles, tiles_at
+
+T = TypeVar("T")
 
 
 def place(value: npt.NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
@@ -63,6 +65,18 @@ def land(
 
     landed = spread.landed_shape(shape)
     return jax.make_array_from_callback(landed, sharding, shard)
+
+
+def in_turn(arrays: T) -> T:
+    """Return the arrays; on CPUs of several hosts, once they are there.
+
+    An accelerator runs programs in the order in which they were dispatched, and so do
+    its collectives. CPUs run independent programs side by side, and hosts would match
+    the collective of one with that of another.
+    """
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
+    return arrays
 
 
 def zeros(
