@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.settings import outer_settings
+from diloco_jax.coordinator.spares import Spares
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragment_merge import (
     Arrays,
@@ -50,6 +51,9 @@ RETAINED_PUBLISHES = 4
 """Encoded publishes kept per fragment, for islands that missed some."""
 PINNED_VERSIONS = 2
 """Anchors kept per fragment for joins under way."""
+SPARE_ARRAYS = 3
+"""Spare arrays of the largest fragment's size that are kept for the next merge: Theta,
+anchor and momentum; and a publish."""
 BLOCK_BYTES = 4 << 20
 """Bytes that a fetch copies at a time, of parts that lie scattered in memory."""
 
@@ -59,7 +63,7 @@ class ComputedMerge(NamedTuple):
 
     version: Version
     state: FragmentState
-    payload: Buffer
+    payload: memoryview
     """The encoded publish."""
     norm: float
     """Length of the merged delta."""
@@ -98,6 +102,7 @@ class Store:
         self.plan = plan
         self._pin_s = pin_s
         self._weighting = WEIGHTINGS.find(run.sync.weighting)
+        self._spares = Spares()
         self._merges = [
             FragmentMerge(
                 pieces=pieces,
@@ -105,9 +110,13 @@ class Store:
                 down=get_codec(run.sync.codec_down),
                 rule=RULES.find(run.sync.merge),
                 settings=outer_settings(run),
+                empty=self._spares.array,
             )
             for pieces in plan.fragments
         ]
+        self._spare_bytes = SPARE_ARRAYS * 4 * max(plan.sizes) + max(
+            merge.layout_down.total_bytes for merge in self._merges
+        )
         self._lock = threading.Lock()
         self._fragments: list[_Fragment] = []
         for pieces, merge in zip(plan.fragments, self._merges, strict=True):
@@ -202,6 +211,7 @@ class Store:
             current.last, current.digest = merged.sample, ""
             current.publishes.append((merged.version, merged.payload))
             current.expire_pins(time.monotonic())
+        self._spares.trim(self._spare_bytes)
 
     def replay(
         self, fragment: int, version: Version, payload: Buffer, *, final: bool

@@ -8,7 +8,6 @@ in f64, and added up exactly.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import jax
@@ -20,8 +19,6 @@ from diloco_jax.core.tiles import ArrayLike
 
 BLOCK_ELEMENTS = 1 << 20
 """Elements of a block, unless a single tile has more."""
-LANES = 64
-"""Sums of a tile that are made side by side, at most."""
 
 
 def blocks(tiles: int, elements: int, arrays: int = 1) -> Iterator[slice]:
@@ -36,15 +33,17 @@ def blocks(tiles: int, elements: int, arrays: int = 1) -> Iterator[slice]:
 def tile_squares(tiles: ArrayLike) -> list[float]:
     """Return the sum of the squares of each tile of f32[n, elements], in f64."""
     with jax.enable_x64(True):
-        lanes: npt.NDArray[np.float64] = np.asarray(_lane_squares(tiles))
-    found: list[float] = lanes.sum(axis=1).tolist()
+        halved: npt.NDArray[np.float64] = np.asarray(_halved_squares(tiles))
+    found: list[float] = halved.sum(axis=1).tolist()
     return found
 
 
 @jax.jit
-def _lane_squares(tiles: jax.Array) -> jax.Array:
-    """Return f64[n, lanes]; sums of one lane go by themselves, so vectors do them."""
-    count, elements = tiles.shape
-    lanes = math.gcd(elements, LANES)
-    wide = tiles.astype(jnp.float64).reshape(count, -1, lanes)
-    return jnp.sum(jnp.square(wide), axis=1)
+def _halved_squares(tiles: jax.Array) -> jax.Array:
+    """Return f64[n, an odd number]: the squares, one half added to the other again and
+    again. So the order of the sum is given, and vectors add it."""
+    squares = jnp.square(tiles.astype(jnp.float64))
+    while squares.shape[1] % 2 == 0:
+        half = squares.shape[1] // 2
+        squares = squares[:, :half] + squares[:, half:]
+    return squares

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,8 @@ Arrays = tuple[npt.NDArray[np.float32], ...]
 """f32[tiles, elements] by piece."""
 Squares = tuple[float, ...]
 """The sum of a delta's squares, by piece."""
+Empty = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
+"""(shape, dtype) -> an array whose bytes are not set."""
 
 
 class FragmentState(NamedTuple):
@@ -54,7 +56,7 @@ class PreparedMerge(NamedTuple):
     """A merge that is computed and not committed."""
 
     state: FragmentState
-    payload: bytearray
+    payload: memoryview
     """The encoded publish."""
     norm: float
     """Length of the merged delta."""
@@ -72,6 +74,8 @@ class FragmentMerge:
     down: Codec
     rule: MergeRule
     settings: OuterSettings
+    empty: Empty = np.empty
+    """Makes the arrays that a merge fills."""
 
     @functools.cached_property
     def layout_up(self) -> PayloadLayout:
@@ -136,7 +140,7 @@ class FragmentMerge:
         """
         encoded = [self.layout_up.unpack(payload) for payload in payloads]
         measuring, merged = Measuring(weights), []
-        theta = _new(state.theta)
+        theta = self._new(state.theta)
         for index, piece in enumerate(self.pieces):
             deltas = Encoded(
                 self.up,
@@ -154,8 +158,8 @@ class FragmentMerge:
         rules = tuple(piece.state for piece in merged)
         if final:
             rules = state.rules
-        anchor = _new(state.anchor)
-        payload = bytearray(self.layout_down.total_bytes)
+        anchor = self._new(state.anchor)
+        payload = self.empty((self.layout_down.total_bytes,), np.uint8).data
         after = FragmentState(theta, anchor, state.outer, rules)
         if not (final or self._by_block):
             after = after._replace(outer=self._whole_step(state, merged, theta))
@@ -189,7 +193,7 @@ class FragmentMerge:
         """Apply a logged publish after a crash: Theta = A. `advance_over_publish` and
         `recovered` advance the states of outer optimizer and merge rule, which the
         flush leaves alone."""
-        anchor = _new(state.anchor)
+        anchor = self._new(state.anchor)
         for new, old, encoded in zip(
             anchor, state.anchor, self.layout_down.unpack(payload), strict=True
         ):
@@ -218,6 +222,9 @@ class FragmentMerge:
             anchor, anchor, *jax.tree.map(np.asarray, (advanced, rules))
         )
 
+    def _new(self, arrays: Arrays) -> Arrays:
+        return tuple(self.empty(array.shape, np.float32) for array in arrays)
+
     @functools.cached_property
     def _by_block(self) -> bool:
         return outer.is_elementwise(self.settings)
@@ -239,7 +246,7 @@ class FragmentMerge:
         before: FragmentState,
         after: FragmentState,
         merged: MergedPiece | None,
-        payload: bytearray,
+        payload: memoryview,
         norm: np.float32,
         *,
         final: bool,
@@ -253,7 +260,11 @@ class FragmentMerge:
             after.anchor[index],
         )
         encoded = self.layout_down.unpack(payload)[index].reshape(len(theta), -1)
-        parts = _Parts(before.outer[index], theta.shape) if self._by_block else None
+        parts = (
+            _Parts(before.outer[index], theta.shape, self.empty)
+            if self._by_block
+            else None
+        )
         for rows in blocks(*theta.shape):
             if merged is not None:
                 delta = merged.total[rows] * np.float32(merged.factor)
@@ -293,11 +304,11 @@ class _Parts:
     """A pytree of arrays, of which those of one shape are cut by rows, and the others
     are the same for all rows."""
 
-    def __init__(self, tree: Any, shape: tuple[int, ...]) -> None:
+    def __init__(self, tree: Any, shape: tuple[int, ...], empty: Empty) -> None:
         self._before, self._structure = jax.tree.flatten(tree)
         self._cut = [leaf.shape == shape for leaf in self._before]
         self._after = [
-            np.empty_like(leaf) if cut else leaf
+            empty(leaf.shape, leaf.dtype) if cut else leaf
             for leaf, cut in zip(self._before, self._cut, strict=True)
         ]
 
@@ -327,10 +338,6 @@ class _Parts:
 def is_fit(squares: Squares) -> bool:
     """Tell if a delta is finite and not absurdly long."""
     return math.fsum(squares) <= merging.MOST_SQUARES
-
-
-def _new(arrays: Arrays) -> Arrays:
-    return tuple(np.empty(array.shape, np.float32) for array in arrays)
 
 
 def _own_order(piece: Piece, tiles: Any) -> npt.NDArray[np.float32]:

@@ -237,8 +237,9 @@ def merging_bytes(rule: MergeRule, islands: int, elements: int) -> int:
         "elementwise": 0,
         "whole": 2 * islands,  # Each by itself, and all of them stacked.
     }
-    in_hand = 4 * min(BLOCK_ELEMENTS, islands * elements)
-    return 4 * elements * (arrays[rule.needs] + rule.extra_copies) + 2 * in_hand
+    at_once = islands if rule.needs == "elementwise" else 1
+    in_hand = 2 * min(BLOCK_ELEMENTS, at_once * elements)
+    return 4 * (elements * (arrays[rule.needs] + rule.extra_copies) + in_hand)
 
 
 def _sum(
@@ -255,6 +256,8 @@ def _sum(
         block = jnp.zeros(out[rows].shape, jnp.float32)
         for island, factor in enumerate(factors):
             block = _added(block, deltas.tiles(island, rows), np.float32(factor))
+            # Otherwise all deltas would be decoded ahead of the sum, into memory.
+            jax.block_until_ready(block)  # type: ignore[no-untyped-call]
         out[rows] = block
         found += tile_squares(block)
     square = math.fsum(found)
