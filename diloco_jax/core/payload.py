@@ -24,7 +24,8 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Box(NamedTuple):
-    """Tiles [start, stop), axis by axis of its grid, of the layout's piece `piece`."""
+    """Tiles [start, stop), axis by axis of its grid, of the layout's piece `piece`; it
+    may be empty."""
 
     piece: int
     start: tuple[int, ...]
@@ -125,15 +126,6 @@ class PayloadLayout:
         """Return the bytes of the values in a part; ValueError as `part_bytes`."""
         return 4 * sum(map(math.prod, self._value_shapes(part)))
 
-    def elements(self, box: Box) -> tuple[slice, ...]:
-        """Return the elements of its piece in a box; ValueError as `part_bytes`."""
-        self._box_shape(box)
-        tile = TileGrid.of(self.placed[box.piece].piece.shape).tile
-        return tuple(
-            slice(low * extent, high * extent)
-            for low, high, extent in zip(box.start, box.stop, tile, strict=True)
-        )
-
     def cut(self, payload: Buffer, part: Part) -> list[npt.NDArray[np.uint8]]:
         """Return views of a part's bytes in the whole payload, box by box, or one view
         if the part is the whole.
@@ -221,7 +213,7 @@ class PayloadLayout:
         if 0 <= box.piece < len(self.placed):
             grid = self.placed[box.piece].encoded_shape[:-1]
             if len(box.start) == len(box.stop) == len(grid) and all(
-                0 <= low < high <= end
+                0 <= low <= high <= end
                 for low, high, end in zip(box.start, box.stop, grid, strict=True)
             ):
                 return tuple(map(operator.sub, box.stop, box.start))

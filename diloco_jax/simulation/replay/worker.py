@@ -154,7 +154,10 @@ class _Copy:
                 incarnation=0,
                 steps=0,
                 moments=_placed_moments(trainer, begin.moments),
-                residuals={f: self._put(f, r) for f, r in begin.residuals.items()},
+                residuals={
+                    f: self._exchange.gather(f, self._put(f, r))
+                    for f, r in sorted(begin.residuals.items())
+                },
             )
         plan = build_plan(run, model)
         self.replica = join(plan, trainer, self._exchange, placed, restored)
