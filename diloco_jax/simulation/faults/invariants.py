@@ -12,10 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.records import (
-    Durable,
-    Joined,
-)
+from diloco_jax.protocol.records import Durable, Joined
 from diloco_jax.simulation.faults import safe_books, safe_merges, safe_versions
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant

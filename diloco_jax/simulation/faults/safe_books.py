@@ -10,10 +10,7 @@ import numpy as np
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import (
-    Commit,
-    Tell,
-)
+from diloco_jax.protocol.coordinator.events import Commit, Tell
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import (
     Finished,
@@ -26,14 +23,7 @@ from diloco_jax.protocol.messages import (
     TakeVerdict,
     Welcome,
 )
-from diloco_jax.protocol.records import (
-    Durable,
-    Joined,
-    Left,
-    Merged,
-    Stopping,
-    Ticks,
-)
+from diloco_jax.protocol.records import Durable, Joined, Left, Merged, Stopping, Ticks
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key

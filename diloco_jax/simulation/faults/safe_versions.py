@@ -6,10 +6,7 @@ from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.events import Tell
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import TakeRequest
-from diloco_jax.protocol.records import (
-    Durable,
-    Merged,
-)
+from diloco_jax.protocol.records import Durable, Merged
 from diloco_jax.protocol.values import Outstanding, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
