@@ -53,12 +53,10 @@ class Names(Invariant):
         self._sessions: dict[Incarnation, str] = {}
 
     def persisted(self, record: Durable) -> None:
-        """See Invariant."""
         if isinstance(record, Joined):
             self._sessions[record.island, record.incarnation] = record.session
 
     def opened(self, opened: Opened) -> None:
-        """See Invariant."""
         self._sessions.clear()
 
     def belong_to(self, who: Incarnation, session: str) -> bool:
