@@ -12,10 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.records import (
-    Durable,
-    Joined,
-)
+from diloco_jax.protocol.records import Durable, Joined
 from diloco_jax.simulation.faults import (
     safe_books,
     safe_disk,
@@ -64,12 +61,10 @@ class Names(Invariant):
         self._sessions: dict[Incarnation, str] = {}
 
     def persisted(self, record: Durable) -> None:
-        """See Invariant."""
         if isinstance(record, Joined):
             self._sessions[record.island, record.incarnation] = record.session
 
     def opened(self, opened: Opened) -> None:
-        """See Invariant."""
         self._sessions.clear()
 
     def belong_to(self, who: Incarnation, session: str) -> bool:

@@ -9,9 +9,7 @@ import numpy as np
 
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.records import (
-    Durable,
-)
+from diloco_jax.protocol.records import Durable
 from diloco_jax.protocol.values import Outstanding, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
