@@ -33,7 +33,12 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
-from diloco_jax.coordinator.settings import admitted, policy_config, require_room
+from diloco_jax.coordinator.settings import (
+    admitted,
+    admitted_hosts,
+    policy_config,
+    require_room,
+)
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR, parse_faults
@@ -279,6 +284,7 @@ class Coordinator:
             tls=self._tls,
             deadlines=self._deadlines,
             max_islands=len(admitted(self._config)) + SPARE_ISLANDS,
+            max_hosts=admitted_hosts(self._config) + SPARE_ISLANDS,
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,
         )

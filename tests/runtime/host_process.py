@@ -36,7 +36,7 @@ def main(
     config = read_config_json(Path(config_path))
     prepare_island(config.island(name))
     from diloco_jax.island import main as island_main
-    from diloco_jax.island.hosts.world import WorldAddress
+    from diloco_jax.island.hosts.meeting import WorldAddress
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()

@@ -35,7 +35,8 @@ from diloco_jax.island.device.build import (
 from diloco_jax.island.device.placing import place
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.hosts.world import Hosts, WorldAddress, join_world, leave_world
+from diloco_jax.island.hosts.meeting import WorldAddress
+from diloco_jax.island.hosts.world import Hosts, join_world, leave_world
 from diloco_jax.models.model import Metrics, Model
 from diloco_jax.models.plan import build_plan
 from diloco_jax.simulation.replay.pipe import (
@@ -74,7 +75,9 @@ def _serve(connection: Connection) -> None:
     hosts = None
     if setup.hosts > 1:
         where = WorldAddress(address=setup.address, index=setup.index)
-        hosts = join_world(where, setup.hosts, LOST_AFTER_S)
+        hosts = join_world(
+            where, setup.hosts, budget_s=LOST_AFTER_S, meet_s=10 * LOST_AFTER_S
+        )
     described = msgspec.json.encode(environment.describe())
     if setup.index == 0:
         connection.send_bytes(described)
