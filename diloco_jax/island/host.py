@@ -139,6 +139,8 @@ class Host:
         restored = self.checkpoints.restore(
             self.plan, self._trainer, self._exchange, versions
         )
+        # A join moves tiles between hosts, which may have read for unequal times.
+        self._meet("restored")
         replica = join(self.plan, self._trainer, self._exchange, anchors, restored)
         self._meet("ready")
         books = Books(versions, adopt_traits(run.sync.adopt))
