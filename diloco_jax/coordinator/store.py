@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.settings import outer_settings
-from diloco_jax.core import publish
+from diloco_jax.core.changes import apply_publish, publish
 from diloco_jax.core.codecs.codec import get_codec, square_sum
 from diloco_jax.core.fragments import (
     FragmentPlan,
@@ -220,7 +220,7 @@ class Store:
             )
         changes, anchor = [], []
         for new, old in zip(theta, state.anchor, strict=True):
-            change, moved = publish.publish(self._down, new, old)
+            change, moved = publish(self._down, new, old)
             changes.append(np.asarray(change))
             anchor.append(moved)
         return ComputedMerge(
@@ -256,7 +256,7 @@ class Store:
         state = self._fragments[fragment]
         arrays = self._down_layouts[fragment].unpack(payload)
         anchor = tuple(
-            publish.apply_publish(self._down, old, jnp.asarray(array))
+            apply_publish(self._down, old, jnp.asarray(array))
             for old, array in zip(state.anchor, arrays, strict=True)
         )
         if not final:

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from diloco_jax.coordinator import lead as lead_module
 from diloco_jax.coordinator import log as durable
-from diloco_jax.coordinator import thread as thread_module
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.log import RecordLog, read
@@ -351,7 +351,7 @@ def test_a_thread_that_was_held_up_does_not_take_islands_for_silent(
     over, ahead = [], [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
     monkeypatch.setattr(clock, "time", time.time, raising=False)
-    monkeypatch.setattr(thread_module, "time", clock)
+    monkeypatch.setattr(lead_module, "time", clock)
     engine = make_engine(done=lambda: over)
 
     def held_up():

@@ -26,7 +26,7 @@ from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.network.sender import TOLD_FROM
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.island.decision import Ending
-from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.values import Outstanding, Record, Span, Version
 from diloco_jax.wire.errors import (
     Busy,

@@ -7,10 +7,9 @@ from typing import Any, Protocol
 from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.island.network.identity import Identity
 from diloco_jax.protocol.island.conversation import MAX_CHAIN
 from diloco_jax.protocol.island.fetching import Fetch
-from diloco_jax.wire.bulk import FetchRequest
+from diloco_jax.wire.bulk import FetchRequest, Identity
 
 
 class Fetches(Protocol):
