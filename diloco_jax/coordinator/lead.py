@@ -5,6 +5,7 @@ Every change of a run goes through the queue of this thread, so decisions need n
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import time
@@ -17,6 +18,7 @@ from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.journal import Journal
 from diloco_jax.coordinator.log import RecordLog
+from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
 from diloco_jax.faults import Faults
@@ -67,6 +69,8 @@ class EngineThread(Generic[S, E]):
         self._now = time.monotonic()
         """Time of the last step."""
         self._stopping = False
+        self._ended = False
+        """True once nothing takes events any more: those that come are dropped."""
         self._failure: BaseException | None = None
 
     @property
@@ -83,7 +87,10 @@ class EngineThread(Generic[S, E]):
         """Queue an event at the present time. before: called on the engine's thread
         just ahead of it. peer: the end of the session that caused the event, where the
         event does not tell."""
-        self._queue.put((event, before, peer, time.monotonic()))
+        queued = (event, before, peer, time.monotonic())
+        while not self._ended:
+            with contextlib.suppress(queue.Full):
+                return self._queue.put(queued, timeout=LONGEST_WAIT_S)
 
     def stop(self) -> None:
         """End `run` after the events that are queued. Safe in a signal handler."""
@@ -101,10 +108,13 @@ class EngineThread(Generic[S, E]):
         end then, and start again from what is durable. If no decision can be made upon
         a peer's event, only that peer's session ends.
         """
-        while not self._stopping:
-            self._turn()
-            if self._failure is not None:
-                raise self._failure
+        try:
+            while not self._stopping:
+                self._turn()
+                if self._failure is not None:
+                    raise self._failure
+        finally:
+            self._ended = True
 
     def _turn(self) -> None:
         due = self._next_deadline(self.state, self._now)
@@ -163,29 +173,34 @@ class Lead(EngineThread[State, Event]):
         *,
         store: Store,
         inbox: Inbox,
+        publishes: Publishes,
         log: RecordLog,
         tape: Tape,
         metrics: Metrics,
         sessions: Sessions,
         faults: Faults,
+        slow_s: float,
         housekeeping: Callable[[Lead], None],
     ) -> None:
-        """housekeeping: called on the engine's thread at least twice a second."""
+        """slow_s: see `Journal`. housekeeping: called on the engine's thread at least
+        twice a second."""
         self.config = config
         self._holder = StoreHolder(
             store,
             inbox,
+            publishes,
             metrics,
             self.post,
             self.fail,
             lambda note: self.journal.note(note),
+            lambda text: self.journal.alert(text),
         )
         self.journal = Journal(
             log,
             tape,
-            published=self._holder.published,
             faults=faults,
             merges=sum(fragment.merges for fragment in state.fragments),
+            slow_s=slow_s,
         )
         engine: Engine[State, Event] = Engine(
             decide.step,

@@ -31,7 +31,7 @@ from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Decisions, Mailbox
-from diloco_jax.island.network.fetcher import Fetcher
+from diloco_jax.island.network.receiver import Fetcher
 from diloco_jax.island.network.sender import Sender
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.timing import Timing
@@ -81,6 +81,7 @@ class Host:
         several; all of them must call it."""
         run, self._hosts = self.config.run, hosts
         model, self._trainer = build_trainer(run, self.island)
+        self.data.read_only(self._trainer.own_rows())
         self.checkpoints.open(identity, self.plan, hosts)
         self._exchange, self._zeros = build_exchange(run, model, self._trainer)
         self.fetcher = Fetcher(self.client, identity, self._exchange, self.mailbox)
@@ -137,6 +138,8 @@ class Host:
         restored = self.checkpoints.restore(
             self.plan, self._trainer, self._exchange, versions
         )
+        # A join moves tiles between hosts, which may have read for unequal times.
+        self._meet("restored")
         replica = join(self.plan, self._trainer, self._exchange, anchors, restored)
         self._meet("ready")
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
