@@ -15,7 +15,7 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.launch.order import slice_of
-from diloco_jax.planning.checks import Needs, Refusal, Terms, needs_of, refusals
+from diloco_jax.planning.checks import Needs, Shortfall, Terms, needs_of, refusals
 from diloco_jax.planning.chips import chip_of
 from diloco_jax.planning.flops import analytic_flops
 from diloco_jax.planning.price import price_per_hour
@@ -36,7 +36,7 @@ class ArithmeticPlan:
     params: int
     step_seconds: dict[str, float]
     needs: Needs
-    refusals: list[Refusal]
+    refusals: list[Shortfall]
     price_per_hour: float | None
 
     def as_json(self) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Check(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refusal:
+class Shortfall:
     """A check that does not hold."""
 
     check: str
@@ -109,7 +109,7 @@ def needs_of(terms: Terms) -> Needs:
     )
 
 
-def refusals(terms: Terms) -> list[Refusal]:
+def refusals(terms: Terms) -> list[Shortfall]:
     """Return what would not run, each with the smallest change that would.
 
     Raises ConfigError.
@@ -133,16 +133,16 @@ def changed(terms: Terms, change: Mapping[str, Any]) -> Terms:
     return dataclasses.replace(terms, config=config)
 
 
-def _refusal(terms: Terms, check: Check, failing: set[str]) -> Refusal:
+def _refusal(terms: Terms, check: Check, failing: set[str]) -> Shortfall:
     for change in check.changes():
         after = {c.name for c in _checks(changed(terms, change)) if not c.holds}
         if check.name not in after and after <= failing:
             said = " and ".join(f"{k} = {_shown(v)}" for k, v in change.items())
-            return Refusal(
+            return Shortfall(
                 check=check.name, text=f"{check.text}: set {said}", change=change
             )
     text = f"{check.text}; no single setting that this plan knows is enough"
-    return Refusal(check=check.name, text=text, change={})
+    return Shortfall(check=check.name, text=text, change={})
 
 
 def _checks(terms: Terms) -> list[Check]:

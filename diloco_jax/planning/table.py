@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco_jax.planning.arithmetic import ArithmeticPlan
-from diloco_jax.planning.checks import Refusal
+from diloco_jax.planning.checks import Shortfall
 from diloco_jax.planning.coordinator import CoordinatorPlan
 from diloco_jax.planning.report import Plan
 from diloco_jax.planning.results import PlannedIsland, RunPlan
@@ -45,7 +45,7 @@ def render_arithmetic(plan: ArithmeticPlan, console: Console) -> None:
     _refuse(plan.refusals, console)
 
 
-def _refuse(refusals: list[Refusal], console: Console) -> None:
+def _refuse(refusals: list[Shortfall], console: Console) -> None:
     for refusal in refusals:
         console.print(f"REFUSED: {refusal.text}", highlight=False, soft_wrap=True)
 

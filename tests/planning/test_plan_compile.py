@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -147,6 +148,33 @@ def test_what_is_too_large_comes_back_with_by_how_much(tmp_path):
         line.startswith(short) and "accumulation = 2" in line
         for line in found["advice"]
     )
+
+
+def test_a_rule_in_a_file_of_the_users_is_planned(tmp_path):
+    """The example of docs/extending.md, with the step compiled for its slice."""
+    text = (REPOSITORY / "docs" / "extending.md").read_text()
+    rule = re.search(
+        r"^`sign_consensus\.py`:.*?^```python\n(.*?)^```$",
+        text,
+        re.MULTILINE | re.DOTALL,
+    )
+    assert rule
+    (tmp_path / "rules.py").write_text(rule[1])
+    config = load_config(REPOSITORY / "configs" / "mixed_toy.py")
+    named = f"{tmp_path / 'rules.py'}:sign_consensus"
+    sync = dataclasses.replace(config.run.sync, merge=named)
+    islands = {"v6e": config.islands["v6e"]}
+    plans = {}
+    for name, chosen in (("theirs", sync), ("ours", config.run.sync)):
+        run = dataclasses.replace(config.run, sync=chosen)
+        path = tmp_path / f"{name}.json"
+        made = dataclasses.replace(config, run=run, islands=islands)
+        write_config_json(made, path)
+        code, plans[name] = plan(path)
+        assert code == 0
+    theirs, ours = (plans[name]["run"]["coordinator"] for name in ("theirs", "ours"))
+    assert plans["theirs"]["islands"]["v6e"]["compiled"]["fits"]
+    assert theirs["merging"] != ours["merging"], "the rule says what it holds"
 
 
 REFUSED = "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true"
