@@ -29,6 +29,7 @@ from diloco_jax.core.publish import apply_publish
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.device.mesh import tile_spec
 from diloco_jax.island.device.placing import abstract
+from diloco_jax.island.device.spread import Spread, spread_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +40,14 @@ class Kind:
     """Sharding of anchors, bases and residuals, f32[shape]: that of the parameter."""
     encoded: NamedSharding
     """Sharding of bytes, uint8[*grid, tile_bytes]."""
+    spread: Spread
+    """Where fetched tiles land: bytes of a publish, or bits of an anchor."""
     take: Any
     """(leaf, index, anchor, residual or None) -> (encoded, residual, base)."""
+    gather: Any
+    """(landed publish) -> encoded publish, if the spread is to be moved."""
+    gather_anchor: Any
+    """(landed anchor) -> anchor."""
     advance: Any
     """(anchor, encoded publish) -> anchor."""
     adopt: Any
@@ -51,6 +58,11 @@ class Kind:
     """(leaf, index, value) -> leaf, which is donated."""
     whole: Any
     """(anchor) -> the anchor in f32 tiles."""
+
+    def gathered(self, landed: jax.Array) -> jax.Array:
+        """Return the encoded publish that has landed."""
+        encoded: jax.Array = self.gather(landed) if self.spread.moved else landed
+        return encoded
 
     def lower(
         self, sync: SyncConfig, piece: Piece, leaf: jax.ShapeDtypeStruct
@@ -63,7 +75,13 @@ class Kind:
         octets = abstract(shape, np.uint8, self.encoded)
         residual = value if sync.error_feedback else None
         alpha = np.float32(sync.blend_alpha)
+        moved = {}
+        if self.spread.moved:
+            landed = self.spread.landed_shape(shape)
+            there = abstract(landed, np.uint8, self.spread.landing)
+            moved["gather"] = self.gather.lower(there)
         return {
+            **moved,
             "take": self.take.lower(leaf, index, value, residual),
             "advance": self.advance.lower(value, octets),
             "adopt": self.adopt.lower(leaf, index, value, value, alpha),
@@ -71,11 +89,21 @@ class Kind:
             "reset": self.reset.lower(leaf, index, value),
         }
 
-    def lower_whole(self, piece: Piece) -> jax.stages.Lowered:
-        """Lower `whole` in the same way."""
+    def lower_whole(self, piece: Piece) -> dict[str, jax.stages.Lowered]:
+        """Lower what moves whole anchors, in the same way."""
         anchor = abstract(piece.shape, np.float32, self.piece)
-        lowered: jax.stages.Lowered = self.whole.lower(anchor)
-        return lowered
+        landed = self.spread.landed_shape(bits_shape(piece.shape))
+        bits = abstract(landed, np.uint32, self.spread.landing)
+        return {
+            "whole": self.whole.lower(anchor),
+            "gather_anchor": self.gather_anchor.lower(bits),
+        }
+
+
+def bits_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return (*grid, elements) of an anchor in tiles, u32: the bits of f32."""
+    grid = TileGrid.of(shape)
+    return (*grid.grid, grid.elements)
 
 
 def kind_of(
@@ -93,11 +121,16 @@ def kind_of(
     assert isinstance(sharding, NamedSharding)
     spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
     spec = spec[1:] if piece.layer >= 0 else spec
-    tiles = tile_spec(spec, sharding.mesh.shape, TileGrid.of(piece.shape).grid)
+    grid = TileGrid.of(piece.shape)
+    tiles = tile_spec(spec, sharding.mesh.shape, grid.grid)
     lies = _Lies(sharding, PartitionSpec(*spec), tiles, memory)  # type: ignore[no-untyped-call]
+    spread = spread_of(lies.on_tiles, grid.grid)
     return Kind(
         piece=lies.at_rest,
         encoded=lies.on_tiles,
+        spread=spread,
+        gather=_gather(lies.on_tiles),
+        gather_anchor=_gather_anchor(lies, grid, spread.moved),
         take=_take(lies, sync.codec_up),
         advance=_advance(lies, sync.codec_down),
         adopt=_adopt(lies, sync.adopt),
@@ -165,6 +198,27 @@ def _take(lies: _Lies, codec: str) -> Any:
         return encoded, residual, jnp.copy(local)
 
     return jax.jit(take, out_shardings=(on_tiles, at_rest, at_rest))
+
+
+@_kept
+def _gather(on_tiles: NamedSharding) -> Any:
+    return jax.jit(_sum_rows, out_shardings=on_tiles)
+
+
+@_kept
+def _gather_anchor(lies: _Lies, grid: TileGrid, moved: bool) -> Any:
+    def gather_anchor(bits: Any) -> jax.Array:
+        if moved:
+            bits = _on(_sum_rows(bits), lies.on_tiles)
+        tiles = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        return _on(grid.join(tiles), lies.on_tiles)
+
+    return jax.jit(gather_anchor, out_shardings=lies.at_rest)
+
+
+def _sum_rows(landed: jax.Array) -> jax.Array:
+    """Sum rows of which one has the bits and the others are zeros."""
+    return jnp.sum(landed, axis=0, dtype=landed.dtype)
 
 
 @_kept
