@@ -91,10 +91,16 @@ def needs_of(terms: Terms) -> Needs:
     config, sync = terms.config, terms.config.run.sync
     pace = schedule.pace(sync.quorum, list(terms.step_seconds.values()))
     cycle_s = sync.steps_per_cycle * pace
-    coordinator = plan_coordinator(
-        config.run, config.placement, terms.fragments, len(terms.hosts), cycle_s
-    )
     disk = disk_bytes_per_s(config.launch.coordinator_disk_gb)
+    coordinator = plan_coordinator(
+        config.run,
+        config.placement,
+        terms.fragments,
+        len(terms.hosts),
+        cycle_s,
+        machine_of(config.launch.coordinator_machine).cores,
+        disk,
+    )
     return Needs(
         pacing_step_seconds=pace,
         cycle_seconds=cycle_s,
@@ -241,26 +247,21 @@ def _disk_bytes(terms: Terms, needs: Needs) -> Check:
         MOST_DISK * has * GB,
         f"the coordinator writes {needed / GB:.0f} GB to a disk of {has} GB, of which "
         f"{MOST_DISK:.0%} may be used",
-        lambda: _disks(needed, 0),
+        lambda: _sizes(terms),
     )
 
 
 def _disk_speed(terms: Terms, needs: Needs) -> Check:
-    disk, placement = needs.coordinator.disk, terms.config.placement
+    disk = needs.coordinator.disk
     size = terms.config.launch.coordinator_disk_gb
     has = MOST_DISK * disk_bytes_per_s(size)
 
     def changes() -> Iterator[dict[str, Any]]:
         left = has - disk.log_bytes_per_s
         if left > 0 and not disk.in_bucket:
-            every = placement.snapshot_every_s * disk.snapshot_bytes_per_s / left
-            # Longer rounds need a larger log, and so perhaps a larger disk.
-            longer = {"placement.snapshot_every_s": float(math.ceil(every))}
-            yield longer
-            after = needs_of(changed(terms, longer)).coordinator.disk.bytes
-            for larger in _disks(after, 0):
-                yield {**longer, **larger}
-        yield from _disks(disk.bytes, disk.bytes_per_s)
+            every = disk.round_seconds * disk.snapshot_bytes_per_s / left
+            yield {"placement.snapshot_every_s": float(math.ceil(every))}
+        yield from _sizes(terms)
 
     return Check(
         "disk speed",
@@ -268,21 +269,18 @@ def _disk_speed(terms: Terms, needs: Needs) -> Check:
         has,
         f"log and snapshots write {disk.bytes_per_s / 1e6:.0f} MB/s to a disk of "
         f"{size} GB, which takes {disk_bytes_per_s(size) / 1e6:.0f}, of which "
-        f"{MOST_DISK:.0%} may be used "
-        f"(placement.snapshot_every_s = {placement.snapshot_every_s:g})",
+        f"{MOST_DISK:.0%} may be used (a round of snapshots in "
+        f"{disk.round_seconds:.0f} s)",
         changes,
     )
 
 
-def _disks(needed: float, bytes_per_s: float) -> Iterator[dict[str, Any]]:
-    """Propose the smallest disk, in steps of 100 GB, that is large and fast enough."""
-    for size in range(100, MOST_DISK_GB, 100):
-        if (
-            needed <= MOST_DISK * size * GB
-            and bytes_per_s <= MOST_DISK * disk_bytes_per_s(size)
-        ):
-            yield {"launch.coordinator_disk_gb": size}
-            return
+def _sizes(terms: Terms) -> Iterator[dict[str, Any]]:
+    """Propose larger disks, each by a tenth. They are faster, too."""
+    size = terms.config.launch.coordinator_disk_gb
+    while size < MOST_DISK_GB:
+        size = min(MOST_DISK_GB, math.ceil(size * 1.1 / 100) * 100)
+        yield {"launch.coordinator_disk_gb": size}
 
 
 def _restart(terms: Terms, needs: Needs) -> Check:

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from diloco_jax.config import Placement, RunConfig
+from diloco_jax.coordinator.holder import CORES_PER_MERGE, MERGES_AT_ONCE
 from diloco_jax.coordinator.settings import outer_settings
+from diloco_jax.coordinator.snapshots import BUSY_SHARE
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
@@ -27,16 +29,13 @@ WIRE_CORE_SECONDS_PER_GB = 1.45
 """Core seconds per GB with mutual TLS, the mean of both ways (docs/results/wire.md)."""
 MERGE_CORE_SECONDS = 5.7
 """Core seconds per 1e9 parameters of a merge, whatever its deltas: the outer step and
-the encoded publish. `python benchmarks/merging.py`, int8, 2026-11-24.
+the encoded publish. `python benchmarks/merging.py`, int8, 2026-11-24. A publish that
+recovery decodes and adds costs at most that.
 """
 DELTA_CORE_SECONDS = 0.9
 """Core seconds per 1e9 parameters of each delta, its check on arrival included, in f32,
 which costs most; from the same table.
 """
-REPLAY_CORE_SECONDS = 3.0
-"""Core seconds per 1e9 parameters of a publish that recovery decodes and adds."""
-MERGES_AT_ONCE = 2
-"""Merges under way: one that is computed while another is committed."""
 SNAPSHOT_COPIES = 1
 """Fragments that a snapshot holds while merges replace them."""
 FETCHES_PER_JOIN = 2
@@ -62,6 +61,10 @@ class DiskPlan:
     """Sum of what lies on the disk of the workdir."""
     log_bytes_per_s: float
     snapshot_bytes_per_s: float
+    round_seconds: float
+    """Seconds in which every fragment is written once: `placement.snapshot_every_s`, or
+    longer where the disk is slow.
+    """
     in_bucket: bool
     """True if snapshots go to a bucket, and count for its rate and not the disk's."""
 
@@ -103,16 +106,19 @@ class CoordinatorPlan:
     """Core seconds of the merge of the largest fragment."""
     disk: DiskPlan
     replayed: float
-    """Parameters that recovery decodes from the log, at most."""
+    """Parameters of the publishes that recovery decodes, each as often as it was merged
+    since."""
+    replayed_bytes: float
 
     def restart_seconds(self, disk_bytes_per_s: float) -> float:
         """Return the seconds from the death of the process to its service.
 
-        The state is read once, then the log since the oldest snapshot of a fragment.
+        Every fragment's newest snapshot is read once, then its publishes since. They
+        are half a round old on average, since fragments are written in turns.
         """
         state = self.theta + self.anchors + self.outer_state
-        read = (state + self.disk.log) / disk_bytes_per_s
-        return PROCESS_S + read + self.replayed / 1e9 * REPLAY_CORE_SECONDS
+        read = (state + self.replayed_bytes) / disk_bytes_per_s
+        return PROCESS_S + read + self.replayed / 1e9 * MERGE_CORE_SECONDS
 
 
 def plan_coordinator(
@@ -121,10 +127,13 @@ def plan_coordinator(
     plan: FragmentPlan,
     islands: int,
     cycle_seconds: float,
+    cores: int,
+    disk_bytes_per_s: float,
 ) -> CoordinatorPlan:
     """Estimate the coordinator's memory, cores and disk.
 
-    run: a config with a resolved outer optimizer.
+    run: a config with a resolved outer optimizer. cores: of the machine, on which the
+    number of merges at a time depends.
     """
     up, down = (
         payload_bytes(c, plan) for c in (run.sync.codec_up, run.sync.codec_down)
@@ -138,6 +147,7 @@ def plan_coordinator(
     rule_bytes = max(
         merging.merging_bytes(r, islands, p.size) for p, r in rules.items()
     )
+    at_once = min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
     parts = {
         "theta": params,
         "anchors": params,
@@ -147,7 +157,7 @@ def plan_coordinator(
             for p, r in rules.items()
         ),
         "snapshots": SNAPSHOT_COPIES * held,
-        "merging": MERGES_AT_ONCE * (held + rule_bytes),
+        "merging": at_once * (held + rule_bytes),
         "publishes": RETAINED_PUBLISHES * sum(down),
         "joins": min(islands * FETCHES_PER_JOIN * 4 * largest, 2 * params),
         "merge_buffer": min(islands * sum(up), placement.merge_buffer_bytes),
@@ -164,7 +174,9 @@ def plan_coordinator(
         publish=sum(down),
         deltas=max(0, 2 * islands * sum(up) - parts["merge_buffer"]),
         cycle_seconds=cycle_seconds,
+        bytes_per_s=disk_bytes_per_s,
     )
+    cycles = disk.round_seconds / 2 / cycle_seconds + 1
     return CoordinatorPlan(
         **parts,
         memory=sum(parts.values()),
@@ -173,7 +185,8 @@ def plan_coordinator(
         cores=math.ceil(wire + merge_cores) + 1,
         merge_core_seconds=each * largest,
         disk=disk,
-        replayed=disk.log / sum(down) * plan.total,
+        replayed=cycles * plan.total,
+        replayed_bytes=cycles * sum(down),
     )
 
 
@@ -191,12 +204,16 @@ def _plan_disk(
     publish: int,
     deltas: int,
     cycle_seconds: float,
+    bytes_per_s: float,
 ) -> DiskPlan:
     """state, publish: bytes of all fragments; fragment: state of the largest one."""
     in_bucket = is_bucket(placement.checkpoints)
     snapshots = placement.snapshots_kept * state + fragment
+    # Snapshots pause so that the disk has time for the rest.
+    shortest = 0.0 if in_bucket else BUSY_SHARE * state / bytes_per_s
+    round_s = max(placement.snapshot_every_s, shortest)
     # A fragment's log goes back to its oldest kept snapshot, and a round is under way.
-    cycles = placement.snapshots_kept * placement.snapshot_every_s / cycle_seconds + 1
+    cycles = placement.snapshots_kept * round_s / cycle_seconds + 1
     log = math.ceil(cycles * publish)
     return DiskPlan(
         snapshots=snapshots,
@@ -204,7 +221,8 @@ def _plan_disk(
         deltas=deltas,
         bytes=log + deltas + (0 if in_bucket else snapshots),
         log_bytes_per_s=publish / cycle_seconds,
-        snapshot_bytes_per_s=state / placement.snapshot_every_s,
+        snapshot_bytes_per_s=state / round_s,
+        round_seconds=round_s,
         in_bucket=in_bucket,
     )
 
