@@ -93,7 +93,7 @@ def test_a_change_that_breaks_another_check_is_not_proposed(mixed):
     assert found.check == "disk speed"
     assert set(found.change) == {"launch.coordinator_disk_gb"}
     longer = changed(terms, {"placement.snapshot_every_s": 2000.0})
-    assert [r.check for r in refusals(longer)] == ["restart"]
+    assert "restart" in {r.check for r in refusals(longer)}
 
 
 def test_following_every_change_ends_in_a_run():
