@@ -102,7 +102,9 @@ def test_mix_and_scavenge_show_published_figures_beside_ours(capsys):
     code, _, err = run(capsys, "mix", "--hours", "0.2")
     assert code == 0
     assert "84%" in err
-    assert "K = 8: 84 %, every step waiting for all, as in the row lockstep" in err
+    assert (
+        "The published 84 % is for K = 8, where every step waits for all islands" in err
+    )
     arguments = ["--hours", "0.5", "--islands", "4", "--extra", "0.25", "--json"]
     code, out, _ = run(capsys, "scavenge", *arguments)
     (row,) = json.loads(out)["rows"]
