@@ -77,7 +77,7 @@ class PlacedIsland:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """A checked launch."""
+    """A launch whose settings have been checked."""
 
     name: str
     settings: LaunchConfig

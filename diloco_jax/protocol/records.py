@@ -92,20 +92,23 @@ class Left(_OfIncarnation, frozen=True, kw_only=True):
 
 
 class Merged(Written, frozen=True, kw_only=True):
-    """A finished merge. final: it belongs to the flush. share: the factor applied to
-    the merged delta. verdicts: (tick, verdict, reason) of outstanding takes, by island.
-    The record commits the merge. digest, payload_bytes: those of its encoded publish,
-    which is on disk already."""
+    """A finished merge, which this record commits. Its encoded publish is on disk
+    already."""
 
     fragment: int
     version: Version
     tick: int
     final: bool
+    """True for a merge of the flush."""
     contributions: tuple[Contribution, ...]
     share: float
+    """Factor of the merged delta."""
     verdicts: dict[str, tuple[int, Verdict, str]]
+    """(tick, verdict, reason) of outstanding takes, by island."""
     digest: str
+    """Digest of the encoded publish."""
     payload_bytes: int
+    """Bytes of the encoded publish."""
 
 
 class Ticks(Written, frozen=True, kw_only=True):

@@ -69,7 +69,7 @@ class Handlers(ControlHandlers, Protocol):
 
 
 class Server:
-    """Listen for islands. Four verbs: make, `start`, serve, `stop`."""
+    """The coordinator's gRPC server. It listens and serves from `start` to `stop`."""
 
     def __init__(
         self,

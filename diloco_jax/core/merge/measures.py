@@ -40,7 +40,7 @@ class MergeMeasures(NamedTuple):
 
 
 class Measuring:
-    """Measures the pieces of one merge, in order."""
+    """Measures of one merge; its pieces are added in order."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         """weights: the weights of the deltas."""

@@ -45,8 +45,8 @@ class Described(Protocol):
 
 
 class WeightedSum(Described, Protocol):
-    """Makes scale * sum(factor d); keeps no state. `squares`: the sum of the squares of
-    each delta."""
+    """Merges deltas d into scale * sum(factor d); keeps no state. `squares` are |d|^2,
+    one for each delta."""
 
     needs: Literal["sum"] = "sum"
 

@@ -99,7 +99,8 @@ class Kind:
 
 
 def bits_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return (*grid, elements) of an anchor in tiles, u32: the bits of f32."""
+    """Return the shape of an anchor in tiles, (*grid, elements). As u32 they hold the
+    bits of f32."""
     grid = TileGrid.of(shape)
     return (*grid.grid, grid.elements)
 

@@ -32,7 +32,8 @@ class HostsError(Exception):
 
 
 class Hosts:
-    """This host among the hosts of its island. Values are bytes; a key is set once."""
+    """The key-value store of an island's hosts, as one of them uses it. Values are
+    bytes; a key is set once."""
 
     def __init__(self, client: Any, index: int, count: int) -> None:
         self.index, self.count = index, count
