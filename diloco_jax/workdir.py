@@ -139,8 +139,8 @@ def read_facts(workdir: Path) -> RunFacts:
     if facts.format != FORMAT:
         raise ConfigError(
             f"{workdir} has format {facts.format}, written by {facts.written_by}; "
-            f"this is {RunFacts(run_id='', begun_unix=0).written_by} with format "
-            f"{FORMAT}: go on with the version that wrote it"
+            f"this program ({RunFacts(run_id='', begun_unix=0).written_by}) reads "
+            f"format {FORMAT}: go on with the version that wrote it, or begin a new run"
         )
     return facts
 

@@ -45,7 +45,7 @@ def test_another_format_is_refused_with_both_writers(config, tmp_path):
         workdirs.find_run(config, tmp_path)
     for shown in (str(tmp_path), "format 1", "diloco_jax 9.0"):
         assert shown in str(refused.value)
-    assert f"with format {workdirs.FORMAT}" in str(refused.value)
+    assert f"reads format {workdirs.FORMAT}" in str(refused.value)
 
 
 def of_another_format(config, workdir):
