@@ -1,4 +1,4 @@
-"""Answer calls to the coordinator: messages become events of the policy.
+"""Answer calls to the coordinator: messages become events for the lead.
 
 Calls come from many threads. The policy decides what islands ask for. This file only
 turns away calls of another run, config, term or incarnation, before they cost anything.
