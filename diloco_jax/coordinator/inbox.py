@@ -1,8 +1,8 @@
 """Deltas on their way in: places for their bytes, checked before they are allocated.
 
 A delta is assembled from stripes that arrive in any order on several connections. It
-stays until the policy has merged or dropped it. An island has one outstanding delta of
-a fragment, and may leave another behind. Deltas that do not fit into memory wait on
+stays until the protocol has merged or dropped it. An island has one outstanding delta
+of a fragment, and may leave another behind. Deltas that do not fit into memory wait on
 disk (`rooms.py`): no delta may keep out the one that its fragment's quorum needs. A
 stripe that does not fit on disk either is answered Busy, and comes again.
 """

@@ -1,7 +1,7 @@
 """The coordinator's own lines on the tape: every kind of line as a struct.
 
-Lines that the policy decides to write are in `protocol/records.py`. A tape holds these
-two kinds of lines and no other.
+Lines that the protocol decides to write are in `protocol/records.py`. A tape holds
+these two kinds of lines and no other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Islands' measures of themselves, over all their incarnations.
 
-They are kept apart from the policy, since no decision depends on them, in a small file
-that is replaced about once a second. A coordinator's crash costs the summary nothing.
+They are kept apart from the protocol, since no decision depends on them, in a small
+file that is replaced about once a second. A coordinator's crash costs the summary
+nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Answer calls to the coordinator: messages become events for the lead.
 
-Calls come from many threads. The policy decides what islands ask for. This file only
+Calls come from many threads. The protocol decides what islands ask for. This file only
 turns away calls of another run, config, term or incarnation, before they cost anything.
 A read of the engine's state is a read of one immutable value.
 """
@@ -95,7 +95,7 @@ class Service:
             )
 
         self._lead.post(hello, introduce)
-        # The roster follows the policy's answer, which stands when this is called.
+        # The roster follows the protocol's answer, which stands when this is called.
         peer = Disconnected(island=hello.island, session=hello.session)
         self._lead.post(None, lambda: self._let_in(hello, session), peer)
 
@@ -150,7 +150,7 @@ class Service:
                 squares = self._store.squares(start.fragment, payload)
                 self._inbox.checked(key, squares)
         except BaseException:
-            # The policy does not know that the delta has arrived: its last part must
+            # The protocol does not know that the delta has arrived: its last part must
             # come again.
             self._inbox.reopen(start)
             raise

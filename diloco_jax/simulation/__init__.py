@@ -1,4 +1,4 @@
-"""Virtual time: the production policy, driven by an event queue."""
+"""Virtual time: the production protocol, driven by an event queue."""
 
 from __future__ import annotations
 

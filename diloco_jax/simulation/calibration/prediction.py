@@ -1,4 +1,4 @@
-"""Predict the result of a run by a calibration, with the production policy."""
+"""Predict the result of a run by a calibration, with the production protocol."""
 
 from __future__ import annotations
 

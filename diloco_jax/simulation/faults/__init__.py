@@ -1,4 +1,4 @@
-"""Random schedules of faults against the production policy, in virtual time.
+"""Random schedules of faults against the production protocol, in virtual time.
 
 `schedule` holds a run and its faults as data; `kinds` defines the faults. `world` plays
 a schedule with `disk`, `network` and `arrays` that fail. `invariants` must hold at

@@ -20,7 +20,7 @@ from diloco_jax.simulation.progress import Progress
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultsConfig:
-    """Play random schedules of faults against the policy, islands, log and recovery
+    """Play random schedules of faults against the protocol, islands, log and recovery
     of the product, and check invariants at every event. Exit code 1 if one fails.
     """
 

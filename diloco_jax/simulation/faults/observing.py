@@ -45,7 +45,7 @@ class Invariant:
             raise ViolationError(self.name, " ".join([what, *map(str, values)]))
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        """Observe a step of the policy; nothing of it is visible yet."""
+        """Observe a step of the protocol; nothing of it is visible yet."""
 
     def persisted(self, record: Durable) -> None:
         """Observe that a record is on the disk."""

@@ -1,4 +1,4 @@
-"""A run in which everything may fail: production policy, islands, log and recovery.
+"""A run in which everything may fail: production protocol, islands, log and recovery.
 
 Time is virtual and nothing is drawn here, so a schedule always plays the same. Dead
 processes are started again, as `diloco run` or an operator would do, and broken

@@ -42,9 +42,9 @@ def steps_in_reach(hours: float, step_seconds: float, islands: int) -> None:
 def deltas_in_reach(
     hours: float, step_seconds: float, islands: int, exchange: Any
 ) -> None:
-    """Raise ConfigError if the policy cannot get through the deltas of these hours.
+    """Raise ConfigError if the protocol cannot get through the deltas of these hours.
 
-    At every delta the policy goes through its books of all fragments. exchange: a
+    At every delta the protocol goes through its books of all fragments. exchange: a
     `fleet.ExchangeTerms`.
     """
     cycles = hours * 3600 / step_seconds / exchange.cycle
@@ -57,9 +57,9 @@ def deltas_in_reach(
 
 
 def islands_in_reach(islands: float, fields: str) -> None:
-    """Raise ConfigError if the policy cannot get through the deltas of these islands.
+    """Raise ConfigError if the protocol cannot get through the deltas of these islands.
 
-    At every delta the policy goes through its books of all islands. fields: names of
+    At every delta the protocol goes through its books of all islands. fields: names of
     the fields that set the number of islands.
     """
     pairs = islands * islands

@@ -1,6 +1,6 @@
 """Baseline of decoupling: one data-parallel program on all chips.
 
-No policy decides anything here, so both methods are closed loops over interruptions.
+No protocol decides anything here, so both methods are closed loops over interruptions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Islands that fail, differ and come back, under the production policy.
+"""Islands that fail, differ and come back, under the production protocol.
 
 An island's batch is fixed for its incarnation, as in the runtime. So a stop of some
 seconds is one long step. With w of n slices left a step takes n / w as long, on the

@@ -29,7 +29,7 @@ class VirtualService(Protocol):
 
     @property
     def config(self) -> PolicyConfig:
-        """Policy config of the run."""
+        """Config of the run's decisions."""
 
     def hello(self, hello: Hello, peer: Connection) -> None:
         """Judge an island on a new connection."""
