@@ -3,7 +3,7 @@
 Question: how far is the validation loss of each way to put islands' work together from
 its baseline, on real text, at equal tokens and with paired seeds?
 
-Every run is emulated (`diloco emulate`: the real policy, the real arithmetic, virtual
+Every run is emulated (`diloco emulate`: the real protocol, the real arithmetic, virtual
 time), so the machine's speed plays no part. Rows are in `quality_rows.py`. Runs that
 are missing are done in the order of the rows, first seeds first; each is kept in
 docs/results/raw/quality.json as soon as it is done, so the study can go on any time.

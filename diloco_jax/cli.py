@@ -8,7 +8,6 @@ Nothing heavy is imported before a command needs it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -19,7 +18,6 @@ from typing import TypeVar
 
 from diloco_jax import run_files
 from diloco_jax.config import Config
-from diloco_jax.config.fields import setting
 from diloco_jax.errors import ConfigError, disk_failure, suggest
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.interrupt import Interruptible
@@ -84,29 +82,13 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 # ---- commands that take a config ------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class RunOptions:
-    """The options of `diloco run`."""
-
-    baseline: bool = setting(
-        False,
-        help="Afterwards train the same model plainly on as many tokens, and compare.",
-    )
-    resume: str = setting(
-        "",
-        help="Workdir of a stopped run that should go on; CONFIG may be left out.",
-    )
-    json: bool = setting(
-        False, help="Print the summary to standard output as one JSON object."
-    )
-
-
 def run_command(arguments: Sequence[str]) -> int:
     """Run `diloco run CONFIG`: coordinator and all islands on this machine."""
     from diloco_jax.cluster.commands import island_environment
 
     # Before anything imports jax: the baseline trains here, on the islands' platform.
     os.environ["JAX_PLATFORMS"] = island_environment()["JAX_PLATFORMS"]
+    from diloco_jax.cluster.options import RunOptions
     from diloco_jax.cluster.resume import require_one_workdir, with_config
 
     arguments = with_config(arguments)
@@ -128,22 +110,10 @@ def run_command(arguments: Sequence[str]) -> int:
     return code
 
 
-@dataclasses.dataclass(frozen=True)
-class CoordinatorOptions:
-    """The options of `diloco coordinator`."""
-
-    init: bool = setting(
-        False,
-        help="Begin a new run in WORKDIR. Without it the run there goes on; if there "
-        "is none, the run whose anchors the islands offer does.",
-    )
-    resume: bool = setting(
-        False, help="The whole run was stopped: all its islands have ended."
-    )
-
-
 def coordinator_command(arguments: Sequence[str]) -> int:
     """Run `diloco coordinator CONFIG --workdir DIR --bind HOST:PORT`."""
+    from diloco_jax.coordinator.options import CoordinatorOptions
+
     _, config, options = _config_and_options(
         "coordinator", arguments, CoordinatorOptions()
     )

@@ -28,7 +28,7 @@ from diloco_jax.coordinator.gatherer import Gathered
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.publishes import Publishes
-from diloco_jax.coordinator.rooms import Rooms
+from diloco_jax.coordinator.rooms import SPARED_BYTES, Rooms
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.service import Service
@@ -57,9 +57,6 @@ from diloco_jax.workdir import RunFacts
 
 logger = logging.getLogger(__name__)
 
-SPARED_BYTES = 32
-"""Bytes of the workdir's disk, per parameter, that deltas leave free: two snapshots of
-parameters, anchors and momentum, and what is published meanwhile."""
 SPARE_ISLANDS = 8
 """Places for streams of islands that are told that they may not come in."""
 REFRESH_S = 0.5
@@ -317,8 +314,7 @@ class Coordinator:
                 workdir / run_files.LOG,
                 self._tape,
             )
-            # After the snapshot: the process may have been killed between snapshot and
-            # log.
+            # After the snapshot: a kill may have come between snapshot and log.
             self._log = self._open_log(found)
             return state
         if gathered is not None:
@@ -330,9 +326,8 @@ class Coordinator:
                 config, policy, self._model, plan, self._tape
             )
         # After the log's snapshot: where a log is, the run has begun.
-        number = durable.next_number(
-            workdir / run_files.LOG, -1 if found is None else found
-        )
+        after = -1 if found is None else found
+        number = durable.next_number(workdir / run_files.LOG, after)
         self._snapshots.save_first(number, state, self.store.arrays)
         self._publishes.discard([FIRST_VERSION] * len(state.fragments))
         self._log = self._open_log(number)

@@ -20,6 +20,10 @@ from diloco_jax.wire.errors import Busy
 
 logger = logging.getLogger(__name__)
 
+SPARED_BYTES = 32
+"""Bytes of the workdir's disk, per parameter, that deltas leave free: two snapshots of
+parameters, anchors and momentum, and what is published meanwhile."""
+
 
 class Room(NamedTuple):
     """Place for bytes: uint8[nbytes], writable."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,16 @@ import numpy.typing as npt
 CACHE_LINE = 64
 """Bytes. jax reads an array that begins at such a bound where it lies, and copies
 others."""
-UNREAD = 3
-"""References to octets that only `Spares` holds: its list, a loop and the question."""
+
+
+def _references(octets: Sequence[npt.NDArray[np.uint8]]) -> list[int]:
+    """Return the number of references to each array, those of this count included."""
+    return [sys.getrefcount(held) for held in octets]
+
+
+# How many references a count adds by itself is up to the interpreter's version.
+(UNREAD,) = _references([np.empty(1, np.uint8)])
+"""References to an array that nothing holds but the list of `Spares`."""
 
 
 class Spares:
@@ -42,10 +51,11 @@ class Spares:
         """Free spare octets beyond this number of bytes, the oldest first."""
         with self._lock:
             kept, spare = [], 0
-            while self._octets:
-                octets = self._octets.pop()
-                # One reference less than in a loop over the list.
-                if sys.getrefcount(octets) < UNREAD:
+            references = _references(self._octets)
+            for octets, count in zip(
+                reversed(self._octets), reversed(references), strict=True
+            ):
+                if count == UNREAD:
                     if spare + octets.nbytes > kept_bytes:
                         continue
                     spare += octets.nbytes
@@ -53,8 +63,9 @@ class Spares:
             self._octets = kept[::-1]
 
     def _spare(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        for octets in self._octets:
-            if octets.nbytes == nbytes and sys.getrefcount(octets) == UNREAD:
+        references = _references(self._octets)
+        for octets, count in zip(self._octets, references, strict=True):
+            if octets.nbytes == nbytes and count == UNREAD:
                 return octets
         octets = np.empty(nbytes, np.uint8)
         self._octets.append(octets)

@@ -1,8 +1,8 @@
 """Errors of the wire, by cause, and their gRPC status codes.
 
 The class says which side is to blame: the path (`ConnectionLost`), this process
-(`LocalProtocolError`), the peer (`RemoteProtocolError`), the peer's policy (`Refused`,
-`Busy`, `VersionGone`) or the certificates (`SecurityError`).
+(`LocalProtocolError`), the peer (`RemoteProtocolError`), the peer's decision
+(`Refused`, `Busy`, `VersionGone`) or the certificates (`SecurityError`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ PIN_S = 60.0
 
 
 def arrays(store):
-    """What a snapshot needs of all fragments."""
+    """Arrays of all fragments, as snapshots take them."""
     return [store.arrays(f) for f in range(len(store.plan.fragments))]
 
 

@@ -15,7 +15,7 @@ from diloco_jax.protocol.values import Version
 
 @pytest.fixture
 def publishes(tmp_path):
-    """Of two fragments; of the first, versions 1 to 4."""
+    """Publishes of two fragments; the first has versions 1 to 4."""
     made = Publishes(tmp_path / "publishes")
     for number in range(1, 5):
         made.write(0, Version(1, number), bytes([number]) * 9, final=number == 4)

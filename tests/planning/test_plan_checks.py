@@ -1,4 +1,4 @@
-"""What would not run is refused, with a change that the same arithmetic accepts."""
+"""Plans refuse what would not run, with a change that the same arithmetic accepts."""
 
 import dataclasses
 import importlib.util

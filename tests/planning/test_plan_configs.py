@@ -43,6 +43,12 @@ def test_slices_a_thousand_kilometres_apart_are_not_of_one_cluster(tmp_path, cap
     assert "launch.zones.v6e = 'us-central1-b'" in capsys.readouterr().err
 
 
+def test_four_regions_have_the_islands_whose_compilations_they_share():
+    two = load_config(CONFIGS / "mixed_12b.py").islands
+    four = load_config(CONFIGS / "four_regions.py").islands
+    assert set(map(repr, four.values())) == set(map(repr, two.values()))
+
+
 @pytest.mark.parametrize(
     ("name", "topologies"),
     [

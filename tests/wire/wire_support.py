@@ -6,6 +6,8 @@ import queue
 import threading
 from typing import Any
 
+import numpy as np
+
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import Version
@@ -145,3 +147,7 @@ class Recorder:
         event = self.events.get(timeout=WAIT_S)
         assert event[0] == kind, event
         return event[1:]
+
+
+def random_bytes(size: int) -> bytes:
+    return np.random.default_rng(size).bytes(size)

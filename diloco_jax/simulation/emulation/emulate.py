@@ -1,6 +1,6 @@
 """`diloco emulate`: all islands of a config with real gradients, in virtual time.
 
-The runtime's own parts do everything: policy, boundaries, books, steps, takes, merges.
+The runtime's own parts decide, take steps, take deltas and merge.
 These are missing: wire, threads, failures of the coordinator, disks (an island that
 returns begins with fresh moments), and islands' own validation
 (`placement.evaluate_every_steps`). Equal inputs give equal bits. A pause among the

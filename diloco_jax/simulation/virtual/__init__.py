@@ -1,1 +1,1 @@
-"""Virtual time: the real policy, books and boundaries, driven by an event queue."""
+"""Virtual time: the real protocol, both halves of it, driven by an event queue."""

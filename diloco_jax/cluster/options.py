@@ -1,0 +1,24 @@
+"""The options of `diloco run`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diloco_jax.config.fields import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """See `diloco run --help`."""
+
+    baseline: bool = setting(
+        False,
+        help="Afterwards train the same model plainly on as many tokens, and compare.",
+    )
+    resume: str = setting(
+        "",
+        help="Workdir of a stopped run that should go on; CONFIG may be left out.",
+    )
+    json: bool = setting(
+        False, help="Print the summary to standard output as one JSON object."
+    )

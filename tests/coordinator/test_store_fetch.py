@@ -1,0 +1,120 @@
+"""Fetches from the store: publishes that lead on, and anchors in full."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from coordinator_support import PIN_S, arrays, load
+from store_support import merge_once
+
+from diloco_jax.coordinator.store import (
+    PINNED_VERSIONS,
+    RETAINED_PUBLISHES,
+    Store,
+)
+from diloco_jax.core.changes import apply_publish
+from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.fragments import plan_fragments, to_pieces
+from diloco_jax.core.payload import Box, PayloadLayout
+from diloco_jax.core.tiles import TileGrid
+from diloco_jax.protocol.values import Version
+from diloco_jax.wire.errors import VersionGone
+
+
+def test_missed_publishes_come_as_a_chain_and_lead_to_the_same_anchor(store, params):
+    for number in (1, 2, 3):
+        merge_once(store, 0, Version(1, number), seeds=(number, number + 10))
+    source = store.fetch(0, Version(1, 3), Version(1, 1))
+    assert (source.full, source.count) == (False, 2)
+    layout = PayloadLayout.of(get_codec("int8"), store.plan.fragments[0])
+    assert source.total == 2 * layout.total_bytes
+    full = store.fetch(0, Version(1, 3), None)
+    first = store.fetch(0, Version(1, 3), Version(1, 0))
+    given = to_pieces(store.plan, params)
+    anchors = [jnp.asarray(given[p.name]) for p in store.plan.fragments[0]]
+    for buffer in first.buffers:
+        arrays = layout.unpack(bytes(buffer))
+        anchors = [
+            apply_publish(get_codec("int8"), a, jnp.asarray(x))
+            for a, x in zip(anchors, arrays, strict=True)
+        ]
+    expected = b"".join(
+        TileGrid.of(a.shape).to_tiles(np.asarray(a)).tobytes() for a in anchors
+    )
+    assert b"".join(bytes(b) for b in full.buffers) == expected
+
+
+def test_who_missed_more_than_is_retained_gets_the_anchor_in_full(store):
+    for number in range(1, RETAINED_PUBLISHES + 3):
+        merge_once(store, 0, Version(1, number))
+    last = Version(1, RETAINED_PUBLISHES + 2)
+    assert store.fetch(0, last, Version(1, 0)).full
+    assert not store.fetch(0, last, Version(1, last.number - 1)).full
+
+
+def test_no_chain_leads_from_one_term_into_another(store):
+    """The numbers of both look like neighbours."""
+    load(store, arrays(store), [Version(2, 5), Version(1, 0)])
+    merge_once(store, 0, Version(2, 6))
+    assert store.fetch(0, Version(2, 6), Version(1, 5)).full
+    assert not store.fetch(0, Version(2, 6), Version(2, 5)).full
+
+
+def test_a_host_gets_its_tiles_of_the_anchor(run, params, monkeypatch):
+    monkeypatch.setattr("diloco_jax.coordinator.store.BLOCK_BYTES", 20_000)
+    axes, shape = {"w": ("embed", "mlp")}, (256, 128)
+    weights = np.random.default_rng(0).normal(size=shape).astype("<f4")
+    plan = plan_fragments({"w": shape}, axes, 1)
+    store = Store(run, plan, {"w": weights}, PIN_S)
+    ((rows, columns),) = [
+        p.encoded_shape[:-1]
+        for p in PayloadLayout.of(get_codec("int8"), plan.fragments[0]).placed
+    ]
+    part = (Box(0, (0, columns // 2), (rows, columns)), Box(0, (0, 0), (1, columns)))
+    source = store.fetch(0, Version(1, 0), None, part)
+    assert source.full
+    tiles = TileGrid.of(shape).split(weights)
+    expected = tiles[:, columns // 2 :].tobytes() + tiles[:1].tobytes()
+    assert b"".join(bytes(buffer) for buffer in source.buffers) == expected
+    assert source.total == len(expected)
+    scattered = [b for b in source.buffers if not b.c_contiguous]
+    assert max(buffer.nbytes for buffer in scattered) <= 20_000
+    with pytest.raises(ValueError, match="is not in a fragment of 1 pieces"):
+        store.fetch(0, Version(1, 0), None, (Box(1, (0, 0), (1, 1)),))
+
+
+def test_a_join_goes_on_fetching_the_version_that_it_began_with(store):
+    begun = b"".join(bytes(b) for b in store.fetch(0, Version(1, 0), None).buffers)
+    merge_once(store, 0, Version(1, 1))
+    again = b"".join(bytes(b) for b in store.fetch(0, Version(1, 0), None).buffers)
+    assert begun == again
+    merge_once(store, 1, Version(1, 1))
+    with pytest.raises(VersionGone, match="fetch this fragment again"):
+        store.fetch(1, Version(1, 0), None)
+
+
+def test_of_too_many_versions_that_are_fetched_the_oldest_goes(store):
+    for number in range(PINNED_VERSIONS + 1):
+        store.fetch(0, Version(1, number), None)
+        merge_once(store, 0, Version(1, number + 1))
+    with pytest.raises(VersionGone):
+        store.fetch(0, Version(1, 0), None)
+    for number in range(1, PINNED_VERSIONS + 1):
+        assert store.fetch(0, Version(1, number), None).full
+
+
+def test_an_anchor_that_nobody_fetches_any_more_is_freed(store, monkeypatch):
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("diloco_jax.coordinator.store.time", clock)
+    store.fetch(0, Version(1, 0), None)
+    pinned = weakref.ref(store.arrays(0)["anchor"][0])
+    merge_once(store, 0, Version(1, 1))
+    assert pinned() is not None
+    now[0] = PIN_S + 1.0
+    merge_once(store, 0, Version(1, 2))
+    gc.collect()
+    assert pinned() is None
