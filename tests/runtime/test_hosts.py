@@ -255,7 +255,22 @@ def test_the_island_is_merged_again_and_the_ledger_balances(killed):
     for incarnation in (2, 3):
         steps = tape_checks.steps_to_first_merge(killed.tape, "pair", incarnation)
         assert steps <= 6
-    assert set(killed.summary["islands"]["pair"]["tokens_lost"]) == {"died"}
+    lost = killed.summary["islands"]["pair"]["tokens_lost"]
+    assert set(lost) == {"died", told_by_the_survivor(killed.tape)}
+
+
+def told_by_the_survivor(tape: list[dict]) -> str:
+    """Reason of the end by host 1's death: "failed" if a collective told host 0 of it
+    before it was ended too, else "died", as where host 0 itself is killed."""
+    (end,) = (
+        r
+        for r in tape
+        if (r["kind"], r.get("island"), r.get("incarnation")) == ("left", "pair", 1)
+    )
+    if end["reason"] != "died":
+        assert end["reason"] == "failed"
+        assert "Gloo" in end["said"], "another host is gone, and nothing else"
+    return end["reason"]
 
 
 @pytest.mark.timing
