@@ -28,6 +28,7 @@ from diloco_jax.config import (
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.island.host import Host
 from diloco_jax.island.main import LeadingHost
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
@@ -112,7 +113,7 @@ def run_scripted(config: Config, workdir: Path) -> list[dict]:
         failures: list[str] = []
         # One after the other, so that all are there before the first tick.
         islands = [
-            LeadingHost(config, name, service.address, workdir / name, 1)
+            LeadingHost(Host(config, name, service.address, workdir / name), 1)
             for name in config.islands
         ]
         ready = threading.Barrier(len(islands))
@@ -128,7 +129,7 @@ def run_scripted(config: Config, workdir: Path) -> list[dict]:
             try:
                 island.start(script)
                 ready.wait(PATIENCE_S)
-                ending = island.run()
+                ending = island.loop.run()
                 if ending.exit_code:
                     failures.append(ending.text)
                 island.stop(ending)
