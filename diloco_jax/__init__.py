@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diloco_jax.cluster.local import LocalCluster
     from diloco_jax.evaluation import load_params
-    from diloco_jax.island.joined import Island, IslandEndedError, join
+    from diloco_jax.island.joined import IslandEndedError, JoinedIsland, join
     from diloco_jax.models.model import loop_model
     from diloco_jax.simulation.emulation.emulate import Emulation, emulate
     from diloco_jax.simulation.emulation.history import History
@@ -24,8 +24,8 @@ __all__ = [
     "Emulation",
     "EmulationOptions",
     "History",
-    "Island",
     "IslandEndedError",
+    "JoinedIsland",
     "LocalCluster",
     "emulate",
     "join",
@@ -42,7 +42,7 @@ _HOMES = {
     "LocalCluster": "diloco_jax.cluster.local",
     "load_params": "diloco_jax.evaluation",
     "join": "diloco_jax.island.joined",
-    "Island": "diloco_jax.island.joined",
+    "JoinedIsland": "diloco_jax.island.joined",
     "IslandEndedError": "diloco_jax.island.joined",
     "loop_model": "diloco_jax.models.model",
 }

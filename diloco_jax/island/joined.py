@@ -45,7 +45,7 @@ def join(
     axes: Axes | None = None,
     every: int = 1,
     insecure: bool = False,
-) -> Island:
+) -> JoinedIsland:
     """Make this process an island of the run that a coordinator serves.
 
     ```
@@ -79,10 +79,12 @@ def join(
     config = _of_coordinator(address, str(certificates), insecure)
     island = _described(config, name, tokens_per_step * every)
     config = dataclasses.replace(config, islands={**config.islands, name: island})
-    return Island(JoinedHost(config, name, address, like, axes), incarnation, every)
+    return JoinedIsland(
+        JoinedHost(config, name, address, like, axes), incarnation, every
+    )
 
 
-class Island:
+class JoinedIsland:
     """An island whose train loop is the user's. Use it as a context manager.
 
     Leaving the block before the run is over is a goodbye that loses nothing that was

@@ -48,7 +48,17 @@ class JoinedHost(Parts["JoinedLoop"]):
         """like, axes: as for `join`. Raise ConfigError if the parameters are not f32,
         or cannot be cut as the run cuts them; SecurityError."""
         self._structure: Any = jax.tree.structure(like)
+        leaves = jax.tree.leaves(like)
         self._like: Params = jax.tree.map(_abstract, _named(like))
+        self._shapes = [leaf.shape for leaf in leaves]
+        numbers = named(jax.tree.unflatten(self._structure, range(len(leaves))))
+        paths = {
+            number: tuple(key.key for key in path)
+            for path, number in jax.tree_util.tree_leaves_with_path(numbers)
+        }
+        self._paths = [paths[number] for number in range(len(leaves))]
+        """Names of the leaves, in the order of `like`."""
+        self._smallest = min(self._paths, key=lambda path: _leaf(self._like, path).size)
         model = Model(
             lambda key: self._like,
             None,
@@ -69,7 +79,7 @@ class JoinedHost(Parts["JoinedLoop"]):
         """Run every take and adoption once."""
         began = time.monotonic()
         self._zeros = self._exchange.warm(self._zeros)
-        _first(_smallest(self._zeros))
+        _first(_leaf(self._zeros, self._smallest))
         self.compile_seconds = time.monotonic() - began
 
     def loop(
@@ -101,11 +111,12 @@ class JoinedHost(Parts["JoinedLoop"]):
             pace=Pace(run, goal),
             timing=Timing(self.compile_seconds),
             send_anchor=self._send_anchor,
+            smallest=self._smallest,
         )
 
     def as_tree(self, params: Params) -> Any:
         """Return parameters in the structure of `like`."""
-        leaves = [_leaf(params, path) for path in self._paths()]
+        leaves = [_leaf(params, path) for path in self._paths]
         return jax.tree.unflatten(self._structure, leaves)
 
     def as_named(self, tree: Any) -> Params:
@@ -113,33 +124,30 @@ class JoinedHost(Parts["JoinedLoop"]):
 
         Raises ValueError if it differs from `like` in structure, shape or dtype.
         """
-        if (structure := jax.tree.structure(tree)) != self._structure:
+        leaves, structure = jax.tree.flatten(tree)
+        if structure != self._structure:
             raise ValueError(
                 f"boundary was given {structure}, the island joined with "
                 f"{self._structure}; give it the parameters alone, in that structure"
             )
-        params = named(tree)
-        for path in self._paths():
-            leaf, like = _leaf(params, path), _leaf(self._like, path)
-            if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
+        params: Params = {}
+        for path, leaf, shape in zip(self._paths, leaves, self._shapes, strict=True):
+            if leaf.shape != shape or leaf.dtype != np.float32:
                 raise ValueError(
                     f"{'/'.join(path)} is {leaf.dtype}{list(leaf.shape)} at the "
-                    f"boundary, the island joined with {like.dtype}"
-                    f"{list(like.shape)}; parameters stay as they were"
+                    f"boundary, the island joined with float32{list(shape)}; "
+                    f"parameters stay as they were"
                 )
+            node = params
+            for key in path[:-1]:
+                node = node.setdefault(key, {})
+            node[path[-1]] = leaf
         return params
 
     def global_params(self) -> Any:
         """Return the anchors in the structure of `like`."""
         anchors = {n: jnp.copy(a) for n, a in self._exchange.anchors().items()}
         return self.as_tree(from_pieces(self.plan, anchors))
-
-    def _paths(self) -> list[tuple[str, ...]]:
-        """Return the leaves' paths in the order of `like`."""
-        tree = jax.tree.unflatten(self._structure, range(self._structure.num_leaves))
-        found = jax.tree_util.tree_leaves_with_path(named(tree))
-        paths = {number: tuple(k.key for k in path) for path, number in found}
-        return [paths[number] for number in range(self._structure.num_leaves)]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -148,6 +156,8 @@ class JoinedLoop(Stepping):
 
     replica: LentParams
     data: OwnData
+    smallest: tuple[str, ...]
+    """Path of the smallest parameter, by which a step is known to be done."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,7 +168,7 @@ class JoinedLoop(Stepping):
 
     def begin_step(self) -> tuple[float, np.ndarray]:
         """Return the learning rate and the positions of the step that begins."""
-        self._mark = _first(_smallest(self.replica.params))
+        self._mark = _first(_leaf(self.replica.params, self.smallest))
         self._step.enter_context(self.timing.step())
         return self.learning_rate(), self.data.draw()
 
@@ -239,11 +249,6 @@ def _leaf(params: Params, path: tuple[str, ...]) -> Any:
     for key in path:
         node = node[key]
     return node
-
-
-def _smallest(params: Params) -> jax.Array:
-    smallest: jax.Array = min(jax.tree.leaves(params), key=lambda leaf: leaf.size)
-    return smallest
 
 
 @jax.jit
