@@ -22,6 +22,8 @@ class MeanSums(NamedTuple):
 class Mean(Fold):
     """See `Fold`."""
 
+    by_element = True
+
     def init(self, shape: Shape) -> MeanSums:
         """Return zeros."""
         return MeanSums(jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.float32))

@@ -21,7 +21,7 @@ from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout, tiles_of
 from diloco_jax.island.arrivals import Arrival
-from diloco_jax.island.device.kinds import index_of, kind_of
+from diloco_jax.island.device.kinds import alike, index_of, kind_of
 from diloco_jax.island.device.placing import Region, abstract, assemble, needed, zeros
 
 
@@ -260,7 +260,7 @@ class Exchange:
         found: dict[tuple[Any, ...], Piece] = {}
         for piece in self._kinds:
             leaf = _leaf(params, piece.path)
-            found.setdefault((leaf.shape, leaf.sharding, piece.layer < 0), piece)
+            found.setdefault((leaf.shape, leaf.sharding, *alike(piece)), piece)
         return list(found.values())
 
     @property
