@@ -226,6 +226,7 @@ def serve(certificates: Path, size: int, *, tls: bool) -> None:
         tls=files,
         deadlines=DEADLINES,
         max_islands=1,
+        max_hosts=1,
         bulk_channels=BULK_CHANNELS,
     )
     address = server.start()

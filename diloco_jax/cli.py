@@ -176,7 +176,7 @@ def island_command(arguments: Sequence[str]) -> int:
         make_workdir(workdir)
         incarnation = next_attempt(workdir / run_files.ATTEMPTS, options.name)
     from diloco_jax.config.resolving import resolve
-    from diloco_jax.island.hosts.world import WorldAddress
+    from diloco_jax.island.hosts.meeting import WorldAddress
     from diloco_jax.island.main import run
     from diloco_jax.observability.logs import setup_logging
 
@@ -310,6 +310,13 @@ def certs_command(arguments: Sequence[str]) -> int:
     return certs_command.certs_command(arguments)
 
 
+def manifest_command(arguments: Sequence[str]) -> int:
+    """Run `diloco manifest`."""
+    from diloco_jax.data import manifest_command
+
+    return manifest_command.manifest_command(arguments)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     "run": (
         run_command,
@@ -360,6 +367,11 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         launch_command,
         "CONFIG --on tpu_vm|gke [--action create|run|logs|stop|delete] [--dry-run]",
         "makes and starts what runs CONFIG on TPU slices",
+    ),
+    "manifest": (
+        manifest_command,
+        "PATH",
+        "read files of tokens once, so that no start does",
     ),
     "certs": (
         certs_command,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import sys
 from importlib import metadata
 from pathlib import Path
 
 import jax
 
-from diloco_jax import libtpu
+from diloco_jax import libtpu, machine
 
 VECTOR_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
 """Instruction sets for which XLA compiles different code, as Linux names them."""
@@ -42,9 +41,7 @@ def _threads() -> int:
     """Count the threads of XLA's pool, which decide how long sums are cut."""
     if nproc := os.environ.get("NPROC"):
         return int(nproc)
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return machine.cores()
 
 
 def _cpu() -> str:

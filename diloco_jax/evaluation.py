@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco_jax import checkpoint
+from diloco_jax import checkpoint, sealed
 from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.coordinator import snapshots
+from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import Params, from_pieces
+from diloco_jax.core.tiles import TileGrid
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.files import json_number
@@ -70,21 +73,20 @@ def newest_params(
 ) -> tuple[Params, Mapping[str, Any]]:
     """Return theta of a run's newest snapshot, and the snapshot's facts."""
     folder = checkpoint.snapshots_folder(config.placement, workdir)
-    number = None
-    if folder.is_dir():
-        manager = checkpoint.open_folder(folder, keep=1, read_only=True)
-        number = checkpoint.newest(manager)
-    if number is None:
-        raise ConfigError(f"{folder} has no snapshot; give the workdir of a run")
     plan = build_plan(config.run, model)
-    facts = checkpoint.read_facts(manager, number)
-    checkpoint.refuse_other_model(folder, number, facts, plan.digest())
-    thetas = checkpoint.restore(manager, number, "theta")
-    manager.close()
-    pieces = {}
-    for fragment, theta in zip(plan.fragments, thetas, strict=True):
-        for piece, value in zip(fragment, theta, strict=True):
-            pieces[piece.name] = value
+    found = snapshots.states(folder) if folder.is_dir() else []
+    if not found:
+        raise ConfigError(f"{folder} has no snapshot; give the workdir of a run")
+    facts = sealed.read_header(snapshots.state_path(folder, found[-1]))
+    checkpoint.refuse_other_model(folder, found[-1], facts, plan.digest())
+    store, pieces = Store(config.run, plan, None, pin_s=0.0), {}
+    for fragment, of_fragment in enumerate(plan.fragments):
+        version = snapshots.versions(folder, fragment)[-1]
+        arrays = snapshots.empty(store.like(fragment))
+        path = snapshots.fragment_path(folder, fragment, version)
+        sealed.read(path, snapshots.flat(arrays))
+        for piece, value in zip(of_fragment, arrays["theta"], strict=True):
+            pieces[piece.name] = TileGrid.of(piece.shape).from_tiles(value)
     return from_pieces(plan, pieces), facts
 
 

@@ -4,7 +4,8 @@ WHO is an island (`v5p-a`; `v5p-a#2` for its second incarnation; `v5p-a/1` for i
 host 1) or `coordinator`.
 STEP counts an incarnation's own inner steps; for the coordinator, its merges. ACTION
 is `kill` (SIGKILL, like a preempted or crashed host) or `pauseS` (SIGSTOP for S
-seconds, like a stalled host).
+seconds, like a stalled host). The coordinator is struck once its merge is committed and
+before anyone is told; by `kill-prepared`, once it is prepared and not committed.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from diloco_jax.errors import ConfigError, suggest
 COORDINATOR = "coordinator"
 
 _FORMS = (
-    "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS', 'NAME#INCARNATION@STEP:...' or "
-    "'NAME/HOST@STEP:...'"
+    "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS', 'NAME#INCARNATION@STEP:...', "
+    "'NAME/HOST@STEP:...' or 'coordinator@STEP:kill-prepared'"
 )
 _PATTERN = re.compile(
     r"(?P<who>[^@#/]+)(?:/(?P<host>\d+))?(?:#(?P<incarnation>[1-9]\d*))?@(?P<step>\d+):"
-    r"(?:(?P<kill>kill)|pause(?P<pause>\d+(?:\.\d+)?))"
+    r"(?:(?P<kill>kill)(?P<prepared>-prepared)?|pause(?P<pause>\d+(?:\.\d+)?))"
 )
 # Detached, so that it runs on while its parent is stopped.
 _WAKE = "import os,signal,sys,time;time.sleep({s});os.kill({pid},signal.SIGCONT)"
@@ -42,6 +43,8 @@ class Fault:
     step: int
     pause_s: float | None
     host: int = 0
+    prepared: bool = False
+    """True if it strikes between a merge's preparation and its commit."""
 
     def strike(self) -> None:
         """Strike this process; return after a pause, and never from a kill."""
@@ -73,10 +76,11 @@ class Faults:
             )
         )
 
-    def fire(self, step: int) -> None:
-        """Strike if a fault is set for this step. Call it once per step."""
+    def fire(self, step: int, *, prepared: bool = False) -> None:
+        """Strike if a fault is set for this step. Call it once per step. prepared: the
+        step is a merge that is prepared and not committed."""
         for fault in self.faults:
-            if fault.step == step:
+            if (fault.step, fault.prepared) == (step, prepared):
                 fault.strike()
 
 
@@ -99,10 +103,16 @@ def _parse(text: str, known: list[str]) -> Fault:
             f"placement.faults has {text!r}, but there is no {who!r}"
             f"{suggest(who, known)}; known are {', '.join(known)}"
         )
+    if match["prepared"] and who != COORDINATOR:
+        raise ConfigError(
+            f"placement.faults has {text!r}, but merges are prepared by "
+            f"{COORDINATOR!r} alone; write {COORDINATOR}@{match['step']}:kill-prepared"
+        )
     return Fault(
         who=who,
         incarnation=int(match["incarnation"] or 1),
         step=int(match["step"]),
         pause_s=float(match["pause"]) if match["pause"] else None,
         host=int(match["host"] or 0),
+        prepared=match["prepared"] is not None,
     )

@@ -27,14 +27,15 @@ from diloco_jax.core.fragments import (
     FragmentPlan,
     Params,
     Piece,
-    digest_arrays,
     get_piece,
     set_piece,
 )
 from diloco_jax.core.merge.merging import merge_deltas, rule_for
 from diloco_jax.core.outer.optimizer import OuterSettings, make_outer, outer_step
+from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.core.publish import apply_publish, publish
 from diloco_jax.core.weighting import WEIGHTINGS, weight
+from diloco_jax.sealed import digest_of
 
 
 class RoundIsland(NamedTuple):
@@ -72,7 +73,7 @@ class MergeRecord(NamedTuple):
     step: int
     """At which everyone took."""
     digest: str
-    """`digest_arrays` of the fragment's pieces of Theta after the merge."""
+    """`digest_of` of the merge's publish."""
 
 
 class RoundResult(NamedTuple):
@@ -136,7 +137,10 @@ def run(
         fragment = (tick - 1) % len(plan.fragments)
         takes = [member.take(fragment, step) for member in members]
         published = coordinator.merge(fragment, takes)
-        digest = digest_arrays(coordinator.theta[fragment])
+        layout = PayloadLayout.of(
+            get_codec(settings.codec_down), plan.fragments[fragment]
+        )
+        digest = digest_of(layout.pack(published))
         history.append(MergeRecord(tick, fragment, step, digest))
         on_the_way.append((step + tau, fragment, published))
     advance_to(step)

@@ -26,13 +26,20 @@ from diloco_jax.protocol.coordinator import (
     schedule,
     takes,
 )
-from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
+from diloco_jax.protocol.coordinator.events import (
+    MergePrepared,
+    Note,
+    Persist,
+    Tell,
+)
 from diloco_jax.protocol.coordinator.state import with_fragment
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.messages import Progress
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.records import Merged
 from diloco_jax.protocol.values import Version
+from diloco_jax.simulation.faults.disk import Disk
+from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 
 
 class Plant(NamedTuple):
@@ -202,6 +209,34 @@ def _begins_with_all_data(first_state: Callable[..., Any]) -> Callable[..., Any]
     return broken
 
 
+def _says_prepared(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(coordinator: Any, merge: Any, prepared: Any) -> Any:
+        if not coordinator.dead:
+            coordinator._written(merge, prepared)
+            coordinator.hear(
+                MergePrepared(
+                    fragment=merge.fragment, version=merge.version, prepared=prepared
+                )
+            )
+
+    return broken
+
+
+def _forgets_all(forget: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(disk: Any, fragment: int, through: Any) -> Any:
+        forget(disk, fragment, disk.saved(fragment)[-1])
+
+    return broken
+
+
+def _counts_what_was_prepared(restore: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(disk: Any, committed: Any) -> Any:
+        found = enumerate(committed)
+        return restore(disk, [max([*disk.published(f), v]) for f, v in found])
+
+    return broken
+
+
 PLANTS = {
     "recovery_forgets_a_merge": Plant(
         "versions", recovery, "recover", _forgets_the_last_merge
@@ -235,6 +270,15 @@ PLANTS = {
     "data_is_used_backwards": Plant("data", LeasedPositions, "draw", _draws_backwards),
     "merged_data_is_free": Plant("data", leases, "release", _frees_all_data),
     "the_log_is_written_last": Plant("durable", decide, "step", _writes_last),
+    "a_full_disk_counts_as_written": Plant(
+        "prepared", VirtualCoordinator, "_prepare", _says_prepared
+    ),
+    "publishes_go_with_the_newest_snapshot": Plant(
+        "chains", Disk, "forget", _forgets_all
+    ),
+    "a_prepared_merge_is_restored": Plant(
+        "restored", Disk, "restore", _counts_what_was_prepared
+    ),
     "takes_are_asked_for_once": Plant("liveness", members, "_ask_again", _asks_once),
     "grants_have_a_gap": Plant("unbroken", leases, "regrant", _leaves_a_gap),
 }

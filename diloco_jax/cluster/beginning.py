@@ -130,8 +130,9 @@ def _came_to_nothing(workdir: Path, config: Config) -> bool:
     except ConfigError:
         return False
     folder = there.placement.checkpoints or str(workdir / run_files.CHECKPOINTS)
-    # A bucket is not looked into. A checkpoint gets its number when complete.
-    if is_bucket(folder) or any(p.name.isdigit() for p in Path(folder).glob("*/*")):
+    # A bucket is not looked into. A snapshot gets its name when complete, and that of
+    # the state comes last.
+    if is_bucket(folder) or any(Path(folder).glob("*/state-*.snapshot")):
         return False
     return not differences(shared_fields(there.run), shared_fields(config.run))
 

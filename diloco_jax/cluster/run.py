@@ -26,11 +26,7 @@ from diloco_jax.cluster.resume import (
     tell_resumed,
 )
 from diloco_jax.cluster.status import status_client
-from diloco_jax.config import (
-    Config,
-    ConfigError,
-    Placement,
-)
+from diloco_jax.config import Config, ConfigError, Placement
 from diloco_jax.config.resolving import resolve
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.interrupt import Interrupt

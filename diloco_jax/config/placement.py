@@ -67,6 +67,13 @@ class Placement:
         help='Most seconds that an island may report "compiling", its hosts\' waiting '
         "for each other included.",
     )
+    hosts_budget_s: float = setting(
+        1800.0,
+        SOME_SECONDS,
+        group=DEADLINES,
+        help="Most seconds between the starts of an island's hosts, the pulls of "
+        "images and the copies of text included.",
+    )
     notice_s: float = setting(
         0.0,
         SECONDS,

@@ -68,7 +68,7 @@ class Holder(Protocol):
     """The fragments and deltas."""
 
     def merge(self, merge: Merge) -> None:
-        """Begin a merge; its result arrives as a `MergeComputed`."""
+        """Begin a merge; its result arrives as a `MergePrepared`."""
 
     def commit(self, commit: Commit) -> None:
         """Make a computed merge the fragment's version."""

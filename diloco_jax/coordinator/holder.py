@@ -1,27 +1,48 @@
 """Hold parameters and deltas in the lead's own process.
 
-Merges are computed one by one on a thread of their own, and a result comes back as an
-event. The merged deltas are not needed after that; the publish waits for the log.
+Merges are computed on a few threads, one fragment on each. The same thread writes the
+publish to disk, which prepares the merge, and says so with an event. A publish that
+cannot be written is tried again: the merge stays open, and nothing else waits for it.
+Deltas are dropped once the merge is committed.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
 
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.memory import give_back
+from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.store import ComputedMerge, Store
+from diloco_jax.core.fragment_merge import Squares
+from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol.coordinator.events import (
     Commit,
     Drop,
     Forget,
     Merge,
-    MergeComputed,
+    MergePrepared,
 )
-from diloco_jax.protocol.values import DeltaKey
+from diloco_jax.protocol.values import DeltaKey, Prepared
+
+logger = logging.getLogger(__name__)
+
+CORES_PER_MERGE = 4
+"""XLA spreads a block of a merge over cores, but Python between two blocks does not."""
+MERGES_AT_ONCE = 4
+"""Merges under way, at most: each holds three f32 arrays of its fragment."""
+WRITE_AGAIN_S = 2.0
+"""Pause before a publish that could not be written is tried again, in seconds."""
 
 
 class StoreHolder:
@@ -29,81 +50,56 @@ class StoreHolder:
 
     post: queues an event for the engine's thread, with a function to call there just
     before it. failed: called with the error of a merge. note: writes to the tape.
+    alert: tells people. The last two are called on the engine's thread.
     """
 
     def __init__(
         self,
         store: Store,
         inbox: Inbox,
+        publishes: Publishes,
         metrics: Metrics,
-        post: Callable[[MergeComputed | None, Callable[[], None]], None],
+        post: Callable[[MergePrepared | None, Callable[[], None]], None],
         failed: Callable[[BaseException], None],
         note: Callable[[notes.Note], None],
+        alert: Callable[[str], None],
     ) -> None:
         self._store, self._inbox, self._metrics = store, inbox, metrics
-        self._post, self._failed, self._note = post, failed, note
-        self._merger = ThreadPoolExecutor(1, "diloco-merge")
-        self._computed: dict[int, ComputedMerge] = {}
-        self._closing = False
+        self._publishes = publishes
+        self._post, self._failed = post, failed
+        self._note, self._alert = note, alert
+        self._merger = ThreadPoolExecutor(merges_at_once(), "diloco-merge")
+        self._prepared: dict[int, tuple[ComputedMerge, list[DeltaKey]]] = {}
+        self._closing = threading.Event()
 
     def warm_up(self, compiled: Callable[[], None]) -> None:
         """Compile what merges need, ahead of the first merge. compiled: called on the
         engine's thread once that is done."""
-        future = self._merger.submit(self._store.warm_up, lambda: self._closing)
 
-        def done(future: Future[None]) -> None:
-            if self._succeeded(future):
-                self._post(None, compiled)
+        def compile_all() -> None:
+            self._store.warm_up(self._closing.is_set)
+            self._post(None, compiled)
 
-        future.add_done_callback(done)
+        self._submit(compile_all)
 
     def close(self) -> None:
         """Wait for the merge under way; begin no other."""
-        self._closing = True
+        self._closing.set()
         self._merger.shutdown(wait=True, cancel_futures=True)
-
-    def published(self, fragment: int) -> bytes:
-        """Return the encoded publish of a merge that is computed and not committed
-        yet."""
-        return self._computed[fragment].payload
 
     def merge(self, merge: Merge) -> None:
         """See engine.Holder."""
         keys = _keys(merge)
         payloads = [self._inbox.payload(key) for key in keys]
-        started = time.monotonic()
-        future = self._merger.submit(
-            self._store.merge,
-            merge.fragment,
-            merge.version,
-            merge.contributions,
-            payloads,
-            share=merge.share,
-            final=merge.final,
-        )
-
-        def done(future: Future[ComputedMerge]) -> None:
-            if not self._succeeded(future):
-                return
-            merged = future.result()
-
-            def keep() -> None:
-                self._computed[merge.fragment] = merged
-                for key in keys:
-                    self._inbox.drop(key)
-                self._measured(merge, merged, time.monotonic() - started)
-
-            computed = MergeComputed(
-                fragment=merge.fragment, version=merge.version, digest=merged.digest
-            )
-            self._post(computed, keep)
-
-        future.add_done_callback(done)
+        squares = [self._inbox.squares(key) for key in keys]
+        self._submit(lambda: self._prepare(merge, keys, payloads, squares))
 
     def commit(self, commit: Commit) -> None:
         """See engine.Holder."""
-        merged = self._computed.pop(commit.fragment)
+        merged, keys = self._prepared.pop(commit.fragment)
         self._store.commit(commit.fragment, merged)
+        for key in keys:
+            self._inbox.drop(key)
         self._note(
             notes.Measured(
                 fragment=commit.fragment,
@@ -111,6 +107,7 @@ class StoreHolder:
                 **merged.measures._asdict(),
             )
         )
+        self._submit(lambda: self._follow_up(commit.fragment, merged))
 
     def drop(self, drop: Drop) -> None:
         """See engine.Holder."""
@@ -120,13 +117,82 @@ class StoreHolder:
         """See engine.Holder."""
         self._inbox.drop_island(forget.island, forget.before, frozenset(forget.kept))
 
-    def _succeeded(self, future: Future[ComputedMerge] | Future[None]) -> bool:
-        if future.cancelled():
-            return False
-        if (failure := future.exception()) is None:
-            return True
-        self._failed(failure)
-        return False
+    def _prepare(
+        self,
+        merge: Merge,
+        keys: list[DeltaKey],
+        payloads: Sequence[npt.NDArray[np.uint8]],
+        squares: Sequence[Squares],
+    ) -> None:
+        started = time.monotonic()
+        merged = self._store.merge(
+            merge.fragment,
+            merge.version,
+            merge.contributions,
+            payloads,
+            squares,
+            share=merge.share,
+            final=merge.final,
+        )
+        seconds = time.monotonic() - started
+        prepared = self._written(merge, merged)
+        if prepared is None:
+            return
+
+        def keep() -> None:
+            self._prepared[merge.fragment] = merged, keys
+            self._measured(merge, merged, seconds)
+
+        event = MergePrepared(
+            fragment=merge.fragment, version=merge.version, prepared=prepared
+        )
+        self._post(event, keep)
+
+    def _written(self, merge: Merge, merged: ComputedMerge) -> Prepared | None:
+        """Write the publish, however often that takes; None if this process ends."""
+        told = False
+        while not self._closing.is_set():
+            try:
+                return self._publishes.write(
+                    merge.fragment, merge.version, merged.payload, final=merge.final
+                )
+            except OSError as error:
+                if not told:
+                    self._tell_unwritten(merge, merged, error)
+                told = True
+                self._closing.wait(WRITE_AGAIN_S)
+        return None
+
+    def _tell_unwritten(
+        self, merge: Merge, merged: ComputedMerge, error: OSError
+    ) -> None:
+        text = (
+            f"fragment {merge.fragment} is not merged yet: its publish of "
+            f"{len(merged.payload):,} bytes cannot be written to {error.filename} "
+            f"({error.strerror}); free some space there, and it goes on"
+        )
+        self._post(None, lambda: self._alert(text))
+
+    def _follow_up(self, fragment: int, merged: ComputedMerge) -> None:
+        """Do what a merge has left, once it is committed and nobody waits for it."""
+        note = notes.Digested(
+            fragment=fragment,
+            version=merged.version,
+            digest=digest_arrays(merged.state.theta),
+        )
+        give_back()
+        self._post(None, lambda: self._note(note))
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        """Call a function on a merging thread; its error ends the process."""
+
+        def attempt() -> None:
+            try:
+                job()
+            except BaseException as error:
+                self._failed(error)
+
+        self._merger.submit(attempt)
 
     def _measured(self, merge: Merge, merged: ComputedMerge, seconds: float) -> None:
         self._metrics.append(
@@ -143,6 +209,12 @@ class StoreHolder:
                 "seconds": seconds,
             }
         )
+
+
+def merges_at_once() -> int:
+    """Return the number of merges that this machine computes at a time."""
+    cores = os.cpu_count() or 1
+    return min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
 
 
 def _keys(merge: Merge) -> list[DeltaKey]:

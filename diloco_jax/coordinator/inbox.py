@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.coordinator.rooms import Room, Rooms
+from diloco_jax.core.fragment_merge import Squares
 from diloco_jax.core.payload import Coverage, Part, PayloadLayout
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire.bulk import UploadStart
@@ -60,6 +61,7 @@ class _Assembly:
         """Parts that arrive beside the payload; the whole delta, as a part, is the
         payload."""
         self.complete = False
+        self.squares: Squares = ()
 
     @property
     def memory_bytes(self) -> int:
@@ -226,6 +228,17 @@ class Inbox:
         if not assembly.complete:
             raise KeyError(f"{key} is not complete")
         return assembly.room.place
+
+    def checked(self, key: DeltaKey, squares: Squares) -> None:
+        """Keep the sums of a delta's squares with it, if it is still here."""
+        with self._lock:
+            if key in self._deltas:
+                self._deltas[key].squares = squares
+
+    def squares(self, key: DeltaKey) -> Squares:
+        """Return what `checked` kept."""
+        with self._lock:
+            return self._deltas[key].squares
 
     def drop(self, key: DeltaKey) -> None:
         """Free a delta, if it has arrived."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import Counter
-from collections.abc import Callable
 
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.log import RecordLog
@@ -16,6 +17,8 @@ from diloco_jax.protocol.coordinator.events import Ignored
 logger = logging.getLogger(__name__)
 
 ALERTS_KEPT = 20
+SLOW_TOLD_EVERY_S = 60.0
+"""Seconds between two alerts about a slow log."""
 
 
 class Journal:
@@ -26,25 +29,28 @@ class Journal:
         log: RecordLog,
         tape: Tape,
         *,
-        published: Callable[[int], bytes],
         faults: Faults,
         merges: int,
+        slow_s: float,
     ) -> None:
-        """published: returns the encoded publish of a fragment's computed merge.
-        faults: fired with the number of each merge once that is durable. merges: merges
-        of the run so far."""
+        """faults: fired with the number of each merge, before its record commits it
+        and after. merges: merges of the run so far. slow_s: a record that takes longer
+        to write raises an alert, since no decision is made meanwhile."""
         self.alerts: list[str] = []
         self.ignored_messages: Counter[str] = Counter()
         """Messages that made no move, counted by the state that they met."""
-        self._log, self._tape, self._published = log, tape, published
-        self._faults, self._merges = faults, merges
+        self._log, self._tape = log, tape
+        self._faults, self._merges, self._found = faults, merges, merges
+        self._slow_s, self._slow_told = slow_s, -math.inf
 
     def persist(self, record: records.Durable) -> None:
         """See engine.Log."""
-        payload = b""
-        if isinstance(record, records.Merged):
-            payload = self._published(record.fragment)
-        self._log.append(records.line(record), payload)
+        if isinstance(record, records.Merged) and self._merges > self._found:
+            # Not for the first one: the life before may have ended at this fault.
+            self._faults.fire(self._merges + 1, prepared=True)
+        began = time.monotonic()
+        self._log.append(records.line(record))
+        self._watch(time.monotonic() - began)
         self.note(record)
         if isinstance(record, records.Merged):
             self._merges += 1
@@ -73,3 +79,12 @@ class Journal:
         logger.warning("%s", text)
         self.alerts = [*self.alerts, text][-ALERTS_KEPT:]
         self.note(notes.Alert(text=text))
+
+    def _watch(self, seconds: float) -> None:
+        now = time.monotonic()
+        if seconds > self._slow_s and now - self._slow_told > SLOW_TOLD_EVERY_S:
+            self._slow_told = now
+            self.alert(
+                f"the record log's disk is slow: one record took {seconds:.1f} s, and "
+                f"no decision is made meanwhile; give the workdir a disk of its own"
+            )

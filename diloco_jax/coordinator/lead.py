@@ -11,6 +11,7 @@ from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.journal import Journal
 from diloco_jax.coordinator.log import RecordLog
+from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
 from diloco_jax.coordinator.thread import EngineThread
@@ -39,29 +40,34 @@ class Lead(EngineThread[State, Event]):
         *,
         store: Store,
         inbox: Inbox,
+        publishes: Publishes,
         log: RecordLog,
         tape: Tape,
         metrics: Metrics,
         sessions: Sessions,
         faults: Faults,
+        slow_s: float,
         housekeeping: Callable[[Lead], None],
     ) -> None:
-        """housekeeping: called on the engine's thread at least twice a second."""
+        """slow_s: see `Journal`. housekeeping: called on the engine's thread at least
+        twice a second."""
         self.config = config
         self._holder = StoreHolder(
             store,
             inbox,
+            publishes,
             metrics,
             self.post,
             self.fail,
             lambda note: self.journal.note(note),
+            lambda text: self.journal.alert(text),
         )
         self.journal = Journal(
             log,
             tape,
-            published=self._holder.published,
             faults=faults,
             merges=sum(fragment.merges for fragment in state.fragments),
+            slow_s=slow_s,
         )
         engine: Engine[State, Event] = Engine(
             decide.step,

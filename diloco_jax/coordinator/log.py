@@ -1,15 +1,17 @@
 """The record log: everything that must survive a crash, written before anyone can see
 it.
 
-A log is a row of numbered segments; a snapshot with number n holds everything up to
-segment n. A frame is a fixed header (magic, lengths, CRC-32 of all that follows), a
-JSON record and a payload of raw bytes. Only the last frame of the last segment can be
-left unfinished by a crash; it is cut off. Any other frame that does not read is damage,
-and an error.
+A log is a row of numbered segments; a snapshot of the state with number n holds
+everything up to segment n. A frame is a fixed header (magic, length and CRC-32 of the
+record) and a JSON record. Records are small: bulk bytes are in files of their own
+(`publishes.py`). Only the last frame of the last segment can be left unfinished by a
+crash; it is cut off. Any other frame that does not read is damage, and an error.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import os
@@ -17,15 +19,16 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from diloco_jax.config import ConfigError
 from diloco_jax.paths import naming
+from diloco_jax.sealed import sync_folder
 
 logger = logging.getLogger(__name__)
 
-_HEADER = struct.Struct("<4sIQI")
-_MAGIC = b"dlc1"
+_HEADER = struct.Struct("<4sII")
+_MAGIC = b"dlc2"
 
 
 class DurableError(ConfigError):
@@ -33,11 +36,8 @@ class DurableError(ConfigError):
     place."""
 
 
-class Entry(NamedTuple):
-    """One record of the log with the bytes that belong to it."""
-
-    record: dict[str, Any]
-    payload: bytes
+Line = dict[str, Any]
+"""One record of the log."""
 
 
 class RecordLog:
@@ -50,12 +50,12 @@ class RecordLog:
         self.segment = next_number(folder, after)
         self._file = _path(folder, self.segment).open("ab")
         for made in (folder, folder.parent):
-            _sync_folder(made)
+            sync_folder(made)
 
-    def append(self, record: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Write a record and its payload; both are on disk when this returns."""
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write a record; it is on disk when this returns."""
         with naming(_path(self._folder, self.segment)):
-            self._file.write(frame(record, payload))
+            self._file.write(frame(record))
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -65,7 +65,7 @@ class RecordLog:
         self._file.close()
         self.segment += 1
         self._file = _path(self._folder, self.segment).open("ab")
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
         return ended
 
     def forget(self, through: int) -> None:
@@ -93,7 +93,7 @@ def goes_on_from(folder: Path, after: int) -> bool:
     return bool(later) and later == list(range(after + 1, later[-1] + 1))
 
 
-def read(folder: Path, after: int) -> Iterator[Entry]:
+def read(folder: Path, after: int) -> Iterator[Line]:
     """Yield the entries of all segments numbered above `after`, oldest first.
 
     Raises DurableError where a frame does not read; cuts off an unfinished last frame.
@@ -105,14 +105,13 @@ def read(folder: Path, after: int) -> Iterator[Entry]:
             yield from read_frames(file, str(path), last=number == numbers[-1])
 
 
-def frame(record: Mapping[str, Any], payload: bytes = b"") -> bytes:
+def frame(record: Mapping[str, Any]) -> bytes:
     """Return one record as the log stores it."""
-    head = json.dumps(record, separators=(",", ":")).encode()
-    crc = zlib.crc32(payload, zlib.crc32(head))
-    return b"".join((_HEADER.pack(_MAGIC, len(head), len(payload), crc), head, payload))
+    body = json.dumps(record, separators=(",", ":")).encode()
+    return _HEADER.pack(_MAGIC, len(body), zlib.crc32(body)) + body
 
 
-def read_frames(file: BinaryIO, name: str, *, last: bool) -> Iterator[Entry]:
+def read_frames(file: BinaryIO, name: str, *, last: bool) -> Iterator[Line]:
     """Yield the entries of one segment. last: it is the newest segment; an unfinished
     frame at its end, as a crash leaves it, is cut off. Raises DurableError as `read`
     does."""
@@ -122,14 +121,14 @@ def read_frames(file: BinaryIO, name: str, *, last: bool) -> Iterator[Entry]:
         end = offset + _HEADER.size
         torn = end > size
         if not torn:
-            magic, head_bytes, payload_bytes, crc = _HEADER.unpack(raw)
+            magic, length, crc = _HEADER.unpack(raw)
             if magic != _MAGIC:
                 raise DurableError(
                     f"{name}, byte {offset}: found {magic!r} where a record with "
                     f"{_MAGIC!r} begins; the log is damaged, restore the workdir "
                     f"from a copy"
                 )
-            end += head_bytes + payload_bytes
+            end += length
             torn = end > size
         if torn:
             if not last:
@@ -146,8 +145,8 @@ def read_frames(file: BinaryIO, name: str, *, last: bool) -> Iterator[Entry]:
                 )
             _cut_off(file, name, offset)
             return
-        head, payload = file.read(head_bytes), file.read(payload_bytes)
-        found = zlib.crc32(payload, zlib.crc32(head))
+        body = file.read(length)
+        found = zlib.crc32(body)
         if found != crc:
             if last and end == size:
                 _cut_off(file, name, offset)
@@ -156,7 +155,7 @@ def read_frames(file: BinaryIO, name: str, *, last: bool) -> Iterator[Entry]:
                 f"{name}, byte {offset}: checksum {found:08x}, written as "
                 f"{crc:08x}; the log is damaged, restore the workdir from a copy"
             )
-        yield Entry(json.loads(head), payload)
+        yield json.loads(body)
         offset = end
 
 
@@ -169,8 +168,8 @@ def _has_record(file: BinaryIO, start: int) -> bool:
         body = at + _HEADER.size
         if body > len(data):
             return False
-        _, head_bytes, payload_bytes, crc = _HEADER.unpack(data[at:body])
-        end = body + head_bytes + payload_bytes
+        _, length, crc = _HEADER.unpack(data[at:body])
+        end = body + length
         if end <= len(data) and zlib.crc32(data[body:end]) == crc:
             return True
         at += 1
@@ -180,6 +179,10 @@ def _has_record(file: BinaryIO, start: int) -> bool:
 def _cut_off(file: BinaryIO, name: str, offset: int) -> None:
     logger.warning("%s: the unfinished record at byte %d is cut off", name, offset)
     file.truncate(offset)
+    file.flush()
+    # Before a later segment exists: beside one, an unfinished record is damage.
+    with contextlib.suppress(io.UnsupportedOperation):  # The simulator's buffers.
+        os.fsync(file.fileno())
 
 
 def _segments(folder: Path) -> list[int]:
@@ -188,11 +191,3 @@ def _segments(folder: Path) -> list[int]:
 
 def _path(folder: Path, number: int) -> Path:
     return folder / f"log-{number:06d}.bin"
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import signal
 import threading
@@ -28,11 +27,18 @@ from diloco_jax.coordinator.gatherer import Gathered
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.likeness import Likeness
+from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.roster import Roster
+from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
-from diloco_jax.coordinator.settings import admitted, policy_config, require_room
+from diloco_jax.coordinator.settings import (
+    admitted,
+    admitted_hosts,
+    policy_config,
+    require_room,
+)
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR, parse_faults
@@ -43,6 +49,7 @@ from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator.events import RunResumed
 from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.values import FIRST_VERSION
 from diloco_jax.wire import addresses
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
@@ -142,7 +149,7 @@ class Coordinator:
         )
         whose = checkpoint.whose(run, self._facts.run_id, self._plan)
         self._snapshots = Snapshots(self._folder, placement, self.policy_config, whose)
-        self._open.callback(self._snapshots.close)
+        self._publishes = Publishes(workdir / run_files.PUBLISHES)
         found = self._snapshots.newest()
         if found is None and not self._init and gathered is None:
             remedy = "start it with --init again: it ended before its first one"
@@ -161,6 +168,7 @@ class Coordinator:
         self._tape = Tape(workdir / run_files.TAPE)
         self._open.callback(self._tape.close)
         state = self._make_state(gathered, found)
+        self._saver = Saver(self.store, self._snapshots, self._publishes, self._log)
         self._metrics = Metrics(workdir)
         self._open.callback(self._metrics.close)
         self._roster = Roster.begin_from(workdir / run_files.ROSTER)
@@ -175,11 +183,13 @@ class Coordinator:
             state,
             store=self.store,
             inbox=inbox,
+            publishes=self._publishes,
             log=self._log,
             tape=self._tape,
             metrics=self._metrics,
             sessions=sessions,
             faults=parse_faults(placement.faults, config.islands).for_who(COORDINATOR),
+            slow_s=self._deadlines.report_s,
             housekeeping=self._keep_house,
         )
         self._sessions = sessions
@@ -225,7 +235,7 @@ class Coordinator:
             # The sender of a signal may not wait for a snapshot.
             self._sum_up()
         if self._snapshots.wait(self._patience_s):
-            self._save(self._log.rotate(), self.lead.state, self.store.arrays())
+            self._saver.save_all(self.lead.state)
         else:
             logger.error(
                 "a snapshot has not ended within %g s: none is written at the end, and "
@@ -274,6 +284,7 @@ class Coordinator:
             tls=self._tls,
             deadlines=self._deadlines,
             max_islands=len(admitted(self._config)) + SPARE_ISLANDS,
+            max_hosts=admitted_hosts(self._config) + SPARE_ISLANDS,
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,
         )
@@ -300,9 +311,9 @@ class Coordinator:
             self.store, state, found = origin.recover(
                 config,
                 policy,
-                self._model,
                 plan,
                 self._snapshots,
+                self._publishes,
                 workdir / run_files.LOG,
                 self._tape,
             )
@@ -322,7 +333,8 @@ class Coordinator:
         number = durable.next_number(
             workdir / run_files.LOG, -1 if found is None else found
         )
-        self._snapshots.save_first(number, state, self.store.arrays())
+        self._snapshots.save_first(number, state, self.store.arrays)
+        self._publishes.discard([FIRST_VERSION] * len(state.fragments))
         self._log = self._open_log(number)
         self._log.forget(number)
         if gathered is not None:
@@ -359,9 +371,7 @@ class Coordinator:
             self._roster.save()
         ending = lead.finished or self._interrupted
         if self._snapshots.due(now) and not ending:
-            # Number, state and arrays of the same moment.
-            now_saved = (self._log.rotate(), lead.state, self.store.arrays())
-            self._snapshots.write(now, functools.partial(self._save, *now_saved))
+            self._saver.write_next(now, lead.state)
         if ending:
             if self._end_by is None:
                 logger.info("ending, %s", "asked to" if self._interrupted else "done")
@@ -382,12 +392,6 @@ class Coordinator:
             alerts=[*lead.journal.alerts, *self._snapshots.alerts(time.monotonic())],
             now=now,
         )
-
-    def _save(self, number: int, state: State, arrays: dict[str, Any]) -> None:
-        """Write snapshot `number`, then delete the log that is superfluous now. State
-        and arrays are those of the moment at which the log was rotated."""
-        self._snapshots.save(number, state, arrays)
-        self._log.forget(self._snapshots.oldest())
 
     def _patience_s(self) -> float:
         """Return the longest wait for the snapshot that is being written at the end."""

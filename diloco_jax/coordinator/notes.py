@@ -29,20 +29,23 @@ class Begun(records.Written, frozen=True, kw_only=True):
 
 
 class Recovered(records.Written, frozen=True, kw_only=True):
-    """A coordinator came back from a snapshot and the log after it."""
+    """A coordinator came back from its snapshots, the log and the publishes."""
 
     snapshot: int
-    snapshot_merges: int
-    """Merges that the snapshot held."""
+    """Number of the snapshot of the state."""
+    snapshot_versions: tuple[Version, ...]
+    """Versions by fragment of the snapshots of the fragments."""
     records: int
-    """Records that the log held after the snapshot."""
+    """Records that the log held after the snapshot of the state."""
+    discarded: int
+    """Merges that were prepared and never committed."""
     versions: tuple[Version, ...]
     """Versions by fragment, the log's records included."""
     parameters_digest: str
     environment: Environment
     momentum_untouched: bool = False
-    """True if the outer optimizer is as it was in the snapshot, for all merges in
-    `records`: it cannot be inferred from a published change."""
+    """True if the outer optimizer of some fragment is as it was in its snapshot,
+    although merges came after it: it cannot be inferred from a published change."""
 
 
 class Term(records.Written, frozen=True, kw_only=True):
@@ -93,13 +96,21 @@ class Measured(records.Written, frozen=True, kw_only=True):
     step_ratio: float | None = None
 
 
+class Digested(records.Written, frozen=True, kw_only=True):
+    """Digest of a fragment's Theta at a version; it is computed after the merge."""
+
+    fragment: int
+    version: Version
+    digest: str
+
+
 class Alert(records.Written, frozen=True, kw_only=True):
     """An alert that people should know about."""
 
     text: str
 
 
-Note = Begun | Recovered | Term | Hello | Compiled | Measured | Alert
+Note = Begun | Recovered | Term | Hello | Compiled | Measured | Digested | Alert
 
 
 def dated(record: Note | records.Durable | records.Noted) -> dict[str, Any]:

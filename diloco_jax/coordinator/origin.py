@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import msgspec
 
 from diloco_jax import environment
 from diloco_jax.config import Config
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import notes
+from diloco_jax.coordinator.memory import give_back
+from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.coordinator.store import Store
@@ -30,6 +31,7 @@ from diloco_jax.observability.tape import Tape, not_on_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
+from diloco_jax.protocol.values import Version
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +46,10 @@ def initialise(
     """Begin a new run: draw the parameters. The tape says so first, since a run with a
     snapshot goes on after a crash."""
     run = config.run
-    params = jax.jit(model.init)(jax.random.key(run.seed))
     pin_s = config.placement.deadlines.pin_s
-    store = Store(run, plan, params, pin_s)
+    # The draw is not kept beside its copy.
+    store = Store(run, plan, jax.jit(model.init)(jax.random.key(run.seed)), pin_s)
+    give_back()
     tape.append(
         notes.dated(
             notes.Begun(
@@ -63,41 +66,46 @@ def initialise(
 def recover(
     config: Config,
     policy: PolicyConfig,
-    model: Model,
     plan: FragmentPlan,
     snapshots: Snapshots,
+    publishes: Publishes,
     log: Path,
     tape: Tape,
 ) -> tuple[Store, State, int]:
-    """Continue the run from the newest snapshot that reads and the records in `log`
-    after it. The tape gets the records that it lacks, and says where the cut was.
-    Return the store, the state and the snapshot's number."""
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), model.shapes())
-    pin_s = config.placement.deadlines.pin_s
-    store = Store(config.run, plan, zeros, pin_s)
-    found, arrays, snapshot = snapshots.load_newest(
-        store.arrays(), functools.partial(durable.goes_on_from, log)
-    )
-    store.load(arrays, [f.version for f in snapshot.fragments])
-    lines, log_records = [], []
-    for number, (line, payload) in enumerate(durable.read(log, after=found), start=1):
-        record = _record(line, f"{log}, record {number} after snapshot {found}")
-        lines.append(line)
-        log_records.append(record)
-        if isinstance(record, records.Merged):
-            store.replay(record.fragment, record.version, payload, final=record.final)
+    """Continue the run from its snapshots, the records in `log` and the publishes. The
+    tape gets the records that it lacks, and says where the cut was. Return the store,
+    the state and the number of the state's snapshot."""
+    found, snapshot = snapshots.load_state(functools.partial(durable.goes_on_from, log))
+    lines = list(durable.read(log, after=found))
+    log_records = [
+        _record(line, f"{log}, record {number} after snapshot {found}")
+        for number, line in enumerate(lines, start=1)
+    ]
     state = recovery.recover(policy, snapshot, log_records, time.monotonic())
-    digest = store.digest()
-    untouched = not outer.is_invertible(outer_settings(config.run)) and any(
-        isinstance(record, records.Merged) and not record.final
+    discarded = publishes.discard([f.version for f in state.fragments])
+    if discarded:
+        logger.info("%d merges were prepared and never committed", discarded)
+    committed = {
+        (record.fragment, record.version): record.digest
         for record in log_records
-    )
+        if isinstance(record, records.Merged)
+    }
+    store = Store(config.run, plan, None, config.placement.deadlines.pin_s)
+    begins, behind = [], False
+    for fragment in state.fragments:
+        begin, replayed = _restore(
+            store, snapshots, publishes, committed, fragment.index, fragment.version
+        )
+        begins.append(begin)
+        behind |= replayed
+        give_back()
+    untouched = behind and not outer.is_invertible(outer_settings(config.run))
+    digest = store.digest()
     if untouched:
         logger.warning(
-            "the momentum of outer.optimizer = %r is that of snapshot %d: it cannot "
-            "be inferred from the changes that were published since",
+            "the momentum of outer.optimizer = %r is that of the fragments' snapshots: "
+            "it cannot be inferred from the changes that were published since",
             config.run.outer.optimizer,
-            found,
         )
     logger.info(
         "recovered from snapshot %d and %d records after it: global parameters %s",
@@ -111,8 +119,9 @@ def recover(
         notes.dated(
             notes.Recovered(
                 snapshot=found,
-                snapshot_merges=sum(f.merges for f in snapshot.fragments),
+                snapshot_versions=tuple(begins),
                 records=len(lines),
+                discarded=discarded,
                 versions=tuple(f.version for f in state.fragments),
                 parameters_digest=digest,
                 environment=environment.describe(),
@@ -121,6 +130,36 @@ def recover(
         )
     )
     return store, state, found
+
+
+def _restore(
+    store: Store,
+    snapshots: Snapshots,
+    publishes: Publishes,
+    committed: Mapping[tuple[int, Version], str],
+    fragment: int,
+    through: Version,
+) -> tuple[Version, bool]:
+    """Load a fragment from its newest snapshot that reads, and apply the publishes
+    after it. Return the snapshot's version, and True if a publish that moves the outer
+    optimizer came after it. committed: digests of the publishes in the log."""
+    begin, arrays = snapshots.load_fragment(fragment, through, store.like(fragment))
+    if begin.term != through.term:
+        raise durable.DurableError(
+            f"the newest snapshot of fragment {fragment} is of version {tuple(begin)}, "
+            f"the log is at {tuple(through)}: it is of another term; restore the "
+            f"workdir from a copy"
+        )
+    store.load(fragment, arrays, begin)
+    version, moved = begin, False
+    while version < through:
+        version = version.next()
+        payload, final = publishes.read(
+            fragment, version, committed.get((fragment, version))
+        )
+        store.replay(fragment, version, payload, final=final)
+        moved |= not final
+    return begin, moved
 
 
 def _record(line: Mapping[str, Any], where: str) -> records.Durable:

@@ -8,6 +8,7 @@ A read of the engine's state is a read of one immutable value.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
+from diloco_jax.core.fragment_merge import is_fit
 from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
@@ -34,6 +36,8 @@ from diloco_jax.wire.session import Session
 logger = logging.getLogger(__name__)
 
 METRICS_EVERY_S = 1.0
+CHECKS_AT_ONCE = 2
+"""Deltas that are checked at a time; others wait for their turn."""
 
 
 class Service:
@@ -55,6 +59,7 @@ class Service:
         self._lead, self._store, self._inbox = lead, store, inbox
         self._sessions, self._roster, self._metrics = sessions, roster, metrics
         self._status = status
+        self._checks = threading.BoundedSemaphore(CHECKS_AT_ONCE)
         self._written: dict[str, float] = {}
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
@@ -140,13 +145,16 @@ class Service:
             return False
         key = DeltaKey(start.island, start.incarnation, start.fragment, start.tick)
         try:
-            finite = self._store.is_finite(start.fragment, self._inbox.payload(key))
+            with self._checks:
+                payload = self._inbox.payload(key)
+                squares = self._store.squares(start.fragment, payload)
+                self._inbox.checked(key, squares)
         except BaseException:
             # The policy does not know that the delta has arrived: its last part must
             # come again.
             self._inbox.reopen(start)
             raise
-        if not finite:
+        if not (fit := is_fit(squares)):
             logger.warning(
                 "the delta of fragment %d, tick %d from %s, incarnation %d, has values "
                 "or a norm that are not finite, but all must be: it is not merged; "
@@ -161,7 +169,7 @@ class Service:
             incarnation=start.incarnation,
             fragment=start.fragment,
             tick=start.tick,
-            refusal="" if finite else "non_finite",
+            refusal="" if fit else "non_finite",
         )
         self._lead.post(arrived)
         return True

@@ -46,6 +46,13 @@ def admitted(config: Config) -> dict[str, int | None]:
     return {**others, **{name: i.batch_size for name, i in config.islands.items()}}
 
 
+def admitted_hosts(config: Config) -> int:
+    """Count the hosts of the islands that may join; an island outside the config has
+    one."""
+    known = config.islands
+    return sum(known[n].hosts if n in known else 1 for n in admitted(config))
+
+
 def require_room(config: Config, plan: FragmentPlan) -> None:
     """Raise ConfigError if there is no room for one fragment's deltas from all islands:
     the merge at the end of a run takes all of them."""

@@ -1,8 +1,9 @@
 """The global parameters: Theta, outer state, anchors and retained publishes.
 
-One fragment at a time: decode -> weight -> merge -> outer step -> encode, piece by
-piece, through the functions of `core/`. What a merge computes is invisible until it is
-committed; arrays are never changed in place, so readers hold what they fetched.
+A fragment is merged by itself, and several can be at a time. What a merge computes is
+invisible until it is committed; arrays are never changed in place, so readers hold what
+they fetched. All arrays lie in the order of the tiles, as they are encoded; `params`
+alone puts them in their own.
 """
 
 from __future__ import annotations
@@ -16,26 +17,31 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.settings import outer_settings
-from diloco_jax.core import publish
-from diloco_jax.core.codecs.codec import get_codec, square_sum
+from diloco_jax.coordinator.spares import Spares
+from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.fragment_merge import (
+    Arrays,
+    FragmentMerge,
+    FragmentState,
+    Squares,
+)
 from diloco_jax.core.fragments import (
     FragmentPlan,
     Params,
     digest_arrays,
     from_pieces,
-    to_pieces,
+    get_piece,
 )
-from diloco_jax.core.merge import RULES, merging
-from diloco_jax.core.merge.measures import Measuring, MergeMeasures, Sample, sampled
+from diloco_jax.core.merge import RULES
+from diloco_jax.core.merge.measures import MergeMeasures, Sample, sampled
 from diloco_jax.core.merge.merging import Encoded, rule_for
-from diloco_jax.core.outer import optimizer as outer
-from diloco_jax.core.payload import Part, PayloadLayout
+from diloco_jax.core.payload import Buffer, Part, PayloadLayout
+from diloco_jax.core.tiles import TileGrid
 from diloco_jax.core.weighting import WEIGHTINGS, tokens, weight
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire.errors import VersionGone
@@ -45,23 +51,20 @@ RETAINED_PUBLISHES = 4
 """Encoded publishes kept per fragment, for islands that missed some."""
 PINNED_VERSIONS = 2
 """Anchors kept per fragment for joins under way."""
+SPARE_ARRAYS = 3
+"""Spare arrays of the largest fragment's size that are kept for the next merge: Theta,
+anchor and momentum; and a publish."""
 BLOCK_BYTES = 4 << 20
 """Bytes that a fetch copies at a time, of parts that lie scattered in memory."""
-
-Arrays = tuple[jax.Array, ...]
 
 
 class ComputedMerge(NamedTuple):
     """A computed merge that is not visible yet."""
 
     version: Version
-    theta: Arrays
-    anchor: Arrays
-    outer_state: Any
-    merge_state: tuple[Any, ...]
-    """State of the merge rule, by piece."""
-    payload: bytes
-    digest: str
+    state: FragmentState
+    payload: memoryview
+    """The encoded publish."""
     norm: float
     """Length of the merged delta."""
     measures: MergeMeasures
@@ -71,17 +74,14 @@ class ComputedMerge(NamedTuple):
 
 @dataclasses.dataclass
 class _Fragment:
-    """One fragment's arrays. `digest` is that of `theta`; empty until needed."""
+    """One fragment's arrays. `digest` is that of `state.theta`; empty until needed."""
 
     version: Version
-    theta: Arrays
-    anchor: Arrays
-    outer_state: Any
-    merge_state: tuple[Any, ...]
+    state: FragmentState
     last: tuple[Sample, ...]
-    """`Merged.sample` of the last merge; empty if computed elsewhere."""
+    """`ComputedMerge.sample` of the last merge; empty if computed elsewhere."""
     digest: str
-    publishes: deque[tuple[Version, bytes]]
+    publishes: deque[tuple[Version, Buffer]]
     pins: dict[Version, tuple[Arrays, float]]
     """Anchors that are being fetched in full, and the time when they expire."""
 
@@ -91,38 +91,43 @@ class _Fragment:
 
 
 class Store:
-    """All fragments of a run. Merges come from one thread, fetches from any."""
+    """All fragments of a run. Any thread may call it; of one fragment, one merge at a
+    time."""
 
     def __init__(
-        self, run: RunConfig, plan: FragmentPlan, params: Params, pin_s: float
+        self, run: RunConfig, plan: FragmentPlan, params: Params | None, pin_s: float
     ) -> None:
-        """Start every fragment at version (1, 0) with A = Theta = `params`."""
+        """Start every fragment at version (1, 0) with A = Theta = `params`. None: each
+        fragment is loaded before it is used."""
         self.plan = plan
-        self._run = run
         self._pin_s = pin_s
-        self._up = get_codec(run.sync.codec_up)
-        self._down = get_codec(run.sync.codec_down)
-        self._settings = outer_settings(run)
-        self._tx = outer.make_outer(self._settings)
-        self._rule = RULES.find(run.sync.merge)
         self._weighting = WEIGHTINGS.find(run.sync.weighting)
-        self._up_layouts = [PayloadLayout.of(self._up, p) for p in plan.fragments]
-        self._down_layouts = [PayloadLayout.of(self._down, p) for p in plan.fragments]
+        self._spares = Spares()
+        self._merges = [
+            FragmentMerge(
+                pieces=pieces,
+                up=get_codec(run.sync.codec_up),
+                down=get_codec(run.sync.codec_down),
+                rule=RULES.find(run.sync.merge),
+                settings=outer_settings(run),
+                empty=self._spares.array,
+            )
+            for pieces in plan.fragments
+        ]
+        self._spare_bytes = SPARE_ARRAYS * 4 * max(plan.sizes) + max(
+            merge.layout_down.total_bytes for merge in self._merges
+        )
         self._lock = threading.Lock()
         self._fragments: list[_Fragment] = []
-        pieces = to_pieces(plan, params)
-        for fragment in plan.fragments:
-            theta = tuple(jnp.asarray(pieces[p.name], jnp.float32) for p in fragment)
+        for pieces, merge in zip(plan.fragments, self._merges, strict=True):
+            if params is None:
+                state = merge.like()
+            else:
+                state = merge.begin([get_piece(params, p) for p in pieces])
             self._fragments.append(
                 _Fragment(
                     version=Version(),
-                    theta=theta,
-                    anchor=theta,
-                    outer_state=self._tx.init(theta),
-                    merge_state=tuple(
-                        merging.start(rule_for(p, self._rule), p.shape)
-                        for p in fragment
-                    ),
+                    state=state,
                     last=(),
                     digest="",
                     publishes=deque(maxlen=RETAINED_PUBLISHES),
@@ -133,7 +138,7 @@ class Store:
     @property
     def layouts_up(self) -> Sequence[PayloadLayout]:
         """Layouts of an encoded delta, by fragment."""
-        return self._up_layouts
+        return [merge.layout_up for merge in self._merges]
 
     def warm_up(self, ended: Callable[[], bool] = lambda: False) -> None:
         """Compile all that merges need, so that no merge has to wait for it. A rule
@@ -143,34 +148,27 @@ class Store:
             island="", incarnation=0, tick=0, start=0, end=1, tokens=1, base=Version()
         )
         compiled = set()
-        for fragment, layout in enumerate(self._up_layouts):
-            alike = tuple(
-                (p.piece.shape, rule_for(p.piece, self._rule)) for p in layout.placed
-            )
+        for fragment, merge in enumerate(self._merges):
+            alike = tuple((p.shape, rule_for(p, merge.rule)) for p in merge.pieces)
             if alike in compiled:
                 continue
             if ended():
                 return
             compiled.add(alike)
+            layout = merge.layout_up
             zeros = np.zeros(layout.total_bytes, np.uint8)
             for placed, array in zip(
                 layout.placed, layout.unpack(zeros.data), strict=True
             ):
-                sampled(Encoded(self._up, placed.piece.shape, [array]), 0)
-            self.is_finite(fragment, zeros)
+                sampled(Encoded(merge.up, placed.piece.shape, [array]), 0)
             for final in (False, True):
                 # Deltas of zero have no direction: this compiles the fallback too.
                 self.merge(fragment, Version(), [nothing], [zeros], final=final)
 
-    def is_finite(self, fragment: int, payload: npt.NDArray[np.uint8]) -> bool:
-        """Tell if an encoded delta decodes to finite numbers with a finite norm."""
-        layout = self._up_layouts[fragment]
-        arrays = layout.unpack(payload.data)
-        squares = sum(
-            square_sum(self._up, array, placed.piece.shape)
-            for array, placed in zip(arrays, layout.placed, strict=True)
-        )
-        return squares <= merging.MOST_SQUARES
+    def squares(self, fragment: int, payload: npt.NDArray[np.uint8]) -> Squares:
+        """Return the sums of the squares of an encoded delta, by piece; `is_fit` tells
+        if they may be merged."""
+        return self._merges[fragment].squares(payload.data)
 
     def merge(
         self,
@@ -178,6 +176,7 @@ class Store:
         version: Version,
         contributions: Sequence[Contribution],
         payloads: Sequence[npt.NDArray[np.uint8]],
+        squares: Sequence[Squares] | None = None,
         *,
         share: float = 1.0,
         final: bool,
@@ -187,93 +186,42 @@ class Store:
         Args:
           contributions: in the order of the sum, by island name.
           payloads: uint8[payload_bytes] each, in the same order.
+          squares: `squares` of each payload; None: they are computed.
           share: factor of the merged delta.
           final: the flush: weighted mean, learning rate 1, momentum untouched.
         """
-        state = self._fragments[fragment]
+        current = self._fragments[fragment]
         weighting = tokens if final else self._weighting
-        weights = [weight(weighting, c.tokens, c.steps) for c in contributions]
-        layout = self._up_layouts[fragment]
-        encoded = [layout.unpack(payload.data) for payload in payloads]
-        merged, merge_state = [], list(state.merge_state)
-        measuring = Measuring(weights)
-        for index, placed in enumerate(layout.placed):
-            deltas = Encoded(
-                self._up, placed.piece.shape, [arrays[index] for arrays in encoded]
-            )
-            rule = rule_for(placed.piece, self._rule, final=final)
-            piece = merging.merge_piece(
-                rule, deltas, weights, share, merge_state[index]
-            )
-            measuring.add(deltas, piece)
-            merged.append(piece.delta)
-            merge_state[index] = piece.state
-        # The outer step donates its arguments; what is current stays readable.
-        theta, outer_state = jax.tree.map(
-            lambda x: jnp.asarray(np.array(x)), (state.theta, state.outer_state)
+        prepared = self._merges[fragment].merge(
+            current.state,
+            [payload.data for payload in payloads],
+            squares or [self.squares(fragment, payload) for payload in payloads],
+            [weight(weighting, c.tokens, c.steps) for c in contributions],
+            share=share,
+            final=final,
+            last=current.last,
         )
-        if final:
-            theta = outer.flush_step(theta, tuple(merged))
-        else:
-            theta, outer_state = outer.outer_step(
-                self._tx, theta, outer_state, tuple(merged)
-            )
-        changes, anchor = [], []
-        for new, old in zip(theta, state.anchor, strict=True):
-            change, moved = publish.publish(self._down, new, old)
-            changes.append(np.asarray(change))
-            anchor.append(moved)
-        return ComputedMerge(
-            version=version,
-            theta=theta,
-            anchor=tuple(anchor),
-            outer_state=outer_state,
-            merge_state=tuple(merge_state),
-            payload=bytes(self._down_layouts[fragment].pack(changes)),
-            digest=digest_arrays(theta),
-            norm=measuring.norm,
-            measures=measuring.finish(state.last, state.theta, theta),
-            sample=tuple(measuring.sample),
-        )
+        return ComputedMerge(version, *prepared)
 
     def commit(self, fragment: int, merged: ComputedMerge) -> None:
         """Make a computed merge the current version."""
         with self._lock:
-            state = self._fragments[fragment]
-            state.version = merged.version
-            state.theta, state.anchor = merged.theta, merged.anchor
-            state.outer_state, state.digest = merged.outer_state, merged.digest
-            state.merge_state, state.last = merged.merge_state, merged.sample
-            state.publishes.append((merged.version, merged.payload))
-            state.expire_pins(time.monotonic())
+            current = self._fragments[fragment]
+            current.version, current.state = merged.version, merged.state
+            current.last, current.digest = merged.sample, ""
+            current.publishes.append((merged.version, merged.payload))
+            current.expire_pins(time.monotonic())
+        self._spares.trim(self._spare_bytes)
 
     def replay(
-        self, fragment: int, version: Version, payload: bytes, *, final: bool
+        self, fragment: int, version: Version, payload: Buffer, *, final: bool
     ) -> None:
-        """Apply a logged publish after a crash: Theta = A. `advance_over_publish` and
-        `recovered` advance the states of outer optimizer and merge rule, which the
-        flush leaves alone."""
-        state = self._fragments[fragment]
-        arrays = self._down_layouts[fragment].unpack(payload)
-        anchor = tuple(
-            publish.apply_publish(self._down, old, jnp.asarray(array))
-            for old, array in zip(state.anchor, arrays, strict=True)
-        )
-        if not final:
-            change = tuple(n - o for n, o in zip(anchor, state.anchor, strict=True))
-            state.outer_state = outer.advance_over_publish(
-                self._settings, state.outer_state, change
-            )
-            pieces = self.plan.fragments[fragment]
-            state.merge_state = tuple(
-                merging.recovered(rule_for(p, self._rule), own, moved)
-                for p, own, moved in zip(pieces, state.merge_state, change, strict=True)
-            )
-        state.version = version
-        state.theta = state.anchor = anchor
-        state.last = ()
-        state.digest = ""
-        state.publishes.append((version, payload))
+        """Apply a logged publish after a crash (see `FragmentMerge.replay`)."""
+        current = self._fragments[fragment]
+        merge = self._merges[fragment]
+        current.state = merge.replay(current.state, payload, final=final)
+        current.version, current.last, current.digest = version, (), ""
+        current.publishes.append((version, payload))
 
     def fetch(
         self,
@@ -288,7 +236,7 @@ class Store:
         Raises ValueError if there is no such part; VersionGone if the anchor of version
         `want` is not kept any more.
         """
-        layout = self._down_layouts[fragment]
+        layout = self._merges[fragment].layout_down
         with self._lock:
             state = self._fragments[fragment]
             kept = [
@@ -300,15 +248,15 @@ class Store:
                 tiles = [box for p in kept for box in layout.cut(p, part)]
                 return _source(want, tiles, count=len(kept))
             anchor = self._pinned(state, want)
-        values = layout.cut_values([np.asarray(array) for array in anchor], part)
-        return _source(want, values, count=0)
+        return _source(want, layout.cut_values(anchor, part), count=0)
 
     def params(self) -> Params:
-        """Return the global parameters Theta as a nested dict (numpy, f32)."""
+        """Return the global parameters Theta as a nested dict (numpy, f32), in their
+        own order."""
         with self._lock:
-            thetas = [state.theta for state in self._fragments]
+            thetas = [current.state.theta for current in self._fragments]
         arrays = {
-            piece.name: np.asarray(value)
+            piece.name: TileGrid.of(piece.shape).from_tiles(value)
             for pieces, theta in zip(self.plan.fragments, thetas, strict=True)
             for piece, value in zip(pieces, theta, strict=True)
         }
@@ -316,49 +264,52 @@ class Store:
 
     def digest(self) -> str:
         """Return 16 hex digits over the Theta of all fragments."""
-        with self._lock:
-            for state in self._fragments:
-                state.digest = state.digest or digest_arrays(state.theta)
-            digests = "".join(state.digest for state in self._fragments)
+        digests = "".join(map(self.digest_of, range(len(self._fragments))))
         return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
-    def arrays(self) -> dict[str, Any]:
-        """Return what a snapshot needs, as trees of arrays: each a list by fragment."""
+    def digest_of(self, fragment: int) -> str:
+        """Return 64 hex digits over a fragment's Theta, in the order of its tiles. It
+        takes time: a second per GB, or two."""
         with self._lock:
-            return {
-                "theta": [list(state.theta) for state in self._fragments],
-                "anchor": [list(state.anchor) for state in self._fragments],
-                "outer": [jax.tree.leaves(s.outer_state) for s in self._fragments],
-                **self._merge_arrays(),
-            }
+            current = self._fragments[fragment]
+            state, digest = current.state, current.digest
+        digest = digest or digest_arrays(state.theta)
+        with self._lock:
+            if current.state is state:
+                current.digest = digest
+        return digest
 
-    def load(self, arrays: dict[str, Any], versions: Sequence[Version]) -> None:
-        """Take over what `arrays` returned, at these versions."""
-        for index, (state, version) in enumerate(
-            zip(self._fragments, versions, strict=True)
-        ):
-            state.version, state.digest, state.last = version, "", ()
-            state.theta = tuple(jnp.asarray(x) for x in arrays["theta"][index])
-            state.anchor = tuple(jnp.asarray(x) for x in arrays["anchor"][index])
-            treedef = jax.tree.structure(state.outer_state)
-            leaves = [jnp.asarray(x) for x in arrays["outer"][index]]
-            state.outer_state = jax.tree.unflatten(treedef, leaves)
-            if "merge" in arrays:
-                treedef = jax.tree.structure(state.merge_state)
-                leaves = [jnp.asarray(x) for x in arrays["merge"][index]]
-                state.merge_state = jax.tree.unflatten(treedef, leaves)
+    def arrays(self, fragment: int) -> dict[str, list[Any]]:
+        """Return what a snapshot of a fragment needs. The arrays stay as they are while
+        merges go on."""
+        with self._lock:
+            return _as_lists(self._fragments[fragment].state)
 
-    def _merge_arrays(self) -> dict[str, Any]:
-        """Return the arrays of a merge rule that keeps some."""
-        leaves = [jax.tree.leaves(state.merge_state) for state in self._fragments]
-        return {"merge": leaves} if any(leaves) else {}
+    def like(self, fragment: int) -> dict[str, list[Any]]:
+        """Return `arrays` as `jax.ShapeDtypeStruct`, without arrays."""
+        return _as_lists(self._merges[fragment].like())
+
+    def load(
+        self, fragment: int, arrays: dict[str, list[Any]], version: Version
+    ) -> None:
+        """Take over what `arrays` returned, at this version."""
+        like, current = self._merges[fragment].like(), self._fragments[fragment]
+        whole = {name: [np.asarray(x) for x in own] for name, own in arrays.items()}
+        rules = jax.tree.structure(like.rules)
+        current.state = FragmentState(
+            tuple(whole["theta"]),
+            tuple(whole["anchor"]),
+            jax.tree.unflatten(jax.tree.structure(like.outer), whole["outer"]),
+            jax.tree.unflatten(rules, whole.get("merge", [])),
+        )
+        current.version, current.digest, current.last = version, "", ()
 
     def _pinned(self, state: _Fragment, want: Version) -> Arrays:
         now = time.monotonic()
         state.expire_pins(now)
         anchor: Arrays | None = None
         if want == state.version:
-            anchor = state.anchor
+            anchor = state.state.anchor
         elif want in state.pins:
             anchor = state.pins[want][0]
         if anchor is None:
@@ -370,6 +321,16 @@ class Store:
         while len(state.pins) > PINNED_VERSIONS:
             del state.pins[min(state.pins)]
         return anchor
+
+
+def _as_lists(state: FragmentState) -> dict[str, list[Any]]:
+    kept = jax.tree.leaves(state.rules)
+    return {
+        "theta": list(state.theta),
+        "anchor": list(state.anchor),
+        "outer": jax.tree.leaves(state.outer),
+        **({"merge": kept} if kept else {}),
+    }
 
 
 def _is_chain(have: Version, want: Version, count: int) -> bool:

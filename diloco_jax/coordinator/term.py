@@ -62,7 +62,8 @@ def begin(
     opened = gathered.opened
     pin_s = config.placement.deadlines.pin_s
     store = Store(config.run, plan, gathered.params, pin_s)
-    store.load(store.arrays(), opened.versions)
+    for fragment, version in enumerate(opened.versions):
+        store.load(fragment, store.arrays(fragment), version)
     tape.append(
         notes.dated(
             notes.Term(

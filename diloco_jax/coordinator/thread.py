@@ -5,6 +5,7 @@ Every change of a run goes through the queue of this thread, so decisions need n
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import time
@@ -49,6 +50,8 @@ class EngineThread(Generic[S, E]):
         self._now = time.monotonic()
         """Time of the last step."""
         self._stopping = False
+        self._ended = False
+        """True once nothing takes events any more: those that come are dropped."""
         self._failure: BaseException | None = None
 
     @property
@@ -65,7 +68,10 @@ class EngineThread(Generic[S, E]):
         """Queue an event at the present time. before: called on the engine's thread
         just ahead of it. peer: the end of the session that caused the event, where the
         event does not tell."""
-        self._queue.put((event, before, peer, time.monotonic()))
+        queued = (event, before, peer, time.monotonic())
+        while not self._ended:
+            with contextlib.suppress(queue.Full):
+                return self._queue.put(queued, timeout=LONGEST_WAIT_S)
 
     def stop(self) -> None:
         """End `run` after the events that are queued. Safe in a signal handler."""
@@ -83,10 +89,13 @@ class EngineThread(Generic[S, E]):
         end then, and start again from what is durable. If no decision can be made upon
         a peer's event, only that peer's session ends.
         """
-        while not self._stopping:
-            self._turn()
-            if self._failure is not None:
-                raise self._failure
+        try:
+            while not self._stopping:
+                self._turn()
+                if self._failure is not None:
+                    raise self._failure
+        finally:
+            self._ended = True
 
     def _turn(self) -> None:
         due = self._next_deadline(self.state, self._now)

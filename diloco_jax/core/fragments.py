@@ -97,8 +97,10 @@ class FragmentPlan:
         text = json.dumps(
             [
                 [
-                    [p.name, p.layer, p.shape, p.embedding]
-                    + [p.bands and dataclasses.astuple(p.bands)]
+                    [
+                        *(p.name, p.layer, p.shape, p.embedding),
+                        p.bands and dataclasses.astuple(p.bands),
+                    ]
                     for p in fragment
                 ]
                 for fragment in self.fragments

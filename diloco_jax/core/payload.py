@@ -2,8 +2,7 @@
 
 A message carries the whole payload or a part. A part is boxes of tiles, as a shard of
 an aligned mesh is; its bytes are its boxes' bytes, one after the other, each row-major
-over the box. A full anchor travels as unencoded f32 values of the same boxes, each
-row-major over the elements of its tiles.
+over the box. A full anchor travels as the f32 values of the same boxes of tiles.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Box(NamedTuple):
-    """Tiles [start, stop), axis by axis of its grid, of the layout's piece `piece`."""
+    """Tiles [start, stop), axis by axis of its grid, of the layout's piece `piece`; it
+    may be empty."""
 
     piece: int
     start: tuple[int, ...]
@@ -124,16 +124,7 @@ class PayloadLayout:
 
     def values_bytes(self, part: Part) -> int:
         """Return the bytes of the values in a part; ValueError as `part_bytes`."""
-        return 4 * sum(math.prod(_extents(self.elements(b))) for b in self._boxes(part))
-
-    def elements(self, box: Box) -> tuple[slice, ...]:
-        """Return the elements of its piece in a box; ValueError as `part_bytes`."""
-        self._box_shape(box)
-        tile = TileGrid.of(self.placed[box.piece].piece.shape).tile
-        return tuple(
-            slice(low * extent, high * extent)
-            for low, high, extent in zip(box.start, box.stop, tile, strict=True)
-        )
+        return 4 * sum(map(math.prod, self._value_shapes(part)))
 
     def cut(self, payload: Buffer, part: Part) -> list[npt.NDArray[np.uint8]]:
         """Return views of a part's bytes in the whole payload, box by box, or one view
@@ -151,12 +142,14 @@ class PayloadLayout:
     def cut_values(
         self, arrays: Sequence[npt.NDArray[np.float32]], part: Part
     ) -> list[npt.NDArray[np.float32]]:
-        """Return views of a part's values in the pieces' values, f32[shape] each, box
-        by box. ValueError as `part_bytes`."""
-        boxes: list[tuple[int, Any]] = [
-            (box.piece, (*self.elements(box), ...)) for box in self._boxes(part)
+        """Return views of a part's values in the pieces' values, f32[tiles, elements]
+        each, box by box: f32[*box, elements]. ValueError as `part_bytes`."""
+        self._shapes(part)
+        grids = [placed.encoded_shape[:-1] for placed in self.placed]
+        return [
+            arrays[box.piece].reshape(*grids[box.piece], -1)[tiles_of(box)]
+            for box in self._boxes(part)
         ]
-        return [arrays[piece][elements] for piece, elements in boxes]
 
     def split(
         self, octets: Buffer, part: Part
@@ -172,14 +165,14 @@ class PayloadLayout:
     def split_values(
         self, octets: Buffer, part: Part
     ) -> list[tuple[Box, npt.NDArray[np.float32]]]:
-        """Return the boxes of a part, with views of their elements in its values.
+        """Return the boxes of a part, with views of their tiles in its values,
+        f32[*box, elements].
 
         Raises:
           ValueError: `octets` and the part's values differ in length.
         """
         flat = _of_length(octets, self.values_bytes(part)).view("<f4")
-        boxes = self._boxes(part)
-        return _split(flat, boxes, [_extents(self.elements(box)) for box in boxes])
+        return _split(flat, self._boxes(part), self._value_shapes(part))
 
     def scatter(self, payload: Buffer, part: Part, octets: Buffer) -> None:
         """Copy the bytes of a part to their places in the whole payload.
@@ -205,12 +198,22 @@ class PayloadLayout:
             for box in self._boxes(part)
         ]
 
+    def _value_shapes(self, part: Part) -> list[tuple[int, ...]]:
+        """Return (*tiles, elements) of every box."""
+        return [
+            (
+                *self._box_shape(b),
+                TileGrid.of(self.placed[b.piece].piece.shape).elements,
+            )
+            for b in self._boxes(part)
+        ]
+
     def _box_shape(self, box: Box) -> tuple[int, ...]:
         grid: tuple[int, ...] = ()
         if 0 <= box.piece < len(self.placed):
             grid = self.placed[box.piece].encoded_shape[:-1]
             if len(box.start) == len(box.stop) == len(grid) and all(
-                0 <= low < high <= end
+                0 <= low <= high <= end
                 for low, high, end in zip(box.start, box.stop, grid, strict=True)
             ):
                 return tuple(map(operator.sub, box.stop, box.start))
@@ -251,10 +254,6 @@ class Coverage:
 def tiles_of(box: Box) -> tuple[slice, ...]:
     """Return the tiles of a box, as an index into its piece's grid."""
     return tuple(map(slice, box.start, box.stop))
-
-
-def _extents(index: tuple[slice, ...]) -> tuple[int, ...]:
-    return tuple(part.stop - part.start for part in index)
 
 
 def _of_length(octets: Buffer, expected: int) -> npt.NDArray[np.uint8]:

@@ -28,14 +28,40 @@ def publish(
     return encoded, apply_publish(codec, anchor, encoded)
 
 
+def publish_tiles(
+    codec: Codec, theta: ArrayLike, anchor: ArrayLike
+) -> tuple[jax.Array, jax.Array]:
+    """`publish` of some tiles: f32[n, elements] each -> uint8[n, tile_bytes], f32[n,
+    elements]."""
+    encoded = _encode_change_of_tiles(codec, theta, anchor)
+    return encoded, apply_to_tiles(codec, anchor, encoded)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def apply_publish(codec: Codec, anchor: jax.Array, encoded: jax.Array) -> jax.Array:
     """Return the anchor after a publish, f32[shape]. Nothing is donated."""
+    return _moved(anchor, codec.decode(encoded, anchor.shape))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def apply_to_tiles(codec: Codec, anchor: jax.Array, encoded: jax.Array) -> jax.Array:
+    """`apply_publish` to some tiles, f32[n, elements] and uint8[n, tile_bytes]."""
+    return _moved(anchor, codec.decode_tiles(encoded, anchor.shape[-1]))
+
+
+def _moved(anchor: jax.Array, change: jax.Array) -> jax.Array:
     # Products in the decoded change are exact, so a fused multiply-add changes no bit;
     # a sum below the smallest normal would be zero on some devices only.
-    return flush_subnormals(anchor + codec.decode(encoded, anchor.shape))
+    return flush_subnormals(anchor + change)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encode_change(codec: Codec, theta: jax.Array, anchor: jax.Array) -> jax.Array:
     return codec.encode(theta - anchor)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encode_change_of_tiles(
+    codec: Codec, theta: jax.Array, anchor: jax.Array
+) -> jax.Array:
+    return codec.encode_tiles(theta - anchor)

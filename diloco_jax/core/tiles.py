@@ -2,7 +2,8 @@
 
 Tiles depend only on an array's shape, so all islands and the coordinator cut it alike,
 whatever their meshes. A mesh whose shards end on tile boundaries encodes without
-communication.
+communication. At the coordinator all arrays of a piece lie in the order of its tiles,
+as they are encoded.
 """
 
 from __future__ import annotations
@@ -56,6 +57,24 @@ class TileGrid:
     def elements(self) -> int:
         """Elements of one tile."""
         return math.prod(self.tile)
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles."""
+        return math.prod(self.grid)
+
+    @property
+    def in_order(self) -> tuple[int, int]:
+        """(tiles, elements): the shape of an array that lies in the order of tiles."""
+        return self.tiles, self.elements
+
+    def to_tiles(self, x: Any) -> Any:
+        """Put [shape] in the order of the tiles: [tiles, elements]."""
+        return self.split(x).reshape(self.in_order)
+
+    def from_tiles(self, tiles: Any) -> Any:
+        """Invert `to_tiles`."""
+        return self.join(tiles.reshape(*self.grid, self.elements))
 
     # Axes are split and merged one at a time: explicit sharding allows no more.
 

@@ -13,12 +13,13 @@ import math
 import os
 import pathlib
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from diloco_jax.config import ConfigError, DataConfig, ModelConfig
+from diloco_jax.data import manifest
 from diloco_jax.data.tokenizer import SEPARATOR, VOCAB_SIZE
 from diloco_jax.data.tokens import SUFFIX, TokenRow, Tokens, read_token_file
 
@@ -34,6 +35,10 @@ SKIPPED_FOLDERS = frozenset(
         *("encodings", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"),
     )
 )
+MANIFEST = SUFFIX + manifest.SUFFIX
+"""End of names of manifests, which are no documents."""
+SAMPLES = 16
+"""Chunks of a corpus that a start checks, and at least one of each file."""
 SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 
@@ -54,7 +59,9 @@ class Corpus:
     of_bytes: bool = True
 
 
-def load_corpus(paths: tuple[str, ...], validation_fraction: float) -> Corpus:
+def load_corpus(
+    paths: tuple[str, ...], validation_fraction: float, *, known: bool = False
+) -> Corpus:
     """Read the corpus.
 
     Args:
@@ -64,9 +71,13 @@ def load_corpus(paths: tuple[str, ...], validation_fraction: float) -> Corpus:
       validation_fraction: share of the documents held out. A document's side depends
         on its name alone, so new documents move no others. Where that leaves a side
         without any, as with one file, the end of every document is held out.
+      known: the run has the corpus's digest already, which is compared. Large files of
+        tokens that have manifests are then not read: of a copy, `SAMPLES` chunks are
+        checked.
 
     Raises:
-      ConfigError: a path that is missing, empty or not text, or text beside tokens.
+      ConfigError: a file that is not its manifest's, a path that is missing,
+        empty or not text, or text beside tokens.
     """
     files = list(_user_files(paths) if paths else _library_files())
     tokenised = [path for _, path in files if path.suffix == SUFFIX]
@@ -77,7 +88,7 @@ def load_corpus(paths: tuple[str, ...], validation_fraction: float) -> Corpus:
                     f"data.paths: {tokenised[0]} has tokens, and {path} is text; give "
                     f"files of one kind"
                 )
-        return _load_tokens(files, validation_fraction)
+        return _load_tokens(files, validation_fraction, known)
     documents: dict[str, bytes] = {}
     digest = hashlib.sha256()
     for name, path in files:
@@ -99,12 +110,13 @@ def load_corpus(paths: tuple[str, ...], validation_fraction: float) -> Corpus:
 
 
 def _load_tokens(
-    files: Iterable[tuple[str, pathlib.Path]], validation_fraction: float
+    files: Sequence[tuple[str, pathlib.Path]], validation_fraction: float, known: bool
 ) -> Corpus:
+    samples = max(1, SAMPLES // len(files)) if known else None
     read, digest = {}, hashlib.sha256()
     for name, path in files:
         encoded = _encoded(name, path)
-        read[name] = read_token_file(path)
+        read[name] = read_token_file(path, samples)
         digest.update(encoded + b":" + read[name].digest)
     documents = {name: file.tokens for name, file in read.items() if len(file.tokens)}
     if not documents:
@@ -122,7 +134,7 @@ def _load_tokens(
 
 def load_checked_corpus(data: DataConfig) -> Corpus:
     """Load a run's corpus; raise ConfigError if its digest here is another one."""
-    corpus = load_corpus(data.paths, data.validation_fraction)
+    corpus = load_corpus(data.paths, data.validation_fraction, known=bool(data.digest))
     if data.digest and corpus.digest != data.digest:
         raise ConfigError(
             f"data.digest = {data.digest} in the run's config, but the corpus here "
@@ -271,7 +283,7 @@ def _walk(
                     path,
                 )
         for path in (pathlib.Path(folder, file) for file in files if file[0] != "."):
-            if path.is_file():
+            if path.is_file() and not path.name.endswith(MANIFEST):
                 found.append((path.relative_to(root).as_posix(), path))
     return sorted(found)
 

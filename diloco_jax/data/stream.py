@@ -1,22 +1,52 @@
 """Batches from leased positions, prepared ahead of the train loop.
 
-The network's thread grants ranges of positions, and the loop's thread takes batches. A
-worker reads the next batches meanwhile. Positions are used in the order granted.
+The network's thread grants ranges of positions, and the loop's thread takes batches.
+Readers prepare the next batches meanwhile, of which a host needs its own rows alone.
+Positions are used in the order granted.
 """
 
 from __future__ import annotations
 
 import collections
 import concurrent.futures
+import dataclasses
 import threading
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from diloco_jax import machine
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows
 from diloco_jax.protocol.values import Span
 
-BATCHES_AHEAD = 2
+AHEAD_BYTES = 1 << 26
+"""Bytes of batches that are read ahead, within these bounds."""
+FEWEST_AHEAD, MOST_AHEAD = 2, 16
+MOST_READERS = 16
+ROWS_AT_ONCE = 8
+"""Fewest rows that are worth a reader of their own."""
+
+Rows = tuple[int, int]
+"""First row and the one after the last."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnRows:
+    """The rows of a batch that one host's devices need. `shape`: that of the batch."""
+
+    shape: tuple[int, int]
+    parts: Mapping[Rows, np.ndarray]
+    """int32 [rows, T + 1]."""
+
+    def part(self, index: tuple[slice, ...] | None) -> np.ndarray:
+        """Return the rows of one device, as `jax.make_array_from_callback` asks."""
+        assert index is not None
+        start, stop, _ = index[0].indices(self.shape[0])
+        return self.parts[start, stop]
+
+
+Batch = np.ndarray | OwnRows
 
 
 class LeasedStream:
@@ -30,12 +60,21 @@ class LeasedStream:
         self._per_step = sequences_per_step
         self._lock = threading.Lock()
         self._positions = LeasedPositions()
-        self._ready: collections.deque[concurrent.futures.Future[np.ndarray]] = (
-            collections.deque()
+        self._ready: collections.deque[_Reading] = collections.deque()
+        self._readers = concurrent.futures.ThreadPoolExecutor(
+            min(machine.cores(), MOST_READERS), "data"
         )
-        self._worker = concurrent.futures.ThreadPoolExecutor(1, "data")
         self._closed = False
         self._consumed = 0
+        self._own: tuple[Rows, ...] = ()
+        self._ahead = self._affordable(sequences_per_step)
+
+    def read_only(self, own: Sequence[Rows]) -> None:
+        """Have only these rows of every batch read; empty: all. Call it before the
+        first grant."""
+        self._own = tuple(dict.fromkeys(own))
+        if own:
+            self._ahead = self._affordable(sum(b - a for a, b in self._own))
 
     @property
     def granted(self) -> int:
@@ -61,8 +100,9 @@ class LeasedStream:
         with self._lock:
             return bool(self._ready)
 
-    def next_batch(self, timeout_s: float) -> np.ndarray:
-        """Return the next batch, int32 [B, T + 1]; wait until it is read.
+    def next_batch(self, timeout_s: float) -> Batch:
+        """Return the next batch, int32 [B, T + 1] or the host's own rows of it; wait
+        until it is read.
 
         Raises:
           ValueError: the leases do not fill it (see `ready`).
@@ -77,24 +117,60 @@ class LeasedStream:
             first = self._ready.popleft()
             self._consumed += self._per_step
             self._prepare()
-        try:
-            return first.result(timeout_s)
-        except concurrent.futures.TimeoutError:
+        _, late = concurrent.futures.wait(first.parts, timeout_s)
+        if late:
             raise TimeoutError(
                 f"a batch of {self._per_step} sequences was not read within "
                 f"{timeout_s:g} s; is the corpus on a slow disk?"
-            ) from None
+            )
+        for part in first.parts:
+            part.result()
+        if not self._own:
+            return first.rows
+        shape = (self._per_step, self._windows.sequence_length + 1)
+        return OwnRows(shape, first.split(self._own))
 
     def close(self) -> None:
-        """End the worker."""
+        """End the readers."""
         with self._lock:
             self._closed = True
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _affordable(self, rows: int) -> int:
+        """Return the batches that are read ahead, each of so many rows here."""
+        nbytes = 4 * rows * (self._windows.sequence_length + 1)
+        return min(max(AHEAD_BYTES // nbytes, FEWEST_AHEAD), MOST_AHEAD)
 
     def _prepare(self) -> None:
         """Start reading as many batches as the leases and the lead allow."""
-        while not self._closed and len(self._ready) < BATCHES_AHEAD:
+        while not self._closed and len(self._ready) < self._ahead:
             positions = self._positions.draw(self._per_step)
             if positions is None:
                 return
-            self._ready.append(self._worker.submit(self._windows.batch, positions))
+            if self._own:
+                positions = np.concatenate([positions[a:b] for a, b in self._own])
+            self._ready.append(_Reading(self._readers, self._windows, positions))
+
+
+class _Reading:
+    """One batch that is being read, in parts side by side."""
+
+    def __init__(
+        self,
+        readers: concurrent.futures.Executor,
+        windows: Windows,
+        positions: np.ndarray,
+    ) -> None:
+        self.rows = np.empty((len(positions), windows.sequence_length + 1), np.int32)
+
+        def read(start: int) -> None:
+            for row in range(start, min(start + ROWS_AT_ONCE, len(positions))):
+                self.rows[row] = windows.window(int(positions[row]))
+
+        starts = range(0, len(positions), ROWS_AT_ONCE)
+        self.parts = [readers.submit(read, start) for start in starts]
+
+    def split(self, own: Sequence[Rows]) -> dict[Rows, np.ndarray]:
+        """Return the rows by their place in the batch."""
+        ends = np.cumsum([stop - start for start, stop in own])[:-1]
+        return dict(zip(own, np.split(self.rows, ends), strict=True))

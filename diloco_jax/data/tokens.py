@@ -1,15 +1,15 @@
 """Tokens that were made beforehand: `.npy` files, large ones mapped into memory.
 
 A file is one document, like a text file. It is one row of integers, as `numpy.save`
-writes it; its maker puts the separators into it. Every process reads the whole file
-once, for the digest; after that, only the tokens that it trains on.
+writes it; its maker puts the separators into it. A large file is read as a whole once,
+for its manifest (`manifest.py`); after that, only the tokens that are trained on.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import errno
-import hashlib
+import logging
 import pathlib
 from collections.abc import Sequence
 
@@ -17,11 +17,11 @@ import numpy as np
 from numpy.lib import format
 
 from diloco_jax.config import ConfigError
+from diloco_jax.data import manifest
+
+logger = logging.getLogger(__name__)
 
 SUFFIX = ".npy"
-CHUNK = 1 << 24
-"""Tokens checked at a time."""
-MOST = 2**31 - 1
 MAPPED_FROM = 1 << 24
 """Bytes from which a file is mapped. Mapped files stay open, and those are limited."""
 
@@ -63,9 +63,25 @@ class TokenFile:
     largest: int
 
 
-def read_token_file(path: pathlib.Path) -> TokenFile:
-    """Map a file, and check every token once. Raise ConfigError, naming the file, if it
-    is not a row of token numbers."""
+def read_token_file(path: pathlib.Path, samples: int | None = None) -> TokenFile:
+    """Map a file, and check every token once, which its manifest remembers. Raise
+    ConfigError, naming the file, if it is not a row of token numbers.
+
+    samples: chunks to check of a file that is not its manifest's by the time of change;
+    a difference is an error. None: such a file is read anew.
+    """
+    return _described(path, _open(path), samples)
+
+
+def make_manifest(path: pathlib.Path) -> TokenFile:
+    """Read the whole file, whatever a manifest says of it, and write its manifest."""
+    tokens = _open(path)
+    made = manifest.make(path, tokens)
+    manifest.keep(path, made)
+    return TokenFile(tokens, made.digest, made.largest)
+
+
+def _open(path: pathlib.Path) -> np.ndarray:
     try:
         if path.stat().st_size >= MAPPED_FROM:
             tokens: np.ndarray = format.open_memmap(path, mode="r")
@@ -88,16 +104,23 @@ def read_token_file(path: pathlib.Path) -> TokenFile:
             f"data.paths: {path} has shape {tokens.shape} and type {tokens.dtype}; "
             f"tokens are one row of integers"
         )
-    sha = hashlib.sha256(f"{tokens.dtype.str}:{len(tokens)}:".encode())
-    largest = 0
-    for start in range(0, len(tokens), CHUNK):
-        chunk = np.ascontiguousarray(tokens[start : start + CHUNK])
-        sha.update(chunk.data)
-        low, high = int(chunk.min()), int(chunk.max())
-        if low < 0 or high > MOST:
-            wrong = low if low < 0 else high
-            raise ConfigError(
-                f"data.paths: {path} has {wrong} as a token; they are from 0 to {MOST}"
-            )
-        largest = max(largest, high)
-    return TokenFile(tokens, sha.digest(), largest)
+    return tokens
+
+
+def _described(
+    path: pathlib.Path, tokens: np.ndarray, samples: int | None
+) -> TokenFile:
+    """Take digest and largest token from the manifest, or else from the tokens."""
+    large = path.stat().st_size >= MAPPED_FROM
+    found = manifest.find(path) if large else None
+    if found is not None and not manifest.is_unchanged(path, found):
+        if samples is not None:
+            manifest.require_same(path, found, tokens, samples)
+        else:
+            logger.info("%s has changed since its manifest: it is read again", path)
+            found = None
+    if found is None:
+        found = manifest.make(path, tokens)
+        if large:
+            manifest.keep(path, found)
+    return TokenFile(tokens, found.digest, found.largest)

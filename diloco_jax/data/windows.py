@@ -35,9 +35,14 @@ class Windows:
         """Return the number of windows per epoch."""
         return self._count
 
+    def window(self, position: int) -> np.ndarray:
+        """Return int32 [T + 1], the window of a position."""
+        window: np.ndarray = self._windows[position]
+        return window
+
     def batch(self, positions: np.ndarray) -> np.ndarray:
         """Return int32 [B, T + 1], the windows of int64 [B] positions."""
-        return np.stack([self._windows[int(p)] for p in positions])
+        return np.stack([self.window(int(p)) for p in positions])
 
     def _window(self, index: int) -> np.ndarray:
         start = int(index) * self.sequence_length

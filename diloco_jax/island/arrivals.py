@@ -18,7 +18,8 @@ class Arrival:
     """A newer version of a fragment, on the device and ready to be adopted.
 
     Either `anchor` is A_v in full, or `publishes` lead to it from the version before:
-    encoded, oldest first. Both are by piece, in the plan's order.
+    encoded, oldest first. Both are by piece, in the plan's order, as they have landed
+    on this host (`device/spread.py`).
     """
 
     fragment: int

@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 from importlib import metadata, util
 from pathlib import Path
 
-from diloco_jax import libtpu
+from diloco_jax import libtpu, machine
 from diloco_jax.config import IslandConfig
 
 HOST_DEVICES = "--xla_force_host_platform_device_count"
@@ -42,14 +42,16 @@ def prepare_environment(
     one slice, and with them jax would wait for the others. Real accelerators are not
     touched. NPROC sizes XLA's thread pool: with as many threads as two cores suggest,
     several devices and steps dispatched ahead, jax 0.10.2 waits for itself forever.
-    One device needs no more threads than cores.
+    One device needs no more threads than cores, and a machine with many cores has
+    threads enough.
     """
     for name in [name for name in environment if name.startswith(MULTI_SLICE)]:
         del environment[name]
     flags = environment.get("XLA_FLAGS", "").split()
     flags = [flag for flag in flags if flag.split("=")[0] != HOST_DEVICES]
     environment["XLA_FLAGS"] = " ".join([*flags, f"{HOST_DEVICES}={devices}"])
-    if devices > 1 and int(environment.get("NPROC") or 0) < MIN_NPROC:
+    threads = int(environment.get("NPROC") or 0) or machine.cores()
+    if devices > 1 and threads < MIN_NPROC:
         environment["NPROC"] = str(MIN_NPROC)
 
 

@@ -82,6 +82,7 @@ class Host:
         several; all of them must call it."""
         run, self._hosts = self.config.run, hosts
         model, self._trainer = build_trainer(run, self.island)
+        self.data.read_only(self._trainer.own_rows())
         self.checkpoints.open(identity, self.plan, hosts)
         self._exchange, self._zeros = build_exchange(run, model, self._trainer)
         self.fetcher = Fetcher(self.client, identity, self._exchange, self.mailbox)
@@ -138,6 +139,8 @@ class Host:
         restored = self.checkpoints.restore(
             self.plan, self._trainer, self._exchange, versions
         )
+        # A join moves tiles between hosts, which may have read for unequal times.
+        self._meet("restored")
         replica = join(self.plan, self._trainer, self._exchange, anchors, restored)
         self._meet("ready")
         books = Books(versions, adopt_traits(run.sync.adopt))

@@ -36,10 +36,10 @@ from diloco_jax.island.hosts.following import (
     Refusal,
     lead_of,
 )
+from diloco_jax.island.hosts.meeting import WorldAddress
 from diloco_jax.island.hosts.world import (
     Hosts,
     HostsError,
-    WorldAddress,
     abandon_world,
     end_alone,
     join_world,
@@ -351,7 +351,13 @@ def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
         logger.info("island %s compiles with %s", name, libtpu.in_force(os.environ))
     if island.hosts == 1:
         return None
-    return join_world(where, island.hosts, config.placement.time_budget_s)
+    placement = config.placement
+    return join_world(
+        where,
+        island.hosts,
+        budget_s=placement.time_budget_s,
+        meet_s=placement.hosts_budget_s,
+    )
 
 
 @contextlib.contextmanager

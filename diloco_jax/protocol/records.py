@@ -94,7 +94,8 @@ class Left(_OfIncarnation, frozen=True, kw_only=True):
 class Merged(Written, frozen=True, kw_only=True):
     """A finished merge. final: it belongs to the flush. share: the factor applied to
     the merged delta. verdicts: (tick, verdict, reason) of outstanding takes, by island.
-    digest: the digest of the fragment's Theta."""
+    The record commits the merge. digest, payload_bytes: those of its encoded publish,
+    which is on disk already."""
 
     fragment: int
     version: Version
@@ -104,6 +105,7 @@ class Merged(Written, frozen=True, kw_only=True):
     share: float
     verdicts: dict[str, tuple[int, Verdict, str]]
     digest: str
+    payload_bytes: int
 
 
 class Ticks(Written, frozen=True, kw_only=True):

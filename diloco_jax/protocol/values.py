@@ -39,6 +39,13 @@ class Version(NamedTuple):
 FIRST_VERSION = Version()
 
 
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """A prepared merge: digest and length of its encoded publish, which is on disk."""
+
+    digest: str
+    payload_bytes: int
+
+
 class Span(NamedTuple):
     """Half-open range of positions in the global shuffled index."""
 

@@ -79,20 +79,24 @@ class Server:
         tls: TlsFiles | None,
         deadlines: Deadlines,
         max_islands: int,
+        max_hosts: int,
         bulk_channels: int,
         insecure: bool = False,
     ) -> None:
-        """Raise ConfigError if `bind` is malformed or must not go without TLS."""
+        """Raise ConfigError if `bind` is malformed or must not go without TLS.
+
+        max_hosts: hosts of all islands; each has its own streams for fragments.
+        """
         addresses.require_tls(bind, tls=tls is not None, insecure=insecure)
         self._bind, self._handlers, self._tls = bind, handlers, tls
         self._deadlines = deadlines
         # Twice, since a lost island may be back before its old stream is known to be
         # dead.
         self._max_sessions = 2 * max_islands
-        self._bulk_places = threading.Semaphore(2 * bulk_channels * max_islands)
-        self._threads = (
-            self._max_sessions + 2 * bulk_channels * max_islands + _SPARE_THREADS
-        )
+        # A host may send and fetch on all of its channels at once.
+        places = 2 * bulk_channels * max_hosts
+        self._bulk_places = threading.Semaphore(places)
+        self._threads = self._max_sessions + places + _SPARE_THREADS
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._sessions: dict[int, Session] = {}

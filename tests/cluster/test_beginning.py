@@ -90,7 +90,7 @@ def test_what_others_put_into_the_workdir_stays(config, tmp_path):
     assert {path.name for path in folder.iterdir()} == {"logs", "notes.txt", "data.tmp"}
 
 
-def killed(config, *, log=False, snapshot="0.orbax-checkpoint-tmp-1"):
+def killed(config, *, log=False, snapshot="state-000000.snapshot.ab.tmp"):
     """Leave the files of a start that was killed."""
     with Beginning(config, "configs/x.py") as beginning:
         start(beginning)
@@ -116,7 +116,7 @@ def test_a_start_that_was_killed_before_the_run_began_is_made_again(config, tmp_
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("left", [{"log": True}, {"snapshot": "0"}])
+@pytest.mark.parametrize("left", [{"log": True}, {"snapshot": "state-000000.snapshot"}])
 def test_a_run_that_has_begun_stays(config, tmp_path, left):
     killed(config, **left)
     before = set(tmp_path.rglob("*"))

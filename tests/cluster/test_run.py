@@ -345,8 +345,8 @@ summary = {"phase": "done", "merges": 4, "islands": {}}
 def test_a_run_that_only_had_to_end_is_done(launch, config, workdir, started):
     begin_run(config, workdir)
     tape = Tape(workdir / "tape.jsonl")
-    recovered = {"snapshot": 0, "snapshot_merges": 0, "records": 4, "environment": {}}
-    recovered |= {"versions": [[1, 4]], "parameters_digest": "d7"}
+    recovered = {"snapshot": 0, "snapshot_versions": [], "records": 4, "discarded": 0}
+    recovered |= {"versions": [[1, 4]], "parameters_digest": "d7", "environment": {}}
     tape.append({"kind": "recovered", **recovered})
     tape.close()
     served = "(workdir / 'coordinator.address').write_text('127.0.0.1:1234')\n"

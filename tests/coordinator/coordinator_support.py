@@ -6,3 +6,18 @@ AXES = {
     "blocks": {"w": ("layers", "embed", "mlp"), "scale": ("layers", "embed")},
 }
 PIN_S = 60.0
+
+
+def arrays(store):
+    """What a snapshot needs of all fragments."""
+    return [store.arrays(f) for f in range(len(store.plan.fragments))]
+
+
+def like(store):
+    """`arrays` without arrays."""
+    return [store.like(f) for f in range(len(store.plan.fragments))]
+
+
+def load(store, arrays, versions):
+    for fragment, version in enumerate(versions):
+        store.load(fragment, arrays[fragment], version)

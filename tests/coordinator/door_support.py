@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import queue
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from diloco_jax.coordinator.gatherer import Gatherer
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.likeness import Likeness
+from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
@@ -26,6 +28,7 @@ from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.store import ComputedMerge
 from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.fragment_merge import FragmentState, Squares
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.merge.measures import MergeMeasures
 from diloco_jax.core.payload import PayloadLayout
@@ -81,12 +84,8 @@ class Store:
     def merge(self, *arguments: Any, **options: Any) -> ComputedMerge:
         return ComputedMerge(
             version=Version(),
-            theta={},
-            anchor={},
-            outer_state=None,
-            merge_state=(),
+            state=FragmentState((), (), None, ()),
             payload=b"",
-            digest="d",
             norm=1.0,
             measures=MergeMeasures(),
             sample=(),
@@ -95,8 +94,8 @@ class Store:
     def commit(self, fragment: int, merged: ComputedMerge) -> None:
         """Nothing is published."""
 
-    def is_finite(self, fragment: int, payload: Any) -> bool:
-        return bool(payload[0] == 0)
+    def squares(self, fragment: int, payload: Any) -> Squares:
+        return (0.0 if payload[0] == 0 else math.inf,)
 
     def fetch(self, *arguments: Any) -> FetchSource:
         return FetchSource(version=Version(), full=True, count=0, buffers=(), total=0)
@@ -120,18 +119,20 @@ class Coordinator:
         self.sessions = Sessions()
         inbox = Inbox(LAYOUTS, Rooms(1 << 20))
         store: Any = Store()
-        log: Any = SimpleNamespace(append=lambda line, payload: json.dumps(line))
+        log: Any = SimpleNamespace(append=lambda line: json.dumps(line))
         metrics = SimpleNamespace(append=lambda line: json.dumps(line, allow_nan=False))
         self.lead = Lead(
             CONFIG,
             initial(CONFIG),
             store=store,
             inbox=inbox,
+            publishes=Publishes(folder / f"publishes-{time.monotonic_ns()}"),
             log=log,
             tape=self.tape,
             metrics=cast(Metrics, metrics),
             sessions=self.sessions,
             faults=Faults(()),
+            slow_s=math.inf,
             housekeeping=self.keep_house,
         )
         self.lead._holder._merger = cast(Any, AtOnce())

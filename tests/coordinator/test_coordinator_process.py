@@ -11,6 +11,7 @@ from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig, SyncC
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import main
+from diloco_jax.coordinator.snapshots import states
 from diloco_jax.exit_codes import EXIT_DONE
 
 
@@ -75,7 +76,7 @@ def test_killed_between_first_snapshot_and_log(config, monkeypatch, tmp_path):
     # What is written after snapshot 0 is read after it, and in the next snapshot.
     assert written == 1
     folder = checkpoint.snapshots_folder(config.placement, workdir)
-    assert sorted(int(path.name) for path in folder.iterdir()) == [0, 1]
+    assert states(folder) == [0, 1]
 
 
 def test_an_address_file_is_for_this_machine(config, tmp_path):

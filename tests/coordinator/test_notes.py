@@ -14,7 +14,8 @@ LINES = {
     notes.Recovered: {
         "kind": "recovered",
         "snapshot": 2,
-        "snapshot_merges": 40,
+        "snapshot_versions": [[1, 3], [1, 4]],
+        "discarded": 1,
         "records": 12,
         "versions": [[1, 20], [1, 22]],
         "parameters_digest": "feed",
@@ -40,6 +41,12 @@ LINES = {
         "pairwise_cosine": 0.25,
         "length_ratio": 0.9,
         "step_ratio": 0.5,
+    },
+    notes.Digested: {
+        "kind": "digested",
+        "fragment": 1,
+        "version": [1, 3],
+        "digest": "feed",
     },
     notes.Hello: {
         "kind": "hello",

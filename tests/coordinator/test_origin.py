@@ -1,13 +1,9 @@
 """A coordinator that comes back: what the log has must be of this version."""
 
-import types
-from pathlib import Path
-
-import jax
 import numpy as np
 import pytest
-from coordinator_support import SHAPES
 from etils import epath
+from msgspec.structs import replace
 
 from diloco_jax import checkpoint
 from diloco_jax.config import (
@@ -21,8 +17,15 @@ from diloco_jax.config import (
 )
 from diloco_jax.coordinator import origin
 from diloco_jax.coordinator.log import DurableError, RecordLog
+from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.coordinator.snapshots import Snapshots
+from diloco_jax.coordinator.snapshots import (
+    Snapshots,
+    fragment_path,
+    state_path,
+    states,
+    versions,
+)
 from diloco_jax.observability.tape import Tape, read_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.state import initial
@@ -34,47 +37,85 @@ JOINED = records.Joined(
 
 
 @pytest.fixture
-def recover(run, store, tmp_path):
-    """Recovers from a snapshot and these records, with payloads or without, in the log
-    after it. torn: a second
-    snapshot comes after them, which does not read. forgotten: so are the records."""
-    shapes = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
-        SHAPES,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    model = types.SimpleNamespace(shapes=lambda: shapes)
+def folder(tmp_path):
+    return epath.Path(tmp_path / "snapshots")
+
+
+@pytest.fixture
+def publishes(tmp_path):
+    return Publishes(tmp_path / "publishes")
+
+
+@pytest.fixture
+def recover(run, store, folder, publishes, tmp_path):
+    """Recovers from snapshots and these records in the log after them. torn: a second
+    snapshot of the state comes after them, which does not read. forgotten: the records
+    are gone then. saved: arrays of fragment 0 by version, as they are snapshotted; the
+    newest of these does not read."""
     config = Config(run=run, islands={"a": IslandConfig(batch_size=2)})
     policy = policy_config(run, Placement(), "r", store.plan.sizes)
 
-    def recovered(*lines, torn=False, forgotten=False):
-        folder = epath.Path(tmp_path / "snapshots")
+    def recovered(*lines, torn=False, forgotten=False, saved=None):
         snapshots = Snapshots(
             folder, Placement(), policy, checkpoint.whose(run, "r", store.plan)
         )
-        snapshots.save(0, initial(policy), store.arrays())
+        snapshots.save_first(0, initial(policy), store.arrays)
         log = RecordLog(tmp_path / "log", after=0)
         for line in lines:
-            log.append(*line if isinstance(line, tuple) else (line,))
+            log.append(line)
+        for version, arrays in (saved or {}).items():
+            snapshots.save_fragment(0, version, arrays)
+        if saved:
+            fragment_path(folder, 0, max(saved)).write_bytes(b"")
         if torn:
             number = log.rotate()
-            snapshots.save(number, initial(policy), store.arrays())
-            for file in Path(folder / str(number)).rglob("*"):
-                if file.is_file():
-                    file.write_bytes(b"")
+            snapshots.save_state(number, initial(policy))
+            state_path(folder, number).write_bytes(b"")
             if forgotten:
                 log.forget(number)
         log.close()
         tape = Tape(tmp_path / "tape.jsonl")
         try:
             return origin.recover(
-                config, policy, model, store.plan, snapshots, tmp_path / "log", tape
+                config, policy, store.plan, snapshots, publishes, tmp_path / "log", tape
             )
         finally:
-            snapshots.close()
             tape.close()
 
     return recovered
+
+
+PART = Contribution(
+    island="a", incarnation=3, tick=1, start=0, end=1, tokens=8, base=Version()
+)
+
+
+@pytest.fixture
+def merge(store, publishes):
+    """Merges fragment 0 into its next version, and writes the publish; returns the
+    record that commits the merge."""
+
+    def merged(number, *, final=False):
+        version = Version(1, number)
+        delta = np.zeros(store.layouts_up[0].total_bytes, np.uint8)
+        found = store.merge(0, version, [PART], [delta], final=final)
+        prepared = publishes.write(0, version, found.payload, final=final)
+        part = replace(PART, tick=number, start=number - 1, end=number)
+        record = records.Merged(
+            fragment=0,
+            version=version,
+            tick=number,
+            final=final,
+            contributions=(part,),
+            share=1.0,
+            verdicts={},
+            digest=prepared.digest,
+            payload_bytes=prepared.payload_bytes,
+        )
+        store.commit(0, found)
+        return records.line(record)
+
+    return merged
 
 
 def test_what_the_log_has_is_the_state_and_comes_onto_the_tape(
@@ -100,24 +141,9 @@ def test_what_the_log_has_is_the_state_and_comes_onto_the_tape(
     ids=lambda run: run.outer.optimizer,
 )
 def test_a_recovery_says_if_momentum_is_left_as_it_was(
-    recover, run, store, tmp_path, caplog
+    recover, run, merge, tmp_path, caplog
 ):
-    part = Contribution(
-        island="a", incarnation=3, tick=1, start=0, end=1, tokens=8, base=Version()
-    )
-    delta = np.zeros(store.layouts_up[0].total_bytes, np.uint8)
-    merged = store.merge(0, Version(1, 1), [part], [delta], final=False)
-    line = records.Merged(
-        fragment=0,
-        version=Version(1, 1),
-        tick=1,
-        final=False,
-        contributions=(part,),
-        share=1.0,
-        verdicts={},
-        digest=merged.digest,
-    )
-    recover((records.line(JOINED), b""), (records.line(line), merged.payload))
+    recover(records.line(JOINED), merge(1))
     *_, recovered = read_tape(tmp_path / "tape.jsonl")
     untouched = run.outer.optimizer == "adam"
     assert recovered.get("momentum_untouched", False) == untouched
@@ -126,23 +152,58 @@ def test_a_recovery_says_if_momentum_is_left_as_it_was(
 
 
 def test_a_snapshot_torn_by_a_power_cut_is_passed_over_while_the_log_goes_back(
-    recover, store, caplog
+    recover, store, folder, caplog
 ):
     found, state, snapshot = recover(records.line(JOINED), torn=True)
     assert snapshot == 0
     assert state.islands["a"].incarnation == 3
     assert found.digest() == store.digest()
-    (warning,) = (r.message for r in caplog.records if "checkpoint 1 in" in r.message)
+    (warning,) = (r.message for r in caplog.records if "state-000001" in r.message)
     assert warning.endswith(
-        "); going on from snapshot 0, after which the log is complete"
+        "; going on from snapshot 0, after which the log is complete"
     )
+    assert states(folder) == [0], "what does not read must not count as kept"
 
 
 def test_a_damaged_snapshot_that_the_log_was_cut_off_for_is_refused(recover):
-    with pytest.raises(
-        ConfigError, match=r"checkpoint 1 .* the record log does not go"
-    ):
+    with pytest.raises(ConfigError, match=r"state-000001.* the record log does not go"):
         recover(records.line(JOINED), torn=True, forgotten=True)
+
+
+def test_a_fragment_goes_on_from_its_newest_snapshot_that_reads(
+    recover, merge, store, folder, tmp_path
+):
+    lines, saved = [records.line(JOINED), merge(1)], {}
+    for number in (2, 3):
+        lines.append(merge(number))
+        saved[Version(1, number)] = store.arrays(0)
+    found, state, _ = recover(*lines, saved=saved)
+    *_, recovered = read_tape(tmp_path / "tape.jsonl")
+    assert recovered["snapshot_versions"] == [[1, 2], [1, 0]]
+    assert state.fragments[0].version == Version(1, 3)
+    anchors = zip(found.arrays(0)["anchor"], store.arrays(0)["anchor"], strict=True)
+    assert all(np.array_equal(ours, theirs) for ours, theirs in anchors)
+    assert versions(folder, 0) == [Version(1, 2)]
+
+
+def test_a_merge_that_was_prepared_and_never_committed_never_was(
+    recover, merge, publishes, tmp_path
+):
+    lines = [records.line(JOINED), merge(1)]
+    merge(2)
+    _, state, _ = recover(*lines)
+    assert state.fragments[0].version == Version(1, 1)
+    assert publishes.versions(0) == [Version(1, 1)]
+    *_, recovered = read_tape(tmp_path / "tape.jsonl")
+    assert recovered["discarded"] == 1
+
+
+def test_a_record_without_its_publish_is_damage(recover, merge, tmp_path):
+    lines = [records.line(JOINED), merge(1)]
+    (path,) = (tmp_path / "publishes").rglob("*.publish")
+    path.unlink()
+    with pytest.raises(DurableError, match=r"fragment 0, version \(1, 1\)"):
+        recover(*lines)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from diloco_jax.config import Placement, RunConfig, SyncConfig
-from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.config import Config, IslandConfig, Placement, RunConfig, SyncConfig
+from diloco_jax.coordinator.settings import admitted_hosts, policy_config
 
 RUN = RunConfig(
     sync=SyncConfig(
@@ -41,3 +41,10 @@ def test_what_no_config_says_is_as_given():
     assert (policy.run_id, policy.fragment_sizes) == ("r", (30, 10))
     assert policy.fingerprint == RUN.fingerprint()
     assert policy.flush_s == 60.0
+
+
+def test_places_are_counted_by_host_and_a_guest_is_one():
+    islands = {"big": IslandConfig(hosts=64, mesh_data=64, batch_size=64)}
+    islands["small"] = IslandConfig()
+    placement = Placement(admit=("small", "guest"))
+    assert admitted_hosts(Config(islands=islands, placement=placement)) == 66

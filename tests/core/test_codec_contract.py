@@ -18,8 +18,8 @@ from diloco_jax.core.codecs.codec import (
     SMALLEST_NORMAL,
     Codec,
     encode_with_feedback,
-    square_sum,
 )
+from diloco_jax.core.merge.merging import Encoded
 from diloco_jax.core.tiles import TileGrid
 
 NAMES = names(CODECS, "codecs")
@@ -39,6 +39,10 @@ def sample(seed: int, exponent: float, shape: tuple[int, ...] = SHAPE) -> np.nda
     x = rng.standard_t(3, shape) * 10.0**exponent
     x[rng.random(shape) < 0.1] = 0.0
     return np.clip(x, -1e38, 1e38).astype(np.float32)
+
+
+def square_of(codec: Codec, encoded: jax.Array, shape: tuple[int, ...]) -> float:
+    return Encoded(codec, shape, [encoded]).squares[0]
 
 
 def roundtrip(codec: Codec, x: np.ndarray) -> np.ndarray:
@@ -80,10 +84,10 @@ def test_zeros_stay_zeros(codec: Codec) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_visible_in_its_tile(codec: Codec, bad: float) -> None:
     x = sample(0, 0.0)
-    assert np.isfinite(square_sum(codec, codec.encode(x), x.shape))
+    assert np.isfinite(square_of(codec, codec.encode(x), x.shape))
     x[39, 99] = bad
     encoded = codec.encode(x)
-    assert not np.isfinite(square_sum(codec, encoded, x.shape))
+    assert not np.isfinite(square_of(codec, encoded, x.shape))
     decoded = np.asarray(codec.decode(encoded, x.shape))
     assert not np.isfinite(decoded[20:, 50:]).all()
     assert np.isfinite(decoded[:20]).all()

@@ -1,6 +1,5 @@
 """The oracle against what can be known without it."""
 
-import hashlib
 from collections.abc import Sequence
 
 import jax
@@ -159,8 +158,6 @@ def test_history_says_when_and_what() -> None:
     assert [(r.tick, r.fragment, r.step) for r in result.history] == [
         (n, (n - 1) % 3, n * H // 3) for n in range(1, TICKS + 1)
     ]
-    last = b"".join(np.asarray(a).tobytes() for a in result.theta[-1])
-    assert result.history[-1].digest == hashlib.sha256(last).hexdigest()
     assert len({record.digest for record in result.history}) == TICKS
 
 

@@ -96,6 +96,7 @@ def serve(stack, coordinator, bind="127.0.0.1:0"):
         tls=None,
         deadlines=DEADLINES,
         max_islands=2,
+        max_hosts=2,
         bulk_channels=1,
     )
     address = server.start()

@@ -15,8 +15,10 @@ import numpy as np
 from diloco_jax.config import InnerConfig, IslandConfig, RunConfig, SyncConfig
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece
+from diloco_jax.core.payload import tiles_of
+from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.arrivals import Arrival
-from diloco_jax.island.device import mesh
+from diloco_jax.island.device import mesh, spread
 from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,
@@ -24,6 +26,7 @@ from diloco_jax.island.device.build import (
     join,
 )
 from diloco_jax.island.device.kinds import kind_of
+from diloco_jax.island.device.placing import land
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.models.attention import ATTENTION
 from diloco_jax.models.plan import build_plan
@@ -208,7 +211,67 @@ def run_all() -> dict[str, object]:
             np.linalg.norm(moved - expected) / np.linalg.norm(expected)
         )
     found["splash"] = splash_on_a_mesh()
+    found["spread"] = {
+        f"{shape} on {hosts}": spread_over_hosts(shape, hosts)
+        for shape, hosts in (
+            ("1x4x1", 2),
+            ("2x2x2", 4),
+            ("4x2x1", 8),
+            ("2x1x2", 2),
+            ("1x6x1", 3),
+            ("3x1x2", 2),
+        )
+    }
     return found
+
+
+def spread_over_hosts(shape: str, hosts: int) -> list[str]:
+    """Put what each of several hosts fetches on its devices, and move it; return the
+    pieces that then are not the whole."""
+    config, wrong = dataclasses.replace(island(shape), batch_size=24), []
+    per_host = config.devices // hosts
+    spread.host_of = lambda device: device.id // per_host
+    spread.spread_of.cache_clear()
+    model, trainer = build_trainer(RUN, config)
+    state, plan = trainer.abstract_state(), build_plan(RUN, model)
+    codec, random = get_codec(RUN.sync.codec_down), np.random.default_rng(0)
+
+    def kind(piece):
+        leaf = get_piece(state.params, dataclasses.replace(piece, layer=-1))
+        return kind_of(RUN.sync, piece, leaf, config.anchor_memory)
+
+    for pieces in plan.fragments:
+        kinds = [kind(piece) for piece in pieces]
+        spreads = [(k.spread, p.shape) for k, p in zip(kinds, pieces, strict=True)]
+        parts = spread.parts_by_host(spreads)
+        for number, (piece, own) in enumerate(zip(pieces, kinds, strict=True)):
+            value = random.normal(size=piece.shape).astype("<f4")
+            tiles = np.array(codec.encode(value))
+            bits = np.array(TileGrid.of(piece.shape).split(value)).view(np.uint32)
+            encoded = own.gathered(land_all(own, number, parts, tiles))
+            anchor = own.gather_anchor(land_all(own, number, parts, bits))
+            right = encoded.sharding == own.encoded and anchor.sharding == own.piece
+            right &= np.array_equal(encoded, tiles) and np.array_equal(anchor, value)
+            for array, expected in ((encoded, tiles), (anchor, value)):
+                for shard in array.addressable_shards:
+                    right &= np.array_equal(shard.data, expected[shard.index])
+            wrong += [] if right else [piece.name]
+    return wrong
+
+
+def land_all(kind, number, parts, tiles):
+    """Land one piece on the devices of all hosts."""
+    boxes = {}
+    for host, part in parts.items():
+        for box in part:
+            if box.piece == number and box.start != box.stop:
+                at = (box.start, box.stop)
+                row = kind.spread.row_of(host, at) if kind.spread.moved else 0
+                assert (row, at) not in boxes
+                boxes[row, at] = tiles[tiles_of(box)]
+    if not kind.spread.moved:
+        return jax.device_put(tiles, kind.encoded)
+    return land(kind.spread, tiles.shape, tiles.dtype, boxes)
 
 
 def splash_on_a_mesh() -> list[float]:

@@ -21,6 +21,7 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.core.fragments import get_piece
+from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island import checkpoints
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
@@ -83,7 +84,10 @@ class Life:
         )
         anchors = {}
         for fragment, pieces in enumerate(self.plan.fragments):
-            raw = b"".join(get_piece(self.begins, p).tobytes() for p in pieces)
+            tiles = (
+                TileGrid.of(p.shape).to_tiles(get_piece(self.begins, p)) for p in pieces
+            )
+            raw = b"".join(array.tobytes() for array in tiles)
             anchors[fragment] = self.exchange.put_anchor(fragment, raw)
         self.replica = join(self.plan, self.trainer, self.exchange, anchors, restored)
         return restored

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco_jax import libtpu
+from diloco_jax import libtpu, machine
 from diloco_jax.config import IslandConfig
 from diloco_jax.island import environment as island_environment
 from diloco_jax.island.environment import (
@@ -111,4 +111,10 @@ def test_the_environment_is_set_once():
     prepare_environment(2, environment := {"NPROC": "32"})
     assert environment["NPROC"] == "32"
     prepare_environment(1, environment := {})
+    assert "NPROC" not in environment
+
+
+def test_a_machine_with_many_cores_keeps_its_threads(monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 208)
+    prepare_environment(4, environment := {})
     assert "NPROC" not in environment

@@ -1,5 +1,6 @@
 """Hosts of an island wait for each other where a collective would not wait long."""
 
+import contextlib
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.protocol.island.fetching import Fetch
 from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.protocol.values import Version
+from diloco_jax.wire.errors import VersionGone
 
 PATIENCE_S = 30.0
 
@@ -54,6 +56,10 @@ def impatient(monkeypatch):
 
 def never():
     return False
+
+
+def here(fragment, version, publishes=((),)):
+    return Arrival(fragment=fragment, version=version, publishes=publishes)
 
 
 def test_nobody_goes_on_before_all_are_here():
@@ -110,7 +116,7 @@ def test_a_follower_hears_of_every_order_however_many_come_while_it_fetches():
 
     def fetch(fetch):
         assert fetches.wait(PATIENCE_S)
-        return Arrival(fragment=fetch.fragment, version=fetch.want)
+        return here(fetch.fragment, fetch.want)
 
     def resend(fragment, tick):
         resent.append((fragment, tick))
@@ -124,10 +130,31 @@ def test_a_follower_hears_of_every_order_however_many_come_while_it_fetches():
     for fragment, tick in again:
         orders.give(ResendRequest(fragment=fragment, tick=tick))
     fetches.set()
-    orders.await_answers(first)
+    orders.await_answers(first, here(0, Version(1, 1)))
     last = orders.give(Fetch(1, Version(1, 2), Version(1, 1), Version(1, 1)))
-    orders.await_answers(last)
+    orders.await_answers(last, here(1, Version(1, 2)))
     assert resent == again
     assert followers.arrivals.pick(1, Version(1, 2)).fragment == 1
     assert store.keys() == [], "what was read is forgotten"
+    thread.close(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("other", "fits"), [({"publishes": ((),)}, True), ({"anchor": ()}, False)]
+)
+def test_hosts_that_got_an_anchor_and_publishes_fetch_again(other, fits):
+    store, mailbox = Store(), Mailbox()
+    orders = Orders(Hosts(store, 0, 2), mailbox, PATIENCE_S)
+    want = Version(1, 2)
+    thread = OrderThread(
+        Hosts(store, 1, 2),
+        Mailbox(),
+        lambda fetch: Arrival(fragment=0, version=want, **other),
+        lambda *_: None,
+        Deadlines(PATIENCE_S),
+    )
+    thread.start()
+    number = orders.give(Fetch(0, want, Version(1, 1), Version(1, 1)))
+    with contextlib.nullcontext() if fits else pytest.raises(VersionGone):
+        orders.await_answers(number, here(0, want))
     thread.close(PATIENCE_S)

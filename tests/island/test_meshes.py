@@ -94,3 +94,9 @@ def test_anchors_rest_where_they_are_told(found):
 
 def test_the_kernel_sees_whole_groups_of_heads_on_every_device(found):
     assert max(found["splash"]) < 1e-5
+
+
+def test_what_hosts_fetch_apart_comes_to_every_device_that_needs_it(found):
+    assert len(found["spread"]) >= 6
+    for mesh, wrong in found["spread"].items():
+        assert wrong == [], mesh

@@ -20,7 +20,7 @@ from diloco_jax.protocol.coordinator.events import (
     Event,
     Ignored,
     Merge,
-    MergeComputed,
+    MergePrepared,
     Note,
     Persist,
     Said,
@@ -41,6 +41,7 @@ from diloco_jax.protocol.values import (
     FIRST_VERSION,
     Outstanding,
     Phase,
+    Prepared,
     Record,
     Version,
 )
@@ -241,7 +242,13 @@ class Driver:
     def computed(self, fragment: int) -> list[Effect]:
         """The merge under way is done."""
         version = self.fragment(fragment).version.next()
-        return self.feed(MergeComputed(fragment=fragment, version=version, digest="d1"))
+        return self.feed(
+            MergePrepared(
+                fragment=fragment,
+                version=version,
+                prepared=Prepared(digest="d1", payload_bytes=1),
+            )
+        )
 
     def wait(self, seconds: float) -> list[Effect]:
         """Time passes, and a timer fires at the end of it."""

@@ -49,6 +49,7 @@ DURABLE = [
         "share": 0.5,
         "verdicts": {"a": [7, "merged", ""], "b": [7, "refused", "stale"]},
         "digest": "feed",
+        "payload_bytes": 1,
     },
     {"kind": "ticks", "through": 30},
     {"kind": "stopping", "tokens": 800},

@@ -1,8 +1,9 @@
 """One host of an island, watched: notes its parameters after every adoption, and at
 the end its traffic.
 
-CONFIG NAME COORDINATOR WORKDIR WORLD INDEX scripted|SEED. With a seed, everything that
-this host does is late by random milliseconds, and host 1 compiles longest.
+CONFIG NAME COORDINATOR WORKDIR WORLD INDEX scripted|cut|SEED. With a seed, everything
+that this host does is late by random milliseconds, and host 1 compiles longest. "cut"
+is scripted, and the mesh cuts every piece that it can, inside its tiles too.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ def main(
     config = read_config_json(Path(config_path))
     prepare_island(config.island(name))
     from diloco_jax.island import main as island_main
-    from diloco_jax.island.hosts.world import WorldAddress
+    from diloco_jax.island.hosts.meeting import WorldAddress
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
     note_adoptions(Path(workdir) / f"{name}.{index}.adopted")
     note_traffic(Path(workdir) / f"{name}.{index}.traffic")
-    if how == "scripted":
+    if how in ("scripted", "cut"):
         script(config)
+        if how == "cut":
+            from diloco_jax.island.device import mesh
+
+            mesh.LARGE = 0
     else:
         be_late(random.Random(f"{how}/{index}"))
         end_last(int(index))
@@ -81,16 +86,25 @@ def note_adoptions(path: Path) -> None:
 
 
 def note_traffic(path: Path) -> None:
-    """Writes what this host sent and received, as JSON."""
+    """Writes what this host sent and received, as JSON, and in FILE.fetched each fetch:
+    fragment, number of publishes (0: the anchor), bytes on the wire."""
     from diloco_jax.island.host import Host
+    from diloco_jax.wire.client import Client
 
-    close = Host.close
+    close, fetch = Host.close, Client.fetch
+    fetches: list[tuple[int, int, int]] = []
+
+    def fetched(self, request, **options):
+        found = fetch(self, request, **options)
+        fetches.append((request.fragment, found.count, found.wire_bytes))
+        return found
 
     def noted(self):
         path.write_text(json.dumps(self.mailbox.traffic()))
+        path.with_suffix(".fetched").write_text(json.dumps(fetches))
         close(self)
 
-    Host.close = noted
+    Client.fetch, Host.close = fetched, noted
 
 
 def be_late(rng: random.Random) -> None:

@@ -56,7 +56,11 @@ class Bucket:
             return [item["name"] for item in json.load(got).get("items", [])]
 
     def complete(self, folder: str) -> set[int]:
-        """Numbers of the checkpoints that are complete in one."""
+        """Numbers of the checkpoints that are complete in one, or of the coordinator's
+        snapshots of the state."""
+        own = [Path(n).name for n in self.names() if n.startswith(f"{folder}/state-")]
+        if own:
+            return {int(name.split(".")[0].split("-")[1]) for name in own}
         ends = [n for n in self.names() if n.endswith("/commit_success.txt")]
         paths = [Path(name).relative_to(folder) for name in ends if folder in name]
         return {int(path.parts[0]) for path in paths if len(path.parts) == 2}

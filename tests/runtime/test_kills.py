@@ -27,11 +27,12 @@ from diloco_jax.observability.tape import Tape
 pytestmark = [pytest.mark.dist, pytest.mark.timing]
 
 CYCLE_STEPS = 6
-STEP_SECONDS, TRAINING_SECONDS = 0.25, 35
+STEP_SECONDS, TRAINING_SECONDS = 0.25, 50
 TIMEOUT_S = 240
 GAP_MEDIANS_MAX, STALLED_MAX = 3.0, 0.05
 BATCH = 2
-KILL_AFTER_MERGES = 44
+KILL_COMMITTED, KILL_PREPARED = 44, 58
+"""Merges after whose commit, and after whose preparation, the coordinator is killed."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,8 @@ def stall() -> Stall:
 
 @pytest.fixture(scope="module")
 def run(folder, stall) -> support.Run:
-    """Done; island b was killed after 16 steps, and the coordinator once it is back."""
+    """Done; island b was killed after 16 steps, and the coordinator once it is back:
+    between committed and sent, and between prepared and committed."""
     (folder / "text").mkdir()
     numbers = np.random.default_rng(0)
     for index in range(20):
@@ -65,7 +67,11 @@ def run(folder, stall) -> support.Run:
         ),
         islands={"a": island, "b": island},
         placement=Placement(
-            faults=("b@16:kill", f"coordinator@{KILL_AFTER_MERGES}:kill"),
+            faults=(
+                "b@16:kill",
+                f"coordinator@{KILL_COMMITTED}:kill",
+                f"coordinator@{KILL_PREPARED}:kill-prepared",
+            ),
             snapshot_every_s=4.0,
             checkpoint_every_s=1.0,
         ),
@@ -77,7 +83,7 @@ def run(folder, stall) -> support.Run:
 def test_the_faults_struck_and_everybody_came_back(run):
     islands = run.summary["islands"]
     assert {name: i["joins"] for name, i in islands.items()} == {"a": 1, "b": 2}
-    assert len(tape_checks.outage_seconds(run.tape)) == 1
+    assert len(tape_checks.outage_seconds(run.tape)) == 2
     assert run.summary["phase"] == "done"
 
 
@@ -140,10 +146,12 @@ def test_the_killed_island_goes_on_with_its_moments(run):
 
 
 def test_replay_gives_the_bits_of_every_merge(run, workdir):
-    (recovered,) = (r for r in run.tape if r["kind"] == "recovered")
-    assert 0 < recovered["snapshot_merges"] < KILL_AFTER_MERGES, (
-        "both halves of a recovery"
-    )
+    committed, prepared = (r for r in run.tape if r["kind"] == "recovered")
+    merges = sum(version[1] for version in committed["snapshot_versions"])
+    assert 0 < merges < KILL_COMMITTED, "both halves of a recovery"
+    assert sum(version[1] for version in committed["versions"]) == KILL_COMMITTED
+    assert prepared["discarded"] >= 1
+    assert sum(version[1] for version in prepared["versions"]) == KILL_PREPARED - 1
     code, printed, errors = replay(workdir, "--json")
     assert code == 0, errors
     outcome = json.loads(printed)

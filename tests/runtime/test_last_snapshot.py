@@ -35,7 +35,9 @@ def service(text, tmp_path, request):
 def ends(service):
     """Lets the snapshot end that is being written."""
     event = threading.Event()
-    service._snapshots.write(time.monotonic(), lambda: event.wait(PATIENCE_S) and None)
+    service._snapshots.write(
+        time.monotonic(), [lambda: event.wait(PATIENCE_S) and None]
+    )
     yield event
     event.set()
 

@@ -33,6 +33,7 @@ def refusing(request):
         tls=None,
         deadlines=Deadlines(PATIENCE_S),
         max_islands=2,
+        max_hosts=2,
         bulk_channels=1,
     )
     yield server.start()

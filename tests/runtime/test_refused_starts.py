@@ -129,7 +129,7 @@ def test_a_run_whose_first_snapshot_was_not_written_begins_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as killing:
-        killing.setattr("diloco_jax.coordinator.snapshots.Snapshots.save", killed)
+        killing.setattr("diloco_jax.coordinator.snapshots.Snapshots.save_state", killed)
         first = Coordinator(config, tmp_path, init=True)
         with pytest.raises(KeyboardInterrupt):
             first.start()

@@ -21,6 +21,12 @@ from tiny import SEQUENCE_LENGTH
 from diloco_jax import cli, run_files
 from diloco_jax.config import Config, IslandConfig, Placement
 from diloco_jax.config.loading import write_config_json
+from diloco_jax.coordinator.snapshots import (
+    fragment_path,
+    state_path,
+    states,
+    versions,
+)
 from diloco_jax.observability.tape import newest_record, read_tape
 from diloco_jax.workdir import read_facts
 
@@ -44,9 +50,11 @@ def await_merges(folder: Path, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         merges = tape.exists() and tape.read_bytes().count(b'{"kind":"merged"')
-        found = [*checkpoints.glob("islands/*/*"), *checkpoints.glob("coordinator/*")]
+        found = checkpoints.glob("islands/*/*")
         saved = collections.Counter(p.parent.name for p in found if p.name.isdigit())
-        if merges >= MERGES and saved["a"] and saved["b"] and saved["coordinator"] > 1:
+        ours = checkpoints / "coordinator"
+        again = len(states(ours)) > 1 and len(versions(ours, 0)) > 1
+        if merges >= MERGES and saved["a"] and saved["b"] and again:
             return
         assert process.poll() is None, (folder / "diloco.log").read_text()[-3000:]
         time.sleep(0.05)
@@ -61,7 +69,7 @@ class Resumed:
     """Digest of the global parameters that the killed run left."""
     versions: list[list[int]]
     torn: int
-    """The number of its newest snapshot."""
+    """The number of its newest snapshot of the state."""
 
     @property
     def workdir(self) -> Path:
@@ -79,7 +87,8 @@ class Resumed:
 @pytest.fixture(scope="module")
 def resumed(text, tmp_path_factory) -> Resumed:
     """Islands a and b of one device each are killed, with everything else, and the
-    newest snapshot is damaged; a on two hosts and c go on to the end."""
+    newest snapshots of the state and of one fragment are damaged; a on two hosts and c
+    go on to the end."""
     folder = tmp_path_factory.mktemp("resume")
     config = make_config(text, fragments=3, steps_per_cycle=6, quorum=1)
     # Far more than two such islands have done when they are killed.
@@ -100,15 +109,14 @@ def resumed(text, tmp_path_factory) -> Resumed:
         process.wait(TIMEOUT_S)
     await_gone([pid for hosts in pids for pid in hosts])
     snapshots = workdir / run_files.CHECKPOINTS / "coordinator"
-    torn = max(int(path.name) for path in snapshots.iterdir() if path.name.isdigit())
-    for path in (snapshots / str(torn)).rglob("*"):
-        if path.is_file():
-            path.write_bytes(b"")
+    torn = states(snapshots)[-1]
+    state_path(snapshots, torn).write_bytes(b"")
+    fragment_path(snapshots, 0, versions(snapshots, 0)[-1]).write_bytes(b"")
     # What another coordinator makes of what is there.
     shutil.copytree(workdir, folder / "copy")
     with coordinator(config, folder / "copy", init=False, killed=True) as service:
         digest = service.store.digest()
-        versions = [list(f.version) for f in service.lead.state.fragments]
+        reached = [list(f.version) for f in service.lead.state.fragments]
     others = {
         # About 50 steps to the end: whichever begins first, the other is in time.
         "a": IslandConfig(batch_size=64, hosts=2, mesh_fsdp=2, step_seconds=0.5),
@@ -123,7 +131,7 @@ def resumed(text, tmp_path_factory) -> Resumed:
         process.kill()
         process.wait(TIMEOUT_S)
     assert code == 0, (folder / "diloco.log").read_text()[-3000:]
-    return Resumed(folder, config, digest, versions, torn)
+    return Resumed(folder, config, digest, reached, torn)
 
 
 def test_it_goes_on_from_the_same_global_parameters(resumed):

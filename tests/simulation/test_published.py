@@ -7,10 +7,12 @@ import pytest
 
 from diloco_jax.config import Config, IslandConfig
 from diloco_jax.coordinator.store import ComputedMerge
+from diloco_jax.core.fragment_merge import FragmentState
 from diloco_jax.core.merge.measures import MergeMeasures
 from diloco_jax.protocol.values import Record, Version
 from diloco_jax.simulation.replay.published import PublishedVersions
 from diloco_jax.simulation.replay.recording import (
+    Digests,
     Life,
     RecordedMerge,
     Recording,
@@ -52,7 +54,7 @@ def published():
             final=False,
             contributions=(),
             share=1.0,
-            digest="",
+            digests=Digests(publish=""),
         )
         for n in (1, 2, 3)
     )
@@ -64,19 +66,15 @@ def published():
         coordinators=(),
         merges=merges,
         merges_on_tape=3,
-        recoveries=(Recovery(merges=1, snapshot_merges=0),),
+        recoveries=(Recovery(merges=1, snapshot_versions=(V[0],)),),
         lives={life.who: life for life in lives},
     )
     published = PublishedVersions(recording, [anchor(0)])
     for n in (1, 2, 3):
         merged = ComputedMerge(
             version=V[n],
-            theta=(),
-            anchor=anchor(n),
-            outer_state=None,
-            merge_state=(),
+            state=FragmentState((), anchor(n), None, ()),
             payload=b"%d" % n,
-            digest="",
             norm=0.0,
             measures=MergeMeasures(),
             sample=(),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from diloco_jax import checkpoint, environment, load_params
+from diloco_jax import environment, load_params, sealed
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -26,6 +26,7 @@ from diloco_jax.protocol.values import Contribution, Record, Version
 from diloco_jax.simulation.replay import replay
 from diloco_jax.simulation.replay.recording import (
     SAME_BITS,
+    Digests,
     Life,
     RecordedMerge,
     Recording,
@@ -86,7 +87,7 @@ def recording(tmp_path, monkeypatch):
         final=False,
         contributions=(part,),
         share=1.0,
-        digest="",
+        digests=Digests(publish=""),
     )
     return Recording(
         workdir=tmp_path,
@@ -150,18 +151,19 @@ def test_a_folder_that_cannot_be_made_is_refused_first(recording):
 
 
 def test_what_is_saved_is_there_whole_or_not_at_all(recording, tmp_path, monkeypatch):
-    folder, save = tmp_path / "new" / "saved", checkpoint.save
+    folder, save = tmp_path / "new" / "saved", sealed.write
 
-    def interrupted(*arguments):
-        save(*arguments)
-        raise KeyboardInterrupt
+    def interrupted(path, *arguments):
+        save(path, *arguments)
+        if path.name.startswith("state-"):
+            raise KeyboardInterrupt
 
     with replay.Replay(recording) as repeated:
-        monkeypatch.setattr(checkpoint, "save", interrupted)
+        monkeypatch.setattr(sealed, "write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             repeated.save(folder, 0)
         assert not list(folder.parent.iterdir())
-        monkeypatch.setattr(checkpoint, "save", save)
+        monkeypatch.setattr(sealed, "write", save)
         repeated.save(folder, 0)
     assert [path.name for path in folder.parent.iterdir()] == ["saved"]
     saved, begun = (

@@ -21,8 +21,10 @@ from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.values import Version
-from diloco_jax.simulation.replay.recording import Who
+from diloco_jax.simulation.replay.recording import Digests, Who
 from diloco_jax.simulation.replay.tape import read_recording
+
+DIGESTED = {"kind": "digested", "fragment": 0, "version": [1, 1], "digest": "theta"}
 
 
 @pytest.fixture
@@ -34,12 +36,14 @@ def workdir(tmp_path):
 def test_all_that_replay_needs_is_read(workdir):
     write(workdir)
     recording = read_recording(workdir)
-    assert [(m.number, m.fragment, m.version, m.digest) for m in recording.merges] == [
-        (1, 0, Version(1, 1), "0.1"),
-        (2, 1, Version(1, 1), "1.1"),
-        (3, 0, Version(1, 2), "0.2"),
+    assert [(m.number, m.fragment, m.version, m.digests) for m in recording.merges] == [
+        (1, 0, Version(1, 1), Digests(publish="0.1")),
+        (2, 1, Version(1, 1), Digests(publish="1.1")),
+        (3, 0, Version(1, 2), Digests(publish="0.2")),
     ]
-    assert [(r.snapshot_merges, r.merges) for r in recording.recoveries] == [(1, 2)]
+    (recovery,) = recording.recoveries
+    assert recovery.merges == 2
+    assert recovery.snapshot_versions == (Version(1, 1), Version(1, 0))
     lives = recording.lives
     assert lives[Who("a", 1)].begins() == [Version(1, 0)] * 2
     assert lives[Who("a", 2)].begins() == [Version(1, 1)] * 2
@@ -47,6 +51,13 @@ def test_all_that_replay_needs_is_read(workdir):
     # Records once, and none after the last take that is merged.
     assert [w.record.seq for w in lives[Who("a", 1)].records] == [1, 2, 3, 4, 5, 6]
     assert [w.record.seq for w in lives[Who("a", 2)].records] == [1, 2, 3]
+
+
+def test_the_digest_of_the_parameters_follows_its_merge(workdir):
+    write(workdir, [*TAPE[:10], DIGESTED, *TAPE[10:]])
+    first, *others = read_recording(workdir).merges
+    assert first.digests == Digests(publish="0.1", parameters="theta")
+    assert {merge.digests.parameters for merge in others} == {""}
 
 
 def test_until_needs_no_more_than_its_merges(workdir):
@@ -185,6 +196,7 @@ def test_moments_of_nobody_are_named(workdir):
         (without(FIRST_MERGE), r"line 18:.*\(1, 2\) after \(1, 0\)"),
         (altered(6, lambda r: r["record"].pop("seq")), "line 7: not a record 'island'"),
         (altered(FIRST_MERGE, lambda r: r.pop("digest")), "line 8:.*digest"),
+        ([*TAPE[:7], DIGESTED, *TAPE[7:]], r"line 8: .*\(1, 1\), but no merge"),
         (altered(1, lambda r: r["config"].update(hosts="x")), "line 3: not a record"),
     ],
 )

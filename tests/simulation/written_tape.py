@@ -58,6 +58,7 @@ def merged(fragment, number, start, end, tick, incarnation=1, base=0):
         share=1.0,
         verdicts={"a": (tick, "merged", "")},
         digest=f"{fragment}.{number}",
+        payload_bytes=3,
     )
     return json.loads(json.dumps(records.line(merge)))
 
@@ -85,7 +86,8 @@ TAPE = [
         "records": 1,
         "parameters_digest": "feed",
         "versions": [[1, 1], [1, 1]],
-        "snapshot_merges": 1,
+        "snapshot_versions": [[1, 1], [1, 0]],
+        "discarded": 0,
         "environment": ENVIRONMENT,
     },
     of_island(6, "took", 8, fragment=1, tick=2),

@@ -36,7 +36,12 @@ def serve(handlers: Recorder) -> Iterator[Callable[..., tuple[Server, str]]]:
     with contextlib.ExitStack() as stack:
 
         def start(bind: str = "127.0.0.1:0", **options: Any) -> tuple[Server, str]:
-            fields = {"tls": None, "max_islands": 3, "bulk_channels": 4} | options
+            fields = {
+                "tls": None,
+                "max_islands": 3,
+                "max_hosts": 3,
+                "bulk_channels": 4,
+            } | options
             server = Server(bind, handlers, **{"deadlines": deadlines()} | fields)
             address = server.start()
             stack.callback(server.stop, 0.1)

@@ -172,7 +172,7 @@ def test_peer_that_does_not_read_is_put_out_and_memory_stays_bounded(
 
 
 def test_more_sessions_than_places(serve, connect, handlers):
-    _, address = serve(max_islands=1)
+    _, address = serve(max_islands=1, max_hosts=1)
     client = connect(address)
     streams = [client.open_control(hello()) for _ in range(2)]
     with pytest.raises(Busy, match="limit is 2"):

@@ -31,7 +31,7 @@ from diloco_jax.wire.server import Server
 class Handlers:
     def status(self): return {}
 server = Server("127.0.0.1:0", Handlers(), tls=None, deadlines=Deadlines(60.0),
-                max_islands=1, bulk_channels=1)
+                max_islands=1, max_hosts=1, bulk_channels=1)
 client = Client(server.start(), tls=None, deadlines=Deadlines(60.0), bulk_channels=1)
 client.status(60.0)
 print("done")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
@@ -311,7 +312,7 @@ def test_client_breaks_off_a_stalled_upload(serve, connect, handlers, monkeypatc
 def test_transfers_beyond_the_places_are_busy_and_status_gets_through(
     serve, connect, handlers, monkeypatch
 ):
-    _, address = serve(max_islands=1, bulk_channels=1)
+    _, address = serve(max_islands=1, max_hosts=1, bulk_channels=1)
     entered, leave = threading.Semaphore(0), threading.Event()
     original = handlers.upload_end
 
@@ -334,6 +335,28 @@ def test_transfers_beyond_the_places_are_busy_and_status_gets_through(
     leave.set()
     uploading.join(WAIT_S)
     assert not uploading.is_alive()
+
+
+def test_every_host_of_an_island_has_places_of_its_own(
+    serve, connect, handlers, monkeypatch
+):
+    hosts = 16
+    _, address = serve(max_islands=1, max_hosts=hosts, bulk_channels=1)
+    together = threading.Barrier(hosts)
+    original = handlers.upload_end
+
+    def upload_end(start, place):
+        together.wait(WAIT_S)  # None is done before all have a place.
+        return original(start, place)
+
+    monkeypatch.setattr(handlers, "upload_end", upload_end)
+    clients = [
+        connect(address, deadlines=ONE_ATTEMPT, bulk_channels=1) for _ in range(hosts)
+    ]
+    with ThreadPoolExecutor(hosts) as pool:
+        sent = [pool.submit(c.upload, upload_start(10), bytes(10)) for c in clients]
+        for one in sent:
+            one.result(WAIT_S)
 
 
 def test_a_stripe_that_finds_the_peer_busy_comes_again_alone(

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from diloco_jax.core.merge.mean import MEAN, MeanSums
 from diloco_jax.core.merge.rule import Fold, Shape
 
 MOMENTUM = 0.9
@@ -37,6 +36,15 @@ class Memory(NamedTuple):
     """f32[shape]."""
 
 
+class Sums(NamedTuple):
+    """Sums over the corrected deltas so far."""
+
+    total: jax.Array
+    """f32[shape]: sum w d."""
+    weight: jax.Array
+    """f32: sum w."""
+
+
 class Heloco(Fold):
     """See `Fold`."""
 
@@ -46,21 +54,22 @@ class Heloco(Fold):
         """No momentum."""
         return Memory(jnp.zeros(shape, jnp.float32))
 
-    def init(self, shape: Shape) -> MeanSums:
+    def init(self, shape: Shape) -> Sums:
         """Zeros."""
-        return MEAN.init(shape)
+        return Sums(jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.float32))
 
     def add(
-        self, sums: MeanSums, delta: jax.Array, weight: jax.Array, state: Memory
-    ) -> MeanSums:
+        self, sums: Sums, delta: jax.Array, weight: jax.Array, state: Memory
+    ) -> Sums:
         """Adds w times the corrected delta."""
-        return MEAN.add(sums, corrected(delta, state.momentum), weight, ())
+        turned = corrected(delta, state.momentum)
+        return Sums(sums.total + weight * turned, sums.weight + weight)
 
     def finish(
-        self, sums: MeanSums, share: jax.Array, state: Memory
+        self, sums: Sums, share: jax.Array, state: Memory
     ) -> tuple[jax.Array, Memory]:
         """The mean, which the momentum follows."""
-        merged, _ = MEAN.finish(sums, share, ())
+        merged = sums.total / sums.weight * share
         momentum = MOMENTUM * state.momentum + (1 - MOMENTUM) * merged
         return merged, Memory(momentum)
 

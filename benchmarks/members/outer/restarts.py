@@ -25,6 +25,8 @@ class State(NamedTuple):
 class Restarts:
     """See `Invertible`."""
 
+    elementwise = True
+
     def __call__(self, momentum: float) -> optax.GradientTransformation:
         """b' = mu b + d, u = -(d + mu b'), with b = 0 at a restart."""
 

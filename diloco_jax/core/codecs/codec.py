@@ -90,6 +90,11 @@ class Codec:
         decoded: jax.Array = _decode_tiles(self, encoded, elements)
         return decoded
 
+    def encode_tiles(self, tiles: ArrayLike) -> jax.Array:
+        """Encode f32[n, elements] -> uint8[n, tile_bytes]."""
+        encoded: jax.Array = _encode_tiles(self, tiles)
+        return encoded
+
 
 def get_codec(name: str) -> Codec:
     """Return the codec of that name; ValueError with the known names if unknown."""
@@ -115,12 +120,6 @@ def encode_with_feedback(
     return encoded, total - codec.decode(encoded, x.shape)
 
 
-def square_sum(codec: Codec, encoded: ArrayLike, shape: tuple[int, ...]) -> float:
-    """Return the sum of the squares of the decoded values; inf or NaN if a value or the
-    sum is not finite in f32. Waits for the result."""
-    return float(_square_sum(codec, encoded, tuple(shape)))
-
-
 def flush_subnormals(x: jax.Array) -> jax.Array:
     """Return x with everything below the smallest normal f32 replaced by +0."""
     return jnp.where(jnp.abs(x) < SMALLEST_NORMAL, 0.0, x)
@@ -128,8 +127,13 @@ def flush_subnormals(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encode(codec: Codec, x: jax.Array) -> jax.Array:
-    tiles = TileGrid.of(x.shape).split(flush_subnormals(x.astype(jnp.float32)))
-    return codec.member.encode(tiles)
+    encoded: jax.Array = _encode_tiles(codec, TileGrid.of(x.shape).split(x))
+    return encoded
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encode_tiles(codec: Codec, tiles: jax.Array) -> jax.Array:
+    return codec.member.encode(flush_subnormals(tiles.astype(jnp.float32)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -142,8 +146,3 @@ def _decode(codec: Codec, encoded: jax.Array, shape: tuple[int, ...]) -> jax.Arr
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _decode_tiles(codec: Codec, encoded: jax.Array, elements: int) -> jax.Array:
     return codec.member.decode(encoded, elements)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _square_sum(codec: Codec, encoded: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.sum(jnp.square(codec.decode(encoded, shape)))

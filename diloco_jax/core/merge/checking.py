@@ -12,7 +12,7 @@ from diloco_jax.core.merge.rule import MergeRule
 SHAPES = ((64, 64), (5,))
 """Shapes of the pieces: of four tiles, and of one."""
 ISLANDS = 3
-KINDS = ("fold", "elementwise", "whole")
+KINDS = ("sum", "fold", "elementwise", "whole")
 
 
 def check(rule: MergeRule) -> None:

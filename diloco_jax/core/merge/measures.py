@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.core.merge.merging import Deltas, MergedPiece
-from diloco_jax.core.tiles import ArrayLike, TileGrid
+from diloco_jax.core.tiles import TileGrid
 
 SAMPLED = 64
 """Number of a piece's tiles per sampled tile."""
 
 Sample = npt.NDArray[np.float32]
-"""f32[rows, *tile]: the sampled tiles of a piece."""
+"""f32[rows, elements]: the sampled tiles of a piece."""
 
 
 class MergeMeasures(NamedTuple):
@@ -54,20 +54,19 @@ class Measuring:
 
     def add(self, deltas: Deltas, piece: MergedPiece) -> None:
         """Add the next piece."""
-        merged = np.asarray(piece.delta)
-        self.sample.append(sample(merged))
-        squares = np.array([float(square) for square in piece.squares])
+        self.sample.append(sample(piece.total) * np.float32(piece.factor))
+        squares = np.array(deltas.squares)
         self._squares += squares
-        self._norms.append(float(np.linalg.norm(merged.ravel())))
+        self._norms.append(math.sqrt(piece.square))
         weights = np.where(squares > 0, self._weights, 0.0)
         pairs = weights.sum() ** 2 - np.square(weights).sum()
         if pairs > 0 and np.count_nonzero(weights) > 1:
             if piece.direction_square is not None:
-                along = float(piece.direction_square)
+                along = piece.direction_square
             else:
                 along = _direction_square(deltas, weights)
             cosine = (along - np.square(weights).sum()) / pairs
-            self._cosines.append((float(cosine), merged.size))
+            self._cosines.append((float(cosine), piece.total.size))
 
     @property
     def norm(self) -> float:
@@ -77,23 +76,21 @@ class Measuring:
     def finish(
         self,
         last: Sequence[Sample],
-        before: Sequence[ArrayLike],
-        after: Sequence[ArrayLike],
+        before: Sequence[Sample],
+        after: Sequence[Sample],
     ) -> MergeMeasures:
         """Return the four measures.
 
         Args:
           last: `sample` of the fragment's previous merge; empty if unknown.
-          before, after: the global parameters around the outer step, by piece.
+          before, after: `sample` of the global parameters around the outer step, by
+            piece.
         """
         size = sum(size for _, size in self._cosines)
         pairwise = sum(cosine * size for cosine, size in self._cosines)
         to_last = _dot(self.sample, last) if last else 0.0
         lengths = _length(self.sample) * _length(last)
-        steps = [
-            sample(np.asarray(new)) - sample(np.asarray(old))
-            for old, new in zip(before, after, strict=True)
-        ]
+        steps = [new - old for old, new in zip(before, after, strict=True)]
         mean_length = float(self._weights @ np.sqrt(self._squares))
         return MergeMeasures(
             pairwise_cosine=_ratio(pairwise, size),
@@ -103,18 +100,9 @@ class Measuring:
         )
 
 
-def sample(x: npt.NDArray[Any]) -> Sample:
-    """Return the sampled tiles of an array; no others are copied."""
-    grid = TileGrid.of(x.shape)
-    rank, count = len(grid.grid), math.prod(grid.grid)
-    if not rank:
-        return x.reshape(1)
-    pairs = [
-        extent for pair in zip(grid.grid, grid.tile, strict=True) for extent in pair
-    ]
-    tiles = x.reshape(pairs).transpose([*range(0, 2 * rank, 2), *range(1, 2 * rank, 2)])
-    chosen: Sample = tiles[np.unravel_index(np.arange(0, count, SAMPLED), grid.grid)]
-    return chosen
+def sample(tiles: npt.NDArray[np.float32]) -> Sample:
+    """Copy the sampled tiles of f32[tiles, elements]."""
+    return tiles[::SAMPLED].copy()
 
 
 def sampled(deltas: Deltas, island: int) -> npt.NDArray[np.float32]:
@@ -125,7 +113,7 @@ def sampled(deltas: Deltas, island: int) -> npt.NDArray[np.float32]:
 def sample_bytes(shape: tuple[int, ...]) -> int:
     """Return the bytes of the sampled tiles of an f32 array."""
     grid = TileGrid.of(shape)
-    return 4 * grid.elements * math.ceil(math.prod(grid.grid) / SAMPLED)
+    return 4 * grid.elements * math.ceil(grid.tiles / SAMPLED)
 
 
 def _direction_square(deltas: Deltas, weights: npt.NDArray[Any]) -> float:

@@ -1,7 +1,7 @@
 """Merges the deltas of one piece by a rule, decoding only the parts that it needs.
 
 Deltas are summed in the given order. Callers sort them by island name, so the order of
-arrival does not matter.
+arrival does not matter. The result lies in the order of the tiles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 
+from diloco_jax.core.blocks import BLOCK_ELEMENTS, blocks, tile_squares
 from diloco_jax.core.codecs.codec import Codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.merge.mean import MEAN
@@ -24,14 +27,13 @@ from diloco_jax.core.merge.rule import (
     MergeRule,
     Shape,
     State,
+    WeightedSum,
     Whole,
 )
 from diloco_jax.core.tiles import ArrayLike, TileGrid
 
 MOST_SQUARES = 1e36
 """Largest sum of a delta's squares: f32 results of it are far from overflowing."""
-BLOCK_ELEMENTS = 1 << 22
-"""Approximate elements per block of an elementwise rule, over all deltas."""
 
 
 class Deltas(Protocol):
@@ -49,6 +51,10 @@ class Deltas(Protocol):
     def tiles(self, island: int, rows: slice) -> ArrayLike:
         """Return these of its tiles, f32[rows, elements], in the order of the grid."""
 
+    @property
+    def squares(self) -> Sequence[float]:
+        """The sum of the squares of each delta."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
@@ -57,6 +63,8 @@ class Encoded:
     codec: Codec
     shape: Shape
     encoded: Sequence[ArrayLike]
+    known: Sequence[float] = ()
+    """`squares`, if they are known already."""
 
     def __len__(self) -> int:
         return len(self.encoded)
@@ -69,6 +77,11 @@ class Encoded:
         encoded = self.encoded[island]
         chosen = encoded.reshape(-1, encoded.shape[-1])[rows]
         return self.codec.decode_tiles(chosen, TileGrid.of(self.shape).elements)
+
+    @functools.cached_property
+    def squares(self) -> Sequence[float]:
+        """See `Deltas`."""
+        return self.known or square_sums(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,22 +103,35 @@ class Plain:
 
     def tiles(self, island: int, rows: slice) -> ArrayLike:
         """Split the whole delta, and return these tiles."""
-        grid = TileGrid.of(self.shape)
-        tiles: ArrayLike = grid.split(self.arrays[island])
-        return tiles.reshape(-1, grid.elements)[rows]
+        tiles: ArrayLike = TileGrid.of(self.shape).to_tiles(self.arrays[island])
+        return tiles[rows]
+
+    @functools.cached_property
+    def squares(self) -> Sequence[float]:
+        """See `Deltas`."""
+        return square_sums(self)
 
 
 class MergedPiece(NamedTuple):
-    """A merged piece."""
+    """A merged piece: `factor` times `total`."""
 
-    delta: jax.Array
-    """f32[shape]."""
+    shape: Shape
+    total: npt.NDArray[np.float32]
+    """f32[tiles, elements]."""
+    factor: float
+    square: float
+    """Sum of the squares of the merged delta."""
     state: State
     """The rule's state, for the next merge."""
-    squares: list[jax.Array]
-    """f32 by island: sum of the squares of the island's delta."""
-    direction_square: jax.Array | None
+    direction_square: float | None
     """|sum of w unit(d)|^2, if the rule knows it."""
+
+    @property
+    def delta(self) -> npt.NDArray[np.float32]:
+        """The merged delta in its own order, f32[shape]."""
+        scaled = self.total * np.float32(self.factor)
+        whole: npt.NDArray[np.float32] = TileGrid.of(self.shape).from_tiles(scaled)
+        return whole
 
 
 def merge_piece(
@@ -114,8 +140,9 @@ def merge_piece(
     weights: Sequence[float],
     share: float = 1.0,
     state: State = (),
+    out: npt.NDArray[np.float32] | None = None,
 ) -> MergedPiece:
-    """Merge the deltas of one piece. Waits for the result under some rules.
+    """Merge the deltas of one piece.
 
     Args:
       rule: see `rule_for`.
@@ -123,6 +150,7 @@ def merge_piece(
       weights: one per delta, finite and >= 0; only their ratios matter.
       share: share of the islands' work in these deltas, above 0 and at most 1.
       state: from the last merge of the piece; `start(rule, shape)` at first.
+      out: the place of `MergedPiece.total`; None: a new array.
 
     Raises:
       ValueError: no deltas, not one weight per delta, weights that are negative or
@@ -141,11 +169,13 @@ def merge_piece(
     if not 0 < share <= 1:
         raise ValueError(f"share = {share}; it must be above 0 and at most 1")
     shares = [w / total for w in weights]
-    if rule.needs == "fold":
-        return _fold(rule, deltas, shares, share, state)
+    if out is None:
+        out = np.empty(TileGrid.of(deltas.shape).in_order, np.float32)
+    if rule.needs == "sum":
+        return _sum(rule, deltas, shares, share, out)
     if rule.needs == "elementwise":
-        return _by_blocks(rule, deltas, shares, share, state)
-    return _whole(rule, deltas, shares, share, state)
+        return _by_blocks(rule, deltas, shares, share, out)
+    return _by_pieces(rule, deltas, shares, share, state, out)
 
 
 def merge_deltas(
@@ -153,10 +183,24 @@ def merge_deltas(
     weights: Sequence[float],
     rule: MergeRule,
     share: float = 1.0,
-) -> jax.Array:
+) -> npt.NDArray[np.float32]:
     """Merge arrays, f32[shape] each, by `merge_piece` and a rule without state."""
     state = start(rule, tuple(deltas[0].shape)) if deltas else ()
     return merge_piece(rule, Plain(deltas), weights, share, state).delta
+
+
+def square_sums(deltas: Deltas) -> list[float]:
+    """Return the sum of the squares of each delta; inf or NaN if a value is not
+    finite."""
+    shape = TileGrid.of(deltas.shape).in_order
+    return [
+        math.fsum(
+            square
+            for rows in blocks(*shape)
+            for square in tile_squares(deltas.tiles(island, rows))
+        )
+        for island in range(len(deltas))
+    ]
 
 
 def rule_for(piece: Piece, rule: MergeRule, *, final: bool = False) -> MergeRule:
@@ -173,12 +217,16 @@ def may_cut(piece: Piece, rule: MergeRule) -> bool:
 
 def start(rule: MergeRule, shape: Shape) -> State:
     """Return the state of a rule before the first merge of a piece."""
-    return () if rule.needs == "elementwise" else rule.start(shape)
+    if rule.needs == "fold" or rule.needs == "whole":
+        return rule.start(shape)
+    return ()
 
 
-def recovered(rule: MergeRule, state: State, change: jax.Array) -> State:
+def recovered(rule: MergeRule, state: State, change: ArrayLike) -> State:
     """Return the state after a merge of which only the published change is left."""
-    return state if rule.needs == "elementwise" else rule.recovered(state, change)
+    if rule.needs == "fold" or rule.needs == "whole":
+        return rule.recovered(state, change)
+    return state
 
 
 def state_bytes(rule: MergeRule, shape: Shape) -> int:
@@ -190,57 +238,108 @@ def state_bytes(rule: MergeRule, shape: Shape) -> int:
 def merging_bytes(rule: MergeRule, islands: int, elements: int) -> int:
     """Return the memory for the merge of a piece, without its result."""
     arrays = {
+        "sum": 0,
         "fold": 3,  # The sums, a delta, and the next one.
-        "elementwise": 1 + math.ceil(2 * BLOCK_ELEMENTS / elements),
+        "elementwise": 0,
         "whole": 2 * islands,  # Each by itself, and all of them stacked.
     }
-    return 4 * elements * (arrays[rule.needs] + rule.extra_copies)
+    at_once = islands if rule.needs == "elementwise" else 1
+    in_hand = 2 * min(BLOCK_ELEMENTS, at_once * elements)
+    return 4 * (elements * (arrays[rule.needs] + rule.extra_copies) + in_hand)
+
+
+def _sum(
+    rule: WeightedSum,
+    deltas: Deltas,
+    weights: list[float],
+    share: float,
+    out: npt.NDArray[np.float32],
+) -> MergedPiece:
+    squares = deltas.squares
+    factors = rule.factors(weights, squares)
+    found: list[float] = []
+    for rows in blocks(*out.shape):
+        block = jnp.zeros(out[rows].shape, jnp.float32)
+        for island, factor in enumerate(factors):
+            block = _added(block, deltas.tiles(island, rows), np.float32(factor))
+            # Otherwise all deltas would be decoded ahead of the sum, into memory.
+            jax.block_until_ready(block)  # type: ignore[no-untyped-call]
+        out[rows] = block
+        found += tile_squares(block)
+    square = math.fsum(found)
+    scale = rule.scale(weights, squares, square)
+    if scale is None:
+        return _sum(MEAN, deltas, weights, share, out)
+    factor = share * scale
+    return MergedPiece(
+        deltas.shape,
+        out,
+        factor,
+        factor * factor * square,
+        (),
+        rule.direction_square(square),
+    )
+
+
+def _by_blocks(
+    rule: Elementwise,
+    deltas: Deltas,
+    weights: list[float],
+    share: float,
+    out: npt.NDArray[np.float32],
+) -> MergedPiece:
+    square: list[float] = []
+    for rows in blocks(len(out), out.shape[1], arrays=len(deltas)):
+        stacked = jnp.stack([deltas.tiles(i, rows) for i in range(len(deltas))])
+        block = _merge_block(rule, stacked, jnp.asarray(weights), share)
+        out[rows] = block
+        square += tile_squares(block)
+    return MergedPiece(deltas.shape, out, 1.0, math.fsum(square), (), None)
+
+
+def _by_pieces(
+    rule: Fold | Whole,
+    deltas: Deltas,
+    weights: list[float],
+    share: float,
+    state: State,
+    out: npt.NDArray[np.float32],
+) -> MergedPiece:
+    if rule.needs == "fold":
+        merged, after = _fold(rule, deltas, weights, share, state)
+    else:
+        merged, after = _whole(rule, deltas, weights, share, state)
+    grid = TileGrid.of(deltas.shape)
+    out[...] = grid.to_tiles(np.asarray(merged))
+    square = [s for rows in blocks(*out.shape) for s in tile_squares(out[rows])]
+    return MergedPiece(deltas.shape, out, 1.0, math.fsum(square), after, None)
 
 
 def _fold(
     rule: Fold, deltas: Deltas, weights: list[float], share: float, state: State
-) -> MergedPiece:
+) -> tuple[jax.Array, State]:
     sums = _init(rule, deltas.shape)
-    squares: list[jax.Array] = []
     for island, weight in enumerate(weights):
-        if island > 1:
-            # Otherwise all deltas would be decoded ahead of the sums, into memory.
-            jax.block_until_ready(squares[island - 2])  # type: ignore[no-untyped-call]
-        sums, square = _add(rule, sums, deltas[island], weight, state)
-        squares.append(square)
-    merged, after, cancelled, direction = _finish(
-        rule, deltas.shape, sums, share, state
-    )
-    if cancelled is not None and bool(cancelled):
-        merged = _fold(MEAN, deltas, weights, share, ()).delta
-        after = state
-    return MergedPiece(merged, after, squares, direction)
-
-
-def _by_blocks(
-    rule: Elementwise, deltas: Deltas, weights: list[float], share: float, state: State
-) -> MergedPiece:
-    grid = TileGrid.of(deltas.shape)
-    rows = max(1, BLOCK_ELEMENTS // (len(deltas) * grid.elements))
-    blocks, squares = [], jnp.zeros(len(deltas))
-    for first in range(0, math.prod(grid.grid), rows):
-        chosen = slice(first, first + rows)
-        stacked = jnp.stack([deltas.tiles(i, chosen) for i in range(len(deltas))])
-        block, own = _merge_block(rule, stacked, jnp.asarray(weights), share)
-        blocks.append(block)
-        squares = squares + own
-    whole = jnp.concatenate(blocks).reshape(*grid.grid, grid.elements)
-    return MergedPiece(grid.join(whole), state, list(squares), None)
+        sums = _add(rule, sums, deltas[island], weight, state)
+        # Otherwise all deltas would be decoded ahead of the sums, into memory.
+        jax.block_until_ready(sums)  # type: ignore[no-untyped-call]
+    merged: tuple[jax.Array, State] = _finish(rule, deltas.shape, sums, share, state)
+    return merged
 
 
 def _whole(
     rule: Whole, deltas: Deltas, weights: list[float], share: float, state: State
-) -> MergedPiece:
+) -> tuple[jax.Array, State]:
     stacked = jnp.stack([deltas[island] for island in range(len(deltas))])
-    merged, after, squares = _merge_whole(
+    merged: tuple[jax.Array, State] = _merge_whole(
         rule, stacked, jnp.asarray(weights), share, state
     )
-    return MergedPiece(merged, after, list(squares), None)
+    return merged
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _added(total: jax.Array, delta: jax.Array, factor: jax.Array) -> jax.Array:
+    return total + factor * delta
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -251,34 +350,32 @@ def _init(rule: Fold, shape: Shape) -> Any:
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _add(
     rule: Fold, sums: Any, delta: jax.Array, weight: jax.Array, state: State
-) -> tuple[Any, jax.Array]:
+) -> Any:
     """Add one delta to the sums, which are donated; the delta is not."""
-    return rule.add(sums, delta, weight, state), jnp.sum(jnp.square(delta))
+    return rule.add(sums, delta, weight, state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _finish(
     rule: Fold, shape: Shape, sums: Any, share: jax.Array, state: State
-) -> tuple[jax.Array, State, jax.Array | None, jax.Array | None]:
+) -> tuple[jax.Array, State]:
     merged, after = rule.finish(sums, share, state)
-    merged = _required(merged, shape)
-    return merged, after, rule.cancelled(sums), rule.direction_square(sums)
+    return _required(merged, shape), after
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _merge_block(
     rule: Elementwise, deltas: jax.Array, weights: jax.Array, share: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    merged = rule.merge(deltas, weights, share)
-    return _required(merged, deltas.shape[1:]), _squares(deltas)
+) -> jax.Array:
+    return _required(rule.merge(deltas, weights, share), deltas.shape[1:])
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _merge_whole(
     rule: Whole, deltas: jax.Array, weights: jax.Array, share: jax.Array, state: State
-) -> tuple[jax.Array, State, jax.Array]:
+) -> tuple[jax.Array, State]:
     merged, after = rule.merge(deltas, weights, share, state)
-    return _required(merged, deltas.shape[1:]), after, _squares(deltas)
+    return _required(merged, deltas.shape[1:]), after
 
 
 def _required(merged: jax.Array, shape: Shape) -> jax.Array:
@@ -289,7 +386,3 @@ def _required(merged: jax.Array, shape: Shape) -> jax.Array:
             f"{list(shape)}; a merged delta has their shape and dtype"
         )
     return merged
-
-
-def _squares(deltas: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(deltas), axis=tuple(range(1, deltas.ndim)))

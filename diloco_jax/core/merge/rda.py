@@ -12,73 +12,43 @@ directions cancel, the result is the weighted mean.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
-
-from diloco_jax.core.merge.rule import Fold, Shape, State
+from diloco_jax.core.merge.rule import WeightedSum
 
 CANCELLED = 1e-5
 """A sum of unit vectors shorter than this share of its weights is rounding error."""
 
 
-class RdaSums(NamedTuple):
-    """Sums over the deltas so far."""
-
-    total: jax.Array
-    """f32[shape]: sum w unit(d)."""
-    weighted_norm: jax.Array
-    """f32: sum w |d|."""
-    weight: jax.Array
-    """f32: sum w."""
-    directed_weight: jax.Array
-    """f32: sum w over the deltas that have a direction."""
-
-
-class Rda(Fold):
-    """See `Fold`."""
+class Rda(WeightedSum):
+    """See `WeightedSum`."""
 
     keeps_length = True
 
-    def init(self, shape: Shape) -> RdaSums:
-        """Return zeros."""
-        zero = jnp.zeros((), jnp.float32)
-        return RdaSums(jnp.zeros(shape, jnp.float32), zero, zero, zero)
+    def factors(
+        self, weights: Sequence[float], squares: Sequence[float]
+    ) -> Sequence[float]:
+        """Return w / |d|; 0 for a delta without a direction."""
+        return [
+            w / math.sqrt(square) if square > 0 else 0.0
+            for w, square in zip(weights, squares, strict=True)
+        ]
 
-    def add(
-        self, sums: RdaSums, delta: jax.Array, weight: jax.Array, state: State
-    ) -> RdaSums:
-        """Add length and direction."""
-        # jnp.sum adds pairwise: 50 M elements are accurate to 1e-7, while a dot product
-        # of that length is off by 1e-3 in some libraries.
-        norm = jnp.sqrt(jnp.sum(jnp.square(delta)))
-        directed = norm > 0
-        scale = jnp.where(directed, weight / jnp.where(directed, norm, 1.0), 0.0)
-        return RdaSums(
-            sums.total + scale * delta,
-            sums.weighted_norm + weight * norm,
-            sums.weight + weight,
-            sums.directed_weight + jnp.where(directed, weight, 0.0),
-        )
+    def scale(
+        self, weights: Sequence[float], squares: Sequence[float], square: float
+    ) -> float | None:
+        """Return the mean length over the length of the sum; None where the deltas
+        cancel or are zero."""
+        pairs = list(zip(weights, squares, strict=True))
+        directed = math.fsum(w for w, own in pairs if own > 0)
+        if math.sqrt(square) <= CANCELLED * directed:
+            return None
+        return math.fsum(w * math.sqrt(own) for w, own in pairs) / math.sqrt(square)
 
-    def finish(
-        self, sums: RdaSums, share: jax.Array, state: State
-    ) -> tuple[jax.Array, State]:
-        """Return the mean length in the mean direction, times `share`."""
-        length = jnp.sqrt(self.direction_square(sums))
-        wanted = share * sums.weighted_norm / sums.weight
-        factor = wanted / jnp.where(self.cancelled(sums), 1.0, length)
-        return sums.total * factor, state
-
-    def cancelled(self, sums: RdaSums) -> jax.Array:
-        """Return True where the deltas cancel or are zero."""
-        length = jnp.sqrt(self.direction_square(sums))
-        return length <= CANCELLED * sums.directed_weight
-
-    def direction_square(self, sums: RdaSums) -> jax.Array:
-        """Return |sum w unit(d)|^2."""
-        return jnp.sum(jnp.square(sums.total))
+    def direction_square(self, square: float) -> float:
+        """Return it: the sum is that of w unit(d)."""
+        return square
 
 
 RDA = Rda()

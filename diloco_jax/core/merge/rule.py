@@ -1,19 +1,25 @@
-"""The three kinds of merge rules; a member of the family is one of them.
+"""The four kinds of merge rules; a member of the family is one of them.
 
-- `Fold` sees one delta at a time: memory does not grow with the islands.
+- `WeightedSum` sees weights and lengths alone: memory does not grow with the islands,
+  and deltas are decoded a few tiles at a time.
+- `Fold` sees one whole delta at a time: memory does not grow with the islands.
 - `Elementwise` sees the same elements of all deltas, a block of them at a time.
 - `Whole` sees all deltas of a piece, uncut.
 
-All methods are pure functions of arrays that `jax.jit` can trace. Weights are shares:
+All methods are pure functions of arrays that `jax.jit` can trace, but for those of a
+`WeightedSum`, which takes numbers. Weights are shares:
 they are not negative, and their sum is 1. A rule need not inherit from these classes,
 which only hold the defaults of most rules.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import jax
+
+from diloco_jax.core.tiles import ArrayLike
 
 Shape = tuple[int, ...]
 State = Any
@@ -23,7 +29,7 @@ State = Any
 class Described(Protocol):
     """The facts that every rule states about itself."""
 
-    needs: Literal["fold", "elementwise", "whole"]
+    needs: Literal["sum", "fold", "elementwise", "whole"]
     by_element: bool = False
     """True if an element of the merged delta depends on that element of the deltas
     alone: a large tensor is then merged in bands, as all `Elementwise` rules do."""
@@ -41,6 +47,29 @@ class Described(Protocol):
     `diloco plan`."""
 
 
+class WeightedSum(Described, Protocol):
+    """Makes scale * sum(factor d); keeps no state. `squares`: the sum of the squares of
+    each delta."""
+
+    needs: Literal["sum"] = "sum"
+
+    def factors(
+        self, weights: Sequence[float], squares: Sequence[float]
+    ) -> Sequence[float]:
+        """Return the factor of each delta in the sum."""
+
+    def scale(
+        self, weights: Sequence[float], squares: Sequence[float], square: float
+    ) -> float | None:
+        """Return the factor of the sum, given the sum of its squares; None if the mean
+        must be taken instead."""
+        return 1.0
+
+    def direction_square(self, square: float) -> float | None:
+        """Return |sum of w unit(d)|^2, if the sum of the sum's squares is that."""
+        return None
+
+
 class Fold(Described, Protocol):
     """Sums over the deltas: `finish(add(add(init, d1, w1), d2, w2), share)`."""
 
@@ -50,7 +79,7 @@ class Fold(Described, Protocol):
         """The state before the first merge, also of a new term."""
         return ()
 
-    def recovered(self, state: State, change: jax.Array) -> State:
+    def recovered(self, state: State, change: ArrayLike) -> State:
         """The state after a merge that is known by its published change alone: those
         between the last snapshot and a crash."""
         return state
@@ -65,15 +94,6 @@ class Fold(Described, Protocol):
         self, sums: Any, share: jax.Array, state: State
     ) -> tuple[jax.Array, State]:
         """Return (`share` times the merged delta, the state for the next merge)."""
-
-    def cancelled(self, sums: Any) -> jax.Array | None:
-        """Return True where `finish` has no usable result and the mean must be taken;
-        None if it always has one."""
-        return None
-
-    def direction_square(self, sums: Any) -> jax.Array | None:
-        """Return |sum of w unit(d)|^2, if the sums determine it."""
-        return None
 
 
 class Elementwise(Described, Protocol):
@@ -96,7 +116,7 @@ class Whole(Described, Protocol):
         """The state before the first merge, also of a new term."""
         return ()
 
-    def recovered(self, state: State, change: jax.Array) -> State:
+    def recovered(self, state: State, change: ArrayLike) -> State:
         """The state after a merge that is known by its published change alone: those
         between the last snapshot and a crash."""
         return state
@@ -108,4 +128,4 @@ class Whole(Described, Protocol):
         the state for the next merge)."""
 
 
-MergeRule = Fold | Elementwise | Whole
+MergeRule = WeightedSum | Fold | Elementwise | Whole

@@ -18,6 +18,8 @@ from diloco_jax.core.outer.rule import Arrays
 class Nesterov:
     """See `Invertible`."""
 
+    elementwise = True
+
     def __call__(self, momentum: float) -> optax.GradientTransformation:
         """Make the optimizer, whose state is b."""
         trace = optax.trace(momentum, nesterov=True)

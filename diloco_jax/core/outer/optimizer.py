@@ -9,14 +9,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from diloco_jax.core.blocks import tile_squares
 from diloco_jax.core.outer import OPTIMIZERS
-from diloco_jax.core.outer.rule import Arrays, Invertible
+from diloco_jax.core.outer.rule import Arrays
+from diloco_jax.core.tiles import ArrayLike
 
 GUARD_AFTER_MERGES = 3
 
@@ -57,11 +61,12 @@ class OuterSettings:
 
 
 @functools.cache
-def make_outer(settings: OuterSettings) -> optax.GradientTransformation:
+def make_outer(settings: OuterSettings) -> optax.GradientTransformationExtraArgs:
     """Return the optax transformation. Equal settings give the same object, so jitted
     functions that take it as a static argument compile once.
 
-    Its state is a dict: "guard" if there is one, "optimizer" and "rate".
+    Its state is a dict: "guard" if there is one, "optimizer" and "rate". An update
+    takes `norm`, the length of the fragment's merged delta, where it is given a part.
     """
     optimizer = OPTIMIZERS.find(settings.optimizer)
     links = [
@@ -70,29 +75,35 @@ def make_outer(settings: OuterSettings) -> optax.GradientTransformation:
     ]
     if settings.norm_guard:
         links.insert(0, ("guard", norm_guard(settings.norm_guard)))
-    chain: optax.GradientTransformation = optax.named_chain(*links)
+    chain: optax.GradientTransformationExtraArgs = optax.named_chain(*links)
     return chain
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=0)
 def outer_step(
-    tx: optax.GradientTransformation, theta: Arrays, state: Any, merged: Arrays
+    tx: optax.GradientTransformationExtraArgs,
+    theta: Arrays,
+    state: Any,
+    merged: Arrays,
+    norm: jax.Array | None = None,
 ) -> tuple[Arrays, Any]:
-    """Apply one merge of one fragment; return (Theta', state'). Donates both.
+    """Apply one merge of one fragment, or of a part of it where the optimizer goes
+    element by element (`is_elementwise`); return (Theta', state').
 
     Args:
       tx: from `make_outer`, static.
       theta: the fragment's global parameters.
       state: `tx.init(theta)` at first.
       merged: the merged delta, shapes as in theta.
+      norm: the length of the whole fragment's merged delta; None: of `merged`.
     """
-    updates, state = tx.update(merged, state, theta)
+    updates, state = tx.update(merged, state, theta, norm=norm)
     return tuple(t + u for t, u in zip(theta, updates, strict=True)), state
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@jax.jit
 def flush_step(theta: Arrays, mean_delta: Arrays) -> Arrays:
-    """Apply the last merge of a run: learning rate 1, no momentum. Donates Theta."""
+    """Apply the last merge of a run: learning rate 1, no momentum."""
     return tuple(t - d for t, d in zip(theta, mean_delta, strict=True))
 
 
@@ -111,7 +122,34 @@ def advance_over_publish(settings: OuterSettings, state: Any, change: Arrays) ->
       state: the state before the merge.
       change: A_v - A_{v-1}, one f32 array per piece.
     """
-    return _advance(settings, state, change)
+    if not is_invertible(settings):
+        return _counted(state)
+    return _updated(settings, state, _inferred(settings, state, change))
+
+
+def advance_by_piece(
+    settings: OuterSettings, states: Sequence[Any], changes: Sequence[ArrayLike]
+) -> list[Any]:
+    """`advance_over_publish` of a fragment with a state per piece, whose optimizer goes
+    element by element. changes: f32[tiles, elements] each."""
+    if not is_invertible(settings):
+        return [_counted(state) for state in states]
+    deltas = [
+        _inferred(settings, state, (change,))
+        for state, change in zip(states, changes, strict=True)
+    ]
+    squares = (s for (delta,) in deltas for s in tile_squares(delta))
+    norm = np.float32(math.sqrt(math.fsum(squares)))
+    return [
+        _updated(settings, state, delta, norm)
+        for state, delta in zip(states, deltas, strict=True)
+    ]
+
+
+def is_elementwise(settings: OuterSettings) -> bool:
+    """Tell whether the optimizer treats each element by itself, so that a fragment can
+    be cut as one likes."""
+    return bool(getattr(OPTIMIZERS.find(settings.optimizer), "elementwise", False))
 
 
 def is_invertible(settings: OuterSettings) -> bool:
@@ -126,11 +164,12 @@ class GuardState(NamedTuple):
     mean_norm: jax.Array
 
 
-def norm_guard(factor: float) -> optax.GradientTransformation:
+def norm_guard(factor: float) -> optax.GradientTransformationExtraArgs:
     """Shorten an update longer than factor * the mean norm of earlier updates.
 
-    The norm is over the whole fragment. The first `GUARD_AFTER_MERGES` updates pass
-    unchanged; a shortened update enters the mean with its shortened norm.
+    The norm is over the whole fragment; an update of a part is given it as `norm`. The
+    first `GUARD_AFTER_MERGES` updates pass unchanged; a shortened update enters the
+    mean with its shortened norm.
     """
 
     def init(params: Any) -> GuardState:
@@ -138,10 +177,15 @@ def norm_guard(factor: float) -> optax.GradientTransformation:
         return GuardState(jnp.zeros((), jnp.int32), jnp.zeros(()))
 
     def update(
-        updates: Any, state: GuardState, params: Any = None
+        updates: Any,
+        state: GuardState,
+        params: Any = None,
+        *,
+        norm: Any = None,
+        **extra: Any,
     ) -> tuple[Any, GuardState]:
-        del params
-        norm = optax.tree.norm(updates)
+        del params, extra
+        norm = optax.tree.norm(updates) if norm is None else norm
         limit = factor * state.mean_norm
         active = (state.merges >= GUARD_AFTER_MERGES) & (norm > limit)
         scale = jnp.where(active, limit / jnp.where(active, norm, 1.0), 1.0)
@@ -149,20 +193,29 @@ def norm_guard(factor: float) -> optax.GradientTransformation:
         mean = state.mean_norm + (norm * scale - state.mean_norm) / merges
         return jax.tree.map(lambda u: u * scale, updates), GuardState(merges, mean)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _counted(state: Any) -> Any:
+    rate = state["rate"]
+    return {**state, "rate": rate._replace(count=rate.count + 1)}
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _advance(settings: OuterSettings, state: Any, change: Arrays) -> Any:
-    optimizer: Any = OPTIMIZERS.find(settings.optimizer)
-    rate = state["rate"]
-    if not is_invertible(settings):
-        return {**state, "rate": rate._replace(count=rate.count + 1)}
-    invertible: Invertible = optimizer
-    lr = _learning_rate(settings)(rate.count)
+def _inferred(settings: OuterSettings, state: Any, change: Arrays) -> Arrays:
+    """Return the delta that made this change."""
+    invertible: Any = OPTIMIZERS.find(settings.optimizer)
+    lr = _learning_rate(settings)(state["rate"].count)
     updates = jax.tree.map(lambda c: c / lr, change)
-    delta = invertible.delta_of(updates, state["optimizer"], settings.momentum)
-    return make_outer(settings).update(delta, state)[1]
+    delta: Arrays = invertible.delta_of(updates, state["optimizer"], settings.momentum)
+    return delta
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _updated(
+    settings: OuterSettings, state: Any, delta: Arrays, norm: Any = None
+) -> Any:
+    return make_outer(settings).update(delta, state, norm=norm)[1]
 
 
 def _learning_rate(settings: OuterSettings) -> optax.Schedule:

@@ -14,7 +14,10 @@ Arrays = tuple[jax.Array, ...]
 class OuterOptimizer(Protocol):
     """A maker of an optax optimizer that takes merged deltas as gradients.
 
-    A function will do. An optimizer with `delta_of` keeps its state up to the last
+    A function will do. Where it has `elementwise = True`, it treats each element by
+    itself and a fragment is updated a few tiles at a time; otherwise it is given the
+    whole fragment, each piece in its own shape, which takes more time and memory. An
+    optimizer with `delta_of` keeps its state up to the last
     merge through a crash of the coordinator.
     """
 

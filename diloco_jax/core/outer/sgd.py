@@ -13,6 +13,8 @@ from diloco_jax.core.outer.rule import Arrays
 class Sgd:
     """See `Invertible`."""
 
+    elementwise = True
+
     def __call__(self, momentum: float) -> optax.GradientTransformation:
         """Make the optimizer; the momentum is ignored."""
         return optax.scale(-1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 
@@ -68,11 +68,11 @@ def join(
     plan: FragmentPlan,
     trainer: Trainer,
     exchange: Exchange,
-    anchors: Mapping[int, tuple[jax.Array, ...]],
+    anchors: dict[int, tuple[jax.Array, ...]],
     restored: Restored | None = None,
 ) -> Replica:
-    """Make a model copy that begins at these anchors (by fragment, then by piece), with
-    the moments and residuals of a checkpoint, or fresh ones."""
+    """Make a model copy that begins at these anchors, by fragment, with the moments and
+    residuals of a checkpoint, or fresh ones. `anchors` is emptied."""
     exchange.start(anchors, restored.residuals if restored else None)
     params = trainer.zeros()
     for fragment in range(len(plan.fragments)):

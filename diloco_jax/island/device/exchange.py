@@ -9,20 +9,22 @@ changes them in place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.sharding import NamedSharding
 
 from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece
-from diloco_jax.core.payload import Buffer, Part, PayloadLayout, tiles_of
+from diloco_jax.core.payload import Box, Buffer, Part, PayloadLayout
 from diloco_jax.island.arrivals import Arrival
-from diloco_jax.island.device.kinds import alike, index_of, kind_of
-from diloco_jax.island.device.placing import Region, abstract, assemble, needed, zeros
+from diloco_jax.island.device.kinds import alike, bits_shape, index_of, kind_of
+from diloco_jax.island.device.placing import abstract, in_turn, land, zeros
+from diloco_jax.island.device.spread import Spreads, Tiles, parts_by_host
 
 
 class Exchange:
@@ -68,8 +70,8 @@ class Exchange:
         for piece in self._plan.fragments[fragment]:
             leaf, anchor = _leaf(params, piece.path), self._anchors[piece]
             before = self._residuals.get(piece)
-            sent, after, self._bases[piece] = self._kinds[piece].take(
-                leaf, index_of(piece), anchor, before
+            sent, after, self._bases[piece] = in_turn(
+                self._kinds[piece].take(leaf, index_of(piece), anchor, before)
             )
             if before is not None:
                 self._residuals_before[piece] = before
@@ -79,42 +81,62 @@ class Exchange:
         return tuple(encoded)
 
     def part_down(self, fragment: int) -> Part:
-        """Return the part that this host needs of a publish of the fragment, and of its
-        anchor."""
-        kinds = [self._kinds[piece].encoded for piece in self._plan.fragments[fragment]]
-        shapes = [p.encoded_shape for p in self.layouts_down[fragment].placed]
-        return needed(list(zip(kinds, shapes, strict=True)))
+        """Return the part that this host fetches of a publish of the fragment, and of
+        its anchor."""
+        parts = parts_by_host(self.spreads(fragment))
+        return parts[jax.process_index()] if len(parts) > 1 else ()
+
+    def spreads(self, fragment: int) -> Spreads:
+        """Return how the fragment's pieces are spread over the island's hosts."""
+        pieces = self._plan.fragments[fragment]
+        return [(self._kinds[piece].spread, piece.shape) for piece in pieces]
 
     def put_publish(self, fragment: int, octets: Buffer) -> tuple[jax.Array, ...]:
-        """Put one encoded publish by piece on the device. Any thread may call it.
+        """Put this host's part of one encoded publish on its devices, by piece. Any
+        thread may call it: `adopt` moves the tiles to the devices that need them.
 
         octets: the bytes of `part_down`.
         """
         layout = self.layouts_down[fragment]
-        regions: list[list[Region]] = [[] for _ in layout.placed]
-        for box, tiles in layout.split(octets, self.part_down(fragment)):
-            whole_tiles = slice(0, tiles.shape[-1])
-            regions[box.piece].append(((*tiles_of(box), whole_tiles), tiles))
-        return tuple(
-            assemble(p.encoded_shape, self._kinds[p.piece].encoded, found)
-            for p, found in zip(layout.placed, regions, strict=True)
-        )
+        boxes = layout.split(octets, self.part_down(fragment))
+        shapes = [placed.encoded_shape for placed in layout.placed]
+        return self._land(fragment, boxes, shapes, np.uint8)
 
     def put_anchor(self, fragment: int, octets: Buffer) -> tuple[jax.Array, ...]:
-        """Put A_v in full by piece on the device. Any thread may call it.
+        """Put this host's part of A_v in full on its devices, by piece, as the bits of
+        f32 tiles. Any thread may call it, as `put_publish`.
 
-        octets: the f32 values of `part_down`, box by box.
+        octets: the f32 tiles of `part_down`, box by box.
 
         Raises:
           ValueError: they have another length.
         """
         layout = self.layouts_down[fragment]
-        regions: list[list[Region]] = [[] for _ in layout.placed]
-        for box, values in layout.split_values(octets, self.part_down(fragment)):
-            regions[box.piece].append((layout.elements(box), values))
+        boxes = [
+            (box, tiles.view(np.uint32))
+            for box, tiles in layout.split_values(octets, self.part_down(fragment))
+        ]
+        shapes = [bits_shape(placed.piece.shape) for placed in layout.placed]
+        return self._land(fragment, boxes, shapes, np.uint32)
+
+    def _land(
+        self,
+        fragment: int,
+        boxes: Sequence[tuple[Box, npt.NDArray[Any]]],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: npt.DTypeLike,
+    ) -> tuple[jax.Array, ...]:
+        spreads, host = self.spreads(fragment), jax.process_index()
+        found: list[dict[tuple[int, Tiles], npt.NDArray[Any]]] = [{} for _ in spreads]
+        for box, value in boxes:
+            if value.size:
+                tiles = (box.start, box.stop)
+                spread, _ = spreads[box.piece]
+                row = spread.row_of(host, tiles) if spread.moved else 0
+                found[box.piece][row, tiles] = value
         return tuple(
-            assemble(p.piece.shape, self._kinds[p.piece].piece, found)
-            for p, found in zip(layout.placed, regions, strict=True)
+            land(spread, shape, dtype, here)
+            for (spread, _), shape, here in zip(spreads, shapes, found, strict=True)
         )
 
     def anchor_bytes(self, fragment: int) -> int:
@@ -126,12 +148,16 @@ class Exchange:
 
         keep: the last take is not in that version, and stays in the parameters.
         """
+        in_turn(params)
         for i, piece in enumerate(self._plan.fragments[arrival.fragment]):
             kind, before = self._kinds[piece], self._anchors[piece]
             base = self._bases.pop(piece, before)
-            anchor = before if arrival.anchor is None else arrival.anchor[i]
+            anchor = before
+            if arrival.anchor is not None:
+                anchor = in_turn(kind.gather_anchor(arrival.anchor[i]))
             for publish in arrival.publishes:
-                anchor = kind.advance(anchor, publish[i])
+                encoded = in_turn(kind.gathered(publish[i]))
+                anchor = in_turn(kind.advance(anchor, encoded))
             if keep:
                 self._bases[piece] = kind.move(base, before, anchor)
                 base = before
@@ -180,24 +206,45 @@ class Exchange:
         host."""
         encoded = []
         for piece in self._plan.fragments[fragment]:
-            sent = self._kinds[piece].whole(self._anchors[piece])
+            sent = in_turn(self._kinds[piece].whole(self._anchors[piece]))
             sent.copy_to_host_async()
             encoded.append(sent)
         return tuple(encoded)
 
     # ---- joining ----------------------------------------------------------------
 
+    def gather(
+        self, fragment: int, anchor: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        """Return an anchor of `put_anchor` as it lies, by piece. All hosts call it, for
+        fragment after fragment in one order."""
+        pieces = self._plan.fragments[fragment]
+        return tuple(
+            in_turn(self._kinds[p].gather_anchor(a))
+            for p, a in zip(pieces, anchor, strict=True)
+        )
+
     def start(
         self,
-        anchors: Mapping[int, tuple[jax.Array, ...]],
+        anchors: dict[int, tuple[jax.Array, ...]],
         residuals: Mapping[int, tuple[jax.Array, ...]] | None = None,
     ) -> None:
-        """Start with these anchors, by fragment and piece, and with residuals where
-        these are not zero."""
-        kept = residuals or {}
-        for given, held in ((anchors, self._anchors), (kept, self._residuals)):
-            for fragment, arrays in given.items():
-                held.update(zip(self._plan.fragments[fragment], arrays, strict=True))
+        """Start with these anchors of `put_anchor`, by fragment, and with residuals by
+        fragment and piece where these are not zero.
+
+        All hosts call it. `anchors` is emptied, so that no anchor is there twice.
+        """
+        for fragment in sorted(anchors):
+            self._hold(
+                self._anchors, fragment, self.gather(fragment, anchors.pop(fragment))
+            )
+        for fragment, arrays in (residuals or {}).items():
+            self._hold(self._residuals, fragment, arrays)
+
+    def _hold(
+        self, held: dict[Piece, jax.Array], fragment: int, arrays: tuple[jax.Array, ...]
+    ) -> None:
+        held.update(zip(self._plan.fragments[fragment], arrays, strict=True))
 
     # ---- checkpoints ------------------------------------------------------------
 
@@ -234,9 +281,15 @@ class Exchange:
             anchor = zeros(piece.shape, np.float32, kind.piece)
             shape = codec.encoded_shape(piece.shape)
             published = zeros(shape, np.uint8, kind.encoded)
-            _, _, local = kind.take(leaf, index, anchor, self._residuals.get(piece))
-            kind.advance(anchor, published)
-            kind.whole(anchor)
+            _, _, local = in_turn(
+                kind.take(leaf, index, anchor, self._residuals.get(piece))
+            )
+            in_turn(kind.advance(anchor, published))
+            in_turn(kind.whole(anchor))
+            landing, landed = kind.spread.landing, kind.spread.landed_shape
+            in_turn(kind.gathered(zeros(landed(shape), np.uint8, landing)))
+            bits = zeros(landed(bits_shape(piece.shape)), np.uint32, landing)
+            in_turn(kind.gather_anchor(bits))
             kind.move(anchor, anchor, anchor)
             leaf = kind.adopt(leaf, index, anchor, anchor, self._alpha)
             params = _with_leaf(params, piece.path, kind.reset(leaf, index, local))
@@ -252,7 +305,7 @@ class Exchange:
             like = abstract(leaf.shape, leaf.dtype, leaf.sharding)
             kind = self._kinds[piece]
             lowered += kind.lower(self._sync, piece, like).values()
-            lowered.append(kind.lower_whole(piece))
+            lowered += kind.lower_whole(piece).values()
         return lowered
 
     def _one_of_each(self, params: Params) -> list[Piece]:

@@ -2,9 +2,9 @@
 
 They are the functions of `core/`, one piece at a time, with the indices of a stacked
 layer and of a band traced. They work where the data lies: a shard of a piece makes its
-tiles, and tiles make their shard. Where a mesh axis cuts a piece inside its tiles (`mesh.py`), a
-take first gathers the delta along it, an adoption the anchor, and all its devices make
-the same tiles.
+tiles, and tiles make their shard. Where a mesh axis cuts a piece inside its tiles
+(`mesh.py`), a take first gathers the delta along it, an adoption the anchor, and all
+its devices make the same tiles.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from diloco_jax.core.publish import apply_publish
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.device.mesh import tile_spec
 from diloco_jax.island.device.placing import abstract
-
+from diloco_jax.island.device.spread import Spread, spread_of
 
 Index = tuple[np.int32 | None, np.int32 | None]
 """Layer of a stacked tensor, or None; number of a band, or None."""
@@ -44,8 +44,14 @@ class Kind:
     """Sharding of anchors, bases and residuals, f32[shape]: that of the parameter."""
     encoded: NamedSharding
     """Sharding of bytes, uint8[*grid, tile_bytes]."""
+    spread: Spread
+    """Where fetched tiles land: bytes of a publish, or bits of an anchor."""
     take: Any
     """(leaf, index, anchor, residual or None) -> (encoded, residual, base)."""
+    gather: Any
+    """(landed publish) -> encoded publish, if the spread is to be moved."""
+    gather_anchor: Any
+    """(landed anchor) -> anchor."""
     advance: Any
     """(anchor, encoded publish) -> anchor."""
     adopt: Any
@@ -56,6 +62,11 @@ class Kind:
     """(leaf, index, value) -> leaf, which is donated."""
     whole: Any
     """(anchor) -> the anchor in f32 tiles."""
+
+    def gathered(self, landed: jax.Array) -> jax.Array:
+        """Return the encoded publish that has landed."""
+        encoded: jax.Array = self.gather(landed) if self.spread.moved else landed
+        return encoded
 
     def lower(
         self, sync: SyncConfig, piece: Piece, leaf: jax.ShapeDtypeStruct
@@ -68,7 +79,13 @@ class Kind:
         octets = abstract(shape, np.uint8, self.encoded)
         residual = value if sync.error_feedback else None
         alpha = np.float32(sync.blend_alpha)
+        moved = {}
+        if self.spread.moved:
+            landed = self.spread.landed_shape(shape)
+            there = abstract(landed, np.uint8, self.spread.landing)
+            moved["gather"] = self.gather.lower(there)
         return {
+            **moved,
             "take": self.take.lower(leaf, index, value, residual),
             "advance": self.advance.lower(value, octets),
             "adopt": self.adopt.lower(leaf, index, value, value, alpha),
@@ -76,11 +93,21 @@ class Kind:
             "reset": self.reset.lower(leaf, index, value),
         }
 
-    def lower_whole(self, piece: Piece) -> jax.stages.Lowered:
-        """Lower `whole` in the same way."""
+    def lower_whole(self, piece: Piece) -> dict[str, jax.stages.Lowered]:
+        """Lower what moves whole anchors, in the same way."""
         anchor = abstract(piece.shape, np.float32, self.piece)
-        lowered: jax.stages.Lowered = self.whole.lower(anchor)
-        return lowered
+        landed = self.spread.landed_shape(bits_shape(piece.shape))
+        bits = abstract(landed, np.uint32, self.spread.landing)
+        return {
+            "whole": self.whole.lower(anchor),
+            "gather_anchor": self.gather_anchor.lower(bits),
+        }
+
+
+def bits_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return (*grid, elements) of an anchor in tiles, u32: the bits of f32."""
+    grid = TileGrid.of(shape)
+    return (*grid.grid, grid.elements)
 
 
 def kind_of(
@@ -99,11 +126,16 @@ def kind_of(
     spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
     spec, mesh = spec[1:] if piece.layer >= 0 else spec, sharding.mesh.shape
     at_work = tile_spec(spec, mesh, piece.shape)  # A band may not divide as the whole.
-    tiles = tile_spec(at_work, mesh, TileGrid.of(piece.shape).grid)
+    grid = TileGrid.of(piece.shape)
+    tiles = tile_spec(tuple(at_work), mesh, grid.grid)
     lies = _Lies(sharding, at_work, tiles, memory, piece.bands, piece.shape)
+    spread = spread_of(lies.on_tiles, grid.grid)
     return Kind(
         piece=lies.at_rest,
         encoded=lies.on_tiles,
+        spread=spread,
+        gather=_gather(lies.on_tiles),
+        gather_anchor=_gather_anchor(lies, grid, spread.moved),
         take=_take(lies, sync.codec_up),
         advance=_advance(lies, sync.codec_down),
         adopt=_adopt(lies, sync.adopt),
@@ -178,7 +210,8 @@ class _Lies:
             # As in a take: the anchor itself must not become the parameter.
             return jnp.copy(value)
         if self.bands is None:
-            return jax.lax.dynamic_update_index_in_dim(leaf, value, layer, 0)
+            new: jax.Array = jax.lax.dynamic_update_index_in_dim(leaf, value, layer, 0)
+            return new
         striped, own = self.bands.striped(leaf), self.bands.striped(value)
         starts = [0] * striped.ndim
         starts[self.bands.axis] = band * self.bands.rows
@@ -213,6 +246,27 @@ def _take(lies: _Lies, codec: str) -> Any:
         return encoded, residual, jnp.copy(local)
 
     return jax.jit(take, out_shardings=(on_tiles, at_rest, at_rest))
+
+
+@_kept
+def _gather(on_tiles: NamedSharding) -> Any:
+    return jax.jit(_sum_rows, out_shardings=on_tiles)
+
+
+@_kept
+def _gather_anchor(lies: _Lies, grid: TileGrid, moved: bool) -> Any:
+    def gather_anchor(bits: Any) -> jax.Array:
+        if moved:
+            bits = _on(_sum_rows(bits), lies.on_tiles)
+        tiles = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        return _on(grid.join(tiles), lies.on_tiles)
+
+    return jax.jit(gather_anchor, out_shardings=lies.at_rest)
+
+
+def _sum_rows(landed: jax.Array) -> jax.Array:
+    """Sum rows of which one has the bits and the others are zeros."""
+    return jnp.sum(landed, axis=0, dtype=landed.dtype)
 
 
 @_kept

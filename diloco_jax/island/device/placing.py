@@ -1,24 +1,23 @@
 """Place arrays on an island's devices, whichever host holds these.
 
-A host sends the shards that it holds, and fetches those that its devices need. If every
-host has the whole value, each puts its own shards on its devices.
+A host sends the shards that it holds, and fetches those that the spread gives it. If
+every host has the whole value, each puts its own shards on its devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding
 
-from diloco_jax.core.payload import Box, Part
+from diloco_jax.core.payload import Box
+from diloco_jax.island.device.spread import Index, Spread, Tiles, tiles_at
 
-Index = tuple[slice, ...]
-Region = tuple[Index, npt.NDArray[Any]]
-"""Part of an array: where it lies (start and stop of every axis), and its values."""
+T = TypeVar("T")
 
 
 def place(value: npt.NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
@@ -35,31 +34,49 @@ def place(value: npt.NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
     return placed
 
 
-def assemble(
-    shape: tuple[int, ...], sharding: NamedSharding, regions: Sequence[Region]
+def land(
+    spread: Spread,
+    shape: tuple[int, ...],
+    dtype: npt.DTypeLike,
+    boxes: Mapping[tuple[int, Tiles], npt.NDArray[Any]],
 ) -> jax.Array:
-    """Assemble an array cut by `sharding` from the regions that this host's devices
-    need; each shard lies in one of them. The values are copied, as in `place`."""
-    if sharding.is_fully_addressable:
-        ((_, value),) = regions
+    """Put this host's tiles of a piece on its devices, as the spread has them. It
+    communicates with no other host, so any thread may call it.
+
+    shape: of all tiles, [*grid, n]. boxes: by row (0 without rows) and tiles. Rows that
+    are not given are zeros. The values are copied, as in `place`.
+    """
+    sharding = spread.landing
+    if not spread.moved and sharding.is_fully_addressable:
+        (value,) = boxes.values()
         return place(value, sharding)
 
     def shard(index: Index | None) -> npt.NDArray[np.generic]:
         assert index is not None
-        bounds = [part.indices(n)[:2] for part, n in zip(index, shape, strict=True)]
-        for region, value in regions:
-            if all(
-                r.start <= low and high <= r.stop
-                for r, (low, high) in zip(region, bounds, strict=True)
-            ):
-                within = tuple(
-                    slice(low - r.start, high - r.start)
-                    for r, (low, high) in zip(region, bounds, strict=True)
-                )
-                return np.array(value[within])
-        raise AssertionError(f"shard {index} is in none of the regions {regions}")
+        row, within = 0, index
+        if spread.moved:
+            row, within = index[0].indices(spread.rows)[0], index[1:]
+        start, stop = tiles_at(within, shape[:-1])
+        value = boxes.get((row, (start, stop)))
+        if value is None:
+            assert spread.rows > 1, f"{within} is in none of {list(boxes)}"
+            value = np.zeros((*np.subtract(stop, start), shape[-1]), dtype)
+        return np.array(value[None] if spread.moved else value)
 
-    return jax.make_array_from_callback(shape, sharding, shard)
+    landed = spread.landed_shape(shape)
+    return jax.make_array_from_callback(landed, sharding, shard)
+
+
+def in_turn(arrays: T) -> T:
+    """Return the arrays; on CPUs of several hosts, once they are there.
+
+    An accelerator runs programs in the order in which they were dispatched, and so do
+    its collectives. CPUs run independent programs side by side, and hosts would match
+    the collective of one with that of another.
+    """
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
+    return arrays
 
 
 def zeros(
@@ -92,27 +109,8 @@ def held(arrays: Sequence[jax.Array]) -> list[tuple[Box, jax.Array]]:
     ]
 
 
-def needed(shardings: Sequence[tuple[NamedSharding, tuple[int, ...]]]) -> Part:
-    """Return the tiles that this host's devices need of encoded pieces with these
-    shardings and shapes; empty, which means all, if every device is this host's own."""
-    if all(sharding.is_fully_addressable for sharding, _ in shardings):
-        return ()
-    boxes = dict.fromkeys(
-        _box(number, index, shape)
-        for number, (sharding, shape) in enumerate(shardings)
-        for index in sharding.addressable_devices_indices_map(shape).values()
-        if index is not None
-    )
-    return tuple(boxes)
-
-
 def _box(piece: int, index: Index, shape: tuple[int, ...]) -> Box:
     """Return the index of a shard as tiles; the last axis, the bytes of a tile, is
     whole."""
-    bounds = [
-        part.indices(extent)[:2] for part, extent in zip(index, shape, strict=True)
-    ]
-    assert bounds[-1] == (0, shape[-1]), "a tile's bytes are not cut"
-    return Box(
-        piece, tuple(b[0] for b in bounds[:-1]), tuple(b[1] for b in bounds[:-1])
-    )
+    assert index[-1].indices(shape[-1])[:2] == (0, shape[-1]), "a tile is not cut"
+    return Box(piece, *tiles_at(index, shape[:-1]))

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.validation import check_batch
+from diloco_jax.data.stream import Batch, OwnRows
 from diloco_jax.island.device.mesh import batch_sharding, param_shardings, replicated
 from diloco_jax.island.device.placing import abstract, place, zeros
 from diloco_jax.models.model import Metrics, Model, Params
@@ -118,9 +119,21 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             return self._init_inner(params)
 
-    def put_batch(self, batch: np.ndarray) -> jax.Array:
+    def put_batch(self, batch: Batch) -> jax.Array:
         """Cut the leading axis over the mesh."""
-        return place(batch, batch_sharding(self.mesh))
+        sharding = batch_sharding(self.mesh)
+        if isinstance(batch, OwnRows):
+            return jax.make_array_from_callback(batch.shape, sharding, batch.part)
+        return place(batch, sharding)
+
+    def own_rows(self) -> list[tuple[int, int]]:
+        """Return the rows of a batch that this host's devices need, in order; empty,
+        which means all, if every device is this host's own."""
+        sharding, size = batch_sharding(self.mesh), self.batch_size
+        if sharding.is_fully_addressable:
+            return []
+        held = sharding.addressable_devices_indices_map((size,)).values()
+        return sorted({i[0].indices(size)[:2] for i in held if i is not None})
 
     def abstract_state(self) -> TrainState:
         """Return shapes, dtypes and shardings of the state."""

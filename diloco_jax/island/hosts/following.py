@@ -6,8 +6,8 @@ it. An adoption is decided only once every host has its part of the bytes: host 
 orders to fetch as soon as it hears of a version, and the hosts answer.
 
 Keys: `begin`, `joined`; `decision/N`, `passed/N/HOST`; `order/N`, `answer/N/HOST`;
-`leave`, `left`; `compiled/HOST`, `ready/HOST`, where `host.py` has them meet. Keys
-under `folder/` belong to `checkpoints.py`.
+`leave`, `left`; `compiled/HOST`, `restored/HOST`, `ready/HOST`, where `host.py` has
+them meet. Keys under `folder/` belong to `checkpoints.py`.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     outcome: Literal["done", "gone", "lost"]
     """gone: the version is not kept any more; lost: the connection is lost."""
+    chain: int | None = None
+    """Publishes that came, see `Arrival.chain`."""
     traffic: dict[str, int]
     """Bytes that this host counted since it started."""
 
@@ -176,13 +178,17 @@ class Orders:
             self._hosts.tell(f"order/{number}", msgspec.msgpack.encode(order))
         return number
 
-    def await_answers(self, number: int) -> None:
+    def await_answers(self, number: int, arrival: Arrival | None) -> None:
         """Return when every host has done order `number`.
 
-        Raises VersionGone or ConnectionLost if a host could not get its part,
-        HostsError if a host does not answer in time.
+        arrival: of this host; None if it has failed to get its part.
+
+        Raises VersionGone or ConnectionLost if a host could not get its part;
+        VersionGone if some hosts got publishes and others the anchor, since all adopt
+        together; HostsError if a host does not answer in time.
         """
         outcomes = set()
+        chains = set() if arrival is None else {arrival.chain}
         for host in self._hosts.others:
             key = f"answer/{number}/{host}"
             told = self._hosts.hear(key, self._patience_s)
@@ -194,11 +200,18 @@ class Orders:
             answer = msgspec.msgpack.decode(told, type=Answer)
             self._mailbox.count_of(host, answer.traffic)
             outcomes.add(answer.outcome)
+            if answer.outcome == "done":
+                chains.add(answer.chain)
         self._forget_through(number)
         if "gone" in outcomes:
             raise VersionGone("a host of this island could not fetch its part any more")
         if "lost" in outcomes:
             raise ConnectionLost("a host of this island lost the coordinator")
+        if len(chains) > 1:
+            raise VersionGone(
+                f"the hosts of this island got unlike things ({chains} publishes, None "
+                f"is the anchor): the coordinator dropped some while they fetched"
+            )
 
     def _forget_through(self, number: int) -> None:
         """Forget the keys of old orders. Orders are done in turn: a host that answers
@@ -254,6 +267,7 @@ class OrderThread:
             self._resend(order.fragment, order.tick)
             return
         outcome: Literal["done", "gone", "lost"] = "done"
+        chain = None
         try:
             arrival = self._fetch(order)
         except VersionGone:
@@ -266,6 +280,8 @@ class OrderThread:
         else:
             self._mailbox.arrivals.drop_after(order.fragment, order.accepted)
             self._mailbox.arrivals.put(arrival)
-        answer = Answer(outcome=outcome, traffic=self._mailbox.traffic())
+            chain = arrival.chain
+        traffic = self._mailbox.traffic()
+        answer = Answer(outcome=outcome, chain=chain, traffic=traffic)
         key = f"answer/{number}/{self._hosts.index}"
         self._hosts.tell(key, msgspec.msgpack.encode(answer))

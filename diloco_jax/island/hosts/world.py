@@ -9,7 +9,6 @@ when a host dies, only the others of its island end too.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import sys
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 import jax
 
 from diloco_jax.config import ConfigError
+from diloco_jax.island.hosts.meeting import WorldAddress, find_meeting
 
 logger = logging.getLogger(__name__)
 
@@ -29,16 +29,6 @@ MEETING_POLL_S = 1.0
 
 class HostsError(Exception):
     """The hosts of this island cannot go on together: names the host and the cause."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WorldAddress:
-    """Meeting place of the hosts of an island. Empty: jax finds it, on a TPU slice."""
-
-    address: str = ""
-    """HOST:PORT of host 0, for `jax.distributed`."""
-    index: int = 0
-    """Number of this host, from 0."""
 
 
 class Hosts:
@@ -102,43 +92,41 @@ class Hosts:
             raise HostsError(_lost(error)) from error
 
 
-def join_world(where: WorldAddress, count: int, budget_s: float) -> Hosts:
+def join_world(
+    where: WorldAddress, count: int, *, budget_s: float, meet_s: float
+) -> Hosts:
     """Meet the other hosts; call it before anything else of jax.
 
     Args:
+      where: the meeting place; if empty, it is found (`meeting.py`).
       count: hosts of the island, by its config.
       budget_s: seconds of silence after which a host is lost.
+      meet_s: seconds that the first host waits for the last one.
 
     Raises:
-      ConfigError: jax finds no world, or another number of hosts.
+      ConfigError: there is no meeting place, or one for another number of hosts.
       HostsError: the others do not come.
     """
     # jax's handler swallows SIGTERM, with which an island is asked to say goodbye.
     jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call]
-    explicit: dict[str, Any] = {}
-    if where.address:
-        explicit = {
-            "coordinator_address": where.address,
-            "num_processes": count,
-            "process_id": where.index,
-        }
+    place = where if where.address else find_meeting(count, os.environ)
     try:
         jax.distributed.initialize(
-            **explicit,
-            initialization_timeout=max(1, int(10 * budget_s)),
+            coordinator_address=place.address,
+            num_processes=count,
+            process_id=place.index,
+            # With it jax asks its own detectors in spite of these three, and on TPUs
+            # those join slices that an inherited MEGASCALE_ variable names.
+            cluster_detection_method="deactivate",
+            initialization_timeout=max(1, int(meet_s)),
             heartbeat_timeout_seconds=max(1, int(budget_s)),
             shutdown_timeout_seconds=max(1, int(budget_s)),
         )
-    except ValueError as error:
-        raise ConfigError(
-            f"hosts = {count}, but jax finds no world of several hosts here ({error}); "
-            f"off a TPU slice, give every host --world HOST:PORT (of host 0) and "
-            f"--host-index"
-        ) from error
     except jax.errors.JaxRuntimeError as error:
         raise HostsError(
-            f"the {count} hosts of this island did not meet"
-            f"{f' at {where.address}' if where.address else ''}: {_first_line(error)}"
+            f"the {count} hosts of this island did not meet at {place.address} within "
+            f"{meet_s:g} s ({_first_line(error)}); look into the log of the host that "
+            f"is missing, or raise placement.hosts_budget_s"
         ) from error
     found = jax.process_count()
     if found != count:

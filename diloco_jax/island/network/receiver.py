@@ -138,13 +138,14 @@ class Receiver:
         number = -1
         if self._orders is not None:
             number = self._orders.give(fetch)
+        arrival = None
         try:
             arrival = self._fetcher.fetch(fetch)
         finally:
             # Whatever this host's outcome: the others' must be known before the next
             # order.
             if self._orders is not None:
-                self._orders.await_answers(number)
+                self._orders.await_answers(number, arrival)
         with self._changed:
             self._fetching.got(fetch.fragment, arrival.version)
         return arrival

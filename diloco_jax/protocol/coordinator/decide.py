@@ -33,7 +33,7 @@ from diloco_jax.protocol.coordinator.events import (
     Disconnected,
     Effect,
     Event,
-    MergeComputed,
+    MergePrepared,
     Note,
     Persist,
     RunResumed,
@@ -83,8 +83,8 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             state, effects = members.resumed(state, event)
         case DeltaArrived():
             state, effects = _arrived(config, state, event, now)
-        case MergeComputed():
-            state, effects = _computed(config, state, event, now)
+        case MergePrepared():
+            state, effects = _prepared(config, state, event, now)
         case Timer():
             effects = []
     state, expired = members.expire(state, now)
@@ -224,8 +224,8 @@ def _arrived(
     return state, effects + asks
 
 
-def _computed(
-    config: PolicyConfig, state: State, event: MergeComputed, now: float
+def _prepared(
+    config: PolicyConfig, state: State, event: MergePrepared, now: float
 ) -> Step:
     fragment = state.fragments[event.fragment]
     if fragment.phase != "merging" or event.version != fragment.version.next():
@@ -244,7 +244,8 @@ def _computed(
         contributions=contributions,
         share=share,
         verdicts=verdicts,
-        digest=event.digest,
+        digest=event.prepared.digest,
+        payload_bytes=event.prepared.payload_bytes,
     )
     visible: list[Effect] = [
         Persist(record=record),

@@ -18,7 +18,7 @@ import msgspec
 from diloco_jax.protocol.messages import FromCoordinator, Goodbye, Hello, Report
 from diloco_jax.protocol.reasons import Refusal
 from diloco_jax.protocol.records import Durable, Noted
-from diloco_jax.protocol.values import Contribution, DeltaKey, Version
+from diloco_jax.protocol.values import Contribution, DeltaKey, Prepared, Version
 
 # ---- events -------------------------------------------------------------------
 
@@ -42,12 +42,13 @@ class DeltaArrived(msgspec.Struct, frozen=True, kw_only=True):
     refusal: Refusal = ""
 
 
-class MergeComputed(msgspec.Struct, frozen=True, kw_only=True):
-    """The ordered merge is computed and its publish is encoded."""
+class MergePrepared(msgspec.Struct, frozen=True, kw_only=True):
+    """The ordered merge is computed, and its encoded publish is on disk. It becomes
+    visible with its record (`Persist`) and `Commit`, or never was."""
 
     fragment: int
     version: Version
-    digest: str
+    prepared: Prepared
 
 
 class Timer(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +71,7 @@ class RunResumed(msgspec.Struct, frozen=True, kw_only=True):
     steps: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
 
 
-Event = Hello | Said | DeltaArrived | MergeComputed | Disconnected | RunResumed | Timer
+Event = Hello | Said | DeltaArrived | MergePrepared | Disconnected | RunResumed | Timer
 
 # ---- effects ------------------------------------------------------------------
 
@@ -123,7 +124,8 @@ class Merge(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """Make the computed merge, which is durable now, the fragment's version."""
+    """Make the prepared merge, whose record is durable now, the fragment's version.
+    Its deltas are not needed any more."""
 
     fragment: int
     version: Version

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.coordinator.store import ComputedMerge, Store
+from diloco_jax.core.fragment_merge import Squares, is_fit
 from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.arrivals import Arrival
@@ -29,7 +30,8 @@ from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.reasons import Refusal
-from diloco_jax.protocol.values import DeltaKey, Version
+from diloco_jax.protocol.values import DeltaKey, Prepared, Version
+from diloco_jax.sealed import digest_of
 from diloco_jax.simulation.emulation.history import Diary
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.merging import VirtualFetch
@@ -169,6 +171,7 @@ class StoreMerging:
         self._store = store
         self._tell_arrived, self._tell_committed = arrived, committed
         self._payloads: dict[DeltaKey, npt.NDArray[np.uint8]] = {}
+        self._squares: dict[DeltaKey, Squares] = {}
         self._computed: dict[int, tuple[Merge, ComputedMerge]] = {}
         self._fetched: dict[int, dict[Version | None, VirtualFetch]] = (
             collections.defaultdict(dict)
@@ -181,36 +184,39 @@ class StoreMerging:
         self._tell_arrived(key)
         packed = encoded.layout.pack(encoded.pieces)
         payload = self._payloads[key] = np.frombuffer(packed, np.uint8)
-        finite = self._store.is_finite(key.fragment, payload)
-        return "" if finite else "non_finite"
+        squares = self._squares[key] = self._store.squares(key.fragment, payload)
+        return "" if is_fit(squares) else "non_finite"
 
     def drop(self, key: DeltaKey) -> None:
         """See Merging."""
         self._payloads.pop(key, None)
+        self._squares.pop(key, None)
 
     def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
         """See Merging."""
         for key in [k for k in self._payloads if k.island == island]:
             if key.incarnation < before and key not in kept:
-                del self._payloads[key]
+                self.drop(key)
 
-    def compute(self, merge: Merge) -> str:
+    def compute(self, merge: Merge) -> Prepared:
         """See Merging."""
+        keys = [
+            DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
+            for c in merge.contributions
+        ]
         merged = self._store.merge(
             merge.fragment,
             merge.version,
             merge.contributions,
-            [
-                self._payloads[
-                    DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
-                ]
-                for c in merge.contributions
-            ],
+            [self._payloads[key] for key in keys],
+            [self._squares[key] for key in keys],
             share=merge.share,
             final=merge.final,
         )
         self._computed[merge.fragment] = merge, merged
-        return merged.digest
+        return Prepared(
+            digest=digest_of(merged.payload), payload_bytes=len(merged.payload)
+        )
 
     def commit(self, fragment: int, version: Version) -> None:
         """See Merging."""

@@ -45,6 +45,7 @@ from diloco_jax.observability.report import closing_report
 from diloco_jax.observability.terminal import Dashboard
 from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.values import DeltaKey
+from diloco_jax.sealed import digest_of
 from diloco_jax.simulation.emulation import history
 from diloco_jax.simulation.emulation.attendance import Attendance
 from diloco_jax.simulation.emulation.bodies import StoreMerging, TrainedBody, trainer_of
@@ -278,7 +279,7 @@ class _Emulator:
                 [parts.get(name, 0) for name in self._attendance.diaries],
                 merge.share,
                 merged.norm,
-                merged.digest,
+                digest_of(merged.payload),
                 *(math.nan if m is None else m for m in merged.measures),
             )
         )

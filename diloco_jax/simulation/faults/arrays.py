@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,8 +22,7 @@ from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.island.adopt_traits import AdoptTraits
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.reasons import NON_FINITE, Refusal
-from diloco_jax.protocol.records import Durable, Merged
-from diloco_jax.protocol.values import FIRST_VERSION, DeltaKey, Version
+from diloco_jax.protocol.values import FIRST_VERSION, DeltaKey, Prepared, Version
 from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 FIRST_ANCHOR = b"first"
@@ -80,7 +79,7 @@ class Anchors:
             if key.incarnation < before and key not in kept:
                 del self._deltas[key]
 
-    def compute(self, merge: Merge) -> str:
+    def compute(self, merge: Merge) -> Prepared:
         """See Merging."""
         deltas = [
             self._deltas[DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)]
@@ -90,7 +89,7 @@ class Anchors:
             merge.version, merge.contributions, deltas, merge.share, merge.final
         )
         self._computed[merge.fragment] = publish
-        return publish.hex()
+        return Prepared(digest=publish.hex(), payload_bytes=len(publish))
 
     def publish(self, fragment: int) -> bytes:
         """Return the encoded publish of the computed merge."""
@@ -101,7 +100,7 @@ class Anchors:
         self.replay(fragment, version, self._computed.pop(fragment))
 
     def replay(self, fragment: int, version: Version, publish: bytes) -> None:
-        """Apply a publish that is in the log."""
+        """Apply a committed publish."""
         self.anchors[fragment] = self.anchors[fragment].next(publish)
         self._publishes[fragment].append((version, publish))
 
@@ -211,14 +210,3 @@ class DigestBody:
 def first_anchors(fragments: int) -> tuple[Anchor, ...]:
     """Return the anchors of a new run."""
     return (Anchor(FIRST_VERSION, FIRST_ANCHOR),) * fragments
-
-
-def loaded(
-    anchors: tuple[Anchor, ...], log: Iterable[tuple[Durable, bytes]]
-) -> Anchors:
-    """Load a coordinator's anchors after a crash, from a snapshot and the later log."""
-    made = Anchors(anchors)
-    for record, payload in log:
-        if isinstance(record, Merged):
-            made.replay(record.fragment, record.version, payload)
-    return made

@@ -1,7 +1,8 @@
-"""The coordinator's disk: log segments and snapshots in memory, which may fail.
+"""The coordinator's disk: log, publishes and snapshots in memory, which may fail.
 
-The bytes are those of `coordinator.log`. Its work with files is done here with buffers:
-segments rotate with every snapshot, and are deleted once it is complete.
+The bytes of the log are those of `coordinator.log`. The work with files is done here
+with dictionaries: segments rotate with every snapshot of the state; segments and
+publishes are deleted once the oldest snapshot does not need them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import msgspec
 
 from diloco_jax.coordinator import log as durable
 from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.values import Version
+from diloco_jax.simulation.faults.arrays import Anchor, Anchors
 
 SNAPSHOTS_KEPT = 2
 
@@ -34,30 +37,29 @@ class EmptyDiskError(Exception):
 
 
 class Found(NamedTuple):
-    """Data from which a coordinator goes on."""
+    """Snapshot of the state, and the records after it."""
 
     state: State
-    anchors: Any
-    entries: list[durable.Entry]
+    records: list[durable.Line]
 
 
 class Disk:
-    """Log and snapshots of one run."""
+    """Log, publishes and snapshots of one run."""
 
     def __init__(self) -> None:
         self.empty = False
         """True for an empty disk, such as a mount that did not come up."""
+        self.full = False
+        """True while there is room for small records only."""
         self.fails_in: int | None = None
         """Appends that succeed before one fails; None if none will fail."""
         self.written_share = 0.0
         """Share of the record that the failing append writes."""
-        self._segments: dict[int, io.BytesIO] = {0: io.BytesIO()}
-        self._snapshots: dict[int, tuple[bytes, Any] | None] = {}
-        """Snapshots by number; None for a snapshot that cannot be read."""
+        self._format(0)
 
-    def append(self, record: Mapping[str, Any], payload: bytes) -> None:
+    def append(self, record: Mapping[str, Any]) -> None:
         """Append like `RecordLog.append`. Raises DiskError."""
-        data = durable.frame(record, payload)
+        data = durable.frame(record)
         newest = self._segments[max(self._segments)]
         if self.fails_in == 0:
             self.fails_in = None
@@ -68,11 +70,19 @@ class Disk:
             self.fails_in -= 1
         newest.write(data)
 
-    def begin(self, state: State, anchors: Any) -> None:
-        """Begin a new term on an empty disk; the old contents never come back."""
-        self.empty = False
-        self._segments, self._snapshots = {0: io.BytesIO()}, {}
-        self.save(self.rotate(), state, anchors)
+    def prepare(self, fragment: int, version: Version, publish: bytes) -> bool:
+        """Write like `Publishes.write`; False if the disk is full."""
+        if not self.full:
+            self._publishes[fragment][version] = publish
+        return not self.full
+
+    def begin(self, state: State, anchors: tuple[Anchor, ...]) -> None:
+        """Begin a run or a term on an empty disk; the old contents never come back."""
+        self.empty = self.full = False
+        self._format(len(anchors))
+        for fragment, anchor in enumerate(anchors):
+            self._anchors[fragment][anchor.version] = anchor
+        self.save_state(self.rotate(), state)
 
     def rotate(self) -> int:
         """Rotate like `RecordLog.rotate`; return the number of the ended segment."""
@@ -80,45 +90,124 @@ class Disk:
         self._segments[ended + 1] = io.BytesIO()
         return ended
 
-    def save(self, number: int, state: State, anchors: Any) -> None:
-        """Save a complete snapshot; delete log segments that the oldest one does not
-        need.
+    def save_state(self, number: int, state: State) -> bool:
+        """Save a complete snapshot of the state; delete log segments that the oldest
+        one does not need. Return False if the disk is full.
         """
-        self._snapshots[number] = (msgspec.json.encode(state), anchors)
-        for old in sorted(self._snapshots)[:-SNAPSHOTS_KEPT]:
-            del self._snapshots[old]
-        oldest = min(self._snapshots)
+        if self.full:
+            return False
+        self._states[number] = msgspec.json.encode(state)
+        for old in sorted(self._states)[:-SNAPSHOTS_KEPT]:
+            del self._states[old]
+        oldest = min(self._states)
         for segment in [n for n in self._segments if n <= oldest]:
             del self._segments[segment]
+        return True
 
-    def tear_snapshot(self) -> bool:
-        """Tear the newest snapshot; return False if it is the only readable one."""
-        *before, newest = self._readable()
-        if before:
-            self._snapshots[newest] = None
-        return bool(before)
+    def save_fragment(self, fragment: int, anchor: Anchor) -> bool:
+        """Save a complete snapshot of a fragment; delete publishes that the oldest one
+        does not need. Return False if the disk is full.
+        """
+        if self.full:
+            return False
+        saved = self._anchors[fragment]
+        saved[anchor.version] = anchor
+        for old in sorted(saved)[:-SNAPSHOTS_KEPT]:
+            del saved[old]
+        self.forget(fragment, min(saved))
+        return True
+
+    def forget(self, fragment: int, through: Version) -> None:
+        """Delete publishes up to a version."""
+        publishes = self._publishes[fragment]
+        for version in [v for v in publishes if v <= through]:
+            del publishes[version]
+
+    def saved(self, fragment: int) -> list[Version]:
+        """Return the versions of the snapshots of a fragment, oldest first; torn ones
+        count."""
+        return sorted(self._anchors[fragment])
+
+    def published(self, fragment: int) -> dict[Version, bytes]:
+        """Return the publishes of a fragment, by version."""
+        return self._publishes[fragment]
+
+    def tear_snapshots(self) -> int:
+        """Tear the newest snapshots of the state and of every fragment, as far as an
+        older one reads; return their number.
+        """
+        torn = 0
+        snapshots: list[dict[Any, Any]] = [self._states, *self._anchors]
+        for kept in snapshots:
+            *before, newest = sorted(n for n, snapshot in kept.items() if snapshot)
+            if before:
+                kept[newest] = None
+                torn += 1
+        return torn
 
     def load(self) -> Found:
-        """Return the newest readable snapshot and the records after it.
+        """Return the newest readable snapshot of the state and the records after it.
 
         Raises EmptyDiskError; DurableError if the log is damaged.
         """
         if self.empty:
             raise EmptyDiskError
-        number = self._readable()[-1]
-        snapshot = self._snapshots[number]
-        assert snapshot is not None
-        state, anchors = snapshot
+        snapshots: list[dict[Any, Any]] = [self._states, *self._anchors]
+        for kept in snapshots:
+            _remove_torn(kept)
+        number, state = max(self._states.items())
+        assert state is not None
         later = [n for n in sorted(self._segments) if n > number]
-        entries = [
-            entry
+        lines = [
+            line
             for n in later
-            for entry in durable.read_frames(
+            for line in durable.read_frames(
                 self._segments[n], f"segment {n}", last=n == later[-1]
             )
         ]
         self._segments[later[-1]].seek(0, io.SEEK_END)
-        return Found(msgspec.json.decode(state, type=State), anchors, entries)
+        return Found(msgspec.json.decode(state, type=State), lines)
 
-    def _readable(self) -> list[int]:
-        return sorted(n for n, snapshot in self._snapshots.items() if snapshot)
+    def restore(self, committed: list[Version]) -> Anchors:
+        """Return the anchors at these versions, by fragment: each from its newest
+        readable snapshot and the publishes after it. Publishes that were prepared and
+        never committed are deleted.
+
+        Raises DurableError if a committed publish is missing.
+        """
+        self.discard(committed)
+        begins = [max(filter(None, saved.values())) for saved in self._anchors]
+        anchors = Anchors(tuple(begins))
+        for fragment, through in enumerate(committed):
+            version = begins[fragment].version
+            while version < through:
+                version = version.next()
+                publish = self._publishes[fragment].get(version)
+                if publish is None:
+                    raise durable.DurableError(
+                        f"the publish of fragment {fragment}, {version}, is missing"
+                    )
+                anchors.replay(fragment, version, publish)
+        return anchors
+
+    def discard(self, committed: list[Version]) -> None:
+        """Delete the publishes above these versions, by fragment."""
+        for publishes, version in zip(self._publishes, committed, strict=True):
+            for prepared in [v for v in publishes if v > version]:
+                del publishes[prepared]
+
+    def _format(self, fragments: int) -> None:
+        self._segments: dict[int, io.BytesIO] = {0: io.BytesIO()}
+        self._states: dict[int, bytes | None] = {}
+        """Snapshots of the state by number; None for one that cannot be read."""
+        self._anchors: list[dict[Version, Anchor | None]] = [
+            {} for _ in range(fragments)
+        ]
+        """Snapshots by fragment and version; None for one that cannot be read."""
+        self._publishes: list[dict[Version, bytes]] = [{} for _ in range(fragments)]
+
+
+def _remove_torn(snapshots: dict[Any, Any]) -> None:
+    """Delete what does not read, so that it does not count as kept."""
+    for torn in [n for n, snapshot in snapshots.items() if snapshot is None]:
+        del snapshots[torn]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -13,12 +14,9 @@ from diloco_jax.island.hosts.following import LEAD
 from diloco_jax.simulation.faults import kinds, liveness
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
-from diloco_jax.simulation.faults.network import Way
-from diloco_jax.simulation.faults.schedule import (
-    LEASE_S,
-    DrawnIsland,
-    Schedule,
-)
+from diloco_jax.simulation.faults.schedule import LEASE_S, DrawnIsland, Schedule
+
+DrawValue = Callable[[random.Random], Any]
 
 FAULTS = 5
 """Faults of every schedule, at least, drawn early enough to happen."""
@@ -26,6 +24,8 @@ JOIN_S = 2.0
 """Longest join in seconds, about the time until the first step."""
 CRASHES = (kinds.CoordinatorCrash, kinds.DiskFailure, kinds.TornWrite)
 """Crashes of a coordinator whose disk stays; half of them come with a power cut."""
+FULL_SHARE = 0.3
+"""Share of the schedules in which the disk is full for a while."""
 KEPT_BY_LOSING = 0.7
 """Share of tokens, about, that survives a rule that loses steps."""
 
@@ -87,6 +87,9 @@ def draw(seed: int) -> Schedule:
             faults.append(_draw_fault(rng, names, 1.2 * (storm_s + calm_s)))
     power = random.Random(f"power {seed}")
     faults = [_as_power_cut(power, fault) for fault in faults]
+    full = random.Random(f"full {seed}")
+    if full.random() < FULL_SHARE:
+        faults.append(_full_disk(full, storm_s))
     kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
     return msgspec.structs.replace(
         schedule,
@@ -97,7 +100,14 @@ def draw(seed: int) -> Schedule:
 
 def _draw_fault(rng: random.Random, names: str, latest_s: float) -> AnyFault:
     at_s = round(rng.uniform(0, latest_s), 2)
-    return rng.choice(DRAWS)(rng, at_s, rng.choice(names))
+    kind, draws = rng.choice(KINDS)
+    island = rng.choice(names)
+    drawn = {field: draw_value(rng) for field, draw_value in draws.items()}
+    if "island" in kind.__struct_fields__:
+        drawn["island"] = island
+    if kind is kinds.DiskGone:
+        drawn["gone_s"] = round(drawn["restart"].down_s + drawn["gone_s"], 2)
+    return kind(at_s=at_s, **drawn)
 
 
 def _as_power_cut(rng: random.Random, fault: AnyFault) -> AnyFault:
@@ -121,153 +131,82 @@ def _seconds(rng: random.Random) -> float:
     return round(rng.choice([0.3, 1.0, 2.0]) * LEASE_S * rng.uniform(0.3, 1), 2)
 
 
-def _island_crash(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.IslandCrash(
-        at_s=at_s,
-        island=island,
-        down_s=_seconds(rng),
-        noticed=rng.random() < 0.5,
-        lingers=rng.random() < 0.5,
-    )
+def _none_or_seconds(rng: random.Random) -> float:
+    return rng.choice([0.0, _seconds(rng)])
 
 
-def _join_crash(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.JoinCrash(
-        at_s=at_s,
-        island=island,
-        down_s=round(rng.uniform(0.1, 3), 2),
-        joining_s=round(rng.uniform(0, JOIN_S), 2),
-    )
+def _coin(rng: random.Random) -> bool:
+    return rng.random() < 0.5
 
 
-def _leave(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.Leave(
-        at_s=at_s,
-        island=island,
-        away_s=_seconds(rng),
-        notice_s=rng.choice([0.0, 0.3, 3.0]),
-    )
+def _one_of(*values: Any) -> DrawValue:
+    return lambda rng: rng.choice(values)
 
 
-def _replacement(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.Replacement(at_s=at_s, island=island)
+def _below(stop: int) -> DrawValue:
+    return lambda rng: rng.randrange(stop)
 
 
-def _impostor(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.Impostor(at_s=at_s, island=island, behind=rng.randint(0, 1))
+def _uniform(low: float, high: float, digits: int = 2) -> DrawValue:
+    return lambda rng: round(rng.uniform(low, high), digits)
 
 
-def _step_jump(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.StepJump(
-        at_s=at_s,
-        island=island,
-        for_s=_seconds(rng),
-        factor=rng.choice([0.4, 3.0, 8.0]),
-    )
+def _full_disk(rng: random.Random, latest_s: float) -> AnyFault:
+    at_s = round(rng.uniform(0, latest_s), 2)
+    return kinds.FullDisk(at_s=at_s, for_s=_seconds(rng))
 
 
-def _unfit(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.Unfit(at_s=at_s, island=island)
-
-
-def _coordinator_crash(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    effects = rng.randrange(12)
-    return kinds.CoordinatorCrash(at_s=at_s, effects=effects, restart=_restart(rng))
-
-
-def _disk_failure(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.DiskFailure(
-        at_s=at_s,
-        appends=rng.randrange(3),
-        written=rng.random() < 0.5,
-        restart=_restart(rng),
-    )
-
-
-def _torn_write(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.TornWrite(
-        at_s=at_s,
-        appends=rng.randrange(3),
-        written_share=round(rng.uniform(0.02, 0.98), 2),
-        restart=_restart(rng),
-    )
-
-
-def _snapshot_failure(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.SnapshotFailure(at_s=at_s)
-
-
-def _disk_gone(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    restart = _restart(rng)
-    gone_s = round(restart.down_s + rng.uniform(0, 6), 2)
-    return kinds.DiskGone(at_s=at_s, gone_s=gone_s, restart=restart)
-
-
-def _disk_lost(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.DiskLost(at_s=at_s, restart=_restart(rng))
-
-
-def _clock_jump(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.ClockJump(at_s=at_s, forward_s=round(rng.uniform(1, 40), 1))
-
-
-def _break(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.Break(
-        at_s=at_s,
-        island=island,
-        away_s=rng.choice([0.0, _seconds(rng)]),
-        noticed=rng.random() < 0.5,
-        lingers=rng.random() < 0.5,
-    )
-
-
-def _partition(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    ways: tuple[Way, ...] = rng.choice([("up",), ("down",), ("up", "down")])
-    return kinds.Partition(at_s=at_s, island=island, for_s=_seconds(rng), ways=ways)
-
-
-def _repeat(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.Repeat(
-        at_s=at_s,
-        island=island,
-        for_s=_seconds(rng),
-        after_s=rng.choice([0.01, 0.5, 3.0]),
-    )
-
-
-def _delay(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.Delay(
-        at_s=at_s,
-        island=island,
-        for_s=_seconds(rng),
-        late_s=round(rng.uniform(0.5, 4), 1),
-        channel=rng.choice(["control", "bulk"]),
-    )
-
-
-def _corruption(rng: random.Random, at_s: float, island: str) -> AnyFault:
-    return kinds.Corruption(at_s=at_s, island=island, for_s=_seconds(rng))
-
-
-DRAWS: tuple[Callable[[random.Random, float, str], AnyFault], ...] = (
-    _island_crash,
-    _join_crash,
-    _leave,
-    _replacement,
-    _impostor,
-    _step_jump,
-    _unfit,
-    _coordinator_crash,
-    _coordinator_crash,
-    _disk_failure,
-    _torn_write,
-    _snapshot_failure,
-    _disk_gone,
-    _disk_lost,
-    _clock_jump,
-    _break,
-    _partition,
-    _repeat,
-    _delay,
-    _corruption,
+CRASH: dict[str, DrawValue] = {"effects": _below(12), "restart": _restart}
+KINDS: tuple[tuple[type[AnyFault], dict[str, DrawValue]], ...] = (
+    (
+        kinds.IslandCrash,
+        {"down_s": _seconds, "noticed": _coin, "lingers": _coin},
+    ),
+    (
+        kinds.JoinCrash,
+        {"down_s": _uniform(0.1, 3), "joining_s": _uniform(0, JOIN_S)},
+    ),
+    (kinds.Leave, {"away_s": _seconds, "notice_s": _one_of(0.0, 0.3, 3.0)}),
+    (kinds.Replacement, {}),
+    (kinds.Impostor, {"behind": _below(2)}),
+    (kinds.StepJump, {"for_s": _seconds, "factor": _one_of(0.4, 3.0, 8.0)}),
+    (kinds.Unfit, {}),
+    (kinds.CoordinatorCrash, CRASH),
+    (kinds.CoordinatorCrash, CRASH),
+    (
+        kinds.DiskFailure,
+        {"appends": _below(3), "written": _coin, "restart": _restart},
+    ),
+    (
+        kinds.TornWrite,
+        {
+            "appends": _below(3),
+            "written_share": _uniform(0.02, 0.98),
+            "restart": _restart,
+        },
+    ),
+    (kinds.SnapshotFailure, {}),
+    # Seconds from the coordinator's return to the return of its disk.
+    (kinds.DiskGone, {"restart": _restart, "gone_s": lambda rng: rng.uniform(0, 6)}),
+    (kinds.DiskLost, {"restart": _restart}),
+    (kinds.ClockJump, {"forward_s": _uniform(1, 40, digits=1)}),
+    (
+        kinds.Break,
+        {"away_s": _none_or_seconds, "noticed": _coin, "lingers": _coin},
+    ),
+    (
+        kinds.Partition,
+        {"ways": _one_of(("up",), ("down",), ("up", "down")), "for_s": _seconds},
+    ),
+    (kinds.Repeat, {"for_s": _seconds, "after_s": _one_of(0.01, 0.5, 3.0)}),
+    (
+        kinds.Delay,
+        {
+            "for_s": _seconds,
+            "late_s": _uniform(0.5, 4, digits=1),
+            "channel": _one_of("control", "bulk"),
+        },
+    ),
+    (kinds.Corruption, {"for_s": _seconds}),
 )
+"""Kinds of faults, equally likely, and how the values of each are drawn, in order."""

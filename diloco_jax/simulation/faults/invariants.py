@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.records import (
-    Durable,
-    Joined,
+from diloco_jax.protocol.records import Durable, Joined
+from diloco_jax.simulation.faults import (
+    safe_books,
+    safe_disk,
+    safe_merges,
+    safe_versions,
 )
-from diloco_jax.simulation.faults import safe_books, safe_merges, safe_versions
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant
 
@@ -35,6 +37,9 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_books.LedgerExact,
     safe_books.DataOnce,
     safe_books.DurableFirst,
+    safe_disk.PreparedFirst,
+    safe_disk.ChainsKept,
+    safe_disk.RestoredExactly,
 )
 
 OBSERVATIONS = tuple(
@@ -56,12 +61,10 @@ class Names(Invariant):
         self._sessions: dict[Incarnation, str] = {}
 
     def persisted(self, record: Durable) -> None:
-        """See Invariant."""
         if isinstance(record, Joined):
             self._sessions[record.island, record.incarnation] = record.session
 
     def opened(self, opened: Opened) -> None:
-        """See Invariant."""
         self._sessions.clear()
 
     def belong_to(self, who: Incarnation, session: str) -> bool:
@@ -80,7 +83,7 @@ class Monitor(Invariant):
             watching = [
                 getattr(invariant, name)
                 for invariant in invariants
-                if name in vars(type(invariant))
+                if getattr(type(invariant), name) is not getattr(Invariant, name)
             ]
             setattr(self, name, _all(watching))
 

@@ -31,7 +31,6 @@ class IslandCrash(DrawnFault, frozen=True):
     lingers: bool = False
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         return world.crash_island(
             self.island, self.down_s, noticed=self.noticed, lingers=self.lingers
         ) and world.begun(self, self.down_s)
@@ -45,7 +44,6 @@ class JoinCrash(DrawnFault, frozen=True):
     joining_s: float
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         if not world.crash_island(self.island, self.down_s):
             return False
         again_s = self.down_s + self.joining_s
@@ -68,7 +66,6 @@ class Leave(DrawnFault, frozen=True):
     notice_s: float = 0.0
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         island = world.islands[self.island]
         if island.ended is not None:
             return False
@@ -87,7 +84,6 @@ class Replacement(DrawnFault, frozen=True):
     island: str
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         if world.islands[self.island].ended is not None:
             return False
         world.start_island(self.island)
@@ -104,7 +100,6 @@ class Impostor(DrawnFault, frozen=True):
     behind: int = 0
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         island = world.islands[self.island]
         if island.ended is not None:
             return False
@@ -122,7 +117,6 @@ class StepJump(DrawnFault, frozen=True):
     factor: float
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         world.slowness[self.island] = self.factor
         world.clock.after(self.for_s, lambda: self._end(world))
         # A step that began meanwhile keeps its length.
@@ -139,7 +133,6 @@ class Unfit(DrawnFault, frozen=True):
     island: str
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         island = world.islands[self.island]
         if island.ended is not None:
             return False
@@ -160,7 +153,6 @@ class CoordinatorCrash(DrawnFault, frozen=True):
     effects: int = 0
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         return world.crash_after(self, self.restart, self.effects)
 
 
@@ -176,7 +168,6 @@ class DiskFailure(DrawnFault, frozen=True):
     written: bool = False
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         written_share = float(self.written)
         return world.fail_append(self, self.restart, self.appends, written_share)
 
@@ -192,7 +183,6 @@ class TornWrite(DrawnFault, frozen=True):
     written_share: float = 0.5
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         return world.fail_append(self, self.restart, self.appends, self.written_share)
 
 
@@ -200,9 +190,19 @@ class SnapshotFailure(DrawnFault, frozen=True):
     """The next snapshot is not completed."""
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         world.fail_snapshot(self)
         return True
+
+
+class FullDisk(DrawnFault, frozen=True):
+    """The disk has room for small records only, for a while."""
+
+    for_s: float
+
+    def strike(self, world: FaultyWorld) -> bool:
+        """See DrawnFault."""
+        world.fill_disk(self.for_s)
+        return world.begun(self, self.for_s)
 
 
 class DiskGone(DrawnFault, frozen=True):
@@ -216,7 +216,6 @@ class DiskGone(DrawnFault, frozen=True):
     gone_s: float
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         if world.coordinator is None:
             return False
         world.disk.empty = True
@@ -235,7 +234,6 @@ class DiskLost(DrawnFault, frozen=True):
     restart: Restart
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         if world.coordinator is None:
             return False
         world.disk.empty = True
@@ -249,7 +247,6 @@ class ClockJump(DrawnFault, frozen=True):
     forward_s: float
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         if world.coordinator is None:
             return False
         world.coordinator.clock_offset += self.forward_s
@@ -273,7 +270,6 @@ class Break(DrawnFault, frozen=True):
     lingers: bool = False
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         return world.break_connection(
             self.island, self.away_s, noticed=self.noticed, lingers=self.lingers
         ) and world.begun(self, self.away_s)
@@ -290,7 +286,6 @@ class Partition(DrawnFault, frozen=True):
     ways: tuple[Way, ...] = ("up", "down")
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         world.hold(self.island, self.ways, self.for_s)
         return world.begun(self, self.for_s)
 
@@ -303,7 +298,6 @@ class Repeat(DrawnFault, frozen=True):
     after_s: float
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         world.networks[self.island].repeat_after_s = self.after_s
         world.clock.after(self.for_s, lambda: self._end(world))
         return world.begun(self, self.for_s + self.after_s)
@@ -323,7 +317,6 @@ class Delay(DrawnFault, frozen=True):
     channel: Literal["control", "bulk"] = "control"
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         self._be_late(world, self.late_s)
         world.clock.after(self.for_s, lambda: self._be_late(world, 0.0))
         return world.begun(self, self.for_s + self.late_s)
@@ -343,7 +336,6 @@ class Corruption(DrawnFault, frozen=True):
     for_s: float
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         world.networks[self.island].corrupts = True
         world.clock.after(self.for_s, lambda: self._end(world))
         return world.begun(self, self.for_s)
@@ -364,6 +356,7 @@ AnyFault = (
     | DiskFailure
     | TornWrite
     | SnapshotFailure
+    | FullDisk
     | DiskGone
     | DiskLost
     | ClockJump

@@ -58,19 +58,15 @@ class FaultyLine(Line):
             land()
 
     def send_up(self, arrive: Callable[[], None]) -> None:
-        """See Line."""
         self._send("up", arrive)
 
     def send_down(self, arrive: Callable[[], None]) -> None:
-        """See Line."""
         self._send("down", arrive)
 
     def upload(self, nbytes: int, arrive: Callable[[], None]) -> None:
-        """See Line."""
         self._transfer({"up"}, arrive, repeats=True)
 
     def download(self, nbytes: int, arrive: Callable[[], None]) -> None:
-        """See Line."""
         self._transfer({"up", "down"}, arrive, repeats=False)
 
     def _send(self, way: Way, arrive: Callable[[], None]) -> None:

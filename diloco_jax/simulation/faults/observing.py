@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
 
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.records import (
-    Durable,
-)
-from diloco_jax.protocol.values import Outstanding
+from diloco_jax.protocol.records import Durable
+from diloco_jax.protocol.values import Outstanding, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
 
@@ -51,6 +49,22 @@ class Invariant:
 
     def persisted(self, record: Durable) -> None:
         """Observe that a record is on the disk."""
+
+    def prepared(self, fragment: int, version: Version, digest: str) -> None:
+        """Observe that the publish of a computed merge is whole on the disk."""
+
+    def cut(
+        self,
+        fragment: int,
+        saved: Sequence[Version],
+        published: Mapping[Version, bytes],
+    ) -> None:
+        """Observe that publishes were deleted: the versions of the snapshots of a
+        fragment, and the publishes that are left.
+        """
+
+    def restored(self, fragment: int, anchor: Anchor) -> None:
+        """Observe that a coordinator comes up with this anchor, after `recovered`."""
 
     def carrying_out(self, effect: AnyEffect) -> None:
         """Observe that an effect is about to be visible."""

@@ -13,6 +13,7 @@ from diloco_jax.island.traits import adopt_traits
 from diloco_jax.protocol.coordinator.events import Commit, Event, Merge
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.records import Durable
+from diloco_jax.protocol.values import Prepared
 from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
 from diloco_jax.simulation.faults.disk import DiskError
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer
@@ -37,6 +38,7 @@ class FaultyCoordinator(VirtualCoordinator):
         anchors: Anchors,
         *,
         persist: Callable[[Durable], None],
+        written: Callable[[Merge, Prepared], bool],
         merge_seconds: Callable[[Merge], float],
         clock_offset: float,
         monitor: Monitor,
@@ -51,6 +53,7 @@ class FaultyCoordinator(VirtualCoordinator):
             persist,
             merge_seconds=merge_seconds,
             clock_offset=clock_offset,
+            written=written,
         )
         self.anchors = anchors
         self._monitor = monitor

@@ -10,10 +10,7 @@ import numpy as np
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import (
-    Commit,
-    Tell,
-)
+from diloco_jax.protocol.coordinator.events import Commit, Tell
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import (
     Finished,
@@ -26,14 +23,7 @@ from diloco_jax.protocol.messages import (
     TakeVerdict,
     Welcome,
 )
-from diloco_jax.protocol.records import (
-    Durable,
-    Joined,
-    Left,
-    Merged,
-    Stopping,
-    Ticks,
-)
+from diloco_jax.protocol.records import Durable, Joined, Left, Merged, Stopping, Ticks
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
@@ -59,31 +49,26 @@ class LedgerExact(Invariant):
         self._progress = 0
 
     def carrying_out(self, effect: AnyEffect) -> None:
-        """See Invariant."""
         match effect:
             case Tell(message=Progress(tokens=tokens)):
                 self.hold(tokens >= self._progress, "progress goes back:", effect)
                 self._progress = tokens
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        """See Invariant."""
         if state.fragments is not self._seen:
             self._seen = state.fragments
             wrong = ledger.check(self.config, state)
             self.hold(not wrong, "; ".join(wrong))
 
     def persisted(self, record: Durable) -> None:
-        """See Invariant."""
         if isinstance(record, Merged):
             for c in record.contributions:
                 self._merged[record.fragment, c.island] += c.tokens
 
     def trained(self, who: Incarnation, step: int, positions: np.ndarray) -> None:
-        """See Invariant."""
         self._steps[who] = step + 1
 
     def recovered(self, state: State) -> None:
-        """See Invariant."""
         self._progress = 0  # Steps that were reported but not merged come again.
         self.decided(state, ())
         for fragment in state.fragments:
@@ -96,11 +81,9 @@ class LedgerExact(Invariant):
                 )
 
     def opened(self, opened: Opened) -> None:
-        """See Invariant."""
         self._merged.clear()
 
     def finished(self, state: State) -> None:
-        """See Invariant."""
         self.recovered(state)
         for name, island in state.islands.items():
             steps = sum(n for who, n in self._steps.items() if who[0] == name)
@@ -154,7 +137,6 @@ class DataOnce(Invariant):
         """Processes that joined only a lost term."""
 
     def opened(self, opened: Opened) -> None:
-        """See Invariant."""
         term = opened.anchors[0].version.term
         if term == self._term:
             for process, (carried, before) in self._before.items():
@@ -169,7 +151,6 @@ class DataOnce(Invariant):
         self._term, self._before = term, {}
 
     def persisted(self, record: Durable) -> None:
-        """See Invariant."""
         match record:
             case Joined():
                 who = (record.island, record.incarnation)
@@ -260,13 +241,11 @@ class DurableFirst(Invariant):
         self._kinds: set[type[Durable]] = set()
 
     def opened(self, opened: Opened) -> None:
-        """See Invariant."""
         self._who, self._incarnations, self._kinds = {}, {}, set()
         self._versions = [f.version for f in opened.state.fragments]
         self._ticks = 0
 
     def persisted(self, record: Durable) -> None:
-        """See Invariant."""
         self._kinds.add(type(record))
         match record:
             case Joined():
@@ -284,7 +263,6 @@ class DurableFirst(Invariant):
                 self._ticks = through
 
     def carrying_out(self, effect: AnyEffect) -> None:
-        """See Invariant."""
         match effect:
             case Commit(fragment=fragment, version=version):
                 durable = self._versions[fragment] == version

@@ -34,7 +34,6 @@ class MergedOnce(Invariant):
         self._through: dict[tuple[str, int, int], int] = defaultdict(int)
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        """See Invariant."""
         for effect in effects:
             if isinstance(effect, Merge):
                 for c in effect.contributions:
@@ -42,7 +41,6 @@ class MergedOnce(Invariant):
                     self.hold(c.start >= through, f"merged through {through}:", c)
 
     def persisted(self, record: Durable) -> None:
-        """See Invariant."""
         if isinstance(record, Merged):
             for c in record.contributions:
                 whose = (c.island, c.incarnation, record.fragment)
@@ -64,11 +62,9 @@ class KeptOnce(Invariant):
         self._merged: dict[Key, Version] = {}
 
     def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
-        """See Invariant."""
         self._last_takes[who, take.fragment] = (*who, take.fragment, take.tick)
 
     def persisted(self, record: Durable) -> None:
-        """See Invariant."""
         if isinstance(record, Merged):
             for c in record.contributions:
                 key = (c.island, c.incarnation, record.fragment, c.tick)
@@ -77,7 +73,6 @@ class KeptOnce(Invariant):
     def adopted(
         self, who: Incarnation, fragment: int, anchor: Anchor, *, kept: bool
     ) -> None:
-        """See Invariant."""
         if kept:
             take = self._last_takes[who, fragment]
             merged = self._merged.get(take)
@@ -102,21 +97,18 @@ class DeltasExact(Invariant):
         self._tokens_per_step: dict[Incarnation, int] = {}
 
     def carrying_out(self, effect: AnyEffect) -> None:
-        """See Invariant."""
         if isinstance(effect, Merge):
             whose = [(c.island, c.incarnation) for c in effect.contributions]
             in_order = whose == sorted(set(whose))
             self.hold(bool(whose) and in_order, "a merge of", whose)
 
     def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
-        """See Invariant."""
         self.hold(
             (take.start, take.end, take.base) == delta[:3], f"{who}:", take, delta
         )
         self._takes[(*who, take.fragment, take.tick)] = delta[:3]
 
     def persisted(self, record: Durable) -> None:
-        """See Invariant."""
         if isinstance(record, Joined):
             who = (record.island, record.incarnation)
             self._tokens_per_step[who] = record.tokens_per_step
@@ -151,7 +143,6 @@ class QuorumHeld(Invariant):
         self._ended: set[Incarnation] = set()
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        """See Invariant."""
         ended = set(self._ended)
         names = {island.session: name for name, island in state.islands.items()}
         for effect in effects:
@@ -178,15 +169,12 @@ class QuorumHeld(Invariant):
                 self._check(effect, deltas, tick, stopping=stopping)
 
     def recovered(self, state: State) -> None:
-        """See Invariant."""
         self._asked, self._asked_first, self._late = {}, {}, set()
 
     def opened(self, opened: Opened) -> None:
-        """See Invariant."""
         self._stopping = False
 
     def persisted(self, record: Durable) -> None:
-        """See Invariant."""
         self._stopping |= isinstance(record, Stopping)
         if isinstance(record, Left):
             self._ended.add((record.island, record.incarnation))
@@ -221,7 +209,6 @@ class RecordedFirst(Invariant):
         self._takes: set[Key] = set()
 
     def carrying_out(self, effect: AnyEffect) -> None:
-        """See Invariant."""
         if isinstance(effect, Note) and isinstance(effect.record, Fact):
             told = effect.record
             who, record = (told.island, told.incarnation), told.record
@@ -258,7 +245,6 @@ class FencedOut(Invariant):
         self._left_behind: set[Key] = set()
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        """See Invariant."""
         records = [e.record for e in effects if isinstance(e, Persist)]
         joined = {r.island for r in records if isinstance(r, Joined)}
         for record in records:
@@ -266,15 +252,12 @@ class FencedOut(Invariant):
                 self.hold(not record.left_behind, "left behind by fencing:", record)
 
     def recovered(self, state: State) -> None:
-        """See Invariant."""
         self._left_behind = set()
 
     def opened(self, opened: Opened) -> None:
-        """See Invariant."""
         self._current = {}
 
     def persisted(self, record: Durable) -> None:
-        """See Invariant."""
         if isinstance(record, Joined):
             name, incarnation = record.island, record.incarnation
             current = self._current.get(name, -1)
@@ -290,7 +273,6 @@ class FencedOut(Invariant):
                 self._left_behind.add((*who, delta.fragment, delta.tick))
 
     def carrying_out(self, effect: AnyEffect) -> None:
-        """See Invariant."""
         if isinstance(effect, Merge):
             for c in effect.contributions:
                 who = (c.island, c.incarnation)
@@ -314,7 +296,6 @@ class StaleOut(Invariant):
     name = "stale"
 
     def carrying_out(self, effect: AnyEffect) -> None:
-        """See Invariant."""
         if isinstance(effect, Merge):
             into = effect.version.number - 1
             for c in effect.contributions:

@@ -6,10 +6,7 @@ from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.events import Tell
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import TakeRequest
-from diloco_jax.protocol.records import (
-    Durable,
-    Merged,
-)
+from diloco_jax.protocol.records import Durable, Merged
 from diloco_jax.protocol.values import Outstanding, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
@@ -31,7 +28,6 @@ class VersionsGrow(Invariant):
         self._versions = [Version()] * config.fragments
 
     def persisted(self, record: Durable) -> None:
-        """See Invariant."""
         if isinstance(record, Merged):
             fragment, version = record.fragment, record.version
             last = self._versions[fragment]
@@ -41,7 +37,6 @@ class VersionsGrow(Invariant):
             self._versions[fragment] = version
 
     def opened(self, opened: Opened) -> None:
-        """See Invariant."""
         found = zip(opened.state.fragments, opened.replaced, strict=True)
         for fragment, anchor in found:
             index, version = fragment.index, fragment.version
@@ -56,7 +51,6 @@ class VersionsGrow(Invariant):
             self._versions[index] = version
 
     def recovered(self, state: State) -> None:
-        """See Invariant."""
         for fragment, last in zip(state.fragments, self._versions, strict=True):
             self.hold(
                 fragment.version == last,
@@ -83,7 +77,6 @@ class AdoptedStays(Invariant):
     def adopted(
         self, who: Incarnation, fragment: int, anchor: Anchor, *, kept: bool
     ) -> None:
-        """See Invariant."""
         before = self._by_island.get((who, fragment))
         self.hold(
             before is None or anchor.version > before,
@@ -93,7 +86,6 @@ class AdoptedStays(Invariant):
         self._newest[fragment] = max(self._newest[fragment], anchor.version)
 
     def recovered(self, state: State) -> None:
-        """See Invariant."""
         for fragment, newest in zip(state.fragments, self._newest, strict=True):
             self.hold(
                 fragment.version >= newest,
@@ -117,7 +109,6 @@ class AnchorsEqual(Invariant):
         self._adopted: set[tuple[int, Version]] = set()
 
     def opened(self, opened: Opened) -> None:
-        """See Invariant."""
         term = opened.anchors[0].version.term
         for key in [k for k in self._values if k[1].term == term]:
             if key not in self._adopted:
@@ -129,7 +120,6 @@ class AnchorsEqual(Invariant):
             self.hold(same, f"fragment {fragment} came as", replaced)
 
     def published(self, fragment: int, anchor: Anchor) -> None:
-        """See Invariant."""
         value = self._values.setdefault((fragment, anchor.version), anchor.value)
         self.hold(
             value == anchor.value,
@@ -140,7 +130,6 @@ class AnchorsEqual(Invariant):
     def adopted(
         self, who: Incarnation, fragment: int, anchor: Anchor, *, kept: bool
     ) -> None:
-        """See Invariant."""
         self._adopted.add((fragment, anchor.version))
         self.published(fragment, anchor)
 
@@ -160,11 +149,9 @@ class TicksOnce(Invariant):
         self._takes: set[Key] = set()
 
     def recovered(self, state: State) -> None:
-        """See Invariant."""
         self._life += 1
 
     def carrying_out(self, effect: AnyEffect) -> None:
-        """See Invariant."""
         match effect:
             case Tell(message=TakeRequest(fragment=fragment, tick=tick)):
                 use = (fragment, self._life)
@@ -175,7 +162,6 @@ class TicksOnce(Invariant):
                 )
 
     def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
-        """See Invariant."""
         key = (*who, take.fragment, take.tick)
         self.hold(key not in self._takes, "taken a second time:", key)
         self._takes.add(key)

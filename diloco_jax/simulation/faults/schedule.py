@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from diloco_jax.config import (
-    ConfigError,
-    GraceWindow,
-    Placement,
-    RunConfig,
-    SyncConfig,
-)
+from diloco_jax.config import ConfigError, GraceWindow, Placement, RunConfig, SyncConfig
 from diloco_jax.config.fields import (
     AT_LEAST_1,
     BELOW_1,

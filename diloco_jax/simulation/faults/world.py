@@ -13,10 +13,12 @@ from collections import Counter
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery
+from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
+from diloco_jax.protocol.values import Prepared
 from diloco_jax.simulation.faults import liveness
-from diloco_jax.simulation.faults.arrays import Anchors, first_anchors, loaded
+from diloco_jax.simulation.faults.arrays import Anchors, first_anchors
 from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.gatherer import Opened, VirtualGatherer
@@ -41,8 +43,9 @@ REPORT_S = LEASE_S / 3
 MOST_CALLS = 100_000
 """Calls of the clock at most; a run has some thousand."""
 SNAPSHOT_EVERY_S = 6.0
+"""Seconds for a round of snapshots of all fragments."""
 SNAPSHOT_S = 0.7
-"""Seconds for writing a snapshot, while the run goes on."""
+"""Seconds for writing all fragments, while the run goes on."""
 
 
 class FaultyWorld(Links):
@@ -75,13 +78,14 @@ class FaultyWorld(Links):
     def play(self) -> None:
         """Play until the run is over. Raises ViolationError."""
         state = initial(self.config)
-        self.disk.save(self.disk.rotate(), state, first_anchors(self.config.fragments))
+        self.disk.begin(state, first_anchors(self.config.fragments))
         self._start_coordinator(clock_s=1000.0)
         for name in self.schedule.islands:
             self.start_island(name)
         for fault in self.schedule.faults:
             self.clock.at(fault.at_s, functools.partial(self._strike, fault))
-        self.clock.after(SNAPSHOT_EVERY_S, self._snapshot)
+        every_s = SNAPSHOT_EVERY_S / self.config.fragments
+        self.clock.after(every_s, functools.partial(self._snapshot, 0))
         if not self.schedule.faults:
             self._healed()
         self.clock.after(PATIENCE_S, self._out_of_patience)
@@ -154,20 +158,21 @@ class FaultyWorld(Links):
         except EmptyDiskError:
             self._gather()
             return
-        log = [(records.from_log(e.record), e.payload) for e in found.entries]
-        state = recovery.recover(
-            self.config, found.state, [record for record, _ in log], clock_s
-        )
-        merging = loaded(found.anchors, log)
+        log = [records.from_log(line) for line in found.records]
+        state = recovery.recover(self.config, found.state, log, clock_s)
+        committed = [fragment.version for fragment in state.fragments]
+        merging = self.disk.restore(committed)
         self.monitor.recovered(state)
         for fragment, anchor in enumerate(merging.anchors):
+            self.monitor.restored(fragment, anchor)
             self.monitor.published(fragment, anchor)
         self.coordinator = FaultyCoordinator(
             self.config,
             self.clock,
             state,
             merging,
-            persist=functools.partial(self._persist, merging),
+            persist=self._persist,
+            written=functools.partial(self._write, merging),
             merge_seconds=lambda merge: self.schedule.merge_s,
             clock_offset=clock_s - self.clock.now,
             monitor=self.monitor,
@@ -222,12 +227,17 @@ class FaultyWorld(Links):
         start = functools.partial(self._start_coordinator, self.clock.now)
         self.clock.after(restart_s, start)
 
-    def _persist(self, merging: Anchors, record: records.Durable) -> None:
-        payload = b""
-        if isinstance(record, records.Merged):
-            payload = merging.publish(record.fragment)
+    def _write(self, merging: Anchors, merge: Merge, prepared: Prepared) -> bool:
+        """Write the publish of a computed merge; False if the disk is full."""
+        fragment, version = merge.fragment, merge.version
+        written = self.disk.prepare(fragment, version, merging.publish(fragment))
+        if written:
+            self.monitor.prepared(fragment, version, prepared.digest)
+        return written
+
+    def _persist(self, record: records.Durable) -> None:
         try:
-            self.disk.append(records.line(record), payload)
+            self.disk.append(records.line(record))
         except DiskError as failure:
             if failure.complete:
                 self.monitor.persisted(record)
@@ -242,8 +252,8 @@ class FaultyWorld(Links):
         self.coordinator.die()
         self.coordinator = None
         self.crashes += 1
-        if restart.power_cut and self.disk.tear_snapshot():
-            self.torn_snapshots += 1
+        if restart.power_cut:
+            self.torn_snapshots += self.disk.tear_snapshots()
         for island in self.processes:
             self.lose_connection(island, restart.noticed_s)
         start = functools.partial(self._start_coordinator, restart.clock_s)
@@ -287,22 +297,39 @@ class FaultyWorld(Links):
         """Arm a failure of the next snapshot."""
         self._snapshot_failures.append(fault)
 
-    def _snapshot(self) -> None:
-        self.clock.after(SNAPSHOT_EVERY_S, self._snapshot)
+    def fill_disk(self, for_s: float) -> None:
+        """Leave room for small records only, for a while."""
+        self.disk.full = True
+        self.clock.after(for_s, self._free_disk)
+
+    def _free_disk(self) -> None:
+        self.disk.full = False
+
+    def _snapshot(self, fragment: int) -> None:
+        """Write a fragment; after the last one, the state. The next has its turn."""
+        count = self.config.fragments
+        following = functools.partial(self._snapshot, (fragment + 1) % count)
+        self.clock.after(SNAPSHOT_EVERY_S / count, following)
         coordinator = self.coordinator
         if coordinator is None:
             return
-        number, state = self.disk.rotate(), coordinator.state
-        anchors = tuple(coordinator.anchors.anchors)
+        anchor, state = coordinator.anchors.anchors[fragment], coordinator.state
+        number = self.disk.rotate() if fragment == count - 1 else None
         if self._snapshot_failures:
             self.begun(self._snapshot_failures.pop(), 0.0)
             return
 
         def complete() -> None:
-            if self.coordinator is coordinator:
-                self.disk.save(number, state, anchors)
+            if self.coordinator is not coordinator:
+                return
+            if self.disk.save_fragment(fragment, anchor):
+                self.monitor.cut(
+                    fragment, self.disk.saved(fragment), self.disk.published(fragment)
+                )
+            if number is not None:
+                self.disk.save_state(number, state)
 
-        self.clock.after(SNAPSHOT_S, complete)
+        self.clock.after(SNAPSHOT_S / count, complete)
 
     # ---- islands ------------------------------------------------------------------
 

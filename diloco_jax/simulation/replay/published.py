@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
-from diloco_jax.coordinator.store import Arrays, ComputedMerge
+from diloco_jax.coordinator.store import ComputedMerge
+from diloco_jax.core.fragment_merge import Arrays
+from diloco_jax.core.payload import Buffer
 from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.simulation.replay.recording import Life, Recording
 
@@ -32,30 +32,34 @@ class PublishedVersions:
             self._anchor_uses.update(enumerate(life.begins()))
             self._publish_uses.update(_adopted(life))
         for recovery in recording.recoveries:
-            logged = recording.merges[recovery.snapshot_merges : recovery.merges]
-            self._publish_uses.update((m.fragment, m.version) for m in logged)
+            starts = recovery.snapshot_versions
+            self._publish_uses.update(
+                (m.fragment, m.version)
+                for m in recording.merges[: recovery.merges]
+                if m.version > starts[m.fragment]
+            )
         self._anchors: dict[Key, Arrays] = {}
-        self._publishes: dict[Key, bytes] = {}
+        self._publishes: dict[Key, Buffer] = {}
         for fragment, anchor in enumerate(first):
             self._keep_anchor((fragment, FIRST_VERSION), anchor)
 
     def keep(self, fragment: int, merged: ComputedMerge) -> None:
         """Keep a committed merge as far as the tape needs it."""
         key = (fragment, merged.version)
-        self._keep_anchor(key, merged.anchor)
+        self._keep_anchor(key, merged.state.anchor)
         if self._publish_uses[key]:
             self._publishes[key] = merged.payload
 
     def anchor(self, fragment: int, version: Version) -> bytes:
-        """Return A_v in full, f32, piece after piece; once for every incarnation."""
+        """Return A_v in full, in f32 tiles; once for every incarnation."""
         key = (fragment, version)
         arrays = self._anchors[key]
         self._anchor_uses[key] -= 1
         if not self._anchor_uses[key]:
             del self._anchors[key]
-        return b"".join(np.asarray(array).tobytes() for array in arrays)
+        return b"".join(array.tobytes() for array in arrays)
 
-    def publish(self, fragment: int, version: Version) -> bytes:
+    def publish(self, fragment: int, version: Version) -> Buffer:
         """Return the encoded publish of a version; once for every use on the tape."""
         key = (fragment, version)
         payload = self._publishes[key]
@@ -64,7 +68,7 @@ class PublishedVersions:
             del self._publishes[key]
         return payload
 
-    def chain(self, fragment: int, have: Version, want: Version) -> list[bytes]:
+    def chain(self, fragment: int, have: Version, want: Version) -> list[Buffer]:
         """Return the publishes that lead from one version to another, oldest first."""
         return [self.publish(fragment, version) for version in _between(have, want)]
 

@@ -61,6 +61,15 @@ class TapedRecord(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Digests:
+    """Digests of a merge's publish and of the fragment's Theta; "" where the tape has
+    none: a coordinator that was killed had not computed it."""
+
+    publish: str
+    parameters: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordedMerge:
     """One merge on the tape; merges are numbered from 1."""
 
@@ -71,18 +80,18 @@ class RecordedMerge:
     final: bool
     contributions: tuple[Contribution, ...]
     share: float
-    digest: str
+    digests: Digests
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recovery:
     """Return of the coordinator after `merges` merges.
 
-    It came from the log and a snapshot of the first `snapshot_merges` merges.
+    Each fragment came from a snapshot and its later publishes.
     """
 
     merges: int
-    snapshot_merges: int
+    snapshot_versions: tuple[Version, ...]
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -27,22 +27,26 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from diloco_jax import checkpoint, compilation, environment, run_files
+from diloco_jax import checkpoint, compilation, environment, run_files, sealed
 from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.notes import Environment
+from diloco_jax.coordinator.snapshots import flat, fragment_path, state_path
 from diloco_jax.coordinator.store import ComputedMerge, Store
+from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.windows import Windows
 from diloco_jax.files import require_writable
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
-from diloco_jax.protocol.values import FIRST_VERSION
+from diloco_jax.protocol.values import FIRST_VERSION, Version
+from diloco_jax.sealed import digest_of
 from diloco_jax.simulation.replay.island import ReplayedIsland
 from diloco_jax.simulation.replay.pipe import Worker
 from diloco_jax.simulation.replay.published import PublishedVersions
 from diloco_jax.simulation.replay.recording import (
+    Digests,
     RecordedMerge,
     Recording,
     Recovery,
@@ -101,9 +105,9 @@ def run(recording: Recording, console: Console, save: Path | None = None) -> Out
     with Replay(recording) as replay, _bar(console) as bar:
         task = bar.add_task("merges", total=len(recording.merges))
         try:
-            for merge, digest in replay.merges():
-                if digest != merge.digest:
-                    mismatch = _mismatch(merge, digest)
+            for merge, digests in replay.merges():
+                if digests != merge.digests:
+                    mismatch = _mismatch(merge, digests)
                     break
                 merges = merge.number
                 bar.update(task, completed=merges)
@@ -138,7 +142,10 @@ class Replay(contextlib.ExitStack):
         self._windows = Windows(corpus.train, run.sequence_length, run.seed)
         self._store = _new_store(recording)
         self._versions = [FIRST_VERSION] * len(self._store.plan.fragments)
-        first = [tuple(anchor) for anchor in self._store.arrays()["anchor"]]
+        first = [
+            tuple(self._store.arrays(fragment)["anchor"])
+            for fragment in range(len(self._versions))
+        ]
         self._published = PublishedVersions(recording, first)
         self._workers: dict[str, Worker] = {}
         self._islands: dict[Who, ReplayedIsland] = {}
@@ -151,14 +158,18 @@ class Replay(contextlib.ExitStack):
             # A source is needed until the incarnation begins with its moments.
             if (restored := life.restored()) is not None:
                 self._needs[restored.who] += 1
-        self._recoveries_left = Counter(
-            recovery.snapshot_merges for recovery in recording.recoveries
+        self._starts_left = Counter(
+            start
+            for recovery in recording.recoveries
+            for start in enumerate(recovery.snapshot_versions)
         )
-        self._snapshots: dict[int, tuple[Any, list[Any]]] = {}
-        self._keep_snapshot(0)
+        self._snapshots: dict[tuple[int, Version], dict[str, list[Any]]] = {}
+        for fragment, version in enumerate(self._versions):
+            self._keep_snapshot(fragment, version)
 
-    def merges(self) -> Iterator[tuple[RecordedMerge, str]]:
-        """Yield every merge with its digest in this repetition.
+    def merges(self) -> Iterator[tuple[RecordedMerge, Digests]]:
+        """Yield every merge with its digests in this repetition; that of Theta where
+        the tape has one.
 
         The merge is committed when the next one is asked for. Raises TapeError.
         """
@@ -180,7 +191,17 @@ class Replay(contextlib.ExitStack):
                 share=merge.share,
                 final=merge.final,
             )
-            yield merge, merged.digest
+            yield (
+                merge,
+                Digests(
+                    publish=digest_of(merged.payload),
+                    parameters=(
+                        digest_arrays(merged.state.theta)
+                        if merge.digests.parameters
+                        else ""
+                    ),
+                ),
+            )
             self._commit(merge, merged)
 
     def save(self, folder: Path, number: int) -> None:
@@ -204,13 +225,16 @@ class Replay(contextlib.ExitStack):
         config = dataclasses.replace(config, placement=placement)
         write_config_json(config, folder / run_files.CONFIG)
         snapshots = checkpoint.snapshots_folder(placement, folder)
-        manager = checkpoint.open_folder(snapshots, keep=1)
+        snapshots.mkdir(parents=True)
+        for fragment, version in enumerate(self._versions):
+            path = fragment_path(snapshots, fragment, version)
+            path.parent.mkdir()
+            sealed.write(path, {}, flat(self._store.arrays(fragment)))
         facts = {
             **checkpoint.of_model(self._store.plan),
             **checkpoint.trained(number, self._tokens(number)),
         }
-        checkpoint.save(manager, number, self._store.arrays(), facts)
-        manager.close()
+        sealed.write(state_path(snapshots, 0), facts, [])
 
     def _tokens(self, merges: int) -> int:
         """Return the tokens of the first merges, weighted by fragment size."""
@@ -262,27 +286,31 @@ class Replay(contextlib.ExitStack):
             who = Who(part.island, part.incarnation)
             self._islands[who].merged(merge.fragment, part.tick)
             self._release(who)
-        self._keep_snapshot(merge.number)
+        self._keep_snapshot(merge.fragment, merge.version)
 
-    def _keep_snapshot(self, merges: int) -> None:
-        """Keep the state after `merges` merges, if a coordinator comes back with it."""
-        if self._recoveries_left[merges]:
-            self._snapshots[merges] = (self._store.arrays(), list(self._versions))
+    def _keep_snapshot(self, fragment: int, version: Version) -> None:
+        """Keep a fragment as it is now, if a coordinator comes back with that."""
+        if self._starts_left[fragment, version]:
+            self._snapshots[fragment, version] = self._store.arrays(fragment)
 
     def _recover(self, recovery: Recovery) -> None:
-        """Load a snapshot and apply the log after it, like `coordinator.origin`."""
-        first = recovery.snapshot_merges
-        self._store.load(*self._snapshots[first])
-        for merge in self._recording.merges[first : recovery.merges]:
-            payload = self._published.publish(merge.fragment, merge.version)
-            self._store.replay(
-                merge.fragment, merge.version, payload, final=merge.final
-            )
-        self._recoveries_left[first] -= 1
-        if not self._recoveries_left[first]:
-            del self._snapshots[first]
-        # The next snapshot may be of this very state.
-        self._keep_snapshot(recovery.merges)
+        """Load every fragment from a snapshot and apply its later publishes, like
+        `coordinator.origin`."""
+        logged: dict[int, list[RecordedMerge]] = {}
+        for merge in self._recording.merges[: recovery.merges]:
+            if merge.version > recovery.snapshot_versions[merge.fragment]:
+                logged.setdefault(merge.fragment, []).append(merge)
+        for start in enumerate(recovery.snapshot_versions):
+            fragment, version = start
+            self._store.load(fragment, self._snapshots[start], version)
+            for merge in logged.get(fragment, []):
+                payload = self._published.publish(fragment, merge.version)
+                self._store.replay(fragment, merge.version, payload, final=merge.final)
+            self._starts_left[start] -= 1
+            if not self._starts_left[start]:
+                del self._snapshots[start]
+            # A later snapshot may be of this very state.
+            self._keep_snapshot(fragment, self._versions[fragment])
 
 
 def _new_store(recording: Recording) -> Store:
@@ -309,14 +337,15 @@ def _refuse_absent_hosts(who: Who, recorded: Environment) -> None:
         )
 
 
-def _mismatch(merge: RecordedMerge, digest: str) -> dict[str, Any]:
+def _mismatch(merge: RecordedMerge, digests: Digests) -> dict[str, Any]:
+    what = "publish" if digests.publish != merge.digests.publish else "parameters"
     return {
         "merge": merge.number,
         "line": merge.line,
         "fragment": merge.fragment,
         "version": list(merge.version),
-        "digest_on_tape": merge.digest,
-        "digest": digest,
+        "digest_on_tape": getattr(merge.digests, what),
+        "digest": getattr(digests, what),
     }
 
 

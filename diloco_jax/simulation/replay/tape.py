@@ -7,6 +7,7 @@ crashed may have lost lines, and a tape may end early.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from diloco_jax.observability.tape import TapeError, brief, read_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.simulation.replay.recording import (
+    Digests,
     Life,
     RecordedMerge,
     Recording,
@@ -132,6 +134,8 @@ class _Reader:
                 self._told(records.from_tape(record, records.Fact))
             case "merged":
                 self._merged(records.from_tape(record, records.Merged))
+            case "digested":
+                self._digested(records.from_tape(record, notes.Digested))
             case "recovered":
                 self._recovered(records.from_tape(record, notes.Recovered))
             case "finished":
@@ -177,14 +181,27 @@ class _Reader:
             final=record.final,
             contributions=record.contributions,
             share=record.share,
-            digest=record.digest,
+            digests=Digests(publish=record.digest),
         )
         self._merges.append(merge)
+
+    def _digested(self, noted: notes.Digested) -> None:
+        for index, merge in enumerate(reversed(self._merges), start=1):
+            if (merge.fragment, merge.version) == (noted.fragment, noted.version):
+                digests = Digests(
+                    publish=merge.digests.publish, parameters=noted.digest
+                )
+                self._merges[-index] = dataclasses.replace(merge, digests=digests)
+                return
+        raise self._wrong(
+            f"fragment {noted.fragment} has a digest at version "
+            f"{tuple(noted.version)}, but no merge made it; a merge is missing"
+        )
 
     def _recovered(self, recovered: notes.Recovered) -> None:
         self._recoveries.append(
             Recovery(
-                merges=len(self._merges), snapshot_merges=recovered.snapshot_merges
+                merges=len(self._merges), snapshot_versions=recovered.snapshot_versions
             )
         )
         self._coordinators.append(recovered.environment)

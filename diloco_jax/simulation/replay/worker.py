@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,6 +24,7 @@ from jax.experimental.multihost_utils import process_allgather
 
 from diloco_jax import compilation, environment
 from diloco_jax.config import IslandConfig, RunConfig
+from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.build import (
     build_exchange,
@@ -34,7 +35,8 @@ from diloco_jax.island.device.build import (
 from diloco_jax.island.device.placing import place
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.hosts.world import Hosts, WorldAddress, join_world, leave_world
+from diloco_jax.island.hosts.meeting import WorldAddress
+from diloco_jax.island.hosts.world import Hosts, join_world, leave_world
 from diloco_jax.models.model import Metrics, Model
 from diloco_jax.models.plan import build_plan
 from diloco_jax.simulation.replay.pipe import (
@@ -73,7 +75,9 @@ def _serve(connection: Connection) -> None:
     hosts = None
     if setup.hosts > 1:
         where = WorldAddress(address=setup.address, index=setup.index)
-        hosts = join_world(where, setup.hosts, LOST_AFTER_S)
+        hosts = join_world(
+            where, setup.hosts, budget_s=LOST_AFTER_S, meet_s=10 * LOST_AFTER_S
+        )
     described = msgspec.json.encode(environment.describe())
     if setup.index == 0:
         connection.send_bytes(described)
@@ -153,7 +157,10 @@ class _Copy:
                 incarnation=0,
                 steps=0,
                 moments=_placed_moments(trainer, begin.moments),
-                residuals={f: self._put(f, r) for f, r in begin.residuals.items()},
+                residuals={
+                    f: self._exchange.gather(f, self._put(f, r))
+                    for f, r in sorted(begin.residuals.items())
+                },
             )
         plan = build_plan(run, model)
         self.replica = join(plan, trainer, self._exchange, placed, restored)
@@ -176,7 +183,11 @@ class _Copy:
 
     def residual(self, fragment: int) -> bytes:
         residuals = self.replica.trees()["residuals"]
-        return b"".join(_whole(array).tobytes() for array in residuals[fragment])
+        tiles = (
+            TileGrid.of(array.shape).to_tiles(_whole(array))
+            for array in residuals[fragment]
+        )
+        return _joined(tiles)
 
     def adopt(self, adopt: Adopt) -> None:
         fragment, exchange = adopt.fragment, self._exchange
@@ -190,7 +201,7 @@ class _Copy:
         self.replica.adopt(arrival, keep=adopt.keep)
 
     def _put(self, fragment: int, octets: bytes) -> tuple[jax.Array, ...]:
-        """Place this process's share of the values of all pieces."""
+        """Place this process's share of all pieces, given as f32 tiles."""
         layout = self._exchange.layouts_down[fragment]
         values = [piece for _, piece in layout.split_values(octets, ())]
         part = layout.cut_values(values, self._exchange.part_down(fragment))
@@ -205,7 +216,7 @@ def _whole(array: jax.Array) -> npt.NDArray[Any]:
     return whole
 
 
-def _joined(arrays: Sequence[npt.NDArray[Any]]) -> bytes:
+def _joined(arrays: Iterable[npt.NDArray[Any]]) -> bytes:
     return b"".join(array.tobytes() for array in arrays)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 from diloco_jax.coordinator.engine import Engine
+from diloco_jax.coordinator.holder import WRITE_AGAIN_S
 from diloco_jax.protocol.coordinator import decide, takes
 from diloco_jax.protocol.coordinator.events import (
     Commit,
@@ -22,13 +23,13 @@ from diloco_jax.protocol.coordinator.events import (
     Forget,
     Ignored,
     Merge,
-    MergeComputed,
+    MergePrepared,
     Timer,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused, Welcome
 from diloco_jax.protocol.records import Durable, Noted
-from diloco_jax.protocol.values import DeltaKey, Version
+from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.simulation.virtual.clock import Clock, Due
 from diloco_jax.simulation.virtual.merging import Merging, VirtualFetch
 
@@ -126,6 +127,7 @@ class VirtualCoordinator(Engine[State, Event]):
     alert: called with texts that a person should look at.
     merge_seconds: seconds from the order of a merge to its result.
     clock_offset: seconds by which its own clock is ahead of virtual time.
+    written: writes the publish of a computed merge to disk; False if the disk is full.
     """
 
     serves: ClassVar[bool] = True
@@ -140,6 +142,7 @@ class VirtualCoordinator(Engine[State, Event]):
         alert: Callable[[str], None] = lambda text: None,
         merge_seconds: Callable[[Merge], float] = lambda merge: 0.0,
         clock_offset: float = 0.0,
+        written: Callable[[Merge, Prepared], bool] = lambda merge, prepared: True,
     ) -> None:
         self.peers = Peers()
         super().__init__(
@@ -151,6 +154,9 @@ class VirtualCoordinator(Engine[State, Event]):
             holder=self,
         )
         self.clock, self.merging = clock, merging
+        self._written = written
+        self._prepared: dict[int, Merge] = {}
+        """Merges that are ordered and not committed, by fragment."""
         self._merge_seconds, self.clock_offset = merge_seconds, clock_offset
         self._timer: Due | None = None
 
@@ -205,23 +211,19 @@ class VirtualCoordinator(Engine[State, Event]):
         """See engine.Holder. Computes at once: the deltas may be dropped before the
         result is due.
         """
-        computed = MergeComputed(
-            fragment=merge.fragment,
-            version=merge.version,
-            digest=self.merging.compute(merge),
+        prepared = self.merging.compute(merge)
+        self._prepared[merge.fragment] = merge
+        self.clock.after(
+            self._merge_seconds(merge), lambda: self._prepare(merge, prepared)
         )
-
-        def done() -> None:
-            for c in merge.contributions:
-                key = DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
-                self.merging.drop(key)
-            self.hear(computed)
-
-        self.clock.after(self._merge_seconds(merge), done)
 
     def commit(self, commit: Commit) -> None:
         """See engine.Holder."""
+        merge = self._prepared.pop(commit.fragment)
         self.merging.commit(commit.fragment, commit.version)
+        for c in merge.contributions:
+            key = DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
+            self.merging.drop(key)
 
     def drop(self, drop: Drop) -> None:
         """See engine.Holder."""
@@ -230,6 +232,18 @@ class VirtualCoordinator(Engine[State, Event]):
     def forget(self, forget: Forget) -> None:
         """See engine.Holder."""
         self.merging.drop_island(forget.island, forget.before, forget.kept)
+
+    def _prepare(self, merge: Merge, prepared: Prepared) -> None:
+        """Write the publish and say so; try again if the disk is full."""
+        if self.dead:
+            return
+        if not self._written(merge, prepared):
+            self.clock.after(WRITE_AGAIN_S, lambda: self._prepare(merge, prepared))
+            return
+        event = MergePrepared(
+            fragment=merge.fragment, version=merge.version, prepared=prepared
+        )
+        self.hear(event)
 
     # ---- time -----------------------------------------------------------------------
 

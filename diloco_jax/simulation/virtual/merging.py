@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.reasons import Refusal
-from diloco_jax.protocol.values import DeltaKey, Version
+from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 
 
 class VirtualFetch(NamedTuple):
@@ -31,8 +31,9 @@ class Merging(Protocol):
     def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
         """Drop deltas of an island's incarnations below `before`, except `kept`."""
 
-    def compute(self, merge: Merge) -> str:
-        """Compute a merge and keep it; return its digest."""
+    def compute(self, merge: Merge) -> Prepared:
+        """Compute a merge and keep it; return what it is once its publish is on
+        disk."""
 
     def commit(self, fragment: int, version: Version) -> None:
         """Make the computed merge the current version."""
@@ -61,9 +62,9 @@ class NoArrays:
     def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
         """See Merging."""
 
-    def compute(self, merge: Merge) -> str:
+    def compute(self, merge: Merge) -> Prepared:
         """See Merging."""
-        return ""
+        return Prepared(digest="", payload_bytes=self._bytes_down[merge.fragment])
 
     def commit(self, fragment: int, version: Version) -> None:
         """See Merging."""

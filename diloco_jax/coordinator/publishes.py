@@ -1,0 +1,135 @@
+"""Encoded publishes on disk: one file for each version of a fragment.
+
+A merge is *prepared* once its publish is whole on disk, and *committed* by its small
+record in the log. A file without a record belongs to a merge that never was, and the
+next start deletes it. A record without its file is damage. The files of a fragment go
+back to its oldest snapshot, so that each snapshot can be advanced to the present.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco_jax import sealed
+from diloco_jax.coordinator.log import DurableError
+from diloco_jax.core.payload import Buffer
+from diloco_jax.protocol.values import Prepared, Version
+
+SPARED_BYTES = 64 << 20
+"""Bytes that publishes and snapshots leave free on their disk, so that the small
+records of log and tape can still be written."""
+
+
+class Publishes:
+    """The publishes of one run. Each file is written once, by any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the folder, and make it if it is missing."""
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        sealed.sync_folder(folder.parent)
+        for torn in folder.rglob(f"*{sealed.TEMPORARY}"):
+            torn.unlink()
+
+    def write(
+        self, fragment: int, version: Version, payload: Buffer, *, final: bool
+    ) -> Prepared:
+        """Write a publish; it is on disk when this returns. final: it belongs to the
+        flush. Raises OSError if the disk is full."""
+        path = self._path(fragment, version)
+        if not path.parent.is_dir():
+            path.parent.mkdir(exist_ok=True)
+            sealed.sync_folder(self._folder)
+        require_space(self._folder, len(payload))
+        header = {
+            "fragment": fragment,
+            "version": list(version),
+            "final": final,
+            "bytes": len(payload),
+        }
+        digest = sealed.write(path, header, [payload])
+        return Prepared(digest=digest, payload_bytes=len(payload))
+
+    def read(
+        self, fragment: int, version: Version, wanted: str | None
+    ) -> tuple[Buffer, bool]:
+        """Return a publish, and True if it belongs to the flush. wanted: its
+        digest, if the log still has the record. Raises DurableError if the file is
+        missing or is not what the record says."""
+        path = self._path(fragment, version)
+        made = []
+
+        def make(header: dict[str, Any]) -> npt.NDArray[Any]:
+            made.append(np.empty(header["bytes"], np.uint8))
+            return made[0]
+
+        try:
+            header, found = sealed.read(path, make)
+        except sealed.SealedError as error:
+            raise _damaged(fragment, version, str(error)) from error
+        if wanted is not None and found != wanted:
+            what = f"{path} has digest {found}, its record says {wanted}"
+            raise _damaged(fragment, version, what)
+        return made[0].data, bool(header["final"])
+
+    def versions(self, fragment: int) -> list[Version]:
+        """Return the versions that are on disk, oldest first."""
+        found = self._path(fragment, Version()).parent.glob("*.publish")
+        return sorted(version_of(path.stem) for path in found)
+
+    def forget(self, fragment: int, through: Version) -> None:
+        """Delete the publishes up to a version: that of the oldest kept snapshot."""
+        for version in self.versions(fragment):
+            if version <= through:
+                self._path(fragment, version).unlink()
+
+    def discard(self, committed: Sequence[Version]) -> int:
+        """Delete publishes above the committed versions, by fragment: their merges
+        were prepared and never committed. Return their number."""
+        count = 0
+        for fragment, newest in enumerate(committed):
+            for version in self.versions(fragment):
+                if version > newest:
+                    self._path(fragment, version).unlink()
+                    count += 1
+        return count
+
+    def _path(self, fragment: int, version: Version) -> Path:
+        return self._folder / f"{fragment:05d}" / f"{name_of(version)}.publish"
+
+
+def require_space(folder: Path, nbytes: int) -> None:
+    """Raise OSError unless the disk of a folder has room for so many bytes beside
+    `SPARED_BYTES`; names the folder, the bytes that are needed and those free."""
+    free = shutil.disk_usage(folder).free
+    if free < nbytes + SPARED_BYTES:
+        raise OSError(
+            errno.ENOSPC,
+            f"{nbytes + SPARED_BYTES:,} bytes are needed and {free:,} are free",
+            str(folder),
+        )
+
+
+def name_of(version: Version) -> str:
+    """Return the name of a version in a file's name."""
+    return f"{version.term}-{version.number}"
+
+
+def version_of(name: str) -> Version:
+    """Return the version that `name_of` named."""
+    term, number = name.split("-")
+    return Version(int(term), int(number))
+
+
+def _damaged(fragment: int, version: Version, what: str) -> DurableError:
+    return DurableError(
+        f"the publish of fragment {fragment}, version {tuple(version)}, was committed "
+        f"and cannot be read: {what}; restore the workdir from a copy"
+    )

@@ -1,0 +1,49 @@
+"""Blocks of tiles: passes over large arrays that stay in a core's cache.
+
+A fresh array of a piece's size costs page faults, which are dearer than the arithmetic.
+So passes go block by block, and their results into arrays that exist. Nothing depends
+on the number of threads or of tiles in a block: sums of squares are made tile by tile
+in f64, and added up exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from diloco_jax.core.tiles import ArrayLike
+
+BLOCK_ELEMENTS = 1 << 20
+"""Elements of a block, unless a single tile has more."""
+
+
+def blocks(tiles: int, elements: int, arrays: int = 1) -> Iterator[slice]:
+    """Yield slices of the tiles; arrays: those that a pass has in hand at a time. All
+    blocks are equally long where the number of tiles is a power of two."""
+    most = max(1, BLOCK_ELEMENTS // (elements * arrays))
+    rows = min(tiles, 1 << (most.bit_length() - 1))
+    for start in range(0, tiles, rows):
+        yield slice(start, min(start + rows, tiles))
+
+
+def tile_squares(tiles: ArrayLike) -> list[float]:
+    """Return the sum of the squares of each tile of f32[n, elements], in f64."""
+    with jax.enable_x64(True):
+        halved: npt.NDArray[np.float64] = np.asarray(_halved_squares(tiles))
+    found: list[float] = halved.sum(axis=1).tolist()
+    return found
+
+
+@jax.jit
+def _halved_squares(tiles: jax.Array) -> jax.Array:
+    """Return f64[n, an odd number]: the squares, one half added to the other again and
+    again. So the order of the sum is given, and vectors add it."""
+    squares = jnp.square(tiles.astype(jnp.float64))
+    while squares.shape[1] % 2 == 0:
+        half = squares.shape[1] // 2
+        squares = squares[:, :half] + squares[:, half:]
+    return squares

@@ -1,0 +1,345 @@
+"""A fragment at the coordinator, and the merge of its deltas.
+
+All arrays of a piece lie in the order of its tiles, f32[tiles, elements], as deltas and
+publishes do on the wire. A merge goes over the tiles twice, a block at a time: it sums
+the deltas, and with the length of the sum it takes the outer step and encodes the
+publish. Its results are new arrays; the state that it was given stays as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from diloco_jax.core.blocks import blocks
+from diloco_jax.core.codecs.codec import Codec
+from diloco_jax.core.fragments import Piece
+from diloco_jax.core.merge import merging
+from diloco_jax.core.merge.measures import Measuring, MergeMeasures, Sample, sample
+from diloco_jax.core.merge.merging import Encoded, MergedPiece, rule_for
+from diloco_jax.core.merge.rule import MergeRule
+from diloco_jax.core.outer import optimizer as outer
+from diloco_jax.core.outer.optimizer import OuterSettings
+from diloco_jax.core.payload import Buffer, PayloadLayout
+from diloco_jax.core.publish import apply_to_tiles, publish_tiles
+from diloco_jax.core.tiles import ArrayLike, TileGrid
+
+Arrays = tuple[npt.NDArray[np.float32], ...]
+"""f32[tiles, elements] by piece."""
+Squares = tuple[float, ...]
+"""The sum of a delta's squares, by piece."""
+Empty = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
+"""(shape, dtype) -> an array whose bytes are not set."""
+
+
+class FragmentState(NamedTuple):
+    """One fragment. Its arrays are never changed in place."""
+
+    theta: Arrays
+    anchor: Arrays
+    outer: Any
+    """State of the outer optimizer: by piece where it goes element by element, else of
+    all pieces in their own order."""
+    rules: tuple[Any, ...]
+    """State of the merge rule, by piece; arrays in their own order."""
+
+
+class PreparedMerge(NamedTuple):
+    """A merge that is computed and not committed."""
+
+    state: FragmentState
+    payload: memoryview
+    """The encoded publish."""
+    norm: float
+    """Length of the merged delta."""
+    measures: MergeMeasures
+    sample: tuple[Sample, ...]
+    """Sampled tiles of the merged delta, by piece."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FragmentMerge:
+    """Merges of one fragment."""
+
+    pieces: tuple[Piece, ...]
+    up: Codec
+    down: Codec
+    rule: MergeRule
+    settings: OuterSettings
+    empty: Empty = np.empty
+    """Makes the arrays that a merge fills."""
+
+    @functools.cached_property
+    def layout_up(self) -> PayloadLayout:
+        """Layout of an encoded delta."""
+        return PayloadLayout.of(self.up, self.pieces)
+
+    @functools.cached_property
+    def layout_down(self) -> PayloadLayout:
+        """Layout of an encoded publish."""
+        return PayloadLayout.of(self.down, self.pieces)
+
+    def begin(self, values: Sequence[ArrayLike]) -> FragmentState:
+        """Return the first state: Theta = A = the pieces' values, f32[shape] each."""
+        theta = tuple(
+            np.array(TileGrid.of(p.shape).to_tiles(np.asarray(v)), np.float32)
+            for p, v in zip(self.pieces, values, strict=True)
+        )
+        first = jax.tree.map(np.asarray, self._first(theta))
+        return FragmentState(theta, theta, first.outer, first.rules)
+
+    def like(self) -> FragmentState:
+        """Return a state of `jax.ShapeDtypeStruct` without arrays."""
+        theta = tuple(
+            jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+                TileGrid.of(p.shape).in_order, np.float32
+            )
+            for p in self.pieces
+        )
+        like: FragmentState = jax.eval_shape(self._first, theta)
+        return like
+
+    def squares(self, payload: Buffer) -> Squares:
+        """Decode a delta once, tile by tile; return the sums of its squares. Unless
+        they are finite, the delta is not."""
+        return tuple(
+            Encoded(self.up, placed.piece.shape, [array]).squares[0]
+            for placed, array in zip(
+                self.layout_up.placed, self.layout_up.unpack(payload), strict=True
+            )
+        )
+
+    def merge(
+        self,
+        state: FragmentState,
+        payloads: Sequence[Buffer],
+        squares: Sequence[Squares],
+        weights: Sequence[float],
+        *,
+        share: float,
+        final: bool,
+        last: Sequence[Sample],
+    ) -> PreparedMerge:
+        """Merge encoded deltas, take the outer step and encode the publish.
+
+        Args:
+          payloads: the deltas, in the order of the sum.
+          squares: `squares` of each of them.
+          weights: one per delta.
+          share: factor of the merged delta.
+          final: the flush: weighted mean, learning rate 1, momentum untouched.
+          last: `PreparedMerge.sample` of the merge before; empty if unknown.
+        """
+        encoded = [self.layout_up.unpack(payload) for payload in payloads]
+        measuring, merged = Measuring(weights), []
+        theta = self._new(state.theta)
+        for index, piece in enumerate(self.pieces):
+            deltas = Encoded(
+                self.up,
+                piece.shape,
+                [arrays[index] for arrays in encoded],
+                [own[index] for own in squares],
+            )
+            rule = rule_for(piece, self.rule, final=final)
+            merged.append(
+                merging.merge_piece(
+                    rule, deltas, weights, share, state.rules[index], theta[index]
+                )
+            )
+            measuring.add(deltas, merged[-1])
+        rules = tuple(piece.state for piece in merged)
+        if final:
+            rules = state.rules
+        anchor = self._new(state.anchor)
+        payload = self.empty((self.layout_down.total_bytes,), np.uint8).data
+        after = FragmentState(theta, anchor, state.outer, rules)
+        if not (final or self._by_block):
+            after = after._replace(outer=self._whole_step(state, merged, theta))
+        outers = [
+            self._finish_piece(
+                index,
+                state,
+                after,
+                None if after.outer is not state.outer else merged[index],
+                payload,
+                np.float32(measuring.norm),
+                final=final,
+            )
+            for index in range(len(self.pieces))
+        ]
+        if self._by_block and not final:
+            after = after._replace(outer=tuple(outers))
+        return PreparedMerge(
+            after,
+            payload,
+            measuring.norm,
+            measuring.finish(
+                last, [sample(t) for t in state.theta], [sample(t) for t in theta]
+            ),
+            tuple(measuring.sample),
+        )
+
+    def replay(
+        self, state: FragmentState, payload: Buffer, *, final: bool
+    ) -> FragmentState:
+        """Apply a logged publish after a crash: Theta = A. `advance_over_publish` and
+        `recovered` advance the states of outer optimizer and merge rule, which the
+        flush leaves alone."""
+        anchor = self._new(state.anchor)
+        for new, old, encoded in zip(
+            anchor, state.anchor, self.layout_down.unpack(payload), strict=True
+        ):
+            tiles = encoded.reshape(len(old), -1)
+            for rows in blocks(*old.shape):
+                new[rows] = apply_to_tiles(self.down, old[rows], tiles[rows])
+        if final:
+            return FragmentState(anchor, anchor, state.outer, state.rules)
+        change = tuple(n - o for n, o in zip(anchor, state.anchor, strict=True))
+        rules = tuple(
+            merging.recovered(rule_for(p, self.rule), own, _own_order(p, moved))
+            if jax.tree.leaves(own)
+            else own
+            for p, own, moved in zip(self.pieces, state.rules, change, strict=True)
+        )
+        if self._by_block:
+            advanced: Any = outer.advance_by_piece(self.settings, state.outer, change)
+            advanced = tuple(advanced)
+        else:
+            whole = tuple(
+                jnp.asarray(_own_order(p, moved))
+                for p, moved in zip(self.pieces, change, strict=True)
+            )
+            advanced = outer.advance_over_publish(self.settings, state.outer, whole)
+        return FragmentState(
+            anchor, anchor, *jax.tree.map(np.asarray, (advanced, rules))
+        )
+
+    def _new(self, arrays: Arrays) -> Arrays:
+        return tuple(self.empty(array.shape, np.float32) for array in arrays)
+
+    @functools.cached_property
+    def _by_block(self) -> bool:
+        return outer.is_elementwise(self.settings)
+
+    def _first(self, theta: Any) -> FragmentState:
+        tx = outer.make_outer(self.settings)
+        if self._by_block:
+            state: Any = tuple(tx.init((piece,)) for piece in theta)
+        else:
+            state = tx.init(tuple(jnp.zeros(p.shape, jnp.float32) for p in self.pieces))
+        rules = tuple(
+            merging.start(rule_for(p, self.rule), p.shape) for p in self.pieces
+        )
+        return FragmentState(theta, theta, state, rules)
+
+    def _finish_piece(
+        self,
+        index: int,
+        before: FragmentState,
+        after: FragmentState,
+        merged: MergedPiece | None,
+        payload: memoryview,
+        norm: np.float32,
+        *,
+        final: bool,
+    ) -> Any:
+        """Take the outer step from `merged`, unless that is None, and encode the
+        publish, into the arrays of `after` and the payload. Return the new state of the
+        outer optimizer."""
+        theta, old, anchor = (
+            after.theta[index],
+            before.theta[index],
+            after.anchor[index],
+        )
+        encoded = self.layout_down.unpack(payload)[index].reshape(len(theta), -1)
+        parts = (
+            _Parts(before.outer[index], theta.shape, self.empty)
+            if self._by_block
+            else None
+        )
+        for rows in blocks(*theta.shape):
+            if merged is not None:
+                delta = merged.total[rows] * np.float32(merged.factor)
+                if final or parts is None:
+                    (new,) = outer.flush_step((old[rows],), (delta,))
+                else:
+                    (new,), moved = outer.outer_step(
+                        outer.make_outer(self.settings),
+                        (old[rows],),
+                        parts.of(rows),
+                        (delta,),
+                        norm,
+                    )
+                    parts.put(rows, moved)
+                theta[rows] = new
+            encoded[rows], anchor[rows] = publish_tiles(
+                self.down, theta[rows], before.anchor[index][rows]
+            )
+        return None if parts is None else parts.whole()
+
+    def _whole_step(
+        self, state: FragmentState, merged: Sequence[MergedPiece], theta: Arrays
+    ) -> Any:
+        """Take the outer step of the whole fragment, each piece in its own order, into
+        `theta`. Return the new state of the outer optimizer."""
+        own = tuple(map(_own_order, self.pieces, state.theta))
+        deltas = tuple(piece.delta for piece in merged)
+        stepped, after = outer.outer_step(
+            outer.make_outer(self.settings), own, state.outer, deltas
+        )
+        for piece, new, place in zip(self.pieces, stepped, theta, strict=True):
+            place[...] = TileGrid.of(piece.shape).to_tiles(np.asarray(new))
+        return jax.tree.map(np.asarray, after)
+
+
+class _Parts:
+    """A pytree of arrays, of which those of one shape are cut by rows, and the others
+    are the same for all rows."""
+
+    def __init__(self, tree: Any, shape: tuple[int, ...], empty: Empty) -> None:
+        self._before, self._structure = jax.tree.flatten(tree)
+        self._cut = [leaf.shape == shape for leaf in self._before]
+        self._after = [
+            empty(leaf.shape, leaf.dtype) if cut else leaf
+            for leaf, cut in zip(self._before, self._cut, strict=True)
+        ]
+
+    def of(self, rows: slice) -> Any:
+        """Return these rows of the tree."""
+        return jax.tree.unflatten(
+            self._structure,
+            [
+                leaf[rows] if cut else leaf
+                for leaf, cut in zip(self._before, self._cut, strict=True)
+            ],
+        )
+
+    def put(self, rows: slice, tree: Any) -> None:
+        """Put these rows of the new tree into their place."""
+        for index, leaf in enumerate(jax.tree.leaves(tree)):
+            if self._cut[index]:
+                self._after[index][rows] = leaf
+            else:
+                self._after[index] = np.asarray(leaf)
+
+    def whole(self) -> Any:
+        """Return the new tree."""
+        return jax.tree.unflatten(self._structure, self._after)
+
+
+def is_fit(squares: Squares) -> bool:
+    """Tell if a delta is finite and not absurdly long."""
+    return math.fsum(squares) <= merging.MOST_SQUARES
+
+
+def _own_order(piece: Piece, tiles: Any) -> npt.NDArray[np.float32]:
+    values: npt.NDArray[np.float32] = TileGrid.of(piece.shape).from_tiles(tiles)
+    return values

@@ -1,0 +1,162 @@
+"""The meeting place of an island's hosts, as the machines around them name it.
+
+`jax.distributed` takes three arguments: host 0's address, the number of hosts and this
+host's own. They are read where each environment writes them down: GKE and Slurm in
+variables, a TPU VM in its metadata. Of jax's own detectors none is used. The two for
+TPUs ask the metadata server for other slices to join, which a pod may wait minutes for,
+the one for Kubernetes needs another package, and the one for Slurm takes the job's
+hosts, not the island's, without a word if their number is another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from diloco_jax.config import ConfigError
+from diloco_jax.island.environment import generation_here
+
+METADATA_HOST = "metadata.google.internal"
+TPU_PORT = 8482
+"""Port of `jax.distributed` on TPUs, which `diloco launch` opens; jax's own default."""
+ANSWER_S = 5.0
+PORT = "JAX_COORDINATOR_PORT"
+ADDRESS = "JAX_COORDINATOR_ADDRESS"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorldAddress:
+    """Meeting place of the hosts of an island; empty: it is found."""
+
+    address: str = ""
+    """HOST:PORT of host 0, for `jax.distributed`."""
+    index: int = 0
+    """Number of this host, from 0."""
+
+
+Lookup = Callable[[str], str]
+"""Returns the instance's attribute of that name; OSError where there is none."""
+
+
+def find_meeting(
+    count: int,
+    environment: Mapping[str, str],
+    metadata: Lookup | None = None,
+    root: Path = Path("/"),
+) -> WorldAddress:
+    """Find the meeting place of `count` hosts, and this host's number.
+
+    The first of these that is there counts: JAX_COORDINATOR_ADDRESS with
+    JOB_COMPLETION_INDEX (a JobSet or an indexed Job), TPU_WORKER_HOSTNAMES with
+    TPU_WORKER_ID (TPUs on GKE), SLURM_STEP_NODELIST with SLURM_PROCID, the metadata of
+    a TPU VM.
+
+    Raises ConfigError, naming the variable and the remedy, if there is none, or if it
+    is of another number of hosts.
+    """
+    hosts = "TPU_PROCESS_ADDRESSES"
+    if hosts not in environment:
+        hosts = "TPU_WORKER_HOSTNAMES"
+    if ADDRESS in environment:
+        index = _number(environment, "JOB_COMPLETION_INDEX", count, ADDRESS)
+        return WorldAddress(address=environment[ADDRESS], index=index)
+    if hosts in environment:
+        workers = environment[hosts].split(",")
+        _require(count, len(workers), hosts)
+        index = _number(environment, "TPU_WORKER_ID", count, hosts)
+        return _at(workers[0], index, environment, TPU_PORT)
+    if "SLURM_STEP_NODELIST" in environment:
+        nodes, tasks = "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"
+        _require(count, _number(environment, tasks, None, nodes), tasks)
+        index = _number(environment, "SLURM_PROCID", count, nodes)
+        # Ephemeral, and another one for another job on the same machine.
+        port = 61440 + _number(environment, "SLURM_JOB_ID", None, nodes) % 4096
+        return _at(first_node(environment[nodes]), index, environment, port)
+    if generation_here(root) or metadata is not None:
+        return _of_tpu_vm(count, environment, metadata or _ask(environment))
+    raise ConfigError(
+        f"hosts = {count} in the island's config, but nothing here says where they "
+        f"meet: neither {ADDRESS}, TPU_WORKER_HOSTNAMES nor SLURM_STEP_NODELIST is "
+        f"set, and this is no TPU VM; give every host --world HOST:PORT (of host 0) "
+        f"and --host-index"
+    )
+
+
+def first_node(nodes: str) -> str:
+    """Return the first name of a list in Slurm's notation, as in `node[007-015,20]`."""
+    found = re.match(r"([^,\[]*)(?:\[([^],-]*))?", nodes)
+    assert found is not None
+    return found[1] + (found[2] or "")
+
+
+def _of_tpu_vm(
+    count: int, environment: Mapping[str, str], attribute: Lookup
+) -> WorldAddress:
+    number, endpoints = "agent-worker-number", "worker-network-endpoints"
+    try:
+        index, workers = attribute(number), attribute(endpoints).split(",")
+    except OSError as error:
+        raise ConfigError(
+            f"hosts = {count} in the island's config, but this TPU VM's metadata does "
+            f"not say where they meet ({number}, {endpoints}: {error}); give every "
+            f"host --world HOST:PORT (of host 0) and --host-index"
+        ) from error
+    _require(count, len(workers), endpoints)
+    # Names, or triples of a name, a number and an address.
+    first = workers[0].split(":")[-1]
+    own = _number({number: index}, number, count, endpoints)
+    return _at(first, own, environment, TPU_PORT)
+
+
+def _at(
+    host: str, index: int, environment: Mapping[str, str], port: int
+) -> WorldAddress:
+    # GKE's TPU_PROCESS_ADDRESSES have a port, which is libtpu's.
+    name = host.strip().split(":")[0]
+    return WorldAddress(address=f"{name}:{environment.get(PORT, port)}", index=index)
+
+
+def _number(
+    environment: Mapping[str, str], name: str, count: int | None, beside: str
+) -> int:
+    """Return the number in a variable, below `count` if that is given."""
+    text = environment.get(name, "")
+    if not text.isdecimal():
+        raise ConfigError(
+            f"{name} = {text!r}, but {beside} is set, beside which it is a number; set "
+            f"it, or give every host --world HOST:PORT (of host 0) and --host-index"
+        )
+    if count is not None and int(text) >= count:
+        raise ConfigError(
+            f"{name} = {text}, but the island's config has hosts = {count}, numbered "
+            f"from 0; set islands.NAME.hosts to the hosts of this slice or job"
+        )
+    return int(text)
+
+
+def _require(count: int, found: int, name: str) -> None:
+    if found != count:
+        raise ConfigError(
+            f"hosts = {count} in the island's config, but {name} here is of {found}; "
+            f"set islands.NAME.hosts = {found}"
+        )
+
+
+def _ask(environment: Mapping[str, str]) -> Lookup:
+    host = environment.get("GCE_METADATA_HOST", METADATA_HOST)
+
+    def attribute(name: str) -> str:
+        request = urllib.request.Request(
+            f"http://{host}/computeMetadata/v1/instance/attributes/{name}",
+            headers={"Metadata-Flavor": "Google"},
+        )
+        # Never by way of a proxy: the server is this machine's own.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=ANSWER_S) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    return attribute

@@ -1,0 +1,94 @@
+"""Safety of the disk: what is committed is on it, and what is needed stays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.records import Durable, Merged
+from diloco_jax.protocol.values import Version
+from diloco_jax.simulation.faults.arrays import Anchor
+from diloco_jax.simulation.faults.gatherer import Opened
+from diloco_jax.simulation.faults.observing import Invariant
+
+
+class PreparedFirst(Invariant):
+    """A merge is committed by a record whose publish is whole on the disk already."""
+
+    name = "prepared"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._prepared: dict[tuple[int, Version], str] = {}
+
+    def prepared(self, fragment: int, version: Version, digest: str) -> None:
+        """See Invariant."""
+        self._prepared[fragment, version] = digest
+
+    def persisted(self, record: Durable) -> None:
+        """See Invariant."""
+        if isinstance(record, Merged):
+            found = self._prepared.get((record.fragment, record.version))
+            self.hold(
+                found == record.digest,
+                f"fragment {record.fragment}, {record.version}: committed with publish "
+                f"{record.digest}, on the disk is {found}",
+            )
+
+
+class _Committed(Invariant):
+    """Base: the version of the last durable merge, by fragment."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._versions = [Version()] * config.fragments
+
+    def persisted(self, record: Durable) -> None:
+        """See Invariant."""
+        if isinstance(record, Merged):
+            self._versions[record.fragment] = record.version
+
+    def opened(self, opened: Opened) -> None:
+        """See Invariant."""
+        self._versions = [fragment.version for fragment in opened.state.fragments]
+
+
+class ChainsKept(_Committed):
+    """From every snapshot of a fragment that is kept, publishes on the disk lead to its
+    last committed version: any snapshot but one may turn out not to read.
+    """
+
+    name = "chains"
+
+    def cut(
+        self,
+        fragment: int,
+        saved: Sequence[Version],
+        published: Mapping[Version, bytes],
+    ) -> None:
+        """See Invariant."""
+        committed, version = self._versions[fragment], saved[0]
+        while version < committed:
+            version = version.next()
+            self.hold(
+                version in published,
+                f"fragment {fragment}: snapshots {saved}, committed is {committed}, "
+                f"but no publish {version}",
+            )
+
+
+class RestoredExactly(_Committed):
+    """A coordinator comes up with the last committed version of every fragment: not
+    with an older one, and not with one that was prepared and never committed.
+    """
+
+    name = "restored"
+
+    def restored(self, fragment: int, anchor: Anchor) -> None:
+        """See Invariant."""
+        committed = self._versions[fragment]
+        self.hold(
+            anchor.version == committed,
+            f"fragment {fragment} comes up at {anchor.version}, committed is "
+            f"{committed}",
+        )

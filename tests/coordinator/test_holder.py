@@ -1,0 +1,125 @@
+"""Merges are computed, prepared and committed; what cannot be written waits."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from engine_support import WAIT_S, hello, report
+
+from diloco_jax.coordinator import holder
+from diloco_jax.coordinator.log import read
+from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.faults import Fault
+from diloco_jax.observability.tape import read_tape
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.values import DeltaKey, Version
+
+
+def test_the_digest_of_the_parameters_follows_on_the_tape(
+    make_engine, island, tmp_path
+):
+    def noted():
+        tape = read_tape(tmp_path / "tape.jsonl")
+        return [record for record in tape if record["kind"] == "digested"]
+
+    make_engine(done=noted).run()
+    ((fragment, version, digest),) = (
+        (r["fragment"], r["version"], r["digest"]) for r in noted()
+    )
+    assert (fragment, version) == (0, [1, 1])
+    assert digest == island.store.digest_of(0)
+
+
+def test_a_publish_that_cannot_be_written_keeps_its_merge_and_nothing_else_waits(
+    make_engine, island, tmp_path, monkeypatch
+):
+    """The disk is full until the alert is there and another island is let in."""
+    monkeypatch.setattr(holder, "WRITE_AGAIN_S", 0.01)
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=7))
+    steps = []
+
+    def done():
+        if not steps and engine.journal.alerts:
+            steps.append("full")
+            assert not island.told(messages.Published)
+            assert island.inbox.payload(DeltaKey("a", 1, 0, 1)) is not None
+            engine.post(hello("b"))
+        elif steps == ["full"] and len(island.told(messages.Welcome)) == 2:
+            steps.append("let in")
+            monkeypatch.setattr(shutil, "disk_usage", usage)
+        return island.told(messages.Published)
+
+    engine = make_engine(done=done)
+    engine.run()
+    assert steps == ["full", "let in"]
+    (alert,) = engine.journal.alerts
+    assert f"cannot be written to {tmp_path}/publishes" in alert
+    assert "bytes are needed and 7 are free" in alert
+
+
+def test_merges_wait_for_the_compiler_and_the_tape_tells_how_long(
+    make_engine, island, tmp_path
+):
+    make_engine(done=lambda: island.told(messages.Published)).run()
+    kinds = [record["kind"] for record in read_tape(tmp_path / "tape.jsonl")]
+    assert kinds.count("compiled") == 1
+    assert kinds.index("compiled") < kinds.index("merged")
+
+
+def test_a_merged_deltas_bytes_are_freed(make_engine, island):
+    engine = make_engine(done=lambda: island.told(messages.Published))
+    engine.run()
+    with pytest.raises(KeyError):
+        island.inbox.payload(DeltaKey("a", 1, 0, 1))
+
+
+def test_a_merge_that_fails_ends_the_run(make_engine, island, store, monkeypatch):
+    def fail(*arguments, **options):
+        raise ArithmeticError("no merge")
+
+    engine = make_engine(done=lambda: island.told(messages.Published))
+    monkeypatch.setattr(store, "merge", fail)
+    with pytest.raises(ArithmeticError, match="no merge"):
+        engine.run()
+    assert not island.told(messages.Published)
+
+
+def test_a_merge_that_fails_is_not_forgotten_for_the_next_one(make_engine):
+    engine = make_engine(done=lambda: False)
+
+    def fail():
+        raise ArithmeticError("no merge")
+
+    for job in (fail, lambda: None):
+        engine._holder._submit(job)
+    engine._holder._merger.submit(lambda: None).result(WAIT_S)
+    with pytest.raises(ArithmeticError, match="no merge"):
+        engine.run()
+
+
+def test_a_fault_strikes_between_prepared_and_committed(
+    make_engine, island, tmp_path, monkeypatch
+):
+    """From the second merge of a life on: a life that goes on after the fault begins
+    with the same merge, and must not end again."""
+    struck = []
+
+    def strike(fault):
+        merges = [r["kind"] for r in read(tmp_path / "log", -1)].count("merged")
+        prepared = Publishes(tmp_path / "publishes").versions(1)
+        struck.append((fault.step, merges, prepared))
+
+    monkeypatch.setattr(Fault, "strike", strike)
+    faults = [
+        Fault(who="coordinator", incarnation=1, step=step, pause_s=None, prepared=True)
+        for step in (1, 2)
+    ]
+    engine = make_engine(
+        done=lambda: len(island.told(messages.Published)) == 2, faults=faults
+    )
+    engine.post(report(4))
+    engine.run()
+    assert struck == [(2, 1, [Version(1, 1)])]

@@ -1,0 +1,143 @@
+"""Each byte of a publish or an anchor comes to one host of the island."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from diloco_jax.config import IslandConfig, RunConfig, SyncConfig
+from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.fragments import FragmentPlan, Piece
+from diloco_jax.core.payload import Coverage, Part, PayloadLayout
+from diloco_jax.island.device.kinds import Kind, bits_shape, kind_of
+from diloco_jax.island.device.mesh import LARGE, make_mesh, param_shardings
+from diloco_jax.island.device.placing import abstract
+from diloco_jax.island.device.spread import parts_by_host
+from diloco_jax.models.build import build
+from diloco_jax.models.plan import build_plan
+from diloco_jax.models.presets import preset
+
+pytestmark = [
+    pytest.mark.tpu_compile,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="needs libtpu"
+    ),
+]
+
+ISLANDS = [
+    ("12b", "v5p:4x4x4", 4, 16),
+    ("12b", "v6e:16x16", 4, 64),
+    ("12b", "v6e:16x16", 1, 256),
+    ("12b", "v6e:16x16", 16, 16),
+    ("12b", "v5p:4x4x4", 1, 64),
+    ("12b", "v6e:8x8", 1, 64),
+    ("1b", "v6e:4x4", 4, 4),
+    ("1b", "v6e:4x4", 1, 16),
+    ("1b", "v6e:4x4", 16, 1),
+]
+COLLECTIVE = re.compile(
+    r"= \(?(\w+)\[[^=]* (all-gather|all-reduce|all-to-all|collective-permute"
+    r"|reduce-scatter|send|recv|infeed|outfeed)(?:-start)?\("
+)
+
+
+@functools.cache
+def devices(topology: str) -> Any:
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+@functools.cache
+def pieces_of(
+    model: str, topology: str, data: int, fsdp: int
+) -> tuple[RunConfig, FragmentPlan, dict[Piece, Kind]]:
+    sync = SyncConfig(steps_per_cycle=96, fragments=48)
+    run = RunConfig(model=preset(model), sync=sync, sequence_length=4096)
+    mesh = make_mesh(
+        IslandConfig(
+            topology=topology, batch_size=data * fsdp, mesh_data=data, mesh_fsdp=fsdp
+        ),
+        devices(topology),
+    )
+    built = build(run)
+    shapes = built.shapes()
+    shardings = param_shardings(mesh, built.axes, shapes)
+    like = jax.tree.map(
+        lambda x, sharding: abstract(x.shape, np.float32, sharding), shapes, shardings
+    )
+    plan = build_plan(run, built)
+
+    def leaf(piece: Piece) -> Any:
+        return functools.reduce(lambda node, key: node[key], piece.path, like)
+
+    return run, plan, {p: kind_of(sync, p, leaf(p), "device") for p in plan.pieces}
+
+
+def all_parts(plan: FragmentPlan, kinds: dict[Piece, Kind]) -> list[dict[int, Part]]:
+    return [
+        parts_by_host([(kinds[piece].spread, piece.shape) for piece in pieces])
+        for pieces in plan.fragments
+    ]
+
+
+@pytest.mark.parametrize(("model", "topology", "data", "fsdp"), ISLANDS)
+def test_hosts_fetch_each_byte_once(model, topology, data, fsdp):
+    run, plan, kinds = pieces_of(model, topology, data, fsdp)
+    codec = get_codec(run.sync.codec_down)
+    loads = dict.fromkeys({d.process_index for d in devices(topology)}, 0)
+    assert len(loads) == data * fsdp // 4
+    for pieces, parts in zip(plan.fragments, all_parts(plan, kinds), strict=True):
+        layout = PayloadLayout.of(codec, pieces)
+        covered = Coverage(layout)
+        assert parts.keys() == loads.keys()
+        for host, part in parts.items():
+            loads[host] += layout.part_bytes(part)
+            covered.add(part)
+        assert covered.complete
+        assert sum(map(layout.part_bytes, parts.values())) == layout.total_bytes
+        values = sum(map(layout.values_bytes, parts.values()))
+        assert values == 4 * sum(piece.size for piece in pieces)
+    mean = sum(loads.values()) / len(loads)
+    assert max(loads.values()) <= 1.02 * mean
+
+
+@pytest.mark.parametrize(("model", "topology", "data", "fsdp"), ISLANDS[:3])
+def test_tiles_move_as_bytes_over_the_interconnect(model, topology, data, fsdp):
+    run, _, kinds = pieces_of(model, topology, data, fsdp)
+    codec, seen = get_codec(run.sync.codec_down), set()
+    for piece, kind in kinds.items():
+        if (piece.shape, kind.encoded) in seen or not kind.spread.moved:
+            continue
+        seen.add((piece.shape, kind.encoded))
+        spread = kind.spread
+        landed = spread.landed_shape(codec.encoded_shape(piece.shape))
+        bits = spread.landed_shape(bits_shape(piece.shape))
+        publish = collectives(
+            kind.gather.lower(abstract(landed, np.uint8, spread.landing))
+        )
+        anchor = collectives(
+            kind.gather_anchor.lower(abstract(bits, np.uint32, spread.landing))
+        )
+        if spread.rows == 1:
+            assert publish == [("u8", "all-gather")], piece.name
+        else:
+            # Rows are summed, as words of four bytes, and what was cut is gathered.
+            assert publish[0] == ("u32", "all-reduce"), piece.name
+            assert publish[1:] in ([], [("u8", "all-gather")]), piece.name
+            assert math.prod(piece.shape) < LARGE
+        assert {name for _, name in anchor} <= {"all-gather", "all-reduce"}
+        assert {dtype for dtype, _ in anchor} <= {"u32", "f32"}
+    assert seen
+
+
+def collectives(lowered: Any) -> list[tuple[str, str]]:
+    """Type and name of all collectives and transfers of the compiled program."""
+    return COLLECTIVE.findall(lowered.compile().as_text())

@@ -1,0 +1,83 @@
+"""Sealed files come back whole, or not at all."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+from etils import epath
+
+from diloco_jax import sealed
+
+ARRAYS = [np.arange(7, dtype=np.float32).reshape(7, 1), np.arange(5, dtype=np.int8)]
+
+
+def blank():
+    return [np.zeros_like(array) for array in ARRAYS]
+
+
+@pytest.mark.parametrize("block", [3, 1 << 20])
+def test_header_arrays_and_digest_come_back(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(sealed, "BLOCK_BYTES", block)
+    path = epath.Path(tmp_path / "a")
+    digest = sealed.write(path, {"n": 1}, ARRAYS)
+    assert digest == sealed.digest_of(b"".join(a.tobytes() for a in ARRAYS))
+    found = blank()
+    assert sealed.read(path, found) == ({"n": 1}, digest)
+    assert all(map(np.array_equal, ARRAYS, found))
+    assert sealed.read_header(path) == {"n": 1}
+
+
+@pytest.mark.parametrize("at", [2, 10, 15, 22, 40, -1])
+def test_a_changed_byte_is_found(tmp_path, at):
+    path = tmp_path / "a"
+    sealed.write(path, {"n": 1}, ARRAYS)
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(sealed.SealedError, match=str(path)):
+        sealed.read(path, blank())
+
+
+@pytest.mark.parametrize("size", [0, 10, 24, 40, 60])
+def test_a_file_that_is_cut_off_is_found(tmp_path, size):
+    path = tmp_path / "a"
+    sealed.write(path, {"n": 1}, ARRAYS)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(sealed.SealedError, match=str(path)):
+        sealed.read(path, blank())
+
+
+def test_arrays_of_other_sizes_are_found(tmp_path):
+    sealed.write(tmp_path / "a", {}, ARRAYS)
+    for others in (blank()[:1], [*blank(), np.zeros(1, np.int8)]):
+        with pytest.raises(sealed.SealedError):
+            sealed.read(tmp_path / "a", others)
+
+
+def test_it_is_on_disk_before_it_has_its_name_and_its_name_is_too(
+    tmp_path, monkeypatch
+):
+    path, synced = tmp_path / "a", []
+
+    def fsync(descriptor):
+        synced.append((os.fstat(descriptor).st_ino, path.exists()))
+
+    monkeypatch.setattr("os.fsync", fsync)
+    sealed.write(path, {}, ARRAYS)
+    inodes = [file.stat().st_ino for file in (path, tmp_path)]
+    assert synced == [(inodes[0], False), (inodes[1], True)]
+
+
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "a"
+    sealed.write(path, {"n": 1}, ARRAYS)
+
+    def fails():
+        yield ARRAYS[0]
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with pytest.raises(OSError, match="no space left"):
+        sealed.write(path, {"n": 2}, fails())
+    assert sealed.read_header(path) == {"n": 1}
+    assert list(tmp_path.iterdir()) == [path]
