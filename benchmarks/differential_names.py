@@ -20,6 +20,7 @@ listed as not compared, unless `REPLACED` has a function that does as it did.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 
@@ -39,6 +40,8 @@ Rewrite = Callable[[Value, Call], Value | list[Value]]
 E, M = "protocol.coordinator.events.", "protocol.messages."
 NAMES: Mapping[str, str] = {
     "policy.values": "protocol.values",
+    "protocol.island.stopping": "protocol.island.boundary",
+    "protocol.island.status": "protocol.island.reporting",
     "policy.records": "protocol.records",
     "policy.records.Refused": "protocol.records.DeltaRefused",
     "policy.events": "protocol.coordinator.events",
@@ -237,15 +240,17 @@ NEW_RESULTS: Mapping[str, Rewrite] = {
 
 
 def _books(versions: Sequence[Any], rule: Any) -> Any:
-    from diloco_jax.island.traits import adopt_traits
+    from diloco_jax.core.adopt import RULES
     from diloco_jax.protocol.island.books import Books
 
-    return Books(versions, adopt_traits(rule) if isinstance(rule, str) else rule)
+    named = isinstance(rule, str)
+    facts = RULES.find(rule) if named else SimpleNamespace(**rule.fields)
+    return Books(versions, facts)
 
 
 def _pace(run: Any, goal: Any, warm: bool = False) -> Any:
     from diloco_jax.island.pace import Pace
-    from diloco_jax.protocol.island.stopping import Goal
+    from diloco_jax.protocol.island.boundary import Goal
 
     if isinstance(goal, int):
         goal = Goal(total_tokens=run.total_tokens, tokens_per_step=goal)

@@ -15,6 +15,8 @@ import msgspec
 from differential_names import FIELDS, NAMES, NEW_RESULTS, REWRITES, Call, Rewrite
 
 PACKAGE = "diloco_jax."
+ADOPT_RULE = "protocol.island.adopt_traits.AdoptTraits"
+FACTS = ("adopts_first", "keeps_pending", "loses_steps")
 Encode = Callable[[Any], Any]
 
 
@@ -60,6 +62,9 @@ def encode(value: Any, special: Mapping[type, Encode]) -> Any:
         return {"": "set", "items": [inner(item) for item in sorted(value)]}
     if kind is bytes:
         return {"": "bytes", "hex": value.hex()}
+    if hasattr(kind, "adopts_first"):
+        # An adopt rule: mathematics, of which decisions see only these facts.
+        return {"": ADOPT_RULE, **{name: getattr(value, name) for name in FACTS}}
     if kind is Foreign:
         return {"": value.tag, **{k: inner(v) for k, v in value.fields.items()}}
     return {"": tag_of(kind), "repr": repr(value)}

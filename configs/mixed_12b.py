@@ -51,11 +51,19 @@ def config() -> Config:
                 remat="full",
             ),
         },
-        placement=Placement(time_budget_s=60.0, merge_buffer_bytes=32 << 30),
+        # Rounds of snapshots that the disk has time for, and leases that last through a
+        # restart of the coordinator, which reads 141 GB.
+        placement=Placement(
+            time_budget_s=60.0,
+            merge_buffer_bytes=32 << 30,
+            snapshot_every_s=400.0,
+            outage_budget_s=900.0,
+        ),
         launch=LaunchConfig(
             name="mixed-12b",
             zones={"v5p": "us-east5-a", "v6e": "us-central1-b"},
             coordinator_zone="us-east5-b",
             coordinator_machine="n2-highmem-48",
+            coordinator_disk_gb=2000,
         ),
     )

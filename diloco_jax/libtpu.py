@@ -12,23 +12,37 @@ from collections.abc import MutableMapping
 from importlib import metadata
 
 VARIABLE = "LIBTPU_INIT_ARGS"
-SPARSE_CORE = (
-    "--xla_tpu_enable_sparse_core_collective_offload_all_gather=true",
-    "--xla_tpu_enable_sparse_core_collective_offload_2d_all_gather=true",
-    "--xla_tpu_enable_sparse_core_collective_offload_3d_all_gather=true",
-    "--xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true",
-    "--xla_tpu_enable_sparse_core_collective_offload_all_reduce=true",
-    "--xla_tpu_use_tc_device_shape_on_sc=true",
-    "--xla_sc_disable_megacore_partitioning=true",
-    "--xla_enable_async_all_gather=true",
-)
-"""Flags that let SparseCores carry out collectives during the matrix products.
-libtpu 0.0.50.1 refuses continuation fusion, which could do the same, since it may give
-wrong results on all generations but v5e."""
+MAXTEXT = "MaxText, benchmarks/xla_flags_library.py"
+LISTED = "libtpu 0.0.42.1 and 0.0.50.1 list it; docs/results/plan.md compares it"
+UNFUSED = "--xla_tpu_enable_all_reduce_scatter_fusion=false"
+SOURCES = {
+    "--xla_tpu_enable_sparse_core_collective_offload_all_gather=true": MAXTEXT,
+    "--xla_tpu_enable_sparse_core_collective_offload_2d_all_gather=true": LISTED,
+    "--xla_tpu_enable_sparse_core_collective_offload_3d_all_gather=true": LISTED,
+    "--xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true": LISTED,
+    "--xla_tpu_enable_sparse_core_collective_offload_all_reduce=true": MAXTEXT,
+    "--xla_tpu_use_tc_device_shape_on_sc=true": MAXTEXT,
+    "--xla_sc_disable_megacore_partitioning=true": MAXTEXT,
+    "--xla_enable_async_all_gather=true": MAXTEXT,
+    UNFUSED: LISTED,
+}
+"""Every flag that is given, and where it stands. None has a documented meaning: they
+were chosen by the programs that the compilers make of them.
+
+Left out: continuation fusion (`xla_tpu_enable_async_collective_fusion` and
+`xla_tpu_overlap_compute_collective_tc`), which could do the same. The two together gave
+NaN without an error on v6e-16 with jax 0.10.2 (github.com/jax-ml/jax/issues/38741), and
+libtpu 0.0.50.1 refuses fusion of gathers on all generations but v5e, since it may give
+wrong results.
+"""
 Flags = tuple[str, ...]
+SPARSE_CORE: Flags = tuple(flag for flag in SOURCES if flag != UNFUSED)
+"""Flags that let SparseCores carry out collectives during the matrix products."""
 FLAGS: dict[str, tuple[tuple[tuple[int, ...], Flags], ...]] = {
     "v5p": (((0, 0, 42), SPARSE_CORE),),
-    "v6e": (((0, 0, 42), SPARSE_CORE),),
+    # On v6e no reduce-scatter of 12 B overlaps. Left as an all-reduce it sends twice
+    # the bytes, but SparseCores do that beside the matrix products.
+    "v6e": (((0, 0, 42), (*SPARSE_CORE, UNFUSED)),),
 }
 """Pairs of the first libtpu version and its flags, by generation, newest first. Older
 versions and other generations get no flags."""

@@ -20,9 +20,8 @@ import numpy as np
 
 from diloco_jax.core import adopt as adopting
 from diloco_jax.core import merge as merging
-from diloco_jax.core.adopt.adopting import adopt
+from diloco_jax.core.changes import adopt, apply_publish, delta, publish
 from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
-from diloco_jax.core.delta import delta
 from diloco_jax.core.fragments import (
     FragmentPlan,
     Params,
@@ -33,7 +32,6 @@ from diloco_jax.core.fragments import (
 from diloco_jax.core.merge.merging import merge_deltas, rule_for
 from diloco_jax.core.outer.optimizer import OuterSettings, make_outer, outer_step
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.core.publish import apply_publish, publish
 from diloco_jax.core.weighting import WEIGHTINGS, weight
 from diloco_jax.sealed import digest_of
 

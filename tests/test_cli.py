@@ -129,7 +129,7 @@ TWO_HOSTS = ["--islands.v6e.hosts", "2", "--islands.v6e.mesh-data", "2"]
             "--world: address 'nonsense' is not HOST:PORT",
         ),
         ([*MEETING, *TWO_HOSTS, "--host-index", "2"], "one from 0 to 1"),
-        (["status", "nowhere"], "no folder and not HOST:PORT"),
+        (["status", "nowhere"], "neither a folder nor HOST:PORT"),
         (["status", "h:x"], "port from 0 to 65535"),
         (["status", "10.0.0.1:7"], "not loopback"),
         (["status", "FOLDER"], "no run was started there"),

@@ -128,7 +128,13 @@ def test_a_plan_counts_what_the_members_say(written) -> None:
         config = resolve_outer(load_config(written(name)))
         fragments = fragments_of(config)
         plans[name] = plan_coordinator(
-            config.run, config.placement, fragments, 8, cycle_seconds=10.0
+            config.run,
+            config.placement,
+            fragments,
+            8,
+            cycle_seconds=10.0,
+            cores=16,
+            disk_bytes_per_s=280e6,
         )
     up, plain = plans["one_bit"], plans["sign_consensus"]
     assert up.merge_buffer < plain.merge_buffer / 7

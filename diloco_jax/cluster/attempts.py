@@ -35,6 +35,6 @@ def _read(path: Path) -> dict[str, int]:
         return {str(name): int(count) for name, count in counts.items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is not an object of attempts by island ({error}); "
+            f"{path} is not a JSON object of attempts by island ({error}); "
             f"restore it, or give each island's next attempt as --incarnation"
         ) from error

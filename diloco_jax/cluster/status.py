@@ -40,8 +40,8 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
     if not workdir.is_dir():
         if ":" not in target:
             raise ConfigError(
-                f"{target!r} is no folder and not HOST:PORT; give a run's workdir or "
-                f"its coordinator's address"
+                f"{target!r} is neither a folder nor HOST:PORT; give a run's workdir, "
+                f"or its coordinator's address"
             )
         return _ask(target, placement)
     require_format(workdir)

@@ -1,6 +1,6 @@
 """Carry out what the coordinator decides: one engine for every clock.
 
-Three shells construct it: the service (`thread.py`), a coordinator in virtual time, and
+Three shells construct it: the service (`lead.py`), a coordinator in virtual time, and
 a coordinator that gathers the anchors of a lost state. They give it different deciding
 halves of the protocol, and different logs, messengers and holders.
 """

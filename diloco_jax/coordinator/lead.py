@@ -1,12 +1,19 @@
-"""The coordinator's lead: the engine of the service, and everything that it is
-given."""
+"""The coordinator's lead: one thread of decisions, with everything that it is given.
+
+Every change of a run goes through the queue of this thread, so decisions need no lock.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import queue
+import time
 from collections.abc import Callable
+from typing import Generic, cast
 
 from diloco_jax.coordinator import notes
-from diloco_jax.coordinator.engine import Engine
+from diloco_jax.coordinator.engine import E, Engine, S
 from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.journal import Journal
@@ -14,7 +21,6 @@ from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store
-from diloco_jax.coordinator.thread import EngineThread
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
@@ -27,7 +33,134 @@ from diloco_jax.protocol.coordinator.events import (
     Timer,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.messages import Hello
+from diloco_jax.protocol.messages import Hello, Refused
+
+logger = logging.getLogger(__name__)
+
+EVENTS_WAITING = 10_000
+"""Events that may wait; beyond it, `post` blocks."""
+LONGEST_WAIT_S = 0.5
+"""Longest interval between two calls of housekeeping, in seconds."""
+
+Before = Callable[[], None]
+
+
+class EngineThread(Generic[S, E]):
+    """Run an engine on one thread; any thread may `post` events."""
+
+    def __init__(
+        self,
+        engine: Engine[S, E],
+        next_deadline: Callable[[S, float], float | None],
+        timer: E,
+        peer_of: Callable[[E | None], Disconnected | None],
+        housekeeping: Callable[[], None],
+    ) -> None:
+        """next_deadline: the time at which time alone changes something, given the
+        state and the time of the last step; `timer` is the engine's event then.
+        peer_of: the end of the session that an event came from, if it came from one.
+        housekeeping: called on this thread at least twice a second."""
+        self.engine = engine
+        self._next_deadline, self._timer = next_deadline, timer
+        self._peer_of, self._housekeeping = peer_of, housekeeping
+        self._queue: queue.Queue[
+            tuple[E | None, Before | None, Disconnected | None, float]
+        ] = queue.Queue(EVENTS_WAITING)
+        self._now = time.monotonic()
+        """Time of the last step."""
+        self._stopping = False
+        self._ended = False
+        """True once nothing takes events any more: those that come are dropped."""
+        self._failure: BaseException | None = None
+
+    @property
+    def state(self) -> S:
+        """State after the last step; one immutable value, which any thread may read."""
+        return self.engine.state
+
+    def post(
+        self,
+        event: E | None,
+        before: Before | None = None,
+        peer: Disconnected | None = None,
+    ) -> None:
+        """Queue an event at the present time. before: called on the engine's thread
+        just ahead of it. peer: the end of the session that caused the event, where the
+        event does not tell."""
+        queued = (event, before, peer, time.monotonic())
+        while not self._ended:
+            with contextlib.suppress(queue.Full):
+                return self._queue.put(queued, timeout=LONGEST_WAIT_S)
+
+    def stop(self) -> None:
+        """End `run` after the events that are queued. Safe in a signal handler."""
+        self._stopping = True
+
+    def fail(self, failure: BaseException) -> None:
+        """End `run` with the error of another thread."""
+        self._failure = failure
+        self.post(None)
+
+    def run(self) -> None:
+        """Decide until `stop`.
+
+        Raises the error of another thread (`fail`) or of an effect: the process must
+        end then, and start again from what is durable. If no decision can be made upon
+        a peer's event, only that peer's session ends.
+        """
+        try:
+            while not self._stopping:
+                self._turn()
+                if self._failure is not None:
+                    raise self._failure
+        finally:
+            self._ended = True
+
+    def _turn(self) -> None:
+        due = self._next_deadline(self.state, self._now)
+        wait = LONGEST_WAIT_S
+        if due is not None:
+            wait = min(wait, due - time.monotonic())
+        try:
+            event, before, peer, at = self._queue.get(timeout=max(wait, 0.0))
+        except queue.Empty:
+            event, before, peer, at = self._timer, None, None, time.monotonic()
+        # Use the time at which the event came. An event that waited while this thread
+        # was held up (by a disk, or with the whole machine) is not late.
+        self._now = max(self._now, at)
+        self._handle(event, before, peer or self._peer_of(event))
+        self._housekeeping()
+
+    def _handle(
+        self, event: E | None, before: Before | None, peer: Disconnected | None
+    ) -> None:
+        try:
+            if before is not None:
+                before()
+            effects = [] if event is None else self.engine.decide(event, self._now)
+        except OSError:
+            raise  # The disk has failed, not the peer.
+        except Exception as error:
+            if peer is None:
+                raise
+            # Decisions are pure, so the state is still the old one.
+            logger.exception("%s of %s failed", type(event).__name__, peer)
+            self._put_out(peer, error)
+            if not isinstance(event, Disconnected):
+                self._handle(cast(E, peer), None, peer)
+            return
+        # A failure from here on is this process's own and ends it: the state has the
+        # event, a part of the effects may be durable, and the rest is not carried out.
+        for effect in effects:
+            self.engine.carry_out(effect)
+
+    def _put_out(self, peer: Disconnected, error: Exception) -> None:
+        refused = Refused(
+            code="failed",
+            message=f"the coordinator failed on what island {peer.island!r} said "
+            f"({type(error).__name__}, see its log); start the island again",
+        )
+        self.engine.turn_away(peer.island, peer.session, refused)
 
 
 class Lead(EngineThread[State, Event]):

@@ -23,10 +23,10 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import origin, summary, term
+from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.lead import Lead
-from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.roster import Roster

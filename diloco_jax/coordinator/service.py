@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.coordinator import door, notes
+from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.lead import Lead
-from diloco_jax.coordinator.likeness import Likeness
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.store import Store

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.core.blocks import blocks
+from diloco_jax.core.changes import apply_to_tiles, publish_tiles
 from diloco_jax.core.codecs.codec import Codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.merge import merging
@@ -29,7 +30,6 @@ from diloco_jax.core.merge.rule import MergeRule
 from diloco_jax.core.outer import optimizer as outer
 from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.core.payload import Buffer, PayloadLayout
-from diloco_jax.core.publish import apply_to_tiles, publish_tiles
 from diloco_jax.core.tiles import ArrayLike, TileGrid
 
 Arrays = tuple[npt.NDArray[np.float32], ...]

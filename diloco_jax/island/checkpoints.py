@@ -33,8 +33,8 @@ from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.hosts.world import Hosts, HostsError
-from diloco_jax.island.network.identity import Identity
 from diloco_jax.protocol.values import Version
+from diloco_jax.wire.bulk import Identity
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ import jax
 
 from diloco_jax import checkpoint, compilation
 from diloco_jax.config import Config
+from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
 from diloco_jax.faults import Faults
 from diloco_jax.island.checkpoints import Checkpoints
-from diloco_jax.island.decisions import Decisions
 from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,
@@ -30,18 +30,17 @@ from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.island.network.fetcher import Fetcher
-from diloco_jax.island.network.identity import Identity
+from diloco_jax.island.mailbox import Decisions, Mailbox
+from diloco_jax.island.network.receiver import Fetcher
 from diloco_jax.island.network.sender import Sender
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.timing import Timing
-from diloco_jax.island.traits import adopt_traits
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.values import Version
+from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles
 
@@ -143,7 +142,7 @@ class Host:
         self._meet("restored")
         replica = join(self.plan, self._trainer, self._exchange, anchors, restored)
         self._meet("ready")
-        books = Books(versions, adopt_traits(run.sync.adopt))
+        books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()
         if restored is not None:
             books.restored(restored.incarnation, restored.steps, restored.residuals)

@@ -18,14 +18,13 @@ from diloco_jax.data.stream import LeasedStream
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import Faults
 from diloco_jax.island.checkpoints import Checkpoints
-from diloco_jax.island.decisions import Decisions
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.evaluate import Evaluator
-from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.island.mailbox import Decisions, Mailbox
 from diloco_jax.island.pace import Pace
-from diloco_jax.island.refused_takes import log_refused
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.model import Metrics
+from diloco_jax.observability.logs import log_refused
 from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.island.decision import Decision, Ending
 from diloco_jax.protocol.values import Version

@@ -3,19 +3,24 @@
 One lock, held for moments; nothing in here touches the network or a device. The loop
 never waits in `decide` or `post`. Only `wait` waits, and the live loop does not call it
 while it trains. The protocol says what messages mean (`protocol/island/`).
+
+The loop asks a source of decisions (`Decisions`): on host 0 the mailbox decides. The
+other hosts follow host 0 (`hosts/following.py`), and the runtime tests have a fixed
+script (tests/runtime/scripted.py).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from msgspec.structs import replace
 
 from diloco_jax.island.arrivals import Arrival, Arrivals
 from diloco_jax.protocol.island.conversation import Conversation, Errand
 from diloco_jax.protocol.island.decision import Decision, Ending
-from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import FromCoordinator
 from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import Record
@@ -175,3 +180,35 @@ class Mailbox:
             hosts = [traffic, *self._traffic_of.values()]
             traffic = {name: sum(host[name] for host in hosts) for name in traffic}
         return replace(status, measures=replace(status.measures, **traffic))
+
+
+class Decisions(Protocol):
+    """A source of decisions."""
+
+    def at(self, step: int, *, stepping: bool) -> Decision:
+        """Return the decision for the boundary before `step`; stepping: steps will
+        follow."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when something may have come in since `at`, or in time."""
+        ...
+
+
+class LiveDecisions:
+    """Decide on what has come in by now; `at` never waits. save_due: asked if it is
+    time for a checkpoint."""
+
+    def __init__(self, mailbox: Mailbox, save_due: Callable[[], bool]) -> None:
+        self._mailbox, self._save_due = mailbox, save_due
+
+    def at(self, step: int, *, stepping: bool) -> Decision:
+        """See Decisions."""
+        decision = self._mailbox.decide()
+        if stepping and self._save_due():
+            decision = replace(decision, save=True)
+        return decision
+
+    def wait(self, timeout_s: float) -> None:
+        """See Decisions."""
+        self._mailbox.wait(timeout_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diloco_jax.config import RunConfig
 from diloco_jax.core.inner import learning_rate
-from diloco_jax.protocol.island.stopping import Goal
+from diloco_jax.protocol.island.boundary import Goal
 
 
 def goal_of(run: RunConfig, batch_size: int) -> Goal:

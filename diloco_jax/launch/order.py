@@ -105,12 +105,13 @@ def make_order(config: Config, path: str, on: Backend) -> Order:
     Raises ConfigError naming field, value and remedy.
     """
     settings = config.launch
-    for field in ("project", "image", "coordinator_zone", *_needed(on)):
-        if not getattr(settings, field):
-            raise ConfigError(
-                f"launch.{field} is empty and `diloco launch --on {on}` needs it: set "
-                f"it in the config, or give --launch.{field.replace('_', '-')}"
-            )
+    needed = ("project", "image", "coordinator_zone", *_needed(on))
+    if empty := [field for field in needed if not getattr(settings, field)]:
+        options = ", ".join(f"--launch.{field.replace('_', '-')}" for field in empty)
+        raise ConfigError(
+            f"{', '.join(f'launch.{field}' for field in empty)} must be set for "
+            f"`diloco launch --on {on}`: in the config, or as {options}"
+        )
     if not re.fullmatch(r"[a-z][-a-z0-9]{4,28}[a-z0-9]", settings.project):
         raise ConfigError(
             f"launch.project = {settings.project!r} is no project id; `gcloud projects "
@@ -146,7 +147,7 @@ def make_order(config: Config, path: str, on: Backend) -> Order:
     name = settings.name or Path(path).stem
     if Path(path).name == run_files.CONFIG and not settings.name:
         raise ConfigError(
-            "launch.name is empty and a config.json gives none; set launch.name"
+            "launch.name is empty, and config.json names no run; set launch.name"
         )
     islands = tuple(_place(name, config, island, on) for island in config.islands)
     if on == "gke":

@@ -1,10 +1,15 @@
-"""One format for the logs of all processes."""
+"""One format for the logs of all processes, and lines that several of them write."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
+from collections.abc import Iterable
+
+from diloco_jax.protocol.island.boundary import RefusedTake
+
+logger = logging.getLogger(__name__)
 
 
 def setup_logging(level: str = "INFO") -> None:
@@ -21,3 +26,17 @@ def setup_logging(level: str = "INFO") -> None:
     handler.setFormatter(formatter)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("diloco_jax").setLevel(level)
+
+
+def log_refused(takes: Iterable[RefusedTake]) -> None:
+    """Log each take with its reason, and what became of its steps."""
+    for take in takes:
+        # A take without steps is no news: the island was asked twice within a step.
+        logger.log(
+            logging.DEBUG if take.reason == "empty" else logging.WARNING,
+            "take of fragment %d at tick %d was refused (%s): its steps are %s",
+            take.fragment,
+            take.tick,
+            take.reason,
+            "open again" if take.outcome == "reopened" else "lost",
+        )

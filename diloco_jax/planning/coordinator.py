@@ -1,8 +1,7 @@
-"""Needs of the coordinator's machine: memory from its real buffers, cores from measured
-rates.
+"""Needs of the coordinator's machine: memory, cores, disk, and time to restart.
 
-The rates come from docs/planning.md and were measured on a machine with two cores;
-newer cores are faster.
+All of it is arithmetic from sizes of payloads and from measured rates. The rates were
+measured on machines with two cores; newer cores are faster.
 """
 
 from __future__ import annotations
@@ -15,49 +14,111 @@ import jax
 import jax.numpy as jnp
 
 from diloco_jax.config import Placement, RunConfig
+from diloco_jax.coordinator.holder import CORES_PER_MERGE, MERGES_AT_ONCE
 from diloco_jax.coordinator.settings import outer_settings
-from diloco_jax.coordinator.store import (
-    PINNED_VERSIONS,
-    RETAINED_PUBLISHES,
-)
+from diloco_jax.coordinator.snapshots import BUSY_SHARE
+from diloco_jax.coordinator.store import RETAINED_PUBLISHES
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.merge import RULES, measures, merging
 from diloco_jax.core.outer.optimizer import make_outer
 from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.paths import is_bucket
 
 WIRE_CORE_SECONDS_PER_GB = 1.45
 """Core seconds per GB with mutual TLS, the mean of both ways (docs/results/wire.md)."""
-MERGE_CORE_SECONDS_PER_GB = 2 / 4.6
-"""Core seconds per GB of f32 deltas: two cores decode, merge and step 4.6 GB/s, one
-arrival at a time.
+MERGE_CORE_SECONDS = 5.7
+"""Core seconds per 1e9 parameters of a merge, whatever its deltas: the outer step and
+the encoded publish. `python benchmarks/merging.py`, int8, 2026-11-24. A publish that
+recovery decodes and adds costs at most that.
+"""
+DELTA_CORE_SECONDS = 0.9
+"""Core seconds per 1e9 parameters of each delta, its check on arrival included, in f32,
+which costs most; from the same table.
+"""
+SNAPSHOT_COPIES = 1
+"""Fragments that a snapshot holds while merges replace them."""
+FETCHES_PER_JOIN = 2
+"""Fragments that a joining island pins at a time."""
+PROCESS_BYTES = 1 << 30
+"""The interpreter, its libraries and compiled programs."""
+PROCESS_S = 30.0
+"""Seconds of a restart before the state is read: an assumption, for start and imports.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DiskPlan:
+    """Bytes of the coordinator's disk, and bytes per second that are written."""
+
+    snapshots: int
+    """All kept snapshots of every fragment, and one that is being written."""
+    log: int
+    """Publishes since the oldest kept snapshot."""
+    deltas: int
+    """Deltas that wait on the disk because the merge buffer is full, at most."""
+    bytes: int
+    """Sum of what lies on the disk of the workdir."""
+    log_bytes_per_s: float
+    snapshot_bytes_per_s: float
+    round_seconds: float
+    """Seconds in which every fragment is written once: `placement.snapshot_every_s`, or
+    longer where the disk is slow.
+    """
+    in_bucket: bool
+    """True if snapshots go to a bucket, and count for its rate and not the disk's."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes per second that are written to the disk."""
+        snapshots = 0.0 if self.in_bucket else self.snapshot_bytes_per_s
+        return self.log_bytes_per_s + snapshots
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CoordinatorPlan:
-    """Bytes of the coordinator's memory, and its cores."""
+    """Bytes of the coordinator's memory, its cores and its disk."""
 
     theta: int
     anchors: int
     outer_state: int
     merge_state: int
     """State of the merge rule, and the measured tiles of the last merged deltas."""
+    snapshots: int
+    """Fragments that a snapshot still holds after merges replaced them."""
+    merging: int
+    """Spare buffers of the merges under way, and the memory of the rule."""
     publishes: int
     """Encoded publishes, kept for islands that missed some."""
+    joins: int
+    """Anchors pinned for islands that join, if all join at once."""
     merge_buffer: int
     """Encoded deltas: at most one per island and fragment, within
     `placement.merge_buffer_bytes`."""
-    merging: int
-    """Memory in use while the largest fragment is merged."""
-    joins: int
-    """Anchors kept for joins under way, at most."""
+    process: int
     memory: int
     """Sum of the fields above."""
     wire_cores: float
     merge_cores: float
     cores: int
     """Whole cores, with one for everything else."""
+    merge_core_seconds: float
+    """Core seconds of the merge of the largest fragment."""
+    disk: DiskPlan
+    replayed: float
+    """Parameters of the publishes that recovery decodes, each as often as it was merged
+    since."""
+    replayed_bytes: float
+
+    def restart_seconds(self, disk_bytes_per_s: float) -> float:
+        """Return the seconds from the death of the process to its service.
+
+        Every fragment's newest snapshot is read once, then its publishes since. They
+        are half a round old on average, since fragments are written in turns.
+        """
+        state = self.theta + self.anchors + self.outer_state
+        read = (state + self.replayed_bytes) / disk_bytes_per_s
+        return PROCESS_S + read + self.replayed / 1e9 * MERGE_CORE_SECONDS
 
 
 def plan_coordinator(
@@ -66,44 +127,103 @@ def plan_coordinator(
     plan: FragmentPlan,
     islands: int,
     cycle_seconds: float,
+    cores: int,
+    disk_bytes_per_s: float,
 ) -> CoordinatorPlan:
-    """Estimate the coordinator's memory and cores.
+    """Estimate the coordinator's memory, cores and disk.
 
-    run: a config with a resolved outer optimizer.
+    run: a config with a resolved outer optimizer. cores: of the machine, on which the
+    number of merges at a time depends.
     """
     up, down = (
-        [PayloadLayout.of(get_codec(codec), p).total_bytes for p in plan.fragments]
-        for codec in (run.sync.codec_up, run.sync.codec_down)
+        payload_bytes(c, plan) for c in (run.sync.codec_up, run.sync.codec_down)
     )
     params = 4 * plan.total
-    fragment = 4 * max(plan.sizes)
+    largest = max(plan.sizes)
     outer_state = _outer_state_bytes(run, plan)
+    # Theta, anchor and outer state of the largest fragment.
+    held = 8 * largest + math.ceil(outer_state * largest / plan.total)
     rules = {p: merging.rule_for(p, RULES.find(run.sync.merge)) for p in plan.pieces}
+    rule_bytes = max(
+        merging.merging_bytes(r, islands, p.size) for p, r in rules.items()
+    )
+    at_once = min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
     parts = {
         "theta": params,
         "anchors": params,
         "outer_state": outer_state,
-        "publishes": RETAINED_PUBLISHES * sum(down),
-        "merge_buffer": min(islands * sum(up), placement.merge_buffer_bytes),
         "merge_state": sum(
             merging.state_bytes(r, p.shape) + measures.sample_bytes(p.shape)
             for p, r in rules.items()
         ),
-        # The merged delta, the new Theta, outer state and anchor, and the rule's memory
-        # for one piece.
-        "merging": 4 * fragment
-        + max(merging.merging_bytes(r, islands, p.size) for p, r in rules.items()),
-        "joins": PINNED_VERSIONS * params,
+        "snapshots": SNAPSHOT_COPIES * held,
+        "merging": at_once * (held + rule_bytes),
+        "publishes": RETAINED_PUBLISHES * sum(down),
+        "joins": min(islands * FETCHES_PER_JOIN * 4 * largest, 2 * params),
+        "merge_buffer": min(islands * sum(up), placement.merge_buffer_bytes),
+        "process": PROCESS_BYTES,
     }
     wire_gb = islands * (sum(up) + sum(down)) / 1e9
     wire = wire_gb * WIRE_CORE_SECONDS_PER_GB / cycle_seconds
-    merge_cores = islands * params / 1e9 * MERGE_CORE_SECONDS_PER_GB / cycle_seconds
+    each = (MERGE_CORE_SECONDS + islands * DELTA_CORE_SECONDS) / 1e9
+    merge_cores = each * plan.total / cycle_seconds
+    disk = _plan_disk(
+        placement,
+        state=2 * params + outer_state,
+        fragment=held,
+        publish=sum(down),
+        deltas=max(0, 2 * islands * sum(up) - parts["merge_buffer"]),
+        cycle_seconds=cycle_seconds,
+        bytes_per_s=disk_bytes_per_s,
+    )
+    cycles = disk.round_seconds / 2 / cycle_seconds + 1
     return CoordinatorPlan(
         **parts,
         memory=sum(parts.values()),
         wire_cores=wire,
         merge_cores=merge_cores,
         cores=math.ceil(wire + merge_cores) + 1,
+        merge_core_seconds=each * largest,
+        disk=disk,
+        replayed=cycles * plan.total,
+        replayed_bytes=cycles * sum(down),
+    )
+
+
+def payload_bytes(codec: str, plan: FragmentPlan) -> list[int]:
+    """Return the bytes of each encoded fragment."""
+    chosen = get_codec(codec)
+    return [PayloadLayout.of(chosen, p).total_bytes for p in plan.fragments]
+
+
+def _plan_disk(
+    placement: Placement,
+    *,
+    state: int,
+    fragment: int,
+    publish: int,
+    deltas: int,
+    cycle_seconds: float,
+    bytes_per_s: float,
+) -> DiskPlan:
+    """state, publish: bytes of all fragments; fragment: state of the largest one."""
+    in_bucket = is_bucket(placement.checkpoints)
+    snapshots = placement.snapshots_kept * state + fragment
+    # Snapshots pause so that the disk has time for the rest.
+    shortest = 0.0 if in_bucket else BUSY_SHARE * state / bytes_per_s
+    round_s = max(placement.snapshot_every_s, shortest)
+    # A fragment's log goes back to its oldest kept snapshot, and a round is under way.
+    cycles = placement.snapshots_kept * round_s / cycle_seconds + 1
+    log = math.ceil(cycles * publish)
+    return DiskPlan(
+        snapshots=snapshots,
+        log=log,
+        deltas=deltas,
+        bytes=log + deltas + (0 if in_bucket else snapshots),
+        log_bytes_per_s=publish / cycle_seconds,
+        snapshot_bytes_per_s=state / round_s,
+        round_seconds=round_s,
+        in_bucket=in_bucket,
     )
 
 

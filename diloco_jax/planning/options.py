@@ -47,6 +47,16 @@ class PlanOptions(Assumptions):
     json: bool = setting(
         False, help="Print the plan to standard output as one JSON object."
     )
+    arithmetic: bool = setting(
+        False,
+        help="Compile nothing: take steps by formula at the chips' peak rates, and "
+        "check links and coordinator alone.",
+    )
+    price: str = setting(
+        "",
+        help="Prices per hour, v5p=N,v6e=N,coordinator=N: of a chip by generation, "
+        "and of the coordinator's machine with its disk.",
+    )
 
     @property
     def assumptions(self) -> Assumptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from diloco_jax.config import Config
@@ -11,16 +12,12 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.planning.advice import advise
+from diloco_jax.planning.checks import Terms, needs_of, refusals
 from diloco_jax.planning.compiling import IslandPlan
-from diloco_jax.planning.coordinator import (
-    MERGE_CORE_SECONDS_PER_GB,
-    plan_coordinator,
-)
 from diloco_jax.planning.goodput import SimulatedIsland, expected_goodput
-from diloco_jax.planning.network import island_network
 from diloco_jax.planning.options import Assumptions
+from diloco_jax.planning.price import price_per_hour
 from diloco_jax.planning.results import PlannedIsland, RunPlan
-from diloco_jax.protocol.coordinator import schedule
 
 SECONDS_PER_DAY = 86400
 
@@ -53,12 +50,14 @@ def plan_run(
     fragments: FragmentPlan,
     assumptions: Assumptions,
     versions: dict[str, str],
+    prices: Mapping[str, float] | None = None,
 ) -> Plan:
     """Plan the run from its compiled islands. Raises ConfigError.
 
-    versions: versions of the packages that compiled.
+    versions: versions of the packages that compiled. prices: see `price_per_hour`.
     """
-    run, sync = resolve_outer(config).run, config.run.sync
+    resolved = resolve_outer(config)
+    run, sync = resolved.run, config.run.sync
     machines = {
         name: SimulatedIsland(
             chips=island.chips,
@@ -70,18 +69,19 @@ def plan_run(
         )
         for name, island in compiled.items()
     }
-    pace = schedule.pace(sync.quorum, [m.step_seconds for m in machines.values()])
-    cycle_s = sync.steps_per_cycle * pace
-    coordinator = plan_coordinator(
-        run, config.placement, fragments, len(machines), cycle_s
+    terms = Terms(
+        config=resolved,
+        fragments=fragments,
+        hosts={name: machine.hosts for name, machine in machines.items()},
+        step_seconds={name: m.step_seconds for name, m in machines.items()},
+        link_gbit_per_s=assumptions.link_gbit_per_s,
     )
-    deltas_gb = len(machines) * 4 * max(fragments.sizes) / 1e9
+    needs = needs_of(terms)
     goodput = expected_goodput(
         sync,
         fragments.total,
         machines,
-        # The rate was measured on two cores.
-        merge_seconds=deltas_gb * MERGE_CORE_SECONDS_PER_GB / 2,
+        merge_seconds=needs.coordinator.merge_core_seconds,
         assumptions=assumptions,
     )
     rate = sum(machine.tokens_per_second for machine in machines.values())
@@ -91,23 +91,26 @@ def plan_run(
             compiled=compiled[name],
             step_seconds=machine.step_seconds,
             tokens_per_second=machine.tokens_per_second,
-            network=island_network(sync, fragments.total, pace, machine.step_seconds),
+            network=needs.networks[name],
         )
         for name, machine in machines.items()
     }
     summary = RunPlan(
         params=fragments.total,
-        pacing_step_seconds=pace,
-        cycle_seconds=cycle_s,
+        pacing_step_seconds=needs.pacing_step_seconds,
+        cycle_seconds=needs.cycle_seconds,
         tokens_per_second=rate,
         goodput=goodput,
         tokens_per_day=merged_per_day,
         days=run.total_tokens / merged_per_day if merged_per_day else None,
-        coordinator=coordinator,
+        coordinator=needs.coordinator,
+        restart_seconds=needs.restart_seconds,
+        refusals=refusals(terms),
+        price_per_hour=price_per_hour(config, prices) if prices else None,
     )
     return Plan(
         config=path,
-        fits=all(island.fits for island in compiled.values()),
+        fits=all(i.fits for i in compiled.values()) and not summary.refusals,
         islands=islands,
         run=summary,
         advice=advise(config, islands, summary),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from diloco_jax.planning.checks import Shortfall
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.coordinator import CoordinatorPlan
 from diloco_jax.planning.goodput import ExpectedGoodput
@@ -37,3 +38,8 @@ class RunPlan:
     days: float | None
     """Days to the config's total tokens; None if nothing is ever merged."""
     coordinator: CoordinatorPlan
+    restart_seconds: float
+    """Seconds from the death of the coordinator's process to its service."""
+    refusals: list[Shortfall]
+    price_per_hour: float | None
+    """By the prices of `--price`; None without them."""

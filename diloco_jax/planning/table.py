@@ -7,6 +7,9 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
+from diloco_jax.planning.arithmetic import ArithmeticPlan
+from diloco_jax.planning.checks import Shortfall
+from diloco_jax.planning.coordinator import CoordinatorPlan
 from diloco_jax.planning.report import Plan
 from diloco_jax.planning.results import PlannedIsland, RunPlan
 
@@ -17,10 +20,34 @@ def render(plan: Plan, console: Console) -> None:
     """Print the islands side by side, then the run, then the advice."""
     console.print(_islands(plan))
     console.print(_run(plan.run), highlight=False, soft_wrap=True)
+    _refuse(plan.run.refusals, console)
     for line in plan.advice:
         console.print(f"- {line}", highlight=False, soft_wrap=True)
     versions = ", ".join(f"{name} {value}" for name, value in plan.versions.items())
     console.print(f"({versions})", highlight=False, style="dim")
+
+
+def render_arithmetic(plan: ArithmeticPlan, console: Console) -> None:
+    """Print the needs of a plan without a compiler."""
+    lines = [
+        f"arithmetic, nothing compiled, HBM not checked: {plan.params / 1e9:.4g} B "
+        f"parameters, a cycle of {plan.needs.cycle_seconds:.4g} s",
+        *(
+            f"{name}: step {plan.step_seconds[name]:.4g} s at peak rates, Gbit/s up "
+            f"{_rates(n.up.mean, n.up.peak)}, down {_rates(n.down.mean, n.down.peak)}, "
+            f"join {n.join_seconds:.0f} s"
+            for name, n in plan.needs.networks.items()
+        ),
+        *_coordinator(plan.needs.coordinator, plan.needs.restart_seconds),
+        *_price(plan.price_per_hour),
+    ]
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    _refuse(plan.refusals, console)
+
+
+def _refuse(refusals: list[Shortfall], console: Console) -> None:
+    for refusal in refusals:
+        console.print(f"REFUSED: {refusal.text}", highlight=False, soft_wrap=True)
 
 
 def _islands(plan: Plan) -> Table:
@@ -111,6 +138,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
         "Gbit/s down, mean (peak)",
         lambda i: _rates(i.network.down.mean, i.network.down.peak),
     ),
+    ("seconds of a join", lambda i: f"{i.network.join_seconds:.0f}"),
     ("per step: times, sent, overlap", lambda i: ""),
 )
 
@@ -135,8 +163,24 @@ def _run(run: RunPlan) -> str:
             f"without interruptions{'; ' if outages else ''}{outages}), participation "
             f"{goodput.participation:.1%}",
             f"{run.tokens_per_day:.4g} tokens per day, {days} to the config's total",
-            f"coordinator: {_size(coordinator.memory)} of memory "
-            f"({_size(coordinator.joins)} of it while islands join), "
-            f"{coordinator.cores} cores",
+            *_coordinator(coordinator, run.restart_seconds),
+            *_price(run.price_per_hour),
         )
     )
+
+
+def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ...]:
+    disk = plan.disk
+    where = "bucket" if disk.in_bucket else "disk"
+    return (
+        f"coordinator: {_size(plan.memory)} of memory ({_size(plan.joins)} of it while "
+        f"islands join), {plan.cores} cores, back {restart_seconds:.0f} s after it "
+        f"dies",
+        f"its disk: {_size(disk.bytes)}, log {disk.log_bytes_per_s / 1e6:.3g} MB/s; "
+        f"snapshots to the {where}: {_size(disk.snapshots)}, "
+        f"{disk.snapshot_bytes_per_s / 1e6:.3g} MB/s",
+    )
+
+
+def _price(per_hour: float | None) -> tuple[str, ...]:
+    return () if per_hour is None else (f"price per hour: {per_hour:,.2f}",)

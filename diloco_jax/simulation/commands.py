@@ -111,8 +111,8 @@ def mix_command(arguments: Sequence[str]) -> int:
         f"longer steps, spread {config.step_spread:.0%}, {config.hours:g} h"
     )
     table.caption = (
-        "Published with K = 8: 84 %, every step waiting for all, as in the row "
-        "lockstep. K = M is this product's: no step waits."
+        "The published 84 % is for K = 8, where every step waits for all islands: "
+        "compare the row lockstep. With K = M here no step waits."
     )
     for row in rows:
         table.add_row(

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from diloco_jax.core.payload import Part
 from diloco_jax.protocol.messages import Identifier, Message, Name
 from diloco_jax.protocol.values import Count, Version
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Identity of an island's process, on every upload and fetch. `session` is drawn
+    once per process; the launcher counts `incarnation`."""
+
+    run_id: str
+    island: str
+    incarnation: int
+    session: str
+
+    def fields(self) -> dict[str, Any]:
+        """Return keyword arguments of `UploadStart` and `FetchRequest`."""
+        return dataclasses.asdict(self)
 
 
 class UploadStart(Message, frozen=True, kw_only=True, tag=True):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from engine_support import hello, report
 
+from diloco_jax.coordinator import lead as lead_module
 from diloco_jax.coordinator import log as durable
-from diloco_jax.coordinator import thread as thread_module
 from diloco_jax.coordinator.log import RecordLog, read
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.faults import Fault
@@ -172,7 +172,7 @@ def test_a_thread_that_was_held_up_does_not_take_islands_for_silent(
     over, ahead = [], [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
     monkeypatch.setattr(clock, "time", time.time, raising=False)
-    monkeypatch.setattr(thread_module, "time", clock)
+    monkeypatch.setattr(lead_module, "time", clock)
     engine = make_engine(done=lambda: over)
 
     def held_up():

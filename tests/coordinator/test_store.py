@@ -22,6 +22,7 @@ from diloco_jax.coordinator.store import (
     RETAINED_PUBLISHES,
     Store,
 )
+from diloco_jax.core.changes import apply_publish, publish
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragment_merge import is_fit
 from diloco_jax.core.fragments import plan_fragments, to_pieces
@@ -29,7 +30,6 @@ from diloco_jax.core.merge.merging import merge_deltas, rule_for
 from diloco_jax.core.merge.rda import RDA
 from diloco_jax.core.outer.optimizer import make_outer, outer_step
 from diloco_jax.core.payload import Box, PayloadLayout
-from diloco_jax.core.publish import apply_publish, publish
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.values import Contribution, Version

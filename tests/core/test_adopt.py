@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from diloco_jax.core.adopt import RULES
-from diloco_jax.core.adopt.adopting import adopt
 from diloco_jax.core.adopt.rebase import REBASE
 from diloco_jax.core.adopt.rule import moved
+from diloco_jax.core.changes import adopt
 
 LOCAL, BASE = np.float32([5.0, 1.0]), np.float32([4.0, 1.0])
 ANCHOR = np.float32([10.0, 20.0])

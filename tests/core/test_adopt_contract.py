@@ -6,8 +6,8 @@ import pytest
 from family_members import brief, names
 
 from diloco_jax.core.adopt import RULES
-from diloco_jax.core.adopt.adopting import adopt
 from diloco_jax.core.adopt.rule import AdoptRule, moved
+from diloco_jax.core.changes import adopt
 
 ALPHA = 0.25
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.core.delta import delta
+from diloco_jax.core.changes import delta
 
 
 def test_delta_is_anchor_minus_local_in_f32() -> None:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco_jax.core.changes import apply_publish, publish
 from diloco_jax.core.codecs.codec import SMALLEST_NORMAL, get_codec
-from diloco_jax.core.publish import apply_publish, publish
 
 SHAPE = (8, 40)
 

@@ -7,12 +7,10 @@ import pytest
 
 from diloco_jax.config import IslandConfig, SyncConfig
 from diloco_jax.core.adopt import RULES
-from diloco_jax.core.adopt.adopting import adopt
 from diloco_jax.core.adopt.rule import moved
+from diloco_jax.core.changes import adopt, apply_publish, delta, publish
 from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
-from diloco_jax.core.delta import delta
 from diloco_jax.core.fragments import get_piece, plan_fragments
-from diloco_jax.core.publish import apply_publish, publish
 from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import make_mesh, param_shardings

@@ -8,7 +8,7 @@ from typing import Any, cast
 from diloco_jax.config import Config
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.island.main import LeadingHost
-from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.reporting import Status
 
 PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)
 

@@ -20,13 +20,12 @@ from link_support import (
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.network.fetcher import Fetcher
 from diloco_jax.island.network.link import Link, Targets
-from diloco_jax.island.network.receiver import Receiver
+from diloco_jax.island.network.receiver import Fetcher, Receiver
 from diloco_jax.island.network.sender import TOLD_FROM
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.island.decision import Ending
-from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.values import Outstanding, Record, Span, Version
 from diloco_jax.wire.errors import (
     Busy,

@@ -7,7 +7,7 @@ from link_support import DEADLINES, WAIT_S, hello
 
 from diloco_jax.island.network.link import Link
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.values import Record
 
 

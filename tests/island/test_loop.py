@@ -6,23 +6,22 @@ import numpy as np
 import pytest
 
 from diloco_jax import config as configs
+from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece, plan_fragments, to_pieces
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.arrivals import Arrival
-from diloco_jax.island.decisions import LiveDecisions
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.island.mailbox import LiveDecisions, Mailbox
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.timing import Timing
-from diloco_jax.island.traits import adopt_traits
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.values import Span, Version
@@ -108,7 +107,7 @@ def loop(built):
         name="a",
         replica=replica,
         boundary=Boundary(
-            Books([Version()] * 2, adopt_traits("rebase")),
+            Books([Version()] * 2, ADOPT_RULES.find("rebase")),
             goal,
             arrays=replica,
             incoming=mailbox.arrivals,

@@ -8,7 +8,7 @@ import pytest
 from diloco_jax.island.arrivals import Arrival, Arrivals, NotHereError
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.protocol.island.conversation import MAX_CHAIN
-from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.values import Version
 
 WAIT_S = 60.0

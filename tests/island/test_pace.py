@@ -4,7 +4,7 @@ import pytest
 
 from diloco_jax.config import InnerConfig, RunConfig
 from diloco_jax.island.pace import Pace
-from diloco_jax.protocol.island.stopping import Goal
+from diloco_jax.protocol.island.boundary import Goal
 
 
 def pace(**inner):

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import IslandConfig, SyncConfig
+from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.island.arrivals import Arrival, Arrivals
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import make_mesh, param_shardings
-from diloco_jax.island.traits import adopt_traits
 from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.boundary import Boundary, Goal
 from diloco_jax.protocol.island.decision import Adoption, Decision
-from diloco_jax.protocol.island.stopping import Goal
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
 from diloco_jax.protocol.values import Version
 
@@ -41,7 +40,7 @@ class Island:
         self.params = jax.device_put(zeros, shardings, may_alias=False)
         self.exchange = Exchange(PLAN, sync, self.params)
         self.exchange.start({0: self.whole(0)})
-        self.books = Books([Version(1, 0)], adopt_traits(rule))
+        self.books = Books([Version(1, 0)], ADOPT_RULES.find(rule))
         self.arrivals = Arrivals()
         self.boundary = Boundary(
             self.books,

@@ -11,7 +11,7 @@ from diloco_jax.island import preemption
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.preemption import Preemption
 from diloco_jax.protocol.island.decision import Ending
-from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.reporting import Status
 
 WAIT_S = 60.0
 FLAVOR = {"Metadata-Flavor": "Google"}

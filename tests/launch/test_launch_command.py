@@ -92,7 +92,7 @@ def test_settings_can_be_given_on_the_command_line(cloud, path, tmp_path, capsys
     [
         ("", "--on tpu_vm or --on gke"),
         ("--on tpu_vm --dry-run --only v5", "did you mean 'v5p'"),
-        ("--on gke --dry-run --launch.cluster=", "launch.cluster is empty"),
+        ("--on gke --dry-run --launch.cluster=", "launch.cluster must be set"),
         ("--on tpu_vm --dry-run --disk", "--disk with --action create: it is for"),
         ("--on gke --dry-run --islands.v5p.topology v5p:2x2x3", "does not exist"),
         (

@@ -40,8 +40,14 @@ def test_everything_is_named_after_the_run(config):
 )
 def test_a_setting_that_is_missing_is_named(config, field):
     said = refusal(changed(config, **{field: ""}), on="gke")
-    assert f"launch.{field} is empty" in said
+    assert f"launch.{field} must be set" in said
     assert f"--launch.{field.replace('_', '-')}" in said
+
+
+def test_all_settings_that_are_missing_are_named_at_once(config):
+    said = refusal(changed(config, project="", cluster=""), on="gke")
+    assert "launch.project, launch.cluster must be set" in said
+    assert "--launch.project, --launch.cluster" in said
 
 
 def test_tpu_vms_need_no_cluster(config):

@@ -113,7 +113,7 @@ def test_json_is_all_of_it_on_standard_output(plan, capsys):
     assert found["versions"] == dict.fromkeys(("diloco-jax", "jax", "libtpu"), "1.2.3")
 
 
-def test_what_does_not_fit_is_shown_with_by_how_much_and_ends_with_1(plan, capsys):
+def test_what_does_not_fit_is_shown_with_by_how_much_and_ends_with_2(plan, capsys):
     full = dataclasses.replace(HBM, used=33 * GB, missing=3 * GB, temporaries=None)
     made = {
         "big": plan_support.island("v6e:4x4", flops=FLOPS["big"], hbm=full),
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_shown_with_by_how_much_and_ends_with_1(plan, capsy
     }
     code, _ = plan(CONFIG, **made)
     shown = capsys.readouterr()
-    assert code == 1
+    assert code == 2
     assert shown.out == ""
     assert "NO, 3.00 GB missing" in shown.err
     assert "set remat = 'full', now 'none'" in shown.err.replace("\n", " ")

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -136,7 +137,7 @@ def test_what_is_too_large_comes_back_with_by_how_much(tmp_path):
     (tmp_path / "large.py").write_text(TOO_LARGE)
     code, found = plan(tmp_path / "large.py")
     island = found["islands"]["v6e"]["compiled"]
-    assert (code, found["fits"], island["fits"]) == (1, False, False)
+    assert (code, found["fits"], island["fits"]) == (2, False, False)
     assert "exceeds available HBM" in island["refusal"]
     hbm = island["hbm"]
     assert hbm["available"] == pytest.approx(31.25 * 2**30, rel=1e-3)
@@ -147,6 +148,31 @@ def test_what_is_too_large_comes_back_with_by_how_much(tmp_path):
         line.startswith(short) and "accumulation = 2" in line
         for line in found["advice"]
     )
+
+
+def test_a_rule_in_a_file_of_the_users_is_planned(tmp_path):
+    """The example of docs/extending.md, with the step compiled for its slice."""
+    text = (REPOSITORY / "docs" / "extending.md").read_text()
+    rule = re.search(
+        r"^`sign_consensus\.py`:.*?^```python\n(.*?)^```$",
+        text,
+        re.MULTILINE | re.DOTALL,
+    )
+    assert rule
+    (tmp_path / "rules.py").write_text(rule[1])
+    config = load_config(REPOSITORY / "configs" / "mixed_toy.py")
+    named = f"{tmp_path / 'rules.py'}:sign_consensus"
+    sync = dataclasses.replace(config.run.sync, merge=named)
+    islands = {"v6e": config.islands["v6e"]}
+    run = dataclasses.replace(config.run, sync=sync)
+    path = tmp_path / "theirs.json"
+    write_config_json(dataclasses.replace(config, run=run, islands=islands), path)
+    code, found = plan(path)
+    assert code == 0
+    assert found["islands"]["v6e"]["compiled"]["fits"]
+    assert found["run"]["coordinator"]["merging"] > 0
+    (tmp_path / "rules.py").write_text("")
+    assert run_plan(path).returncode == 2
 
 
 REFUSED = "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true"

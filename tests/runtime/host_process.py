@@ -110,7 +110,7 @@ def note_traffic(path: Path) -> None:
 def be_late(rng: random.Random) -> None:
     """Delays decisions, fetches and uploads of this host."""
     from diloco_jax.island.hosts import following
-    from diloco_jax.island.network import fetcher, sender
+    from diloco_jax.island.network import receiver, sender
 
     def late(kind, method):
         real = getattr(kind, method)
@@ -121,7 +121,7 @@ def be_late(rng: random.Random) -> None:
 
         setattr(kind, method, delayed)
 
-    late(fetcher.Fetcher, "fetch")
+    late(receiver.Fetcher, "fetch")
     late(sender.Sender, "_send")
     late(following.FollowDecisions, "at")
     late(following.LeadDecisions, "at")

@@ -12,27 +12,23 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import Config, IslandConfig, Placement, RunConfig, SyncConfig
+from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.arrivals import Arrival
-from diloco_jax.island.decisions import LiveDecisions
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.island.mailbox import LiveDecisions, Mailbox
 from diloco_jax.island.network.link import Link
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.timing import Timing
-from diloco_jax.island.traits import adopt_traits
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.coordinator.events import Said
 from diloco_jax.protocol.island import reporting
 from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.boundary import Boundary, Goal
 from diloco_jax.protocol.island.decision import Ending
 from diloco_jax.protocol.island.fetching import Fetching
-from diloco_jax.protocol.island.hello import Introduction, hello
-from diloco_jax.protocol.island.reporting import Reporting
-from diloco_jax.protocol.island.status import Status
-from diloco_jax.protocol.island.stopping import Goal
+from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
 from diloco_jax.protocol.messages import Published, Report, Welcome
 from diloco_jax.protocol.values import Record, Span, Version
 from diloco_jax.simulation.replay.island import ReplayedIsland
@@ -70,7 +66,7 @@ def trained() -> int:
         name="a",
         replica=cast(Any, copy),
         boundary=Boundary(
-            Books(BEGIN, adopt_traits("keep")),
+            Books(BEGIN, ADOPT_RULES.find("keep")),
             goal,
             arrays=cast(Any, copy),
             incoming=mailbox.arrivals,

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from diloco_jax.config import IslandConfig, ModelConfig, RunConfig, SyncConfig
+from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.data.positions import LeasedPositions
@@ -16,7 +17,6 @@ from diloco_jax.data.windows import Windows
 from diloco_jax.island.arrivals import Arrival, Arrivals
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.pace import Pace, goal_of
-from diloco_jax.island.traits import adopt_traits
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.island.books import Books
@@ -81,7 +81,7 @@ class Lived:
         self.replica = join(
             published.plan, published.trainer, published.exchange, anchors
         )
-        self.books = Books([V[0]] * 2, adopt_traits(run.sync.adopt))
+        self.books = Books([V[0]] * 2, ADOPT_RULES.find(run.sync.adopt))
         self.books.begin()
         self.positions, self.sent, self.steps = LeasedPositions(), {}, 0
         self.arrivals = Arrivals()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.core.adopt.adopting import adopt
 from diloco_jax.core.adopt.rule import AdoptRule
+from diloco_jax.core.changes import adopt
 
 SHAPE = (4, 6)
 FACTS = ("adopts_first", "keeps_pending", "loses_steps")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from diloco_jax.core.codecs.octets import from_octets, round_to_bf16, to_octets
+from diloco_jax.core.codecs.codec import from_octets, round_to_bf16, to_octets
 
 
 class BFloat16:

@@ -11,8 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from diloco_jax.core.codecs.codec import flush_subnormals
-from diloco_jax.core.codecs.octets import from_octets, round_to_bf16, to_octets
+from diloco_jax.core.codecs.codec import (
+    flush_subnormals,
+    from_octets,
+    round_to_bf16,
+    to_octets,
+)
 
 
 class BlockCodec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from diloco_jax.core.codecs.octets import from_octets, to_octets
+from diloco_jax.core.codecs.codec import from_octets, to_octets
 
 
 class Float32:

@@ -20,13 +20,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.adopt import RULES
-from diloco_jax.core.adopt.adopting import adopt
 from diloco_jax.core.adopt.rule import moved
 from diloco_jax.core.bands import Bands
+from diloco_jax.core.changes import adopt, apply_publish, delta
 from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
-from diloco_jax.core.delta import delta
 from diloco_jax.core.fragments import Piece
-from diloco_jax.core.publish import apply_publish
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.device.mesh import tile_spec
 from diloco_jax.island.device.placing import abstract

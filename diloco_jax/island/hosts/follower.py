@@ -24,10 +24,10 @@ from diloco_jax.island.hosts.following import (
 )
 from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.network.identity import Identity
 from diloco_jax.models.plan import other_model
 from diloco_jax.protocol.island.decision import Ending
 from diloco_jax.protocol.values import Version
+from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.errors import Refused
 
 logger = logging.getLogger(__name__)

@@ -22,9 +22,8 @@ import msgspec
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.arrivals import Arrival
-from diloco_jax.island.decisions import Decisions
 from diloco_jax.island.hosts.world import Hosts, HostsError
-from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.island.mailbox import Decisions, Mailbox
 from diloco_jax.protocol.island.decision import Ahead, Decision
 from diloco_jax.protocol.island.fetching import Fetch
 from diloco_jax.protocol.messages import ResendRequest

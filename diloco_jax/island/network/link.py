@@ -20,8 +20,7 @@ from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.protocol.island.conversation import Errand, Wanted
 from diloco_jax.protocol.island.decision import Ending
-from diloco_jax.protocol.island.reporting import Reporting
-from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.reporting import Reporting, Status
 from diloco_jax.protocol.messages import (
     MAX_TEXT,
     Goodbye,

@@ -1,5 +1,5 @@
-"""The thread that fetches published fragments, in the protocol's order
-(`protocol/island/fetching.py`)."""
+"""The thread that fetches published fragments: wire -> host -> device, in the order of
+`protocol/island/fetching.py`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
 
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.island.arrivals import Arrival
+from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.hosts.following import Orders
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.island.network.fetcher import Fetcher
+from diloco_jax.protocol.island.conversation import MAX_CHAIN
 from diloco_jax.protocol.island.fetching import JOIN_FETCHES, Fetch, Fetching
 from diloco_jax.protocol.values import Version
+from diloco_jax.wire.bulk import FetchRequest, Identity
 from diloco_jax.wire.errors import Refused, VersionGone, WireError
 
 logger = logging.getLogger(__name__)
@@ -162,3 +165,56 @@ class Receiver:
     def _log_failure(self, fragment: int, error: WireError) -> None:
         level = logging.WARNING if isinstance(error, Refused) else logging.DEBUG
         logger.log(level, "fragment %d not fetched: %s", fragment, error)
+
+
+class Fetches(Protocol):
+    """Calls of a `wire.Client` that the fetcher needs."""
+
+    def fetch(self, request: FetchRequest, *, max_bytes: int) -> Any:
+        """Return a `Fetched`: version, full, count, payload, wire_bytes."""
+        ...
+
+
+class Fetcher:
+    """Fetch this host's part of versions. Any thread may call it."""
+
+    def __init__(
+        self, client: Fetches, identity: Identity, exchange: Exchange, mailbox: Mailbox
+    ) -> None:
+        self._client, self._identity = client, identity
+        self._exchange, self._mailbox = exchange, mailbox
+
+    def fetch(self, fetch: Fetch) -> Arrival:
+        """Fetch everything that leads from `have` to `want`; A in full if `have` is
+        None, or too old.
+
+        Raises VersionGone if the version is not kept any more, or another WireError.
+        """
+        exchange, fragment = self._exchange, fetch.fragment
+        part = exchange.part_down(fragment)
+        size = exchange.layouts_down[fragment].part_bytes(part)
+        fetched = self._client.fetch(
+            FetchRequest(
+                **self._identity.fields(),
+                fragment=fragment,
+                want=fetch.want,
+                have=fetch.have,
+                part=part,
+            ),
+            max_bytes=max(exchange.anchor_bytes(fragment), MAX_CHAIN * size),
+        )
+        payload = memoryview(fetched.payload)
+        if fetched.full:
+            self._mailbox.count(bytes_join=fetched.wire_bytes)
+            return Arrival(
+                fragment=fragment,
+                version=fetched.version,
+                anchor=exchange.put_anchor(fragment, payload),
+            )
+        self._mailbox.count(bytes_down=fetched.wire_bytes)
+        parts = [payload[i * size : (i + 1) * size] for i in range(fetched.count)]
+        return Arrival(
+            fragment=fragment,
+            version=fetched.version,
+            publishes=tuple(exchange.put_publish(fragment, p) for p in parts),
+        )

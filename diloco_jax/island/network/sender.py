@@ -21,9 +21,8 @@ from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.island.device.placing import held
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.island.network.identity import Identity
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire.bulk import UploadStart
+from diloco_jax.wire.bulk import Identity, UploadStart
 from diloco_jax.wire.errors import Refused, WireError
 
 logger = logging.getLogger(__name__)

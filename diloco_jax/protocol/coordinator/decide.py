@@ -41,8 +41,8 @@ from diloco_jax.protocol.coordinator.events import (
     Tell,
     Timer,
 )
-from diloco_jax.protocol.coordinator.fleet import Fleet
 from diloco_jax.protocol.coordinator.machines import RUN, ignored
+from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
     Fragment,
     Island,

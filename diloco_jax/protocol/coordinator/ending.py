@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import alerts, fragments, members, schedule
 from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
-from diloco_jax.protocol.coordinator.fleet import Fleet
 from diloco_jax.protocol.coordinator.machines import FRAGMENT, RUN
+from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
     Account,
     Fragment,

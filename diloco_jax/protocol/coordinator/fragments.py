@@ -22,8 +22,8 @@ from diloco_jax.protocol.coordinator.events import (
     Note,
     Tell,
 )
-from diloco_jax.protocol.coordinator.fleet import Fleet
 from diloco_jax.protocol.coordinator.machines import FRAGMENT
+from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
     MISSED_MERGES,
     Fragment,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import fragments, schedule
 from diloco_jax.protocol.coordinator.events import Effect, Note, Tell
-from diloco_jax.protocol.coordinator.fleet import Fleet
+from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
     Fragment,
     PolicyConfig,

@@ -32,8 +32,8 @@ from diloco_jax.protocol.coordinator.events import (
     Said,
     Tell,
 )
-from diloco_jax.protocol.coordinator.fleet import Fleet
 from diloco_jax.protocol.coordinator.machines import ISLAND, ignored
+from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
     Fragment,
     Island,

@@ -1,4 +1,4 @@
-"""Pacing: the time of the coordinator's next tick, and its fragment.
+"""Pacing: the next tick, its time and fragment, and the speeds of the islands.
 
 Tick n is due when the K-th fastest live island has made floor(n H / P) -
 floor((n - 1) H / P) steps since the last tick (or since it joined). A tick's number
@@ -9,15 +9,23 @@ durably reserved before they are used.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.events import Effect, Persist
-from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import (
+    SHORTEST_STEP_S,
+    Island,
+    PolicyConfig,
+    State,
+)
 
 ALIKE = 1.5
 """Largest step time of an island of about the pacing speed, in pacing step times."""
+LONGER_STEP = 1.25
+"""Duration of a slow step, as a multiple of the usual one."""
 CYCLES_RESERVED = 16
 """Cycles whose ticks one durable record reserves."""
 TICKS_PER_TERM = 1_000_000_000
@@ -109,6 +117,52 @@ def reunite(config: PolicyConfig, state: State, now: float) -> State:
     if any(island.counted for island in state.islands.values()):
         return state
     return replace(state, reunion_until=now + config.reunion_s)
+
+
+class Fleet:
+    """The islands of one state."""
+
+    def __init__(self, config: PolicyConfig, state: State) -> None:
+        self._config, self._state = config, state
+        self._running = state.phase == "running"
+        self._latest_s: float | None = None
+
+    def is_live(self, name: str) -> bool:
+        """Tell whether the island can be waited for."""
+        island = self._state.islands[name]
+        return island.counted if self._running else island.answers
+
+    def token_rate(self, name: str) -> float:
+        """Return the island's tokens per second; 0 while its speed is unknown."""
+        return self._state.islands[name].tokens_per_second
+
+    def boundaries_after(self, name: str) -> int:
+        """Return the boundaries by which an island must delay a take requested now.
+
+        An island that could take at once waits for islands of about the pacing speed
+        that take some boundaries later: otherwise it would be merged without them."""
+        if self._latest_s is None:
+            self._latest_s = longest_lead_seconds(self._config, self._state)
+        island = self._state.islands[name]
+        if not (self._latest_s and island.counted and island.step_seconds):
+            return 0
+        ahead_s = self._latest_s - island.lead_seconds
+        return max(0, round(ahead_s / max(island.step_seconds, SHORTEST_STEP_S)))
+
+    def step_seconds(self) -> float:
+        """Return the step time of the pacing island, in seconds."""
+        return pacing_step_seconds(self._config, self._state)
+
+    def take_seconds(self, names: AbstractSet[str]) -> float:
+        """Return the seconds from a request until the named islands of about the pacing
+        speed have taken, the slowest after a slow step; 0 if there is no such island.
+        """
+        fit = alike(self._config, self._state)
+        steps_s = [fit[name].step_seconds for name in names & fit.keys()]
+        if not any(steps_s):
+            return 0.0
+        lead_s = longest_lead_seconds(self._config, self._state)
+        return lead_s + LONGER_STEP * max(steps_s)
 
 
 def alike(config: PolicyConfig, state: State) -> dict[str, Island]:

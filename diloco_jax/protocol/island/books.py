@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from diloco_jax.protocol.island.adopt_traits import AdoptTraits
 from diloco_jax.protocol.reasons import NON_FINITE, OVERLAP, STALE
 from diloco_jax.protocol.values import (
     FIRST_VERSION,
@@ -42,6 +41,18 @@ repeats steps of the anchor."""
 AdoptOutcome = Literal["none", "adopted", "kept"]
 """Result of an adoption. none: the version is not newer. kept: adopted beside the delta
 of the last take."""
+
+
+class AdoptTraits(Protocol):
+    """The facts about an adopt rule that books and boundaries depend on. The rules of
+    `core/adopt/` state them."""
+
+    adopts_first: bool
+    """True if a boundary with both adopts a fragment before taking it."""
+    keeps_pending: bool
+    """True if a version known to lack the last delta is adopted beside that delta."""
+    loses_steps: bool
+    """True if an adoption undoes the steps since the take."""
 
 
 @dataclasses.dataclass

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from diloco_jax.protocol.island.books import Books, Outcome
 from diloco_jax.protocol.island.decision import Adoption, Decision
-from diloco_jax.protocol.island.status import Status
-from diloco_jax.protocol.island.stopping import Goal
+from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import Measures, TakeRequest, TakeVerdict
 from diloco_jax.protocol.values import Span, Version
 
@@ -70,6 +71,23 @@ class RefusedTake(NamedTuple):
 class _Due(NamedTuple):
     tick: int
     step: int
+
+
+class Goal(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of the run, and of one step of this island."""
+
+    total_tokens: int
+    tokens_per_step: int
+
+    def share_done(self, step: int, others_tokens: int) -> float:
+        """Return the share of the run's tokens that is done before `step`. It is too
+        high for a moment after another island lost steps."""
+        return (others_tokens + step * self.tokens_per_step) / self.total_tokens
+
+    def may_step(self, step: int, others_tokens: int, *, stop: bool) -> bool:
+        """Tell whether `step` is to be made. stop: the coordinator said that the run
+        has its tokens, or the island is about to leave."""
+        return not stop and self.share_done(step, others_tokens) < 1
 
 
 class Boundary:

@@ -1,17 +1,90 @@
-"""The cadence and content of an island's reports on one connection.
+"""An island's account of itself: its status, its hello, and the cadence of its reports.
 
-An island reports news at most once every `min_interval_s`, and reports at least every
-`report_s` to show that it is alive. Records are sent in order, each once on each
-connection: records sent on a lost connection may be lost with it.
+A hello is the first message on every connection. Then an island reports news at most
+once every `min_interval_s`, and reports at least every `report_s` to show that it is
+alive. Records are sent in order, each once on each connection: records sent on a lost
+connection may be lost with it.
 """
 
 from __future__ import annotations
 
-from diloco_jax.protocol.island.status import Status
-from diloco_jax.protocol.messages import MAX_RECORDS, Report
-from diloco_jax.protocol.values import Phase, Record
+from typing import Any
+
+import msgspec
+
+from diloco_jax.protocol.messages import MAX_RECORDS, Hello, Measures, Report
+from diloco_jax.protocol.values import Outstanding, Phase, Record, Version
 
 MIN_REPORT_INTERVAL_S = 0.02
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """Status of an incarnation. The loop posts the first fields; the conversation with
+    the coordinator adds the others."""
+
+    phase: Phase = "joining"
+    steps: int = 0
+    outstanding: tuple[Outstanding, ...] = ()
+    versions: tuple[Version, ...] = ()
+    """Versions of the anchors, current or about to be adopted."""
+    measures: Measures = Measures()
+
+    run_id: str = ""
+    """The island's run, known from its first welcome on."""
+    term: int = 0
+    """Newest term in which this process was welcomed; 0: none yet."""
+    sequences_granted: int = 0
+    records_through: int = 0
+    """Number of the last acknowledged record."""
+    tokens: int = 0
+    """Progress of the run in tokens, as last heard."""
+    next_position: int = 0
+    """Position below which data was granted to any island, as last heard."""
+
+
+class Introduction(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a hello that is constant during an incarnation; see `Hello` for its
+    fields."""
+
+    island: str
+    incarnation: int
+    session: str
+    fingerprint: str
+    tokens_per_step: int
+    sequences_per_step: int
+    lead: int = 0
+    plan: str = ""
+    run: dict[str, Any] = msgspec.field(default_factory=dict)
+    island_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    environment: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+def hello(who: Introduction, status: Status) -> Hello:
+    """Return the hello of an incarnation with this status."""
+    return Hello(
+        island=who.island,
+        incarnation=who.incarnation,
+        session=who.session,
+        fingerprint=who.fingerprint,
+        tokens_per_step=who.tokens_per_step,
+        sequences_per_step=who.sequences_per_step,
+        lead=who.lead,
+        plan=who.plan,
+        run=who.run,
+        island_config=who.island_config,
+        environment=who.environment,
+        run_id=status.run_id,
+        phase=status.phase,
+        steps=status.steps,
+        step_seconds=status.measures.median_step_seconds,
+        outstanding=status.outstanding,
+        sequences_granted=status.sequences_granted,
+        records_through=status.records_through,
+        term=status.term,
+        versions=status.versions,
+        tokens=status.tokens,
+        next_position=status.next_position,
+    )
 
 
 class Reporting:

@@ -19,8 +19,7 @@ import numpy as np
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
 from diloco_jax.island.arrivals import Arrival
 from diloco_jax.protocol.coordinator.events import Merge
-from diloco_jax.protocol.island.adopt_traits import AdoptTraits
-from diloco_jax.protocol.island.books import Outcome
+from diloco_jax.protocol.island.books import AdoptTraits, Outcome
 from diloco_jax.protocol.reasons import NON_FINITE, Refusal
 from diloco_jax.protocol.values import FIRST_VERSION, DeltaKey, Prepared, Version
 from diloco_jax.simulation.virtual.merging import VirtualFetch

@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.engine import AnyEffect
-from diloco_jax.island.traits import adopt_traits
+from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.protocol.coordinator.events import Commit, Event, Merge
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.records import Durable
@@ -94,7 +94,7 @@ class FaultyIsland(VirtualIsland):
     ) -> None:
         self.who = (spec.name, incarnation)
         self.body = DigestBody(
-            adopt_traits(run.sync.adopt),
+            ADOPT_RULES.find(run.sync.adopt),
             functools.partial(self._seen, monitor.adopted),
             functools.partial(self._seen, monitor.trained),
         )

@@ -17,10 +17,10 @@ from diloco_jax.config.fields import (
 )
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.adopt import RULES
+from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.families import check_member
-from diloco_jax.island.traits import adopt_traits
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.island.adopt_traits import AdoptTraits
+from diloco_jax.protocol.island.books import AdoptTraits
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
 
@@ -129,7 +129,7 @@ class Schedule(
     @property
     def rule(self) -> AdoptTraits:
         """Adopt rule of the islands."""
-        return adopt_traits(self.adopt)
+        return ADOPT_RULES.find(self.adopt)
 
     @property
     def pacing_s(self) -> float:

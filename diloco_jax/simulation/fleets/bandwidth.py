@@ -8,8 +8,8 @@ same share applies to both methods.
 
 Decoupled: in one cycle of H steps a site sends every parameter once, encoded, and gets
 every parameter once. Rates are one site's in one direction, as for data-parallel; the
-coordinator has `sites` times as much. At its peak a fragment goes up and comes back
-down within the overlap window, half of which each direction may use.
+coordinator has `sites` times as much. At its peak the largest fragment goes up and
+comes back down within the overlap window, half of which each direction may use.
 
 On links of a given speed, a data-parallel step is its computation and then its exchange
 (conventional synchronization; hidden in full behind the computation, it would save that
@@ -64,6 +64,11 @@ class BandwidthConfig:
         SyncConfig.fragments,
         FRAGMENTS,
         help="P: fragments that the model is cut into.",
+    )
+    largest: float = setting(
+        1.0,
+        AT_LEAST_1,
+        help="The largest fragment over the mean one; only the peak follows from it.",
     )
     overlap: float = setting(
         SyncConfig.overlap_steps,
@@ -143,7 +148,8 @@ class Bandwidth:
             f"x {seconds}) / {c.link_utilisation:g} utilisation "
             f"= {self.decoupled_gbit_per_s:.4g} Gbit/s "
             f"({PUBLISHED_CASE}: {PUBLISHED_DECOUPLED_GBIT_PER_S:g})",
-            f"peak: {c.params:.4g} / {c.fragments} parameters x {encoded} x 8 / "
+            f"peak: {c.params:.4g} / {c.fragments} parameters x "
+            f"{f'{c.largest:.4g} (largest) x ' * (c.largest > 1)}{encoded} x 8 / "
             f"({c.overlap:g} / 2 steps x {seconds}) / {c.link_utilisation:g} "
             f"utilisation, not below the mean = {self.peak_gbit_per_s:.4g} Gbit/s",
             f"coordinator: {c.sites} sites x decoupled "
@@ -175,7 +181,8 @@ def simulate_bandwidth(config: BandwidthConfig) -> Bandwidth:
     ring = 2 * (config.sites - 1) / config.sites
     gradient_bytes = config.params * _bytes_per_parameter(GRADIENT_CODEC)
     mean = config.params * each / config.cycle * per_second
-    fragment = config.params / config.fragments * each / (config.overlap / 2)
+    fragment_bytes = config.largest * config.params / config.fragments * each
+    fragment = fragment_bytes / (config.overlap / 2)
     relative = mean / PUBLISHED_DECOUPLED_GBIT_PER_S
     gradients = ring * gradient_bytes * per_second
     link = config.link_gbit_per_s

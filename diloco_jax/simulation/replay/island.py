@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
+from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.pace import Pace, goal_of
-from diloco_jax.island.refused_takes import log_refused
-from diloco_jax.island.traits import adopt_traits
+from diloco_jax.observability.logs import log_refused
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary
@@ -50,7 +50,7 @@ class ReplayedIsland:
         versions = life.begins()
         self._life, self._windows, self._published = life, windows, published
         self._moments: dict[int, list[bytes]] = {}
-        self._books = Books(versions, adopt_traits(run.sync.adopt))
+        self._books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         self._books.begin()
         begin = BeginCopy(
             who=life.who,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from diloco_jax.protocol.coordinator.events import Event
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.virtual.line import Line

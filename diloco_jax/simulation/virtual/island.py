@@ -12,17 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.config import RunConfig
+from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.island.pace import Pace, goal_of
-from diloco_jax.island.refused_takes import log_refused
-from diloco_jax.island.traits import adopt_traits
+from diloco_jax.observability.logs import log_refused
 from diloco_jax.protocol.coordinator.events import Said
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.island.conversation import Conversation, Wanted
 from diloco_jax.protocol.island.decision import Ahead
-from diloco_jax.protocol.island.hello import Introduction, hello
-from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import (
     FromCoordinator,
     Goodbye,
@@ -237,7 +236,7 @@ class VirtualIsland:
             return
         self._body.begin(joined)
         versions = [joined[fragment].version for fragment in range(len(joined))]
-        books = Books(versions, adopt_traits(self._run.sync.adopt))
+        books = Books(versions, ADOPT_RULES.find(self._run.sync.adopt))
         books.begin()
         self.boundary = Boundary(
             books,

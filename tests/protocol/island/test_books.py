@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.island.traits import adopt_traits
+from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.values import Span, Version
 
@@ -10,7 +10,7 @@ V = [Version(1, n) for n in range(100)]
 
 
 def books_of(versions, rule):
-    return Books(versions, adopt_traits(rule))
+    return Books(versions, ADOPT_RULES.find(rule))
 
 
 def test_takes_follow_each_other_without_gap():

@@ -4,12 +4,11 @@ import coordinator_says as says
 import msgspec
 import pytest
 
-from diloco_jax.island.traits import adopt_traits
+from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.boundary import Boundary, Goal
 from diloco_jax.protocol.island.conversation import Conversation
 from diloco_jax.protocol.island.decision import Adoption, Ahead, Decision, Ending
-from diloco_jax.protocol.island.stopping import Goal
 from diloco_jax.protocol.messages import Measures, TakeRequest
 from diloco_jax.protocol.values import Span, Version
 
@@ -20,7 +19,7 @@ class Island:
     def __init__(self, rule="rebase", fragments=3):
         self.done, self.told = [], Conversation()
         self.boundary = Boundary(
-            Books([Version()] * fragments, adopt_traits(rule)),
+            Books([Version()] * fragments, ADOPT_RULES.find(rule)),
             Goal(total_tokens=1000, tokens_per_step=10),
             arrays=self,
             incoming=self,

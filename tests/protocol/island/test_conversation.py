@@ -5,7 +5,7 @@ import pytest
 
 from diloco_jax.protocol.island.conversation import MAX_CHAIN, Conversation, Wanted
 from diloco_jax.protocol.island.decision import Adoption, Ending
-from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import Published, ResendRequest
 from diloco_jax.protocol.values import Record, Span, Version
 

@@ -1,7 +1,6 @@
 """A hello says who an incarnation is, and where it is."""
 
-from diloco_jax.protocol.island.hello import Introduction, hello
-from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import Measures
 from diloco_jax.protocol.values import Outstanding, Version
 

@@ -1,8 +1,7 @@
 """The times and contents of an island's reports."""
 
 from diloco_jax.protocol.island import reporting
-from diloco_jax.protocol.island.reporting import Reporting
-from diloco_jax.protocol.island.status import Status
+from diloco_jax.protocol.island.reporting import Reporting, Status
 from diloco_jax.protocol.messages import Measures
 from diloco_jax.protocol.values import Record
 

@@ -1,8 +1,9 @@
-"""Publishes: the coordinator encodes a change, and islands apply it to their anchors.
+"""The formulas of a piece's way up and down: delta, publish and adoption.
 
-A_v = A_{v-1} + dec(enc(Theta_v - A_{v-1})): encoded once, with the same bits wherever
-it is applied. Theta - A is the change that the codec has lost so far, and the next
-publish carries it: downward error feedback without a separate residual.
+An island sends a delta. The coordinator publishes A_v = A_{v-1} + dec(enc(Theta_v -
+A_{v-1})): encoded once, with the same bits wherever it is applied. Theta - A is the
+change that the codec has lost so far, and the next publish carries it: downward error
+feedback without a separate residual. An island adopts A_v by an adopt rule.
 """
 
 from __future__ import annotations
@@ -10,9 +11,21 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 
+from diloco_jax.core.adopt.rule import AdoptRule
 from diloco_jax.core.codecs.codec import Codec, flush_subnormals
 from diloco_jax.core.tiles import ArrayLike
+
+
+@jax.jit
+def delta(anchor: jax.Array, local: jax.Array) -> jax.Array:
+    """Return anchor - local in f32: a step along *minus* the delta leads to `local`.
+
+    This is Theta - theta[m] of Decoupled DiLoCo (arXiv 2604.21428), with the anchor in
+    place of Theta, which the island does not have.
+    """
+    return anchor.astype(jnp.float32) - local.astype(jnp.float32)
 
 
 def publish(
@@ -65,3 +78,16 @@ def _encode_change_of_tiles(
     codec: Codec, theta: jax.Array, anchor: jax.Array
 ) -> jax.Array:
     return codec.encode_tiles(theta - anchor)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def adopt(
+    rule: AdoptRule,
+    local: jax.Array,
+    base: jax.Array,
+    anchor: jax.Array,
+    alpha: jax.Array | float,
+) -> jax.Array:
+    """Return the piece's new local values, f32[shape]: see `AdoptRule.adopt`. `rule` is
+    static; nothing is donated."""
+    return rule.adopt(local, base, anchor, alpha)

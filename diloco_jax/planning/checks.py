@@ -1,0 +1,323 @@
+"""Refusals: what the run needs against what it has, and the smallest change that helps.
+
+Everything here is arithmetic from the config, the sizes of fragments and the islands'
+steps, so a change is tried by doing the arithmetic again. A change that would break
+another check is not proposed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from diloco_jax.config import Config
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
+from diloco_jax.planning.machines import (
+    MOST_DISK_GB,
+    disk_bytes_per_s,
+    machine_of,
+    smallest_machine,
+)
+from diloco_jax.planning.network import IslandNetwork, island_network
+from diloco_jax.protocol.coordinator import schedule
+
+MOST_MEMORY = 0.95
+"""Share of a machine's memory that may be planned for."""
+MOST_DISK = 0.9
+"""Share of a disk's bytes, and of its rate, that may be planned for."""
+MOST_THREADS = 4915
+"""Threads of one service on a Linux machine (systemd's default TasksMax)."""
+GB = 1e9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Terms:
+    """Everything that a plan's arithmetic follows from."""
+
+    config: Config
+    """With a resolved outer optimizer."""
+    fragments: FragmentPlan
+    hosts: Mapping[str, int]
+    step_seconds: Mapping[str, float]
+    link_gbit_per_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Needs of the coordinator and of each link."""
+
+    pacing_step_seconds: float
+    cycle_seconds: float
+    coordinator: CoordinatorPlan
+    restart_seconds: float
+    networks: dict[str, IslandNetwork]
+
+
+class Check(NamedTuple):
+    """One need, and what there is for it."""
+
+    name: str
+    needed: float
+    available: float
+    text: str
+    """Sentence without the remedy."""
+    changes: Callable[[], Iterator[dict[str, Any]]]
+    """Changes that may help, the smallest first: values by field."""
+
+    @property
+    def holds(self) -> bool:
+        """True if there is enough."""
+        return self.needed <= self.available
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shortfall:
+    """A check that does not hold."""
+
+    check: str
+    text: str
+    """Sentence with the need, what there is, and the change."""
+    change: dict[str, Any]
+    """Values by field, with which all of the plan's checks of this kind hold; empty if
+    no single field does it.
+    """
+
+
+def needs_of(terms: Terms) -> Needs:
+    """Do the arithmetic. Raises ConfigError."""
+    config, sync = terms.config, terms.config.run.sync
+    pace = schedule.pace(sync.quorum, list(terms.step_seconds.values()))
+    cycle_s = sync.steps_per_cycle * pace
+    disk = disk_bytes_per_s(config.launch.coordinator_disk_gb)
+    coordinator = plan_coordinator(
+        config.run,
+        config.placement,
+        terms.fragments,
+        len(terms.hosts),
+        cycle_s,
+        machine_of(config.launch.coordinator_machine).cores,
+        disk,
+    )
+    return Needs(
+        pacing_step_seconds=pace,
+        cycle_seconds=cycle_s,
+        coordinator=coordinator,
+        restart_seconds=coordinator.restart_seconds(disk),
+        networks={
+            name: island_network(
+                sync, terms.fragments, pace, seconds, terms.link_gbit_per_s
+            )
+            for name, seconds in terms.step_seconds.items()
+        },
+    )
+
+
+def refusals(terms: Terms) -> list[Shortfall]:
+    """Return what would not run, each with the smallest change that would.
+
+    Raises ConfigError.
+    """
+    failing = {c.name for c in _checks(terms) if not c.holds}
+    return [_refusal(terms, c, failing) for c in _checks(terms) if not c.holds]
+
+
+def changed(terms: Terms, change: Mapping[str, Any]) -> Terms:
+    """Return the terms with other values of fields such as "sync.steps_per_cycle"."""
+    config = terms.config
+    for path, value in change.items():
+        section, field = path.split(".")
+        if section == "sync":
+            sync = dataclasses.replace(config.run.sync, **{field: value})
+            run = dataclasses.replace(config.run, sync=sync)
+            config = dataclasses.replace(config, run=run)
+        else:
+            part = dataclasses.replace(getattr(config, section), **{field: value})
+            config = dataclasses.replace(config, **{section: part})
+    return dataclasses.replace(terms, config=config)
+
+
+def _refusal(terms: Terms, check: Check, failing: set[str]) -> Shortfall:
+    for change in check.changes():
+        after = {c.name for c in _checks(changed(terms, change)) if not c.holds}
+        if check.name not in after and after <= failing:
+            said = " and ".join(f"{k} = {_shown(v)}" for k, v in change.items())
+            return Shortfall(
+                check=check.name, text=f"{check.text}: set {said}", change=change
+            )
+    text = f"{check.text}; no single setting that this plan knows is enough"
+    return Shortfall(check=check.name, text=text, change={})
+
+
+def _checks(terms: Terms) -> list[Check]:
+    needs = needs_of(terms)
+    return [
+        _link(terms, needs),
+        _join(terms, needs),
+        _memory(terms, needs),
+        _cores(terms, needs),
+        _disk_bytes(terms, needs),
+        _disk_speed(terms, needs),
+        _restart(terms, needs),
+        _places(terms),
+    ]
+
+
+def _link(terms: Terms, needs: Needs) -> Check:
+    means = {n: max(i.up.mean, i.down.mean) for n, i in needs.networks.items()}
+    name = max(means, key=lambda name: means[name])
+    needed = means[name]
+    has, sync = terms.link_gbit_per_s, terms.config.run.sync
+
+    def changes() -> Iterator[dict[str, Any]]:
+        cycle = math.ceil(sync.steps_per_cycle * needed / has)
+        yield {"sync.steps_per_cycle": cycle}
+        yield {"sync.steps_per_cycle": cycle + 1}
+
+    return Check(
+        "link",
+        needed,
+        has,
+        f"islands.{name}: its link must carry {needed:.3g} Gbit/s on average and has "
+        f"{has:g} (sync.steps_per_cycle = {sync.steps_per_cycle})",
+        changes,
+    )
+
+
+def _join(terms: Terms, needs: Needs) -> Check:
+    placement = terms.config.placement
+    needed = max(network.join_seconds for network in needs.networks.values())
+    has = placement.deadlines.pin_s
+
+    def changes() -> Iterator[dict[str, Any]]:
+        budget = math.ceil(placement.time_budget_s * needed / has)
+        yield {"placement.time_budget_s": float(budget)}
+
+    return Check(
+        "join",
+        needed,
+        has,
+        f"a join takes {needed:.0f} s on a link of "
+        f"{terms.link_gbit_per_s:g} Gbit/s, and anchors are kept for it for {has:.0f} "
+        f"s (placement.time_budget_s = {placement.time_budget_s:g})",
+        changes,
+    )
+
+
+def _memory(terms: Terms, needs: Needs) -> Check:
+    machine = machine_of(terms.config.launch.coordinator_machine)
+    needed = needs.coordinator.memory
+    return Check(
+        "memory",
+        needed,
+        MOST_MEMORY * machine.memory,
+        f"the coordinator needs {needed / GB:.0f} GB of memory and {machine.name} has "
+        f"{machine.memory / GB:.0f}, of which {MOST_MEMORY:.0%} may be used",
+        lambda: _machines(needs),
+    )
+
+
+def _cores(terms: Terms, needs: Needs) -> Check:
+    machine = machine_of(terms.config.launch.coordinator_machine)
+    return Check(
+        "cores",
+        needs.coordinator.cores,
+        machine.cores,
+        f"the coordinator needs {needs.coordinator.cores} cores and {machine.name} has "
+        f"{machine.cores}",
+        lambda: _machines(needs),
+    )
+
+
+def _machines(needs: Needs) -> Iterator[dict[str, Any]]:
+    memory = needs.coordinator.memory / MOST_MEMORY
+    machine = smallest_machine(memory, needs.coordinator.cores)
+    if machine:
+        yield {"launch.coordinator_machine": machine.name}
+
+
+def _disk_bytes(terms: Terms, needs: Needs) -> Check:
+    has = terms.config.launch.coordinator_disk_gb
+    needed = needs.coordinator.disk.bytes
+    return Check(
+        "disk bytes",
+        needed,
+        MOST_DISK * has * GB,
+        f"the coordinator writes {needed / GB:.0f} GB to a disk of {has} GB, of which "
+        f"{MOST_DISK:.0%} may be used",
+        lambda: _sizes(terms),
+    )
+
+
+def _disk_speed(terms: Terms, needs: Needs) -> Check:
+    disk = needs.coordinator.disk
+    size = terms.config.launch.coordinator_disk_gb
+    has = MOST_DISK * disk_bytes_per_s(size)
+
+    def changes() -> Iterator[dict[str, Any]]:
+        left = has - disk.log_bytes_per_s
+        if left > 0 and not disk.in_bucket:
+            every = disk.round_seconds * disk.snapshot_bytes_per_s / left
+            yield {"placement.snapshot_every_s": float(math.ceil(every))}
+        yield from _sizes(terms)
+
+    return Check(
+        "disk speed",
+        disk.bytes_per_s,
+        has,
+        f"log and snapshots write {disk.bytes_per_s / 1e6:.0f} MB/s to a disk of "
+        f"{size} GB, which takes {disk_bytes_per_s(size) / 1e6:.0f}, of which "
+        f"{MOST_DISK:.0%} may be used (a round of snapshots in "
+        f"{disk.round_seconds:.0f} s)",
+        changes,
+    )
+
+
+def _sizes(terms: Terms) -> Iterator[dict[str, Any]]:
+    """Propose larger disks, each by a tenth. They are faster, too."""
+    size = terms.config.launch.coordinator_disk_gb
+    while size < MOST_DISK_GB:
+        size = min(MOST_DISK_GB, math.ceil(size * 1.1 / 100) * 100)
+        yield {"launch.coordinator_disk_gb": size}
+
+
+def _restart(terms: Terms, needs: Needs) -> Check:
+    has = terms.config.placement.outage_budget_s
+
+    def changes() -> Iterator[dict[str, Any]]:
+        yield {"placement.outage_budget_s": float(math.ceil(needs.restart_seconds))}
+
+    return Check(
+        "restart",
+        needs.restart_seconds,
+        has,
+        f"a restart of the coordinator takes {needs.restart_seconds:.0f} s and islands "
+        f"have data for {has:g} (placement.outage_budget_s)",
+        changes,
+    )
+
+
+def _places(terms: Terms) -> Check:
+    """Count the coordinator's threads: one per host and channel, each way."""
+    channels, hosts = terms.config.placement.bulk_channels, sum(terms.hosts.values())
+    needed = 2 * channels * hosts + 2 * len(terms.hosts)
+
+    def changes() -> Iterator[dict[str, Any]]:
+        most = (MOST_THREADS - 2 * len(terms.hosts)) // (2 * hosts)
+        if most >= 1:
+            yield {"placement.bulk_channels": most}
+
+    return Check(
+        "places",
+        needed,
+        MOST_THREADS,
+        f"{hosts} hosts with placement.bulk_channels = {channels} may need {needed} "
+        f"threads at the coordinator, and a service has {MOST_THREADS}",
+        changes,
+    )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)

@@ -1,0 +1,56 @@
+"""Price of a run's machines, from prices that the user gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from diloco_jax.config import Config
+from diloco_jax.errors import ConfigError
+from diloco_jax.launch.fleet import GENERATIONS
+from diloco_jax.launch.order import slice_of
+
+COORDINATOR = "coordinator"
+
+
+def parse_prices(text: str) -> dict[str, float]:
+    """Read "v5p=4.2,coordinator=3.1"; empty for an empty text. Raises ConfigError."""
+    prices: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        known = (*GENERATIONS, COORDINATOR)
+        try:
+            price = float(value)
+        except ValueError:
+            price = math.nan
+        if name not in known or not 0 <= price < math.inf:
+            raise ConfigError(
+                f"price = {text!r}: {part!r} is not NAME=NUMBER with a name of "
+                f"{', '.join(known)} and a number of at least 0"
+            )
+        prices[name] = price
+    return prices
+
+
+def require_prices(config: Config, prices: Mapping[str, float]) -> None:
+    """Raise ConfigError if a price is missing."""
+    needed = {COORDINATOR} | {
+        slice_of(n, i).generation.name for n, i in config.islands.items()
+    }
+    if missing := sorted(needed - set(prices)):
+        raise ConfigError(
+            f"price has {', '.join(prices)} and lacks {', '.join(missing)}; add "
+            f"{missing[0]}=NUMBER"
+        )
+
+
+def price_per_hour(config: Config, prices: Mapping[str, float]) -> float:
+    """Sum the hourly prices of all chips and of the coordinator's machine.
+
+    prices: per chip by generation, and per machine for "coordinator".
+    """
+    chips = 0.0
+    for name, island in config.islands.items():
+        found = slice_of(name, island)
+        chips += found.chips * prices[found.generation.name]
+    return chips + prices[COORDINATOR]

@@ -1,0 +1,208 @@
+"""What would not run is refused, with a change that the same arithmetic accepts."""
+
+import dataclasses
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+
+from diloco_jax import cli
+from diloco_jax.config import ConfigError
+from diloco_jax.config.loading import load_config
+from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.launch.order import slice_of
+from diloco_jax.planning import checks
+from diloco_jax.planning.checks import Terms, changed, needs_of, refusals
+from diloco_jax.planning.machines import disk_bytes_per_s, machine_of
+from diloco_jax.planning.price import parse_prices, price_per_hour
+from diloco_jax.planning.report import fragments_of
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def terms_of(name, link=5.0):
+    config = resolve_outer(load_config(CONFIGS / f"{name}.py"))
+    return Terms(
+        config=config,
+        fragments=fragments_of(config),
+        hosts={n: slice_of(n, i).hosts for n, i in config.islands.items()},
+        step_seconds=dict.fromkeys(config.islands, 0.95),
+        link_gbit_per_s=link,
+    )
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    return terms_of("mixed_12b")
+
+
+@pytest.mark.parametrize("link", [2.0, 5.0])
+@pytest.mark.parametrize("name", ["mixed_12b", "four_regions"])
+def test_the_reference_cases_pass_every_check(name, link):
+    assert refusals(terms_of(name, link)) == []
+
+
+@pytest.mark.parametrize(
+    ("check", "change", "link", "said"),
+    [
+        ("link", {}, 0.9, "must carry 1.05 Gbit/s on average and has 0.9"),
+        ("join", {"placement.time_budget_s": 10.0}, 5.0, "kept for it for 60 s"),
+        (
+            "memory",
+            {"launch.coordinator_machine": "n2-highmem-16"},
+            5.0,
+            "n2-highmem-16 has 137",
+        ),
+        (
+            "cores",
+            {"launch.coordinator_machine": "n2-highmem-2"},
+            5.0,
+            "needs 3 cores and n2-highmem-2 has 2",
+        ),
+        ("disk bytes", {"launch.coordinator_disk_gb": 300}, 5.0, "a disk of 300 GB"),
+        (
+            "disk speed",
+            {"launch.coordinator_disk_gb": 100, "sync.steps_per_cycle": 64},
+            5.0,
+            "to a disk of 100 GB, which takes 168",
+        ),
+        ("restart", {"placement.outage_budget_s": 60.0}, 5.0, "have data for 60"),
+        ("places", {"placement.bulk_channels": 64}, 5.0, "a service has 4915"),
+    ],
+)
+def test_each_check_refuses_and_its_change_helps(mixed, check, change, link, said):
+    terms = changed(dataclasses.replace(mixed, link_gbit_per_s=link), change)
+    found = {refusal.check: refusal for refusal in refusals(terms)}
+    assert said in found[check].text
+    assert found[check].change
+    after = {r.check for r in refusals(changed(terms, found[check].change))}
+    assert check not in after
+    assert after < set(found)
+
+
+def test_a_change_that_breaks_another_check_is_not_proposed(mixed):
+    """Longer rounds would do for the disk, but a restart would outlast the leases."""
+    heavy = changed(
+        dataclasses.replace(mixed, link_gbit_per_s=50.0),
+        {"sync.steps_per_cycle": 20, "launch.coordinator_disk_gb": 2500},
+    )
+    just = math.ceil(needs_of(heavy).restart_seconds)
+    terms = changed(heavy, {"placement.outage_budget_s": float(just)})
+    (found,) = refusals(terms)
+    assert found.check == "disk speed"
+    assert set(found.change) == {"launch.coordinator_disk_gb"}
+    longer = changed(terms, {"placement.snapshot_every_s": 2000.0})
+    assert "restart" in {r.check for r in refusals(longer)}
+
+
+def test_following_every_change_ends_in_a_run():
+    """From the settings that a first config has."""
+    terms = changed(
+        terms_of("mixed_12b", link=1.0),
+        {
+            "placement.snapshot_every_s": 30.0,
+            "placement.outage_budget_s": 60.0,
+            "placement.time_budget_s": 10.0,
+            "launch.coordinator_machine": "n2-highmem-16",
+            "launch.coordinator_disk_gb": 500,
+        },
+    )
+    for _ in range(12):
+        found = refusals(terms)
+        if not found:
+            return
+        terms = changed(terms, next(r.change for r in found if r.change))
+    pytest.fail(f"still refused: {[r.text for r in found]}")
+
+
+def test_a_change_is_the_smallest_one(mixed):
+    slow = changed(
+        dataclasses.replace(mixed, link_gbit_per_s=0.9),
+        {"placement.time_budget_s": 120.0},
+    )
+    (found,) = refusals(slow)
+    cycle = found.change["sync.steps_per_cycle"]
+    less = changed(slow, {"sync.steps_per_cycle": cycle - 1})
+    assert [r.check for r in refusals(less)] == ["link"]
+
+
+def test_hosts_and_copies_do_not_multiply_what_crosses_a_link(mixed):
+    more = dataclasses.replace(mixed, hosts=dict.fromkeys(mixed.hosts, 512))
+    assert needs_of(more).networks == needs_of(mixed).networks
+
+
+def test_an_uneven_fragment_sets_the_peak(mixed):
+    sizes = mixed.fragments.sizes
+    rates = needs_of(mixed).networks["v5p"].down
+    uneven = max(sizes) / (sum(sizes) / len(sizes))
+    even = 96 / 48 / (4 / 2)  # Mean fragments in half of tau, over the mean rate.
+    assert rates.peak / rates.mean == pytest.approx(uneven * even, rel=0.01)
+
+
+def test_snapshots_in_a_bucket_leave_the_disk(mixed):
+    there = changed(mixed, {"placement.checkpoints": "gs://bucket/run"})
+    here, away = (needs_of(t).coordinator.disk for t in (mixed, there))
+    assert away.bytes == away.log + away.deltas < here.bytes - here.snapshots
+    assert away.bytes_per_s == away.log_bytes_per_s < here.bytes_per_s
+
+
+def test_memory_is_the_state_and_little_more(mixed):
+    """Three copies in f32, four publishes of int8, and fragments under way."""
+    plan = needs_of(mixed).coordinator
+    params = 4 * mixed.fragments.total
+    fixed = plan.merge_buffer + plan.joins + plan.process + plan.merge_state
+    assert 4.0 * params < plan.memory - fixed < 5.5 * params
+
+
+def test_unknown_machines_are_refused_with_the_known_ones():
+    assert disk_bytes_per_s(10**6) == 1200e6
+    with pytest.raises(ConfigError, match=r"'n9-huge'.*n2-highmem-48"):
+        machine_of("n9-huge")
+
+
+def test_a_price_is_the_users(mixed):
+    prices = parse_prices("v5p=4.5,v6e=2.5,coordinator=3")
+    assert price_per_hour(mixed.config, prices) == 64 * 4.5 + 256 * 2.5 + 3
+
+
+@pytest.mark.parametrize("text", ["v9=1", "v5p", "v5p=-1", "v5p=nan"])
+def test_a_price_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match="NAME=NUMBER"):
+        parse_prices(text)
+
+
+# ---- without a compiler ----------------------------------------------------------
+
+
+def test_arithmetic_needs_no_libtpu_and_says_what_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    path = str(CONFIGS / "four_regions.py")
+    prices = ("--price", "v5p=4,v6e=2,coordinator=3")
+    assert cli.main(["plan", path, "--arithmetic", *prices]) == 0
+    shown = capsys.readouterr().err
+    assert "arithmetic, nothing compiled, HBM not checked" in shown
+    assert "price per hour: 1,539.00" in shown
+
+
+def test_what_arithmetic_refuses_ends_with_2(capsys):
+    path = str(CONFIGS / "four_regions.py")
+    assert cli.main(["plan", path, "--arithmetic", "--link-gbit-per-s", "0.5"]) == 2
+    assert "REFUSED: islands." in capsys.readouterr().err
+
+
+def test_a_missing_price_is_named(capsys):
+    path = str(CONFIGS / "four_regions.py")
+    assert cli.main(["plan", path, "--arithmetic", "--price", "v5p=4"]) == 2
+    assert "lacks coordinator, v6e" in capsys.readouterr().err
+
+
+def test_a_trillion_parameters_are_too_many_for_one_coordinator():
+    """The checks of memory and threads know no single change."""
+    terms = terms_of("paper_1t")
+    long = dict.fromkeys(terms.hosts, 150.0)
+    terms = dataclasses.replace(terms, step_seconds=long)
+    found = {refusal.check: refusal for refusal in refusals(terms)}
+    assert found["memory"].change == found["places"].change == {}
+    assert "link" not in found
+    assert checks.MOST_THREADS < 2 * 4 * 64 * 512
