@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from diloco_jax.config import ConfigError, RunConfig
-from diloco_jax.core.fragments import FragmentPlan, plan_fragments
+from diloco_jax.core.fragments import FragmentPlan, Piece, plan_fragments
+from diloco_jax.core.merge import RULES
+from diloco_jax.core.merge.merging import may_cut
 from diloco_jax.models.model import Model
 
 
@@ -20,12 +22,17 @@ def other_model(here: str, there: str) -> list[str]:
 
 
 def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
-    """Build the plan from shapes alone; raise ConfigError if the run asks for more
-    fragments than there can be."""
+    """Build the plan from shapes and the merge rule alone; raise ConfigError if the run
+    asks for more fragments than there can be."""
     sync = run.sync
+    rule = RULES.find(sync.merge)
+
+    def cuts(piece: Piece) -> bool:
+        return may_cut(piece, rule)
+
     try:
         return plan_fragments(
-            model.shapes(), model.axes, sync.fragments, sync.fragment_by
+            model.shapes(), model.axes, sync.fragments, sync.fragment_by, cuts
         )
     except ValueError as error:
         raise ConfigError(

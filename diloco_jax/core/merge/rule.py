@@ -30,6 +30,9 @@ class Described(Protocol):
     """The facts that every rule states about itself."""
 
     needs: Literal["sum", "fold", "elementwise", "whole"]
+    by_element: bool = False
+    """True if an element of the merged delta depends on that element of the deltas
+    alone: a large tensor is then merged in bands, as all `Elementwise` rules do."""
     keeps_length: bool = False
     """True if a merged delta is as long as the deltas, however little they agree; the
     presets of the outer optimizer depend on it."""
