@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,10 +33,13 @@ WAYS = ("size", "layer", "tensor")
 LAYERS = "layers"
 VOCAB = "vocab"
 
-BANDS_PER_FRAGMENT = 3
-"""Bands of one tensor that would fill a fragment, or up to twice as many: they are
-small enough to even fragments out, and no smaller, since meshes of many devices cut
-small pieces inside their tiles."""
+EVEN = 1.15
+"""Size of the largest fragment over the mean, up to which fragments count as even."""
+CUTS = ((1, 3), (3, 6))
+"""(a, b): tensors above 1 / a of the mean size of a fragment are cut into bands of up
+to 1 / b of it. The second one is for fragments that the first leaves uneven: meshes of
+many devices cut small pieces inside their tiles, so bands are no smaller than needed.
+"""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -122,7 +125,8 @@ def plan_fragments(
     far (ties: the lowest index; equally large pieces: by path and layer). So equal
     layers go to the fragments in turn, the strided pattern of Streaming DiLoCo (arXiv
     2501.18512), and even out the larger tensors outside the layers. By size, a tensor
-    or layer above the mean size of a fragment is cut into bands where it may be.
+    or layer above the mean size of a fragment is cut into bands where it may be. If the
+    fragments are then uneven, smaller tensors are cut as well, into smaller bands.
 
     Args:
       shapes: nested dict; leaves are tuples of ints or have a `.shape`.
@@ -141,38 +145,9 @@ def plan_fragments(
         match; two pieces have one name; `by` is unknown.
     """
     whole = list(_pieces(shapes, axes, ()))
-
-    def dealt(count: int) -> dict[Hashable, list[Piece]]:
-        pieces = _in_bands(whole, count, may_cut) if by == "size" else whole
-        units: dict[Hashable, list[Piece]] = {}
-        for piece in sorted(pieces):
-            units.setdefault(_kept_with(piece, by), []).append(piece)
-        return units
-
-    units = dealt(most := max(num_fragments, 1))
-    while len(units) < most:  # Fewer fragments are larger, and have fewer bands.
-        units = dealt(most := len(units))
-    pieces = [piece for unit in units.values() for piece in unit]
-    if not 1 <= num_fragments <= most:
-        raise ValueError(
-            f"fragments = {num_fragments}, but by {by} the parameters make at most "
-            f"{most} fragments of {len(pieces)} pieces (tensors, stacked ones "
-            f"counted by layer); choose fragments between 1 and {most}"
-            f"{'' if by == 'size' else ', or deal them out by size'}"
-        )
-    names = {piece.name for piece in pieces}
-    if len(names) < len(pieces):
-        raise ValueError(
-            f"{len(pieces)} pieces have only {len(names)} names; rename the "
-            f"parameters whose keys contain '/' or look like a layer index or a band"
-        )
-    fragments: list[list[Piece]] = [[] for _ in range(num_fragments)]
-    sizes = [0] * num_fragments
-    for together in sorted(units.values(), key=lambda own: (-_size(own), own)):
-        emptiest = sizes.index(min(sizes))
-        fragments[emptiest] += together
-        sizes[emptiest] += _size(together)
-    return FragmentPlan(tuple(tuple(sorted(fragment)) for fragment in fragments))
+    plans = [_deal(whole, num_fragments, by, may_cut, cut) for cut in CUTS]
+    even = EVEN * plans[0].total / num_fragments
+    return min(plans, key=lambda plan: max(even, *plan.sizes))  # The first of equals.
 
 
 def get_piece(params: Mapping[str, Any], piece: Piece) -> Any:
@@ -246,6 +221,49 @@ def digest_arrays(arrays: Iterable[Any]) -> str:
     return sha.hexdigest()
 
 
+def _deal(
+    whole: Sequence[Piece],
+    num_fragments: int,
+    by: str,
+    may_cut: Callable[[Piece], bool],
+    cut: tuple[int, int],
+) -> FragmentPlan:
+    """Deal out the pieces. cut: one of `CUTS`."""
+
+    def units_for(count: int) -> dict[Hashable, list[Piece]]:
+        above, limit = (_size(whole) / count / part for part in cut)
+        pieces = _in_bands(whole, above, limit, may_cut) if by == "size" else whole
+        units: dict[Hashable, list[Piece]] = {}
+        for piece in sorted(pieces):
+            units.setdefault(_kept_with(piece, by), []).append(piece)
+        return units
+
+    units = units_for(most := max(num_fragments, 1))
+    while len(units) < most:  # Fewer fragments are larger, and have fewer bands.
+        units = units_for(most := len(units))
+    pieces = [piece for unit in units.values() for piece in unit]
+    if not 1 <= num_fragments <= most:
+        raise ValueError(
+            f"fragments = {num_fragments}, but by {by} the parameters make at most "
+            f"{most} fragments of {len(pieces)} pieces (tensors, stacked ones "
+            f"counted by layer); choose fragments between 1 and {most}"
+            f"{'' if by == 'size' else ', or deal them out by size'}"
+        )
+    names = {piece.name for piece in pieces}
+    if len(names) < len(pieces):
+        raise ValueError(
+            f"{len(pieces)} pieces have only {len(names)} names; rename the "
+            f"parameters whose keys contain '/' or look like a layer index or a band"
+        )
+    fragments: list[list[Piece]] = [[] for _ in range(num_fragments)]
+    sizes = [0] * num_fragments
+    for together in sorted(units.values(), key=lambda own: (-_size(own), own)):
+        emptiest = sizes.index(min(sizes))
+        fragments[emptiest] += together
+        sizes[emptiest] += _size(together)
+    return FragmentPlan(tuple(tuple(sorted(pieces)) for pieces in fragments))
+
+
 def _kept_with(piece: Piece, by: str) -> Hashable:
     """Return a key that is equal for pieces that must share a fragment."""
     match by:
@@ -260,16 +278,14 @@ def _kept_with(piece: Piece, by: str) -> Hashable:
 
 
 def _in_bands(
-    whole: Iterable[Piece], fragments: int, may_cut: Callable[[Piece], bool]
+    whole: Sequence[Piece], above: float, limit: float, may_cut: Callable[[Piece], bool]
 ) -> Iterator[Piece]:
-    """Yield the pieces, and the bands of those above the mean size of a fragment."""
-    whole = list(whole)
-    mean = _size(whole) / fragments
+    """Yield the pieces, and of those `above` a size their bands of a limited one."""
     for piece in whole:
-        if piece.size <= mean or not may_cut(piece):
+        if piece.size <= above or not may_cut(piece):
             yield piece
             continue
-        bands = Bands.of(piece.shape, mean / BANDS_PER_FRAGMENT)
+        bands = Bands.of(piece.shape, limit)
         for band, shape in enumerate(bands.shapes(piece.shape)):
             yield dataclasses.replace(piece, band=band, bands=bands, shape=shape)
 
