@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_jax.config import RunConfig, SyncConfig
+from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
 from diloco_jax.config.loading import load_config
 from diloco_jax.core.fragments import EVEN
 from diloco_jax.models.build import build
@@ -44,6 +44,21 @@ def test_only_embeddings_are_cut_by_the_default_rule(name, fragments, models):
     plan = plan_of(models, name, fragments)
     assert unevenness(plan) <= 1.03
     assert {piece.path for piece in plan.pieces if piece.bands} == {("embedding",)}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_cut"), [("nesterov", True), ("sgd", True), ("lamb", False)]
+)
+def test_an_outer_optimizer_that_sees_whole_tensors_keeps_them_whole(
+    optimizer, is_cut, models
+):
+    """LAMB scales a tensor's step by the lengths of tensor and step."""
+    outer = OuterConfig(optimizer=optimizer, learning_rate=1.0, momentum=0.5)
+    sync = SyncConfig(fragments=48, steps_per_cycle=96)
+    run = RunConfig(model=preset("1b"), sync=sync, outer=outer)
+    plan = build_plan(run, models["1b"])
+    assert any(piece.bands for piece in plan.pieces) == is_cut
+    assert (unevenness(plan) > EVEN) != is_cut
 
 
 @pytest.mark.parametrize("name", ["mixed_12b", "four_regions", "paper_1t"])

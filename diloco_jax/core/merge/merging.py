@@ -211,8 +211,7 @@ def rule_for(piece: Piece, rule: MergeRule, *, final: bool = False) -> MergeRule
 
 def may_cut(piece: Piece, rule: MergeRule) -> bool:
     """Tell whether the bands of a piece are merged as the whole piece would be."""
-    own = rule_for(piece, rule)
-    return own.needs == "elementwise" or own.by_element
+    return rule_for(piece, rule).by_element
 
 
 def start(rule: MergeRule, shape: Shape) -> State:
