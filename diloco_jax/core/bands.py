@@ -6,8 +6,8 @@ rows of each:
     rows of the axis, two stripes:   0 0 1 1 2 2 | 0 0 1 1 2 2   (band of each row)
 
 So a mesh axis that cuts the tensor cuts every band alike, wherever it does so between
-stripes: each device holds a part of every band, and reads and writes it in place.
-Bands depend on the tensor and the size of a fragment alone, never on a mesh.
+stripes: each device holds a part of every band. Bands depend on the tensor and the size
+of a fragment alone, never on a mesh (docs/design/pieces.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from diloco_jax.core.tiles import ArrayLike
 MOST_STRIPES = 256
 ALIGNED = (8, 128)
 """Rows of an axis that a TPU keeps together: of the last axis 128, of others 8. Stripes
-and bands end there where they can, so that striping a tensor moves nothing."""
+and bands end there where they can."""
 
 
 @dataclasses.dataclass(frozen=True, order=True, kw_only=True)
