@@ -21,7 +21,7 @@ from diloco_jax.planning.checks import Needs, Shortfall, Terms, needs_of, refusa
 from diloco_jax.planning.chips import chip_of
 from diloco_jax.planning.flops import analytic_flops
 from diloco_jax.planning.price import price_per_hour
-from diloco_jax.planning.rates import Rates
+from diloco_jax.planning.rates import MachineRates
 
 RECOMPUTED = 4 / 3
 """Executed FLOPs over those of the model, where a layer is computed again."""
@@ -40,7 +40,7 @@ class ArithmeticPlan:
     step_seconds: dict[str, float]
     needs: Needs
     refusals: list[Shortfall]
-    rates: Rates
+    rates: MachineRates
     price_per_hour: dict[str, float] | None
 
     def as_json(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def plan_by_arithmetic(
     fragments: FragmentPlan,
     link_gbit_per_s: float,
     prices: Mapping[str, float],
-    rates: Rates,
+    rates: MachineRates,
 ) -> ArithmeticPlan:
     """Plan the run from formulas. Raises ConfigError."""
     steps, hosts = {}, {}

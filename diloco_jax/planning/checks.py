@@ -25,7 +25,7 @@ from diloco_jax.planning.machines import (
     smallest_machine,
 )
 from diloco_jax.planning.network import IslandNetwork, island_network
-from diloco_jax.planning.rates import CONSTANTS, DiskRates, Rates
+from diloco_jax.planning.rates import CONSTANTS, DiskRates, MachineRates
 from diloco_jax.protocol.coordinator import schedule
 
 MOST_MEMORY = 0.95
@@ -51,7 +51,7 @@ class Terms:
     hosts: Mapping[str, int]
     step_seconds: Mapping[str, float]
     link_gbit_per_s: float
-    rates: Rates = CONSTANTS
+    rates: MachineRates = CONSTANTS
 
     @property
     def disk(self) -> DiskRates:

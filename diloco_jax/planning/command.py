@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -29,7 +30,7 @@ from diloco_jax.planning.processes import (
     compile_islands,
     require_libtpu,
 )
-from diloco_jax.planning.rates import CONSTANTS, Rates, read_rates, write_rates
+from diloco_jax.planning.rates import CONSTANTS, MachineRates, read_rates, write_rates
 
 if TYPE_CHECKING:
     from diloco_jax.core.fragments import FragmentPlan
@@ -62,17 +63,21 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
 
     # TPUs of this machine play no part.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
-    fragments = fragments_of(config)
+    began = time.monotonic()
     console = Console(stderr=True, markup=False)
+    with console.status("cutting the model into fragments"):
+        fragments = fragments_of(config)
     rates = _rates(config, options, console)
     if options.arithmetic:
-        guess = plan_by_arithmetic(
-            path, config, fragments, options.link_gbit_per_s, prices, rates
-        )
+        with console.status("checking links and coordinator"):
+            guess = plan_by_arithmetic(
+                path, config, fragments, options.link_gbit_per_s, prices, rates
+            )
         if options.json:
             print(json.dumps(guess.as_json()))
         else:
             render_arithmetic(guess, console)
+            _took(began, console)
         return EXIT_DONE if guess.fits else EXIT_CONFIG
     try:
         plan = _plan(path, config, options, fragments, prices, rates, console)
@@ -83,10 +88,16 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
         print(json.dumps(plan.as_json()))
     else:
         render(plan, console)
+        _took(began, console)
     return EXIT_DONE if plan.fits else EXIT_CONFIG
 
 
-def _rates(config: Config, options: PlanOptions, console: Console) -> Rates:
+def _took(began: float, console: Console) -> None:
+    seconds = time.monotonic() - began
+    console.print(f"(this plan took {seconds:.0f} s)", highlight=False, style="dim")
+
+
+def _rates(config: Config, options: PlanOptions, console: Console) -> MachineRates:
     """Measure, read or know the rates of the coordinator's machine."""
     if not options.measure:
         return read_rates(options.machine) if options.machine else CONSTANTS
@@ -112,7 +123,7 @@ def _plan(
     options: PlanOptions,
     fragments: FragmentPlan,
     prices: Mapping[str, float],
-    rates: Rates,
+    rates: MachineRates,
     console: Console,
 ) -> Plan:
     """Compile, plan, and try what may be better."""
@@ -142,7 +153,10 @@ def _plan(
             made: Any = compile_islands(config, report, names)
             return msgspec.convert(made, dict[str, IslandPlan])
 
-        plan = plan_of(config, compiled_of(config))
+        compiled = compiled_of(config)
+        for name in config.islands:
+            report(name, "simulating the run", 1.0)
+        plan = plan_of(config, compiled)
         return plan.with_advice(
             advise(
                 config,

@@ -25,7 +25,7 @@ from diloco_jax.core.merge import RULES, measures, merging
 from diloco_jax.core.outer.optimizer import OuterSettings, make_outer
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.paths import is_bucket
-from diloco_jax.planning.rates import CONSTANTS, Rates
+from diloco_jax.planning.rates import CONSTANTS, MachineRates
 
 SNAPSHOT_COPIES = 1
 """Fragments that a snapshot holds while merges replace them."""
@@ -123,7 +123,7 @@ def plan_coordinator(
     cycle_seconds: float,
     cores: int,
     disk_bytes_per_s: float,
-    rates: Rates = CONSTANTS,
+    rates: MachineRates = CONSTANTS,
 ) -> CoordinatorPlan:
     """Estimate the coordinator's memory, cores and disk.
 

@@ -31,7 +31,7 @@ from diloco_jax.core.codecs import CODECS
 from diloco_jax.machine import cores
 from diloco_jax.planning import wire_rate
 from diloco_jax.planning.merge_rate import ELEMENTS, time_merges
-from diloco_jax.planning.rates import DiskRates, Rates
+from diloco_jax.planning.rates import DiskRates, MachineRates
 from diloco_jax.planning.workers import Progress, Workers, last_lines, tell
 
 WORKER = "diloco_jax.planning.measuring"
@@ -48,7 +48,7 @@ Report = Callable[[str, int, int], None]
 """Callback (current work, parts done, parts in all)."""
 
 
-def measure(config: Config, folder: str, progress: Progress) -> Rates:
+def measure(config: Config, folder: str, progress: Progress) -> MachineRates:
     """Measure in a process of its own. folder: one on the disk of the workdir.
 
     Raises ConfigError, also if the measurement fails.
@@ -70,10 +70,10 @@ def measure(config: Config, folder: str, progress: Progress) -> Rates:
                 f"measuring this machine ended with code {code} and no result; plan "
                 f"without --measure for the constants; it said:\n{last_lines(log)}"
             )
-    return msgspec.convert(result, Rates)
+    return msgspec.convert(result, MachineRates)
 
 
-def measure_here(run: RunConfig, folder: Path, report: Report) -> Rates:
+def measure_here(run: RunConfig, folder: Path, report: Report) -> MachineRates:
     """Measure in this process. run: with a resolved outer optimizer."""
     codecs = list(CODECS.table)
     parts = len(codecs) + 2
@@ -93,7 +93,7 @@ def measure_here(run: RunConfig, folder: Path, report: Report) -> Rates:
     report("disk", len(codecs) + 1, parts)
     disk = disk_rates(folder)
     whence = f"measured: `diloco plan --measure`, {_machine()}"
-    return Rates(
+    return MachineRates(
         merge_core_seconds=merging,
         delta_core_seconds=per_delta,
         upload_core_seconds=up,

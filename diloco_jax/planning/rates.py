@@ -22,7 +22,9 @@ class DiskRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     read_bytes_per_s: float
 
 
-class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MachineRates(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """Work that a core does, and the rates of disk and memory."""
 
     merge_core_seconds: dict[str, float]
@@ -80,7 +82,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return lines
 
 
-CONSTANTS = Rates(
+CONSTANTS = MachineRates(
     merge_core_seconds={"f32": 4.5, "int8": 5.7},
     delta_core_seconds={"f32": 0.9, "int8": 0.44},
     upload_core_seconds=1.62,
@@ -98,10 +100,10 @@ CONSTANTS = Rates(
 coordinator's end in docs/results/wire.md."""
 
 
-def read_rates(path: str) -> Rates:
+def read_rates(path: str) -> MachineRates:
     """Read a file that `write_rates` wrote. Raises ConfigError."""
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Rates)
+        return msgspec.json.decode(Path(path).read_bytes(), type=MachineRates)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
             f"machine = {path!r}: it cannot be read ({error}); write it with `diloco "
@@ -109,7 +111,7 @@ def read_rates(path: str) -> Rates:
         ) from error
 
 
-def write_rates(rates: Rates, path: str) -> None:
+def write_rates(rates: MachineRates, path: str) -> None:
     """Write the rates of this machine, readable for people."""
     files.write_json(msgspec.to_builtins(rates), path)
 

@@ -18,7 +18,7 @@ from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.goodput import SimulatedIsland, expected_goodput
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.price import price_per_hour
-from diloco_jax.planning.rates import CONSTANTS, Rates
+from diloco_jax.planning.rates import CONSTANTS, MachineRates
 from diloco_jax.planning.results import Advice, PlannedIsland, RunPlan
 
 SECONDS_PER_DAY = 86400
@@ -58,7 +58,7 @@ def plan_run(
     assumptions: Assumptions,
     versions: dict[str, str],
     prices: Mapping[str, float] | None = None,
-    rates: Rates = CONSTANTS,
+    rates: MachineRates = CONSTANTS,
 ) -> Plan:
     """Plan the run from its compiled islands, without advice. Raises ConfigError.
 

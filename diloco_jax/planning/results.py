@@ -10,7 +10,7 @@ from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.coordinator import CoordinatorPlan
 from diloco_jax.planning.goodput import ExpectedGoodput
 from diloco_jax.planning.network import IslandNetwork
-from diloco_jax.planning.rates import Rates
+from diloco_jax.planning.rates import MachineRates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class RunPlan:
     restart_seconds: float
     """Seconds from the death of the coordinator's process to its service."""
     refusals: list[Shortfall]
-    rates: Rates
+    rates: MachineRates
     price_per_hour: dict[str, float] | None
     """Its parts, by the prices of `--price`; None without them."""
 

@@ -85,7 +85,7 @@ def _size(octets: float | None) -> str:
         if octets < 1000:
             return f"{octets:.3g} {unit}"
         octets /= 1000
-    return f"{octets:.2f} GB"
+    return f"{octets:.2f} GB" if octets < 10_000 else f"{octets / 1000:.1f} TB"
 
 
 def _flops(count: float | None) -> str:
