@@ -14,6 +14,7 @@ from diloco_jax.planning import remedies
 from diloco_jax.planning.changes import Change, changed, shown
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.goodput import LATENCY_S
+from diloco_jax.planning.processes import PlanError
 from diloco_jax.planning.report import Plan
 from diloco_jax.planning.results import Advice
 
@@ -25,7 +26,7 @@ GB = 1e9
 Replan = Callable[[Config, Mapping[str, IslandPlan]], Plan]
 """Make the plan of a config from its compiled islands, without advice."""
 Compile = Callable[[Config, str], IslandPlan]
-"""Compile one island of a config. Raises ConfigError if its compiler does not end."""
+"""Compile one island of a config. Raises ConfigError or PlanError if that fails."""
 
 
 def advise(
@@ -56,7 +57,7 @@ class _Adviser:
 
     def to_fit(self, name: str) -> Advice:
         """Change what takes HBM, one field after the other, until the island fits. A
-        change that does not help is not kept."""
+        change that does not help is not kept, nor one that the last makes needless."""
         config, best = self._config, self._compiled[name]
         lacks = f"islands.{name} lacks {best.hbm.missing / GB:.2f} GB of HBM per chip"
         kept: dict[str, object] = {}
@@ -65,14 +66,21 @@ class _Adviser:
             if not wanted:
                 continue
             change = {f"islands.{name}.{field}": v for field, v in wanted.items()}
-            found = self._try_compile(changed(config, change), name)
-            if found is None or not (
-                found.fits or found.hbm.missing < best.hbm.missing
+            then = changed(config, change)
+            found = self._try_compile(then, name)
+            if found is None or found.hbm.missing >= best.hbm.missing:
+                continue
+            if found.fits and self._refuses_more(
+                self._replan(then, {**self._compiled, name: found})
             ):
                 continue
-            config, best = changed(config, change), found
+            config, best = then, found
             kept |= change
             if best.fits:
+                if len(kept) > len(change):
+                    alone = self._try_compile(changed(self._config, change), name)
+                    if alone is not None and alone.fits:
+                        best, kept = alone, change
                 used = best.hbm.used / best.hbm.available
                 return Advice(
                     text=f"{lacks}: set {shown(kept)}; compiled so, it fits and uses "
@@ -217,18 +225,22 @@ class _Adviser:
                 fits = not hbm.missing
                 compiled[name] = dataclasses.replace(compiled[name], hbm=hbm, fits=fits)
         plan = self._replan(config, compiled)
-        refused = {refusal.check for refusal in self._plan.run.refusals}
         worse = (
             any(not island.compiled.fits for island in plan.islands.values())
-            or {refusal.check for refusal in plan.run.refusals} - refused
+            or self._refuses_more(plan)
             or plan.run.tokens_per_day < (1 - NOISE) * self._plan.run.tokens_per_day
         )
         return None if worse else plan
 
+    def _refuses_more(self, plan: Plan) -> bool:
+        """Tell whether a check refuses that did not."""
+        before = {refusal.check for refusal in self._plan.run.refusals}
+        return any(refusal.check not in before for refusal in plan.run.refusals)
+
     def _try_compile(self, config: Config, name: str) -> IslandPlan | None:
         try:
             return self._compile(config.validate(), name)
-        except ConfigError:
+        except (ConfigError, PlanError):
             return None
 
 

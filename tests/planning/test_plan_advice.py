@@ -126,7 +126,17 @@ UNFIT = [
         Compiler(state_gb=320.0, activations_gb=1.0),
         {"anchor_memory"},
     ),
-    ({"batch_size": 256}, Compiler(activations_gb=9.0), {"remat", "accumulation"}),
+    (
+        {"batch_size": 64},
+        Compiler(activations_gb=30.0, remat=0.5),
+        {"remat", "accumulation"},
+    ),
+    # Remat helps too, but what comes after it is enough alone.
+    (
+        {"batch_size": 32, "mesh_data": 2, "mesh_fsdp": 8},
+        Compiler(state_gb=200.0, activations_gb=1.5),
+        {"mesh_data", "mesh_fsdp"},
+    ),
     # Remat does not help here, so it is not kept.
     ({}, Compiler(activations_gb=9.0, remat=1.0), {"accumulation"}),
     ({}, Compiler(activations_gb=9.0, refuses=("full",)), {"accumulation"}),
@@ -142,6 +152,28 @@ def test_an_island_that_does_not_fit_fits_with_the_change(big, compiler, fields)
     assert set(change) == {f"islands.big.{field}" for field in fields}
     assert "compiled so, it fits and uses" in advice.text
     assert planned(changed(config, change), compiler).fits
+
+
+def test_what_fits_and_is_refused_otherwise_is_not_proposed():
+    """Half of the batch would fit, but then the link could not carry the mean."""
+    big = {"remat": "full", "batch_size": 64, "anchor_memory": "pinned_host"}
+    config, compiler = config_of(big), Compiler(activations_gb=45.0)
+    plan = planned(config, compiler)
+    _, (free,) = advised(config, compiler)
+    assert free.changes == ({"islands.big.accumulation": 2},)
+
+    def only_by_batch(config, name):
+        island = config.islands[name]
+        rounds = dataclasses.replace(island, accumulation=1)
+        without = changed(config, {f"islands.{name}.accumulation": 1})
+        assert rounds == without.islands[name]
+        return compiler(without, name)
+
+    _, (free,) = advised(config, only_by_batch)
+    assert free.changes == ({"islands.big.batch_size": 32},)
+    link = 1.2 * max(i.network.down.mean for i in plan.islands.values())
+    _, (tight,) = advised(config, only_by_batch, link)
+    assert tight.changes == ()
 
 
 def test_no_more_rounds_than_the_missing_bytes_ask_for():

@@ -126,7 +126,8 @@ from diloco_jax.models.presets import preset
 def config():
     model = dataclasses.replace(preset("tiny"), vocab_size=262_144)
     # Of each chip 128 sequences of 256 tokens: 34 GB of logits at once.
-    island = IslandConfig(topology="v6e:2x2", batch_size=512, mesh_fsdp=4, loss_chunk=0)
+    island = IslandConfig(topology="v6e:2x2", batch_size=512, mesh_fsdp=4, loss_chunk=0,
+                          remat="full")
     return Config(run=RunConfig(model=model, sequence_length=256,
                                 sync=SyncConfig(fragments=2)),
                   islands={"v6e": island})
