@@ -6,7 +6,7 @@ measures its rates. Each row of the tables names the page that it is from:
 - N2, C3: cloud.google.com/compute/docs/general-purpose-machines, tables "N2 standard",
   "N2 high-mem", "C3 highmem": vCPUs, memory, default egress bandwidth. Its "GB" is 2^30
   bytes (cloud.google.com/compute/vm-instance-pricing).
-- M3: cloud.google.com/solutions/sap/docs/certifications-sap-apps, updated 2026-04-09:
+- M3: docs.cloud.google.com/sap/docs/certifications-sap-apps, updated 2026-04-09:
   vCPUs, memory in GiB. It does not give the bandwidth.
 - DISK: github.com/GoogleCloudPlatform/gcpdiag at 9f84bc0, gcpdiag/runbook/gce/
   disk_performance_benchmark/{limits_per_gb,n-family,c-family,m-family}.json:

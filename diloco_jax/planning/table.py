@@ -133,7 +133,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
         lambda i: f"{i.compiled.roofline.waiting_seconds:.4g} s",
     ),
     (
-        "takes, adoptions, a cycle",
+        "  takes, adoptions, per cycle",
         lambda i: f"{i.exchange_seconds:.3g} s",
     ),
     ("bound by", lambda i: i.compiled.roofline.binding),

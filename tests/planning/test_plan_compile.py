@@ -218,3 +218,29 @@ for generation in GENERATIONS.values():
     )
     assert shown.returncode == 0, shown.stderr[-2000:]
     assert {"v6e:1x1", "v6e:2x4", "v5p:2x2x2"} <= set(shown.stdout.split())
+
+
+HOSTS = """
+from diloco_jax.config import *
+from diloco_jax.models.presets import preset
+def config():
+    island = IslandConfig(topology="v5p:2x2x2", batch_size=8, mesh_data=2, mesh_fsdp=4)
+    return Config(run=RunConfig(model=preset("tiny"), sequence_length=256,
+                                sync=SyncConfig(fragments=2)),
+                  islands={"v5p": island})
+"""
+
+
+def test_parts_that_hosts_fetch_are_put_in_place_within_the_cycle(tmp_path):
+    """Two hosts, each with a copy: each fetches a part, which all-gathers spread."""
+    (tmp_path / "hosts.py").write_text(HOSTS)
+    _, found = plan(tmp_path / "hosts.py")
+    island = found["islands"]["v5p"]
+    exchange = island["compiled"]["exchange"]
+    assert any("gather" in kind["collectives"] for kind in exchange)
+    seconds = sum(kind["pieces"] * kind["seconds"] for kind in exchange)
+    assert island["exchange_seconds"] == pytest.approx(seconds)
+    assert seconds > 0
+    step = island["compiled"]["roofline"]["step_seconds"]
+    share = seconds / found["run"]["cycle_seconds"]
+    assert island["step_seconds"] == pytest.approx(step / (1 - share), rel=1e-3)
