@@ -94,6 +94,12 @@ def run_command(arguments: Sequence[str]) -> int:
     arguments = with_config(arguments)
     path, config, options = _config_and_options("run", arguments, RunOptions())
     require_one_workdir(arguments, config.placement.workdir, options.resume)
+    if options.init and options.resume:
+        raise ConfigError(
+            f"--init {options.init} begins a run, --resume {options.resume} goes on "
+            f"with one; leave one of them out"
+        )
+    config = _started_from(config, options.init)
     from rich.console import Console
 
     from diloco_jax.cluster.run import run
@@ -112,18 +118,25 @@ def run_command(arguments: Sequence[str]) -> int:
 
 def coordinator_command(arguments: Sequence[str]) -> int:
     """Run `diloco coordinator CONFIG --workdir DIR --bind HOST:PORT`."""
-    from diloco_jax.coordinator.options import CoordinatorOptions
+    from diloco_jax.coordinator.options import (
+        DRAWN,
+        CoordinatorOptions,
+        with_source,
+    )
 
     _, config, options = _config_and_options(
-        "coordinator", arguments, CoordinatorOptions()
+        "coordinator", with_source(arguments), CoordinatorOptions()
     )
+    config = _started_from(config, options.init.removeprefix(DRAWN))
     workdir = _workdir(config)
     from diloco_jax.config.resolving import resolve
     from diloco_jax.coordinator.main import run
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
-    code: int = run(resolve(config), workdir, init=options.init, resume=options.resume)
+    code: int = run(
+        resolve(config), workdir, init=bool(options.init), resume=options.resume
+    )
     return code
 
 
@@ -182,6 +195,7 @@ def emulate_command(arguments: Sequence[str]) -> int:
 
     from diloco_jax.simulation.emulation.emulate import run
 
+    config = _started_from(config, options.init)
     summary = run(config, path, Console(stderr=True, markup=False), options)
     if options.json:
         print(json.dumps(summary))
@@ -230,6 +244,15 @@ def _config_and_options(
         launches=launches,
     )
     return path, config, parsed
+
+
+def _started_from(config: Config, source: str) -> Config:
+    """Return the config of a run that starts from these weights, if there are any."""
+    if not source:
+        return config
+    from diloco_jax.weights.first import started_from
+
+    return started_from(config, source).validate()
 
 
 def _workdir(config: Config) -> Path:
