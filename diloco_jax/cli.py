@@ -8,6 +8,7 @@ Nothing heavy is imported before a command needs it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -264,27 +265,6 @@ def _workdir(config: Config) -> Path:
 # ---- commands that take no config ------------------------------------------------
 
 
-def status_command(arguments: Sequence[str]) -> int:
-    """Run `diloco status HOST:PORT or WORKDIR [--json]`."""
-    from diloco_jax.cluster import status_command as command
-
-    return command.status_command(arguments)
-
-
-def eval_command(arguments: Sequence[str]) -> int:
-    """Run `diloco eval WORKDIR [--json]`."""
-    from diloco_jax import eval_command as command
-
-    return command.eval_command(arguments)
-
-
-def simulate_command(arguments: Sequence[str]) -> int:
-    """Run `diloco simulate KIND`."""
-    from diloco_jax.simulation import commands
-
-    return commands.simulate_command(arguments)
-
-
 def replay_command(arguments: Sequence[str]) -> int:
     """Run `diloco replay WORKDIR [--until MERGE] [--json]`."""
     from diloco_jax.island.environment import skip_absent_tpu
@@ -296,30 +276,26 @@ def replay_command(arguments: Sequence[str]) -> int:
     return replay_command.replay_command(arguments)
 
 
-def certs_command(arguments: Sequence[str]) -> int:
-    """Run `diloco certs DIR --hosts NAME... [--add]`."""
-    from diloco_jax.wire import certs_command
+def _of(module: str, function: str) -> Callable[[Sequence[str]], int]:
+    """Return a command whose module is imported when it runs."""
 
-    return certs_command.certs_command(arguments)
+    def command(arguments: Sequence[str]) -> int:
+        code: int = getattr(importlib.import_module(module), function)(arguments)
+        return code
 
-
-def manifest_command(arguments: Sequence[str]) -> int:
-    """Run `diloco manifest`."""
-    from diloco_jax.data import manifest_command
-
-    return manifest_command.manifest_command(arguments)
+    return command
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     "run": (
         run_command,
-        "CONFIG [--workdir DIR] [--resume WORKDIR] [--baseline] [options]",
+        "CONFIG [--workdir DIR] [--init hf:DIR] [--resume WORKDIR] [options]",
         "coordinator and all islands of CONFIG on this machine",
     ),
     "coordinator": (
         coordinator_command,
         "CONFIG --workdir DIR --bind HOST:PORT",
-        "the coordinator alone; --init begins a new run",
+        "the coordinator alone; --init [hf:DIR] begins a new run",
     ),
     "island": (
         island_command,
@@ -332,17 +308,27 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "all islands with real gradients in this process, in virtual time",
     ),
     "status": (
-        status_command,
+        _of("diloco_jax.cluster.status_command", "status_command"),
         "HOST:PORT or WORKDIR [--json]",
         "who is alive, who takes part, versions, tokens, goodput, bandwidth",
     ),
     "eval": (
-        eval_command,
+        _of("diloco_jax.eval_command", "eval_command"),
         "WORKDIR [--json]",
         "loss on the whole validation split",
     ),
+    "export": (
+        _of("diloco_jax.weights.export_command", "export_command"),
+        "WORKDIR DIR [--dtype bfloat16]",
+        "the parameters as safetensors and config.json, for other tools",
+    ),
+    "generate": (
+        _of("diloco_jax.weights.generate_command", "generate_command"),
+        "RUN_OR_EXPORT --prompt TEXT [--max-tokens N] [--temperature T] [--top-p P]",
+        "continues a text",
+    ),
     "simulate": (
-        simulate_command,
+        _of("diloco_jax.simulation.commands", "simulate_command"),
         "goodput|mix|scavenge|bandwidth|faults|calibrate [options] [--json]",
         "virtual time: what fleets would do",
     ),
@@ -362,12 +348,12 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "makes and starts what runs CONFIG on TPU slices",
     ),
     "manifest": (
-        manifest_command,
+        _of("diloco_jax.data.manifest_command", "manifest_command"),
         "PATH",
         "read files of tokens once, so that no start does",
     ),
     "certs": (
-        certs_command,
+        _of("diloco_jax.wire.certs_command", "certs_command"),
         "DIR --hosts NAME... [--add]",
         "certificates for mutual TLS",
     ),

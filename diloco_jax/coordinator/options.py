@@ -32,7 +32,7 @@ DRAWN = "drawn"
 def with_source(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with the value of an `--init` that has none."""
     spelled = []
-    for argument, follows in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for argument, follows in zip(arguments, [*arguments, "--"][1:], strict=True):
         spelled.append(argument)
         if argument == "--init" and follows.startswith("-"):
             spelled.append(DRAWN)

@@ -134,6 +134,7 @@ def generate(
             else "the prompt is empty; give at least one token"
         )
     decode, position = make_decode(config), 0
+    params = jax.tree.map(jnp.asarray, params)
     cache = Cache.empty(config, 1, len(prompt) + max_tokens, dtype)
     chance, tokens = np.random.default_rng(seed), list(prompt)
     for _ in range(max_tokens):
