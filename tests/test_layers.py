@@ -145,7 +145,7 @@ def declared(extra: str | None = None) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("diloco_jax", ("gcs",)),
+        ("diloco_jax", ("gcs", "text")),
         ("tests", ("test", "fixtures")),
         ("benchmarks", ("test",)),
     ],

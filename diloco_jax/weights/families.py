@@ -38,8 +38,8 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings":
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """A family: the switches that it always has, and its defaults in config.json."""
+class ModelFamily:
+    """A family of models: its fixed switches, and defaults of its config.json."""
 
     architecture: str
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -49,17 +49,17 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family(architecture="LlamaForCausalLM", fixed={"norm_gain": "scale"}),
-    "qwen2": Family(
+    "llama": ModelFamily(architecture="LlamaForCausalLM", fixed={"norm_gain": "scale"}),
+    "qwen2": ModelFamily(
         architecture="Qwen2ForCausalLM",
         fixed={"norm_gain": "scale", "attention_bias": "qkv"},
     ),
-    "qwen3": Family(
+    "qwen3": ModelFamily(
         architecture="Qwen3ForCausalLM",
         fixed={"norm_gain": "scale", "qk_norm": True},
         defaults={"head_dim": 128},
     ),
-    "gemma3_text": Family(
+    "gemma3_text": ModelFamily(
         architecture="Gemma3ForCausalLM",
         fixed={
             "norm_gain": "one_plus_scale",
@@ -193,7 +193,7 @@ def as_written(model: ModelConfig, written: ModelConfig) -> ModelConfig:
 
 
 def _write(
-    kind: str, family: Family, model: ModelConfig, length: int
+    kind: str, family: ModelFamily, model: ModelConfig, length: int
 ) -> dict[str, Any]:
     activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     written = {
@@ -263,7 +263,7 @@ def _write_scaling(model: ModelConfig) -> dict[str, Any] | None:
     return scaling
 
 
-def _read_windows(found: Json, family: Family, where: str) -> dict[str, Any]:
+def _read_windows(found: Json, family: ModelFamily, where: str) -> dict[str, Any]:
     kinds = found.get("layer_types") or []
     if not family.windows:
         _require(where, "layer_types", "sliding_attention" in kinds, (False,))

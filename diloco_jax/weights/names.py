@@ -50,7 +50,7 @@ OUTWARD = ("attention/output", "mlp/down")
 """Matrices whose last axis is the residual stream: theirs have it first."""
 
 
-class Tensor(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor of a file, and the parameter, or layer of one, that it is."""
 
     name: str
@@ -75,7 +75,7 @@ class Tensor(NamedTuple):
         return np.moveaxis(array.reshape(*self.ours[1:], self.ours[0]), -1, 0)
 
 
-def tensors(model: ModelConfig) -> list[Tensor]:
+def tensors(model: ModelConfig) -> list[FileTensor]:
     """List all tensors of the bundled transformer, the layers in their order."""
     names = IN_A_LAYER | (WITH_POST_NORMS if model.post_norms else {})
     found = []
@@ -113,11 +113,11 @@ def views(
 
 def _tensor(
     name: str, path: tuple[str, ...], layer: int, ours: tuple[int, ...]
-) -> Tensor:
+) -> FileTensor:
     shape = ours
     if len(ours) > 1 and path != ("embedding",):
         outward = "/".join(path[1:]) in OUTWARD
         stream = ours[-1] if outward else ours[0]
         other = math.prod(ours) // stream
         shape = (stream, other) if outward else (other, stream)
-    return Tensor(name, shape, path, layer, ours)
+    return FileTensor(name, shape, path, layer, ours)
