@@ -118,6 +118,10 @@ def coordinator_command(arguments: Sequence[str]) -> int:
         "coordinator", arguments, CoordinatorOptions()
     )
     workdir = _workdir(config)
+    from diloco_jax.island.environment import fit_threads
+
+    # Before anything imports jax.
+    fit_threads()
     from diloco_jax.config.resolving import resolve
     from diloco_jax.coordinator.main import run
     from diloco_jax.observability.logs import setup_logging

@@ -41,7 +41,7 @@ def _threads() -> int:
     """Count the threads of XLA's pool, which decide how long sums are cut."""
     if nproc := os.environ.get("NPROC"):
         return int(nproc)
-    return machine.cores()
+    return machine.schedulable()
 
 
 def _cpu() -> str:

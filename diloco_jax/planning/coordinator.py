@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from diloco_jax.config import Placement, RunConfig
-from diloco_jax.coordinator.holder import CORES_PER_MERGE, MERGES_AT_ONCE
+from diloco_jax.coordinator.holder import merges_at_once
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.snapshots import BUSY_SHARE
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
@@ -147,7 +147,7 @@ def plan_coordinator(
     rule_bytes = max(
         merging.merging_bytes(r, islands, p.size) for p, r in rules.items()
     )
-    at_once = min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
+    at_once = merges_at_once(cores)
     parts = {
         "theta": params,
         "anchors": params,
