@@ -37,7 +37,7 @@ class OwnRows:
 
     shape: tuple[int, int]
     parts: Mapping[Rows, np.ndarray]
-    """int32 [rows, T + 1]."""
+    """Values by rows, [rows, shape[1]]."""
 
     def part(self, index: tuple[slice, ...] | None) -> np.ndarray:
         """Return the rows of one device, as `jax.make_array_from_callback` asks."""
