@@ -127,7 +127,8 @@ def coordinator_command(arguments: Sequence[str]) -> int:
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
-    code: int = run(resolve(config), workdir, init=options.init, resume=options.resume)
+    config = resolve(config, copied=True)
+    code: int = run(config, workdir, init=options.init, resume=options.resume)
     return code
 
 
@@ -156,7 +157,7 @@ def island_command(arguments: Sequence[str]) -> int:
 
     setup_logging()
     code: int = run(
-        resolve(config),
+        resolve(config, copied=True),
         options.name,
         options.coordinator,
         workdir,
@@ -344,8 +345,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     ),
     "manifest": (
         manifest_command,
-        "PATH",
-        "read files of tokens once, so that no start does",
+        "PATH [--missing]",
+        "read large files of text or tokens once, so that no start does",
     ),
     "certs": (
         certs_command,

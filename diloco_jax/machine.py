@@ -35,6 +35,7 @@ def _quotas(root: Path) -> Iterator[float]:
     mounted = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
+        files: tuple[str, ...]
         if not controllers:
             files, base = ("cpu.max",), mounted
         elif "cpu" in controllers.split(","):
