@@ -19,7 +19,7 @@ import numpy as np
 from diloco_jax.config import ConfigError, DataConfig, ModelConfig
 from diloco_jax.data import manifest
 from diloco_jax.data.documents import encoded, find_documents
-from diloco_jax.data.progress import Progress
+from diloco_jax.data.progress import ReadProgress
 from diloco_jax.data.text import read_text_file
 from diloco_jax.data.tokenizer import SEPARATOR, VOCAB_SIZE
 from diloco_jax.data.tokens import SUFFIX, TokenRow, Tokens, read_token_file
@@ -139,13 +139,13 @@ def _load_tokens(
     )
 
 
-def _told(files: Sequence[tuple[str, pathlib.Path]]) -> Progress:
+def _told(files: Sequence[tuple[str, pathlib.Path]]) -> ReadProgress:
     """Tell of the reading of the small files, if that takes long."""
     sizes = [path.stat().st_size for _, path in files]
     small = [size for size in sizes if size < manifest.MAPPED_FROM]
-    return Progress(
+    return ReadProgress(
         f"reading {len(small):,} files of text, as every start does: files below "
-        f"{manifest.MAPPED_FROM / 1e6:.0f} MB get no manifest, so join them into "
+        f"{manifest.MAPPED_FROM >> 20} MB get no manifest, so join them into "
         f"larger ones",
         sum(small),
         told_from=TOLD_FROM,

@@ -21,7 +21,7 @@ import numpy as np
 
 from diloco_jax import files, machine
 from diloco_jax.config import ConfigError
-from diloco_jax.data.progress import Progress
+from diloco_jax.data.progress import ReadProgress
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def require_same(
 
 def _facts(path: Path, row: np.ndarray, check: Check) -> Manifest:
     status = path.stat()
-    progress = Progress(
+    progress = ReadProgress(
         f"reading {path} once, for its manifest; `diloco manifest {path}` does it "
         f"before a run, or before the file is copied",
         row.nbytes,

@@ -52,7 +52,7 @@ def manifest_command(arguments: Sequence[str]) -> int:
         )
     if small:
         print(
-            f"{small:,} files below {manifest.MAPPED_FROM / 1e6:.0f} MB need none: "
+            f"{small:,} files below {manifest.MAPPED_FROM >> 20} MB need none: "
             f"every start reads them",
             file=sys.stderr,
         )

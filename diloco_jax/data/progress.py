@@ -8,15 +8,15 @@ import threading
 import time
 from types import TracebackType
 
-from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
 logger = logging.getLogger(__name__)
 
 LINE_EVERY_S = 10.0
 
 
-class Progress:
+class ReadProgress:
     """A context manager that tells how much of `total` bytes is read, unless that is
     less than `told_from`. Any thread may call `advance`."""
 
@@ -26,17 +26,15 @@ class Progress:
         self._told = total >= told_from
         self._lock = threading.Lock()
         self._done, self._next_line_s = 0, 0.0
-        self._bar: Bar | None = None
+        self._bar: Progress | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ReadProgress:
         if not self._told:
             return self
         # Seen without logging, too: a command may read before it has set that up.
         logger.warning("%s (%.1f GB)", self._what, self._total / 1e9)
         if sys.stderr.isatty():
-            from rich.console import Console
-
-            self._bar = Bar(
+            self._bar = Progress(
                 BarColumn(),
                 DownloadColumn(),
                 TimeRemainingColumn(),

@@ -24,12 +24,15 @@ from diloco_jax import libtpu, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.environment import prepare_environment
+from diloco_jax.launch.variables import FLAGS, variables_of
 
 DEADLINE_S = 3600.0
 """Seconds for one island; a dozen billion parameters take minutes on a free core."""
 WORKER = "diloco_jax.planning.compiling"
 AT_A_TIME = 2
 """Processes at a time; each takes a core and some GB of memory."""
+Flags = tuple[tuple[str, str], ...]
+"""Variables with flags, by name."""
 Report = Callable[[str, str, float], None]
 """Callback (island, current work, share that is done); several threads call it."""
 
@@ -52,9 +55,10 @@ def compile_islands(config: Config, report: Report) -> dict[str, Any]:
 
     Raises ConfigError, also if a compilation fails, or PlanError if one is killed.
     """
-    groups: dict[IslandConfig, list[str]] = {}
+    groups: dict[tuple[IslandConfig, Flags], list[str]] = {}
     for name, island in config.islands.items():
-        groups.setdefault(_compiled_part(island), []).append(name)
+        group = _compiled_part(island), flags_of(config, name)
+        groups.setdefault(group, []).append(name)
     plans: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="diloco-plan-") as folder:
         path = Path(folder) / run_files.CONFIG
@@ -62,8 +66,10 @@ def compile_islands(config: Config, report: Report) -> dict[str, Any]:
         compiler = _Compiler(path, report)
         with concurrent.futures.ThreadPoolExecutor(AT_A_TIME) as pool:
             work = {
-                pool.submit(compiler.compile, names[0], config.islands[names[0]]): names
-                for names in groups.values()
+                pool.submit(
+                    compiler.compile, names[0], config.islands[names[0]], flags
+                ): names
+                for (_, flags), names in groups.items()
             }
             try:
                 for future in concurrent.futures.as_completed(work):
@@ -88,10 +94,10 @@ class _Compiler:
         self._report = report
         self._running: set[subprocess.Popen[str]] = set()
 
-    def compile(self, name: str, island: IslandConfig) -> Any:
+    def compile(self, name: str, island: IslandConfig, flags: Flags) -> Any:
         """Compile an island in its process and return its plan."""
         log = self._path.with_name(f"{name}.log")
-        environment = environment_of(island)
+        environment = environment_of(island, flags)
         with log.open("wb") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", WORKER, str(self._path), name],
@@ -146,9 +152,18 @@ class _Compiler:
         return None
 
 
-def environment_of(island: IslandConfig) -> dict[str, str]:
-    """Return the environment of an island's process, without this machine's devices."""
-    environment = dict(os.environ)
+def flags_of(config: Config, name: str) -> Flags:
+    """Return the variables with flags that a launch gives to the island."""
+    given = variables_of(config.launch, name).plain
+    return tuple((flags, given[flags]) for flags in FLAGS if flags in given)
+
+
+def environment_of(island: IslandConfig, flags: Flags = ()) -> dict[str, str]:
+    """Return the environment of an island's process, without this machine's devices.
+
+    flags: see `flags_of`; they count before those of this machine.
+    """
+    environment = dict(os.environ) | dict(flags)
     prepare_environment(1, environment)
     libtpu.set_flags(libtpu.generation_of(island.topology), environment)
     return environment | {

@@ -10,7 +10,7 @@ from diloco_jax.config.resolving import resolve
 from diloco_jax.data import corpus, manifest, progress
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.manifest_command import manifest_command
-from diloco_jax.data.progress import Progress
+from diloco_jax.data.progress import ReadProgress
 from diloco_jax.data.text import read_text_file
 
 CHUNK = 64
@@ -183,7 +183,7 @@ def test_a_long_reading_is_told_with_its_remedy(folder, monkeypatch, caplog):
 
 def test_a_terminal_shows_a_bar(monkeypatch, caplog):
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
-    with Progress("reading a file", 10, told_from=5) as told:
+    with ReadProgress("reading a file", 10, told_from=5) as told:
         told.advance(4)
         assert told._bar.tasks[0].completed == 4
     assert "read 0.0" not in caplog.text
