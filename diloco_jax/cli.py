@@ -88,6 +88,9 @@ def run_command(arguments: Sequence[str]) -> int:
 
     # Before anything imports jax: the baseline trains here, on the islands' platform.
     os.environ["JAX_PLATFORMS"] = island_environment()["JAX_PLATFORMS"]
+    from diloco_jax.island.environment import fit_threads
+
+    fit_threads()
     from diloco_jax.cluster.options import RunOptions
     from diloco_jax.cluster.resume import require_one_workdir, with_config
 
