@@ -9,10 +9,13 @@ a manifest.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import logging
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,6 +34,7 @@ MAPPED_FROM = 1 << 24
 TOLD_FROM = 1 << 30
 """Bytes from which a reading is told."""
 CHUNK_BYTES = 1 << 22
+LOCK_POLL_S = 1.0
 Check = Callable[[Path, np.ndarray, slice], int]
 """Returns the largest value of a part of a file's row; raises ConfigError, naming the
 file, for values that may not be there."""
@@ -78,12 +82,17 @@ def described(
     if not is_large(path):
         return _facts(path, row, check)
     found = find(path)
-    if found is None or is_unchanged(path, found):
-        return found or make(path, row, check)
-    if samples is None:
-        logger.info("%s has changed since its manifest: it is read again", path)
-        return make(path, row, check)
-    require_same(path, found, row, samples)
+    if found is not None and samples is not None and not is_unchanged(path, found):
+        require_same(path, found, row, samples)
+        return found
+    if found is None or not is_unchanged(path, found):
+        with _alone(path):
+            # Who had it before may have made the manifest.
+            found = find(path)
+            if found is None or not is_unchanged(path, found):
+                if found is not None:
+                    logger.info("%s has changed since its manifest", path)
+                return make(path, row, check)
     return found
 
 
@@ -162,6 +171,28 @@ def require_same(
         if digest != manifest.chunks[number]:
             at = f"digest of tokens {parts[number].start} to {parts[number].stop}"
             raise _stale(path, at, digest, manifest.chunks[number])
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let one process at a time read a file for its manifest, also on other machines
+    that share it, where the file system has locks for readers. A process that ends,
+    however it does, frees its lock."""
+    told = False
+    with path.open("rb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not told:
+                    logger.warning("waiting for another process that reads %s", path)
+                told = True
+                time.sleep(LOCK_POLL_S)
+                continue
+            except OSError as error:
+                logger.debug("%s cannot be locked: %s", path, error)
+            break
+        yield
 
 
 def _facts(path: Path, row: np.ndarray, check: Check) -> Manifest:

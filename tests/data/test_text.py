@@ -1,6 +1,10 @@
 """A large file of text is read once; its row is the text as if it had been read."""
 
+import errno
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from diloco_jax.data.progress import ReadProgress
 from diloco_jax.data.text import read_text_file
 
 CHUNK = 64
+WAIT_S = 60.0
 LARGE = 1000
 """Bytes from which a file is large in these tests."""
 
@@ -165,6 +170,36 @@ def test_the_command_makes_what_is_missing(folder, reads, capsys):
     assert len(reads) == 2 * 16
     assert manifest_command([str(folder), "--missing"]) == 0
     assert len(reads) == 2 * 16
+
+
+def test_of_many_starts_one_reads_a_file(folder, reads, monkeypatch, caplog):
+    monkeypatch.setattr(manifest, "LOCK_POLL_S", 0.01)
+    path, others, facts = folder / "2.txt", threading.Event(), manifest._facts
+
+    def slow(*args):
+        # The others have come while this one reads.
+        assert others.wait(WAIT_S)
+        return facts(*args)
+
+    monkeypatch.setattr(manifest, "_facts", slow)
+    with ThreadPoolExecutor(4) as pool:
+        starts = [pool.submit(read_text_file, path) for _ in range(4)]
+        deadline = time.monotonic() + WAIT_S
+        while caplog.text.count("waiting for another process") < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        others.set()
+        assert len({start.result(WAIT_S).digested for start in starts}) == 1
+    assert len(reads) == 47
+
+
+def test_a_file_system_without_locks_costs_a_reading(folder, reads, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(manifest.fcntl, "flock", refuse)
+    assert len(read_text_file(folder / "2.txt").text) == 3 * LARGE
+    assert len(reads) == 47
 
 
 def test_a_long_reading_is_told_with_its_remedy(folder, monkeypatch, caplog):
