@@ -81,7 +81,9 @@ class Host:
         several; all of them must call it."""
         run, self._hosts = self.config.run, hosts
         model, self._trainer = build_trainer(run, self.island)
-        self.data.read_only(self._trainer.own_rows())
+        own = self._trainer.own_rows()
+        self.data.read_only(own)
+        self._validation.read_only(own)
         self.checkpoints.open(identity, self.plan, hosts)
         self._exchange, self._zeros = build_exchange(run, model, self._trainer)
         self.fetcher = Fetcher(self.client, identity, self._exchange, self.mailbox)
