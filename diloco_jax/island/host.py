@@ -66,7 +66,9 @@ class Host(Parts[Loop]):
         """Build everything that needs a device."""
         run, self._hosts = self.config.run, hosts
         model, self._trainer = build_trainer(run, self.island)
-        self.data.read_only(self._trainer.own_rows())
+        own = self._trainer.own_rows()
+        self.data.read_only(own)
+        self._validation.read_only(own)
         self.checkpoints.open(identity, self.plan, hosts)
         exchange, self._zeros = build_exchange(run, model, self._trainer)
         self._connect(identity, exchange)

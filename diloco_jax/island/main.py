@@ -26,7 +26,7 @@ from diloco_jax.config import Config, ConfigError, shared_fields
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import parse_faults
 from diloco_jax.island.arrivals import NotHereError
-from diloco_jax.island.environment import prepare_island
+from diloco_jax.island.environment import generation_here, prepare_island
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts.follower import Follower
 from diloco_jax.island.hosts.following import (
@@ -342,6 +342,14 @@ def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
         # libtpu ends a process whose flags it does not know: the log says which they
         # were.
         logger.info("island %s compiles with %s", name, libtpu.in_force(os.environ))
+        generation = libtpu.generation_of(island.topology) or generation_here()
+        version = libtpu.installed_version()
+        for clash in libtpu.clashes(
+            os.environ[libtpu.VARIABLE],
+            libtpu.flags_of(generation, version),
+            f"{generation}, libtpu {version}",
+        ):
+            logger.warning("island %s: %s", name, clash)
     if island.hosts == 1:
         return None
     placement = config.placement

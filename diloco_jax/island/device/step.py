@@ -82,12 +82,12 @@ class Trainer:
         return new, metrics
 
     def eval_step(
-        self, params: Params, tokens: np.ndarray, weights: np.ndarray
+        self, params: Params, tokens: Batch, weights: Batch
     ) -> tuple[jax.Array, jax.Array]:
         """Return the sum of losses (nats) and of weights, f32 scalars, not yet waited
         for.
 
-        tokens: int32 [B, T + 1]; weights: f32 [B, T].
+        tokens: int32 [B, T + 1]; weights: f32 [B, T]; or the host's own rows of both.
         """
         with jax.set_mesh(self.mesh):
             total, weight = self._eval(
