@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from diloco_jax.config.config import Config
 from diloco_jax.config.fields import own_code
+from diloco_jax.config.model import ModelConfig
 from diloco_jax.config.presets import preset
 from diloco_jax.paths import absolute
 
@@ -65,11 +66,16 @@ def with_absolute_paths(config: Config) -> Config:
     run = dataclasses.replace(
         run,
         data=data,
-        model=_with_absolute_code(run.model),
+        model=_with_absolute_source(_with_absolute_code(run.model)),
         sync=_with_absolute_code(run.sync),
         outer=_with_absolute_code(run.outer),
     )
     return dataclasses.replace(config, run=run, placement=placement)
+
+
+def _with_absolute_source(model: ModelConfig) -> ModelConfig:
+    kind, colon, folder = model.weights.partition(":")
+    return dataclasses.replace(model, weights=f"{kind}{colon}{absolute(folder)}")
 
 
 def _with_absolute_code(section: T) -> T:

@@ -18,7 +18,7 @@ from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
 from diloco_jax.config.loading import read_config
 from diloco_jax.core.fragments import FragmentPlan, Piece
 from diloco_jax.island.device.build import build_trainer
-from diloco_jax.island.device.kinds import Kind, kind_of
+from diloco_jax.island.device.kinds import Kind, alike, kind_of
 from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.launch.fleet import Slice
 from diloco_jax.launch.order import slice_of
@@ -174,7 +174,7 @@ def _kinds(
     kinds: dict[Any, tuple[Kind, list[Piece]]] = {}
     for piece in sorted(plan.pieces):
         leaf = _leaf(state, piece)
-        key = (leaf.shape, leaf.sharding, piece.layer < 0)
+        key = (leaf.shape, leaf.sharding, *alike(piece))
         if key not in kinds:
             kind = kind_of(run.sync, piece, leaf, island.anchor_memory)
             kinds[key] = (kind, [])
