@@ -286,6 +286,7 @@ class Coordinator:
             max_hosts=admitted_hosts(self._config) + SPARE_ISLANDS,
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,
+            config=dataclasses.asdict(self._config),
         )
         self._open.callback(self._server.stop, 0.0)
         bound = self._server.start()

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from diloco_jax.config import Placement, RunConfig
-from diloco_jax.coordinator.holder import CORES_PER_MERGE, MERGES_AT_ONCE
+from diloco_jax.coordinator.holder import merges_at_once
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.snapshots import BUSY_SHARE
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
@@ -146,7 +146,7 @@ def plan_coordinator(
     rule_bytes = max(
         merging.merging_bytes(rules[kind], islands, like[kind].size) for kind in kinds
     )
-    at_once = min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
+    at_once = merges_at_once(cores)
     parts = {
         "theta": params,
         "anchors": params,

@@ -20,6 +20,7 @@ from diloco_jax import libtpu, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.environment import prepare_environment
+from diloco_jax.launch.variables import FLAGS, variables_of
 from diloco_jax.planning.workers import Workers, last_lines
 
 DEADLINE_S = 3600.0
@@ -27,6 +28,8 @@ DEADLINE_S = 3600.0
 WORKER = "diloco_jax.planning.compiling"
 AT_A_TIME = 2
 """Processes at a time; each takes a core and some GB of memory."""
+Flags = tuple[tuple[str, str], ...]
+"""Variables with flags, by name."""
 Report = Callable[[str, str, float], None]
 """Callback (island, current work, share that is done); several threads call it."""
 
@@ -51,11 +54,11 @@ def compile_islands(
 
     Raises ConfigError, also if a compilation fails, or PlanError if one is killed.
     """
-    groups: dict[IslandConfig, list[str]] = {}
+    groups: dict[tuple[IslandConfig, Flags], list[str]] = {}
     names = names or list(config.islands)
     for name in names:
-        island = config.islands[name]
-        groups.setdefault(_compiled_part(island), []).append(name)
+        group = _compiled_part(config.islands[name]), flags_of(config, name)
+        groups.setdefault(group, []).append(name)
     plans: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="diloco-plan-") as folder:
         path = Path(folder) / run_files.CONFIG
@@ -63,8 +66,10 @@ def compile_islands(
         compiler = _Compiler(path, report)
         with concurrent.futures.ThreadPoolExecutor(AT_A_TIME) as pool:
             work = {
-                pool.submit(compiler.compile, alike[0], config.islands[alike[0]]): alike
-                for alike in groups.values()
+                pool.submit(
+                    compiler.compile, alike[0], config.islands[alike[0]], flags
+                ): alike
+                for (_, flags), alike in groups.items()
             }
             try:
                 for future in concurrent.futures.as_completed(work):
@@ -89,10 +94,10 @@ class _Compiler:
         self._report = report
         self._workers = Workers()
 
-    def compile(self, name: str, island: IslandConfig) -> Any:
+    def compile(self, name: str, island: IslandConfig, flags: Flags) -> Any:
         """Compile an island in its process and return its plan."""
         log = self._path.with_name(f"{name}.log")
-        environment = environment_of(island)
+        environment = environment_of(island, flags)
         plan, code = self._workers.run(
             WORKER,
             [str(self._path), name],
@@ -120,9 +125,18 @@ class _Compiler:
         self._workers.stop()
 
 
-def environment_of(island: IslandConfig) -> dict[str, str]:
-    """Return the environment of an island's process, without this machine's devices."""
-    environment = dict(os.environ)
+def flags_of(config: Config, name: str) -> Flags:
+    """Return the variables with flags that a launch gives to the island."""
+    given = variables_of(config.launch, name).plain
+    return tuple((flags, given[flags]) for flags in FLAGS if flags in given)
+
+
+def environment_of(island: IslandConfig, flags: Flags = ()) -> dict[str, str]:
+    """Return the environment of an island's process, without this machine's devices.
+
+    flags: see `flags_of`; they count before those of this machine.
+    """
+    environment = dict(os.environ) | dict(flags)
     prepare_environment(1, environment)
     libtpu.set_flags(libtpu.generation_of(island.topology), environment)
     return environment | {
