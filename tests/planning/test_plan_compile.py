@@ -213,7 +213,7 @@ for generation in GENERATIONS.values():
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=280,
         check=False,
     )
     assert shown.returncode == 0, shown.stderr[-2000:]
