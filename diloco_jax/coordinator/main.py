@@ -45,6 +45,7 @@ from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.plan import build_plan
+from diloco_jax.observability import segments
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator.events import RunResumed
@@ -161,7 +162,7 @@ class Coordinator:
             )
         if found is None and gathered is None:
             # Left by a start that failed: no run exists before the first snapshot.
-            (workdir / run_files.TAPE).unlink(missing_ok=True)
+            segments.remove(workdir / run_files.TAPE)
         self._tape = Tape(workdir / run_files.TAPE)
         self._open.callback(self._tape.close)
         state = self._make_state(gathered, found)
