@@ -67,12 +67,6 @@ def put_aside(path: Path) -> None:
     path.rename(_closed_path(path, number + 1))
 
 
-def remove(path: Path) -> None:
-    """Remove all files of a tape."""
-    for file in (*closed(path), path):
-        file.unlink(missing_ok=True)
-
-
 def _open_newest(path: Path) -> BinaryIO:
     try:
         return path.open("rb")

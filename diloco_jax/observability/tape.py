@@ -149,6 +149,12 @@ def read_tape(path: str | Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
+def remove_tape(path: Path) -> None:
+    """Remove all files of a tape."""
+    for file in (*segments.closed(path), path):
+        file.unlink(missing_ok=True)
+
+
 def brief(value: object) -> str:
     """Return the repr of a value, cut in the middle if it is long."""
     short = reprlib.Repr()

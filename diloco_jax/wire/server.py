@@ -65,7 +65,8 @@ class Handlers(ControlHandlers, Protocol):
         """Return the bytes to serve a stripe from; may raise Refused or VersionGone."""
 
     def status(self) -> dict[str, Any]:
-        """Return JSON-compatible state for `diloco status`."""
+        """Return JSON-compatible state for `diloco status`; a new object if it has
+        changed."""
 
 
 class Server:
@@ -100,6 +101,8 @@ class Server:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._sessions: dict[int, Session] = {}
+        self._encoded: tuple[dict[str, Any] | None, bytes] = (None, b"")
+        """Last status that was asked for, so that many who ask cost one encoding."""
 
     def start(self) -> str:
         """Bind and serve; return `HOST:PORT` with the port that was bound.
@@ -212,7 +215,11 @@ class Server:
 
     def _status(self, request: bytes, context: Any) -> bytes:
         with self._answering(context):
-            return json.dumps(self._handlers.status()).encode()
+            status, encoded = self._encoded
+            if (current := self._handlers.status()) is not status:
+                encoded = json.dumps(current).encode()
+                self._encoded = current, encoded
+            return encoded
 
     def _register(self, context: Any) -> Session:
         with self._lock:

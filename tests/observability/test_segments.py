@@ -18,6 +18,7 @@ from diloco_jax.observability.tape import (
     newest_record,
     not_on_tape,
     read_tape,
+    remove_tape,
     tells_of_the_end,
 )
 
@@ -120,7 +121,7 @@ def test_other_files_of_the_folder_are_none_of_the_tape(path):
     for name in ("tape.jsonl.bak", "tape.1.jsonl", "metrics.000001.jsonl"):
         path.with_name(name).write_text("no tape\n")
     assert len(list(read_tape(path))) == 100
-    segments.remove(path)
+    remove_tape(path)
     assert len(list(path.parent.iterdir())) == 3
 
 

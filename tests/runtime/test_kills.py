@@ -24,7 +24,7 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.observability import segments
-from diloco_jax.observability.tape import Tape
+from diloco_jax.observability.tape import Tape, remove_tape
 
 pytestmark = [pytest.mark.dist, pytest.mark.timing]
 
@@ -149,7 +149,7 @@ def test_the_killed_island_goes_on_with_its_moments(run):
 
 def write_tape(workdir: Path, records: list[dict[str, Any]]) -> None:
     """Replace the tape by these records, in files of 10 kB."""
-    segments.remove(workdir / "tape.jsonl")
+    remove_tape(workdir / "tape.jsonl")
     tape = Tape(workdir / "tape.jsonl", 10_000)
     for record in records:
         tape.append(record)
