@@ -94,8 +94,9 @@ def test_places_are_bounded_whatever_the_hosts_and_so_are_those_who_wait(monkeyp
         running = [pool.submit(transfer) for _ in range(5)]
         for _ in range(3):
             assert holding.acquire(timeout=WAIT_S)
-        while few._waiting._value:
-            time.sleep(0.001)
+        deadline = time.monotonic() + WAIT_S
+        while few._waiting._value and time.monotonic() < deadline:
+            leave.wait(0.001)
         refused = r"all 3 places .* and 2 transfers wait"
         with pytest.raises(Busy, match=refused), few.taken():
             pytest.fail("there is no place")
