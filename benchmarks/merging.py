@@ -42,11 +42,11 @@ import support
 
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
-from diloco_jax.coordinator.memory import give_back
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES, Store
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.tiles import TileGrid
+from diloco_jax.memory import give_back
 from diloco_jax.protocol.values import Contribution, Version
 
 SIDE = 4096
