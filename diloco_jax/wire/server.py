@@ -12,7 +12,7 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -84,10 +84,12 @@ class Server:
         max_hosts: int,
         bulk_channels: int,
         insecure: bool = False,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         """Raise ConfigError if `bind` is malformed or must not go without TLS.
 
         max_hosts: hosts of all islands; each has its own streams for fragments.
+        config: the run's, JSON-compatible, for islands that have none of their own.
         """
         addresses.require_tls(bind, tls=tls is not None, insecure=insecure)
         self._bind, self._handlers, self._tls = bind, handlers, tls
@@ -101,6 +103,7 @@ class Server:
         self._threads = self._max_sessions + self._places.threads + _SPARE_THREADS
         # Twice, as with sessions.
         self._connections = 2 * max_hosts * (1 + bulk_channels)
+        self._config = json.dumps(config or {}).encode()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._sessions: dict[int, Session] = {}
@@ -162,6 +165,7 @@ class Server:
             "Upload": grpc.stream_unary_rpc_method_handler(self._upload),
             "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
+            "Config": grpc.unary_unary_rpc_method_handler(lambda _, __: self._config),
         }
 
     def _control(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
