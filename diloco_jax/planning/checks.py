@@ -56,8 +56,9 @@ class Terms:
     def disk(self) -> DiskRates:
         """Rates of the coordinator's disk: as measured, or as published."""
         launch = self.config.launch
-        published = disk_bytes_per_s(
-            launch.coordinator_disk_gb, machine_of(launch.coordinator_machine)
+        published = min(
+            disk_bytes_per_s(launch.coordinator_disk_gb),
+            machine_of(launch.coordinator_machine).disk_bytes_per_s,
         )
         return self.rates.disk or DiskRates(
             write_bytes_per_s=published, read_bytes_per_s=published
