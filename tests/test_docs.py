@@ -21,8 +21,8 @@ PAGES = [
     *sorted((ROOT / "launch").rglob("*.md")),
 ]
 BY_BENCHMARKS = re.compile(
-    r"results/(calibration|checkpoints|codecs|faults|mixed_meshes|mutation"
-    r"|quality_appendix|unequal_islands|wire)\.md"
+    r"results/(calibration|checkpoints|codecs|decisions|faults|many_islands"
+    r"|mixed_meshes|mutation|quality_appendix|unequal_islands|wire)\.md"
 )
 MAX_COLUMNS = 100
 

@@ -20,11 +20,11 @@ import numpy.typing as npt
 from diloco_jax import machine
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.inbox import Inbox
-from diloco_jax.coordinator.memory import give_back
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragment_merge import Squares
 from diloco_jax.core.fragments import digest_arrays
+from diloco_jax.memory import give_back
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol.coordinator.events import (
     Commit,

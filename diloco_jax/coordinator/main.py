@@ -46,7 +46,7 @@ from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.metrics import Metrics
-from diloco_jax.observability.tape import Tape
+from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.protocol.coordinator.events import RunResumed
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.values import FIRST_VERSION
@@ -126,7 +126,6 @@ class Coordinator:
         self._deadlines = config.placement.deadlines
         self._refreshed = 0.0
         self._end_by: float | None = None
-        self._status: dict[str, Any] = {}
         self._interrupted = False
 
     def start(self) -> None:
@@ -163,7 +162,7 @@ class Coordinator:
             )
         if found is None and gathered is None:
             # Left by a start that failed: no run exists before the first snapshot.
-            (workdir / run_files.TAPE).unlink(missing_ok=True)
+            remove_tape(workdir / run_files.TAPE)
         self._tape = Tape(workdir / run_files.TAPE)
         self._open.callback(self._tape.close)
         state = self._make_state(gathered, found)
@@ -389,6 +388,7 @@ class Coordinator:
             seconds=now - self._facts.begun_unix,
             alerts=[*lead.journal.alerts, *self._snapshots.alerts(time.monotonic())],
             now=now,
+            tally=lead.tally,
         )
 
     def _patience_s(self) -> float:

@@ -160,10 +160,15 @@ class Transfers:
             try:
                 with calls.call() as (slot, guard):
                     reply = slot.fill(method.future(requests(guard))).result()
-            except Busy:
+            except Busy as error:
                 pause_s = backoff.next_s()
-                late = time.monotonic() + pause_s > deadline
-                if late or calls.pause(pause_s):
+                if time.monotonic() + pause_s > deadline:
+                    raise Busy(
+                        f"upload of fragment {start.fragment} given up at byte "
+                        f"{start.offset}, {self._deadlines.budget_s:g} s after it "
+                        f"began: {error}"
+                    ) from error
+                if calls.pause(pause_s):
                     raise
             else:
                 decoded(encoding.upload_done, reply, self._peer)

@@ -150,20 +150,18 @@ def test_a_goodbye_is_cut_to_what_a_message_may_hold(coordinator, link):
     assert goodbye.text == "x" * messages.MAX_TEXT
 
 
-def test_goodbye_does_not_wait_for_the_threads(stack, client, coordinator, mailbox):
-    """They look once a minute whether it ends, with this budget."""
+def test_an_end_does_not_wait_for_the_threads(stack, client, coordinator, mailbox):
+    """With this budget they would look once a minute whether it ends."""
     link = Link(client, hello, mailbox, Deadlines(600.0))
     link.connect(WAIT_S)
     link.start(Targets(want=lambda *a: None, resend=lambda *a: None))
     mailbox.post(Status(phase="training", steps=1))
-    coordinator.until_report(lambda m: isinstance(m, messages.Report))
+    coordinator.until_report(lambda m: getattr(m, "phase", "") == "training")
     ending = Ending(1, "the machine is taken away", "preempted")
     closing = threading.Thread(target=link.close, args=(ending, 600.0))
     closing.start()
     coordinator.until_report(lambda m: isinstance(m, messages.Goodbye))
-    coordinator.session.close()
-    mailbox.post(Status(phase="stopped"))
-    closing.join(WAIT_S)
+    closing.join(Deadlines(600.0).report_s / 4)
     assert not closing.is_alive()
 
 

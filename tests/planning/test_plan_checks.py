@@ -74,7 +74,7 @@ def test_the_reference_cases_pass_every_check(name, link):
             50.0,
             "n2-highmem-4 sends 10 at most",
         ),
-        ("places", {"placement.bulk_channels": 64}, 5.0, "a service has 4915"),
+        ("places", {"placement.bulk_channels": 64}, 5.0, "has places for 4096"),
     ],
 )
 def test_each_check_refuses_and_its_change_helps(mixed, check, change, link, said):
@@ -226,4 +226,4 @@ def test_a_trillion_parameters_are_too_many_for_one_coordinator():
     found = {refusal.check: refusal for refusal in refusals(terms)}
     assert found["memory"].change == found["places"].change == {}
     assert "link" not in found
-    assert checks.MOST_THREADS < 2 * 4 * 64 * 512
+    assert checks.MOST_PLACES < 2 * 4 * 64 * 512

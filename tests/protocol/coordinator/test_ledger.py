@@ -66,6 +66,53 @@ def test_totals_balance_exactly() -> None:
     assert ledger.merged_by_fragment(d.state, "b") == [30, 0]
 
 
+def test_a_tally_follows_the_books_and_adds_only_what_changed(monkeypatch) -> None:
+    added = []
+    original = ledger.Sums.add
+
+    def add(sums, account, size, times=1):
+        added.append(account)
+        original(sums, account, size, times)
+
+    monkeypatch.setattr(ledger.Sums, "add", add)
+    d, tally = (
+        Driver(fragment_sizes=(7, 3), grace=1.0, overlap_steps=10),
+        ledger.Tally(),
+    )
+
+    def told(accounts: int) -> None:
+        """The sums are right, and no more accounts than that were added or taken."""
+        added.clear()
+        sums = tally.of(d.config, d.state)
+        assert len(added) <= accounts
+        for name, island in d.state.islands.items():
+            found = sums[name].totals(d.config, island.computed_tokens)
+            assert found == d.totals(name)
+            books = [f.accounts[name] for f in d.state.fragments]
+            assert sums[name].merges_in == sum(a.merges_in for a in books)
+            assert sums[name].merges_alive == sum(a.merges_alive for a in books)
+
+    d.join("a", "b", "c")
+    d.report("b", 1)
+    told(6)
+    d.report("a", 1)
+    d.report("c", 1)
+    told(0)  # Steps are in no account.
+    d.report("a", 2)
+    d.take("b", 0, 3)
+    d.take("c", 0, 2)
+    d.merge(0, a=2)
+    told(6)  # Three accounts of one fragment, each taken out and added.
+    d.report("a", 5)
+    d.hello("a", 2)
+    d.report("a", 4)
+    d.goodbye("b")
+    told(12)
+    d.crash()
+    told(12)
+    assert tally.of(d.config, d.state)["a"].lost["died"] > 0
+
+
 def test_the_parameters_are_trained_on_what_is_merged() -> None:
     d = worked()
     merged = ledger.run_totals(d.config, d.state).merged
