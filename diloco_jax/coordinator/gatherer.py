@@ -209,7 +209,6 @@ class Gatherer:
     # ---- what was decided, on one thread -------------------------------------------
 
     def discard(self, discard: Discard) -> None:
-        """See engine.AnchorHolder."""
         logger.warning(
             "fragment %d did not come from island %s", discard.fragment, discard.island
         )
@@ -221,12 +220,10 @@ class Gatherer:
             self._inbox.drop(key)
 
     def open(self, opened: Open) -> None:
-        """See engine.AnchorHolder."""
         self._opened = opened
         self._thread.stop()
 
     def give_up(self, reason: GiveUp) -> None:
-        """See engine.AnchorHolder."""
         self._thread.fail(ConfigError(reason.message))
 
     def _decode(self, key: DeltaKey) -> None:

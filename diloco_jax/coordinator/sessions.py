@@ -40,7 +40,6 @@ class Sessions:
             stream.send(message)
 
     def postpone(self, session: str, message: str) -> None:
-        """See engine.Messenger."""
         for stream in self._removed(session):
             stream.fail(errors.Busy(message))
 

@@ -203,12 +203,10 @@ class LiveDecisions:
         self._mailbox, self._save_due = mailbox, save_due
 
     def at(self, step: int, *, stepping: bool) -> Decision:
-        """See Decisions."""
         decision = self._mailbox.decide()
         if stepping and self._save_due():
             decision = replace(decision, save=True)
         return decision
 
     def wait(self, timeout_s: float) -> None:
-        """See Decisions."""
         self._mailbox.wait(timeout_s)

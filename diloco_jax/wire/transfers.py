@@ -72,7 +72,6 @@ class Transfers:
     def upload(
         self, start: UploadStart, payload: bytes | bytearray | memoryview
     ) -> int:
-        """See `Client.upload`."""
         view = memoryview(payload).cast("B")
         if len(view) != start.length:
             raise LocalProtocolError(
@@ -97,7 +96,6 @@ class Transfers:
             return sum(calls.results(sending))
 
     def fetch(self, request: FetchRequest, max_bytes: int) -> Fetched:
-        """See `Client.fetch`."""
         turn = next(self._turns)
         rest: list[futures.Future[int]] = []
         with self._group() as calls:

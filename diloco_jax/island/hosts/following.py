@@ -95,7 +95,6 @@ class LeadDecisions:
         self._numbers = itertools.count(lead)
 
     def at(self, step: int, *, stepping: bool) -> Decision:
-        """See decisions.Decisions."""
         fresh, number = self._source.at(step, stepping=stepping), next(self._numbers)
         self._hosts.tell(f"decision/{number}", msgspec.msgpack.encode(fresh))
         if number % BATCH == 0:
@@ -139,7 +138,6 @@ class FollowDecisions:
         self._decode = msgspec.msgpack.Decoder(Decision).decode
 
     def at(self, step: int, *, stepping: bool) -> Decision:
-        """See decisions.Decisions."""
         if (ending := self._mailbox.ending) is not None:
             raise HostsError(ending.text)
         number = next(self._numbers)

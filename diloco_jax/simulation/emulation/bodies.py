@@ -101,7 +101,6 @@ class TrainedBody:
         self._replica: Replica
 
     def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
-        """See Body."""
         anchors = {}
         for fragment, part in fetched.items():
             self._diary.bytes_join += part.nbytes
@@ -109,7 +108,6 @@ class TrainedBody:
         self._replica = join(self._plan, self._trainer, self._exchange, anchors)
 
     def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
-        """See Body."""
         published: SharedFetch = fetched.data
         version = fetched.version
         if published.source.full:
@@ -122,7 +120,6 @@ class TrainedBody:
         return Arrival(fragment=fragment, version=version, publishes=publishes)
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
-        """See Body."""
         self._diary.step_began.append(self._clock.now)
         self._diary.learning_rates.append(learning_rate)
         metrics = self._replica.step(self._windows.batch(positions), learning_rate)
@@ -134,20 +131,17 @@ class TrainedBody:
                 column[-2] = float(column[-2])
 
     def take(self, fragment: int) -> EncodedDelta:
-        """See Arrays."""
         layout = self._exchange.layouts_up[fragment]
         self._diary.took(fragment, self._clock.now)
         self._diary.bytes_up += layout.total_bytes
         return EncodedDelta(layout, self._replica.take(fragment))
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
-        """See Arrays."""
         version = arrival.version.number
         self._diary.adopted(arrival.fragment, version, self._clock.now)
         self._replica.adopt(arrival, keep=keep)
 
     def judge(self, fragment: int, outcome: Outcome) -> None:
-        """See Arrays."""
         self._replica.judge(fragment, outcome)
 
     def _anchor(self, fragment: int, published: SharedFetch) -> tuple[jax.Array, ...]:
@@ -180,7 +174,6 @@ class StoreMerging:
         """
 
     def put(self, key: DeltaKey, encoded: EncodedDelta) -> Refusal:
-        """See Merging."""
         self._tell_arrived(key)
         packed = encoded.layout.pack(encoded.pieces)
         payload = self._payloads[key] = np.frombuffer(packed, np.uint8)
@@ -188,18 +181,15 @@ class StoreMerging:
         return "" if is_fit(squares) else "non_finite"
 
     def drop(self, key: DeltaKey) -> None:
-        """See Merging."""
         self._payloads.pop(key, None)
         self._squares.pop(key, None)
 
     def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
-        """See Merging."""
         for key in [k for k in self._payloads if k.island == island]:
             if key.incarnation < before and key not in kept:
                 self.drop(key)
 
     def compute(self, merge: Merge) -> Prepared:
-        """See Merging."""
         keys = [
             DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
             for c in merge.contributions
@@ -219,14 +209,12 @@ class StoreMerging:
         )
 
     def commit(self, fragment: int, version: Version) -> None:
-        """See Merging."""
         merge, merged = self._computed.pop(fragment)
         self._store.commit(fragment, merged)
         self._fetched[fragment].clear()
         self._tell_committed(merge, merged)
 
     def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
-        """See Merging."""
         fetched = self._fetched[fragment]
         if have not in fetched:
             source = self._store.fetch(fragment, want, have)

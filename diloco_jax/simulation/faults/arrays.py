@@ -64,22 +64,18 @@ class Anchors:
         self._deltas: dict[DeltaKey, Delta] = {}
 
     def put(self, key: DeltaKey, encoded: Delta) -> Refusal:
-        """See Merging."""
         self._deltas[key] = encoded
         return "" if encoded.finite else NON_FINITE
 
     def drop(self, key: DeltaKey) -> None:
-        """See Merging."""
         self._deltas.pop(key, None)
 
     def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
-        """See Merging."""
         for key in [k for k in self._deltas if k.island == island]:
             if key.incarnation < before and key not in kept:
                 del self._deltas[key]
 
     def compute(self, merge: Merge) -> Prepared:
-        """See Merging."""
         deltas = [
             self._deltas[DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)]
             for c in merge.contributions
@@ -95,7 +91,6 @@ class Anchors:
         return self._computed[fragment]
 
     def commit(self, fragment: int, version: Version) -> None:
-        """See Merging."""
         self.replay(fragment, version, self._computed.pop(fragment))
 
     def replay(self, fragment: int, version: Version, publish: bytes) -> None:
@@ -104,7 +99,6 @@ class Anchors:
         self._publishes[fragment].append((version, publish))
 
     def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
-        """See Merging."""
         anchor = self.anchors[fragment]
         chain = [p for v, p in self._publishes[fragment] if have and v > have]
         missed = anchor.version.number - have.number if have else 0
@@ -149,13 +143,11 @@ class DigestBody:
         self._steps = 0
 
     def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
-        """See Body."""
         for fragment, whole in fetched.items():
             self._locals[fragment] = _Local(whole.data)
             self._adopted(fragment, whole.data, kept=False)
 
     def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
-        """See Body."""
         if isinstance(fetched.data, Anchor):
             return Arrival(
                 fragment=fragment, version=fetched.version, anchor=(fetched.data,)
@@ -171,12 +163,10 @@ class DigestBody:
         return self._locals[fragment].anchor
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
-        """See Body."""
         self._trained(self._steps, positions)
         self._steps += 1
 
     def take(self, fragment: int) -> Delta:
-        """See Arrays."""
         local = self._locals[fragment]
         finite, self.finite = self.finite, True
         delta = Delta(local.start, self._steps, local.anchor.version, finite)
@@ -184,7 +174,6 @@ class DigestBody:
         return delta
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
-        """See Arrays."""
         local = self._locals[arrival.fragment]
         if arrival.anchor is not None:
             local.anchor = arrival.anchor[0]
@@ -198,7 +187,6 @@ class DigestBody:
         self._adopted(arrival.fragment, local.anchor, kept=keep)
 
     def judge(self, fragment: int, outcome: Outcome) -> None:
-        """See Arrays."""
         local = self._locals[fragment]
         if outcome == "reopened":
             local.start = local.start_before

@@ -123,7 +123,6 @@ class VirtualGatherer:
         """See engine.Gatherer. Keeps the anchor, which the next one overwrites."""
 
     def open(self, opened: Open) -> None:
-        """See engine.Gatherer."""
         got = [self._anchors[f] for f in range(self.config.fragments)]
         state = self._engine.state
         stayed = {
@@ -146,7 +145,6 @@ class VirtualGatherer:
         )
 
     def give_up(self, reason: GiveUp) -> None:
-        """See engine.Gatherer."""
         self._done(None)
 
     def _step(self, event: Event) -> None:

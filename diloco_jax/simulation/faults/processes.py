@@ -60,13 +60,11 @@ class FaultyCoordinator(VirtualCoordinator):
         self._survives, self._disk_failed = survives, disk_failed
 
     def decide(self, event: Event, now: float) -> list[AnyEffect]:
-        """See Engine."""
         effects = super().decide(event, now)
         self._monitor.decided(self.state, effects)
         return effects
 
     def carry_out(self, effect: AnyEffect) -> None:
-        """See Engine."""
         if not self._survives():
             return
         self._monitor.carrying_out(effect)
@@ -104,7 +102,6 @@ class FaultyIsland(VirtualIsland):
         super().__init__(spec, incarnation, run, clock, self.body, report_s)
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
-        """See boundary.Outgoing."""
         assert self.boundary is not None
         self.takes[fragment] += 1
         for take in self.boundary.books.outstanding():
@@ -113,7 +110,6 @@ class FaultyIsland(VirtualIsland):
         super().put(fragment, tick, encoded)
 
     def send_anchor(self, fragment: int) -> None:
-        """See VirtualIsland."""
         line, gatherer = self.line, self._coordinator
         if line is None or not isinstance(gatherer, VirtualGatherer):
             return
@@ -121,7 +117,6 @@ class FaultyIsland(VirtualIsland):
         line.upload(0, lambda: gatherer.anchor(self.who, fragment, anchor))
 
     def turned_away(self, reason: str) -> None:
-        """See VirtualIsland."""
         super().turned_away(reason)
         self._refused(self)
 

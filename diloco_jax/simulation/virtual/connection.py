@@ -55,16 +55,13 @@ class Connection:
 
     @property
     def name(self) -> str:
-        """See Peer."""
         return self.island.name
 
     @property
     def session(self) -> str:
-        """See Peer."""
         return self.island.session
 
     def receive(self, message: FromCoordinator) -> None:
-        """See Peer."""
         if isinstance(message, Refused):
             reason = f"refused: {message.message}"
             self.line.send_down(lambda: self.island.turned_away(reason))

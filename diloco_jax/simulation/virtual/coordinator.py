@@ -73,7 +73,6 @@ class Peers:
         return True
 
     def tell(self, session: str, message: FromCoordinator) -> None:
-        """See engine.Sender."""
         joining = self._joining.get(session)
         if isinstance(message, Refused):
             peer = joining or self.serving.get(session)
@@ -89,7 +88,6 @@ class Peers:
             peer.receive(message)
 
     def postpone(self, session: str, message: str) -> None:
-        """See engine.Sender."""
         self._postponed(self._joining.pop(session))
 
     def judged(self, peer: Peer) -> None:
@@ -106,17 +104,13 @@ class VirtualLog:
     tell: Callable[[str], None]
 
     def persist(self, record: Durable) -> None:
-        """See engine.Log."""
         self.write(record)
 
-    def note(self, record: Noted) -> None:
-        """See engine.Log."""
+    def note(self, record: Noted) -> None: ...
 
-    def ignored(self, ignored: Ignored) -> None:
-        """See engine.Log."""
+    def ignored(self, ignored: Ignored) -> None: ...
 
     def alert(self, text: str) -> None:
-        """See engine.Log."""
         self.tell(text)
 
 
@@ -218,7 +212,6 @@ class VirtualCoordinator(Engine[State, Event]):
         )
 
     def commit(self, commit: Commit) -> None:
-        """See engine.Holder."""
         merge = self._prepared.pop(commit.fragment)
         self.merging.commit(commit.fragment, commit.version)
         for c in merge.contributions:
@@ -226,11 +219,9 @@ class VirtualCoordinator(Engine[State, Event]):
             self.merging.drop(key)
 
     def drop(self, drop: Drop) -> None:
-        """See engine.Holder."""
         self.merging.drop(drop.delta)
 
     def forget(self, forget: Forget) -> None:
-        """See engine.Holder."""
         self.merging.drop_island(forget.island, forget.before, forget.kept)
 
     def _prepare(self, merge: Merge, prepared: Prepared) -> None:

@@ -199,12 +199,10 @@ class VirtualIsland:
             self._at_boundary()
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
-        """See boundary.Outgoing."""
         self._outgoing[fragment, tick] = encoded
         self._send(fragment, tick)
 
     def forget(self, fragment: int, tick: int) -> None:
-        """See boundary.Outgoing."""
         self._outgoing.pop((fragment, tick), None)
 
     def send_anchor(self, fragment: int) -> None:

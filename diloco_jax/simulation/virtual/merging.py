@@ -53,24 +53,20 @@ class NoArrays:
         self._bytes_down, self._bytes_full = bytes_down, bytes_full
 
     def put(self, key: DeltaKey, encoded: Any) -> Refusal:
-        """See Merging."""
         return ""
 
-    def drop(self, key: DeltaKey) -> None:
-        """See Merging."""
+    def drop(self, key: DeltaKey) -> None: ...
 
-    def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
-        """See Merging."""
+    def drop_island(
+        self, island: str, before: int, kept: Collection[DeltaKey]
+    ) -> None: ...
 
     def compute(self, merge: Merge) -> Prepared:
-        """See Merging."""
         return Prepared(digest="", payload_bytes=self._bytes_down[merge.fragment])
 
-    def commit(self, fragment: int, version: Version) -> None:
-        """See Merging."""
+    def commit(self, fragment: int, version: Version) -> None: ...
 
     def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
-        """See Merging."""
         if have is None or have.term != want.term:
             return VirtualFetch(want, self._bytes_full[fragment], None)
         behind = want.number - have.number
