@@ -139,8 +139,8 @@ def measure(
         )
         ways: dict[str, Callable[[], object]] = {
             "bare": lambda: _send_bare(bare_port, payload),
-            "upload": lambda: client.upload(_upload(size), payload),
-            "fetch": lambda: client.fetch(_fetch(), max_bytes=size),
+            "upload": lambda: client.transfers.upload(_upload(size), payload),
+            "fetch": lambda: client.transfers.fetch(_fetch(), max_bytes=size),
         }
         for repeat in range(repeats + 1):
             for way, go in ways.items():

@@ -84,9 +84,11 @@ class Host:
         self.data.read_only(self._trainer.own_rows())
         self.checkpoints.open(identity, self.plan, hosts)
         self._exchange, self._zeros = build_exchange(run, model, self._trainer)
-        self.fetcher = Fetcher(self.client, identity, self._exchange, self.mailbox)
+        self.fetcher = Fetcher(
+            self.client.transfers, identity, self._exchange, self.mailbox
+        )
         self.sender = Sender(
-            self.client,
+            self.client.transfers,
             identity,
             self._exchange.layouts_up,
             self._exchange.layouts_whole,

@@ -25,8 +25,7 @@ from diloco_jax.island.pace import Pace
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.model import Metrics
 from diloco_jax.observability.logs import log_refused
-from diloco_jax.protocol.island.boundary import Boundary
-from diloco_jax.protocol.island.decision import Decision, Ending
+from diloco_jax.protocol.island.boundary import Boundary, Decision, Ending
 from diloco_jax.protocol.values import Version
 
 logger = logging.getLogger(__name__)

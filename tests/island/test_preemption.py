@@ -10,7 +10,7 @@ import pytest
 from diloco_jax.island import preemption
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.preemption import Preemption
-from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Status
 
 WAIT_S = 60.0

@@ -231,7 +231,7 @@ def answer(
     stream.send(report(steps, took(take, seq=seq, steps=steps)))
     size = service.store.layouts_up[take.fragment].total_bytes
     start = upload_start(who, stream.welcome.run_id, take, size)
-    island.upload(start, bytes(size))
+    island.transfers.upload(start, bytes(size))
 
 
 def await_state(

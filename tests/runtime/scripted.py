@@ -8,7 +8,7 @@ import time
 from msgspec.structs import replace
 
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.protocol.island.decision import Adoption, Decision
+from diloco_jax.protocol.island.boundary import Adoption, Decision
 from diloco_jax.protocol.messages import TakeRequest
 
 

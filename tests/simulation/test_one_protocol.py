@@ -14,9 +14,8 @@ import pytest
 from diloco_jax.config import Config, IslandConfig, Placement, RunConfig, SyncConfig
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import LiveDecisions, Mailbox
+from diloco_jax.island.mailbox import Arrival, LiveDecisions, Mailbox
 from diloco_jax.island.network.link import Link
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.pace import Pace, goal_of
@@ -25,8 +24,7 @@ from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.coordinator.events import Said
 from diloco_jax.protocol.island import reporting
 from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary, Goal
-from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.boundary import Boundary, Ending, Goal
 from diloco_jax.protocol.island.fetching import Fetching
 from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
 from diloco_jax.protocol.messages import Published, Report, Welcome

@@ -21,10 +21,9 @@ from typing import Any, Literal
 import msgspec
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.hosts.world import Hosts, HostsError
-from diloco_jax.island.mailbox import Decisions, Mailbox
-from diloco_jax.protocol.island.decision import Ahead, Decision
+from diloco_jax.island.mailbox import Arrival, Decisions, Mailbox
+from diloco_jax.protocol.island.boundary import Ahead, Decision
 from diloco_jax.protocol.island.fetching import Fetch
 from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireError

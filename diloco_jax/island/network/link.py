@@ -18,8 +18,8 @@ from typing import Protocol
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.conversation import Errand, Wanted
-from diloco_jax.protocol.island.decision import Ending
 from diloco_jax.protocol.island.reporting import Reporting, Status
 from diloco_jax.protocol.messages import (
     MAX_TEXT,

@@ -21,10 +21,10 @@ from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragment_merge import Squares, is_fit
 from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.device.step import Trainer
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.coordinator.events import Merge

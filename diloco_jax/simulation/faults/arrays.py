@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
-from diloco_jax.island.arrivals import Arrival
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.island.books import AdoptTraits, Outcome
 from diloco_jax.protocol.reasons import NON_FINITE, Refusal

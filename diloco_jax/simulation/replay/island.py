@@ -16,13 +16,12 @@ from diloco_jax.config import RunConfig
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.arrivals import Arrival
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.observability.logs import log_refused
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary
-from diloco_jax.protocol.island.decision import Adoption, Decision
+from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
 from diloco_jax.protocol.reasons import NON_FINITE
 from diloco_jax.protocol.values import Record, Span, Verdict, Version

@@ -22,7 +22,7 @@ from diloco_jax.cluster.commands import free_port, island_environment
 from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.coordinator.notes import Environment
-from diloco_jax.island.arrivals import Arrival
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.simulation.replay.recording import Who, environment_like
 
@@ -168,18 +168,21 @@ class RemoteReplica:
 
     def take(self, fragment: int) -> bytes:
         """Return the fragment's encoded delta, as it is uploaded."""
-        return self._worker.ask(self._who, "take", fragment)
+        delta: bytes = self._worker.ask(self._who, "take", fragment)
+        return delta
 
     def moments(self) -> list[npt.NDArray[Any]]:
         """Return the inner optimizer's state, by leaf."""
-        return self._worker.ask(self._who, "moments")
+        moments: list[npt.NDArray[Any]] = self._worker.ask(self._who, "moments")
+        return moments
 
     def residual(self, fragment: int) -> bytes:
         """Return the fragment's residual, as if no take were outstanding.
 
         It has the form of an anchor in full, and is empty without error feedback.
         """
-        return self._worker.ask(self._who, "residual", fragment)
+        residual: bytes = self._worker.ask(self._who, "residual", fragment)
+        return residual
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
         """Adopt a version whose publishes are given as their payloads."""

@@ -24,7 +24,6 @@ from jax.experimental.multihost_utils import process_allgather
 from diloco_jax import compilation, environment
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,
@@ -36,6 +35,7 @@ from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.hosts.meeting import WorldAddress
 from diloco_jax.island.hosts.world import Hosts, join_world, leave_world
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Metrics, Model
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.island.books import Outcome

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from diloco_jax.island.arrivals import Arrival
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.island.boundary import Arrays
 from diloco_jax.simulation.virtual.merging import VirtualFetch

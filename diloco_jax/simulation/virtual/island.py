@@ -18,9 +18,8 @@ from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.observability.logs import log_refused
 from diloco_jax.protocol.coordinator.events import Said
 from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.boundary import Ahead, Boundary
 from diloco_jax.protocol.island.conversation import Conversation, Wanted
-from diloco_jax.protocol.island.decision import Ahead
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import (
     FromCoordinator,

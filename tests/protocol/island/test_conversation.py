@@ -3,8 +3,8 @@
 import coordinator_says as says
 import pytest
 
+from diloco_jax.protocol.island.boundary import Adoption, Ending
 from diloco_jax.protocol.island.conversation import MAX_CHAIN, Conversation, Wanted
-from diloco_jax.protocol.island.decision import Adoption, Ending
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import Published, ResendRequest
 from diloco_jax.protocol.values import Record, Span, Version
