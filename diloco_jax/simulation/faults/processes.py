@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.protocol.coordinator.events import Commit, Event, Merge
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.records import Durable
-from diloco_jax.protocol.values import Prepared
+from diloco_jax.protocol.coordinator.events import Commit, Event
+from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
 from diloco_jax.simulation.faults.disk import DiskError
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer
@@ -22,59 +20,44 @@ from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
 
+if TYPE_CHECKING:
+    from diloco_jax.simulation.faults.world import FaultyWorld
+
 
 class FaultyCoordinator(VirtualCoordinator):
-    """One life of a coordinator.
-
-    survives: asked before every effect; False ends this life.
-    disk_failed: called when a record could not be written, which ends this life.
-    """
+    """One life of a coordinator. Its world may end it before any effect."""
 
     def __init__(
-        self,
-        config: PolicyConfig,
-        clock: Clock,
-        state: State,
-        anchors: Anchors,
-        *,
-        persist: Callable[[Durable], None],
-        written: Callable[[Merge, Prepared], bool],
-        merge_seconds: Callable[[Merge], float],
-        clock_offset: float,
-        monitor: Monitor,
-        survives: Callable[[], bool],
-        disk_failed: Callable[[], None],
+        self, world: FaultyWorld, state: State, anchors: Anchors, clock_offset: float
     ) -> None:
         super().__init__(
-            config,
-            clock,
+            world.config,
+            world.clock,
             state,
             anchors,
-            persist,
-            merge_seconds=merge_seconds,
+            world.persist,
+            merge_seconds=lambda merge: world.schedule.merge_s,
             clock_offset=clock_offset,
-            written=written,
+            written=functools.partial(world.write, anchors),
         )
-        self.anchors = anchors
-        self._monitor = monitor
-        self._survives, self._disk_failed = survives, disk_failed
+        self.anchors, self._world = anchors, world
 
     def decide(self, event: Event, now: float) -> list[AnyEffect]:
         effects = super().decide(event, now)
-        self._monitor.decided(self.state, effects)
+        self._world.monitor.decided(self.state, effects)
         return effects
 
     def carry_out(self, effect: AnyEffect) -> None:
-        if not self._survives():
+        if not self._world.survives():
             return
-        self._monitor.carrying_out(effect)
+        self._world.monitor.carrying_out(effect)
         try:
             super().carry_out(effect)
         except DiskError:
-            self._disk_failed()
+            self._world.disk_failed()
         if isinstance(effect, Commit):
             anchor = self.anchors.anchors[effect.fragment]
-            self._monitor.published(effect.fragment, anchor)
+            self._world.monitor.published(effect.fragment, anchor)
 
 
 class FaultyIsland(VirtualIsland):
