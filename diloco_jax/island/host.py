@@ -46,7 +46,7 @@ from diloco_jax.wire.tls import TlsFiles
 
 
 class Host:
-    """Make it, `build`, `compile`, `loop`, at the end `close`."""
+    """Call `build`, `compile` and `loop` in this order, and `close` at the end."""
 
     def __init__(
         self, config: Config, name: str, coordinator_address: str, workdir: Path

@@ -88,7 +88,7 @@ class Client:
         return state
 
     def close(self) -> None:
-        """End streams and transfers and closes all channels, within `stop_s`."""
+        """End streams and transfers and close all channels, within `stop_s`."""
         deadline = time.monotonic() + self._deadlines.stop_s
         with self._lock:
             streams, self._streams = self._streams, []

@@ -77,7 +77,7 @@ class _Connection:
 
 
 class Link:
-    """`connect`, then `start`, at the end `close`.
+    """Call `connect`, then `start`, and `close` at the end.
 
     make_hello: the Hello of this process, given the island's state.
     """
@@ -187,7 +187,7 @@ class Link:
             self._mailbox.end(EXIT_FAILED, f"the control stream failed: {error!r}")
 
     def _given_up(self, error: WireError) -> bool:
-        """True if the two ends do not understand each other, which no connection
+        """Tell if the two ends do not understand each other, which no connection
         cures."""
         assert self._connection is not None
         lasted_s = time.monotonic() - self._connection.began
