@@ -28,7 +28,7 @@ class Replica:
         return self._state.params
 
     def trees(self) -> dict[str, Any]:
-        """Return the arrays that a checkpoint holds, until the next step or adoption."""
+        """Return the arrays of a checkpoint, valid until the next step or adoption."""
         moments = jax.tree.leaves(self._state.opt_state)
         return {"params": self.params, "moments": moments, **self._exchange.trees()}
 
