@@ -75,13 +75,6 @@ class Mailbox:
             )
 
     @property
-    def stop_asked(self) -> bool:
-        """True if the run has its tokens, or the island is about to leave: no more
-        steps."""
-        with self._lock:
-            return self._conversation.stop or self._conversation.leaving
-
-    @property
     def finished(self) -> bool:
         """True once the run is over."""
         with self._lock:

@@ -162,7 +162,7 @@ class Coordinator:
         )
         json.dumps(result, allow_nan=False)
         msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=State)
-        assert ledger.check(CONFIG, self.state) == []
+        assert ledger.check(self.state) == []
 
     def run(self) -> None:
         while not self.lead._queue.empty():
