@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from diloco_jax.config import ConfigError
 from diloco_jax.island.environment import generation_here
+from diloco_jax.island.metadata import ask
 
-METADATA_HOST = "metadata.google.internal"
 TPU_PORT = 8482
 """Port of `jax.distributed` on TPUs, which `diloco launch` opens; jax's own default."""
-ANSWER_S = 5.0
 PORT = "JAX_COORDINATOR_PORT"
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 
@@ -76,7 +74,12 @@ def find_meeting(
         port = 61440 + _number(environment, "SLURM_JOB_ID", None, nodes) % 4096
         return _at(first_node(environment[nodes]), index, environment, port)
     if generation_here(root) or metadata is not None:
-        return _of_tpu_vm(count, environment, metadata or _ask(environment))
+        server = environment.get("GCE_METADATA_HOST", "")
+        return _of_tpu_vm(
+            count,
+            environment,
+            metadata or (lambda name: ask(f"attributes/{name}", server)[0]),
+        )
     raise ConfigError(
         f"hosts = {count} in the island's config, but nothing here says where they "
         f"meet: neither {ADDRESS}, TPU_WORKER_HOSTNAMES nor SLURM_STEP_NODELIST is "
@@ -98,7 +101,7 @@ def _of_tpu_vm(
     number, endpoints = "agent-worker-number", "worker-network-endpoints"
     try:
         index, workers = attribute(number), attribute(endpoints).split(",")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"hosts = {count} in the island's config, but this TPU VM's metadata does "
             f"not say where they meet ({number}, {endpoints}: {error}); give every "
@@ -143,20 +146,3 @@ def _require(count: int, found: int, name: str) -> None:
             f"hosts = {count} in the island's config, but {name} here is of {found}; "
             f"set islands.NAME.hosts = {found}"
         )
-
-
-def _ask(environment: Mapping[str, str]) -> Lookup:
-    host = environment.get("GCE_METADATA_HOST", METADATA_HOST)
-
-    def attribute(name: str) -> str:
-        request = urllib.request.Request(
-            f"http://{host}/computeMetadata/v1/instance/attributes/{name}",
-            headers={"Metadata-Flavor": "Google"},
-        )
-        # Never by way of a proxy: the server is this machine's own.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=ANSWER_S) as answer:
-            text: str = answer.read().decode()
-        return text
-
-    return attribute

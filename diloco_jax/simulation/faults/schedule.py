@@ -77,7 +77,7 @@ class Schedule(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """Everything that a played run depends on. Times count from its begin."""
+    """Everything that a played run depends on. Times count from its start."""
 
     islands: dict[str, DrawnIsland]
     faults: tuple[AnyFault, ...] = ()

@@ -95,7 +95,7 @@ class VirtualIsland:
         self._measures = Measures()
         self._stepping = False
         self._next: Due | None = None
-        """Begin or end of a step that is due."""
+        """Start or end of a step that is due."""
 
     # ---- its life ---------------------------------------------------------------
 
