@@ -27,7 +27,7 @@ from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary, Ending, Goal
 from diloco_jax.protocol.island.fetching import Fetching
 from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
-from diloco_jax.protocol.messages import Published, Report, Welcome
+from diloco_jax.protocol.messages import Granted, Published, Report, Welcome
 from diloco_jax.protocol.values import Record, Span, Version
 from diloco_jax.simulation.replay.island import ReplayedIsland
 from diloco_jax.simulation.replay.recording import Life, TapedRecord, Who
@@ -197,8 +197,8 @@ class Service:
         self.island.connect(self, Line(self.clock, LineSpeed(latency_s=0.1)))
 
     def hello(self, hello: Any, peer: Any) -> None:
-        peer.receive(Welcome(run_id="r", term=1, resumed=False, versions=BEGIN))
-        says.grant(peer, Span(0, 1000))
+        peer.send(Welcome(run_id="r", term=1, resumed=False, versions=BEGIN))
+        peer.send(Granted(span=Span(0, 1000), offset=0))
 
     def hear(self, event: Any) -> None:
         assert isinstance(event, Said)
@@ -220,7 +220,7 @@ class Service:
         assert peer is not None
         # While something else is fetched: what comes next is then decided.
         for fragment in (0, 1, 2):
-            peer.receive(Published(fragment=fragment, version=NEWEST))
+            peer.send(Published(fragment=fragment, version=NEWEST))
 
     def run(self) -> Service:
         self.clock.at(5.5, self.publish)

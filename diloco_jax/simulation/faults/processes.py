@@ -17,6 +17,7 @@ from diloco_jax.simulation.faults.disk import DiskError
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.virtual.connection import Connection
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
 
@@ -61,7 +62,11 @@ class FaultyCoordinator(VirtualCoordinator):
 
 
 class FaultyIsland(VirtualIsland):
-    """One incarnation. refused: called if the coordinator refuses it or puts it out."""
+    """One incarnation.
+
+    refused: called if the coordinator refuses it or puts it out. postponed: called with
+    a connection that the coordinator ends so that the island comes again.
+    """
 
     def __init__(
         self,
@@ -72,6 +77,7 @@ class FaultyIsland(VirtualIsland):
         report_s: float,
         monitor: Monitor,
         refused: Callable[[FaultyIsland], None],
+        postponed: Callable[[Connection], None],
     ) -> None:
         self.who = (spec.name, incarnation)
         self.body = DigestBody(
@@ -81,7 +87,7 @@ class FaultyIsland(VirtualIsland):
         )
         self.takes: Counter[int] = Counter()
         """Takes by fragment."""
-        self._monitor, self._refused = monitor, refused
+        self._monitor, self._refused, self._postponed = monitor, refused, postponed
         super().__init__(spec, incarnation, run, clock, self.body, report_s)
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
@@ -102,6 +108,9 @@ class FaultyIsland(VirtualIsland):
     def turned_away(self, reason: str) -> None:
         super().turned_away(reason)
         self._refused(self)
+
+    def postponed(self, connection: Connection) -> None:
+        self._postponed(connection)
 
     def _seen(
         self, observe: Callable[..., None], *observation: Any, **facts: Any

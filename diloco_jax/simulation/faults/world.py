@@ -187,12 +187,11 @@ class FaultyWorld(Links):
             self.config,
             frozenset(self.schedule.islands),
             self.clock,
-            self._postponed,
             self._gathered,
         )
 
     def _postponed(self, peer: Connection) -> None:
-        island = self.islands[peer.name]
+        island = self.islands[peer.hello.island]
         if island.line is peer.line:
             self.lose_connection(island, RETRY_S)
 
@@ -343,6 +342,7 @@ class FaultyWorld(Links):
             REPORT_S,
             self.monitor,
             self._refused,
+            self._postponed,
         )
         self.processes = [p for p in self.processes if p.ended is None]
         self.processes.append(island)

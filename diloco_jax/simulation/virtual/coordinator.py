@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.holder import WRITE_AGAIN_S
+from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.protocol.coordinator import decide, takes
 from diloco_jax.protocol.coordinator.events import (
     Commit,
@@ -27,73 +28,12 @@ from diloco_jax.protocol.coordinator.events import (
     Timer,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused, Welcome
+from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.records import Durable, Noted
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.simulation.virtual.clock import Clock, Due
+from diloco_jax.simulation.virtual.connection import Connection
 from diloco_jax.simulation.virtual.merging import Merging, VirtualFetch
-
-
-class Peer(Protocol):
-    """Connection by which an incarnation is reached."""
-
-    @property
-    def name(self) -> str:
-        """Name of the island."""
-
-    @property
-    def session(self) -> str:
-        """Session of the incarnation's process."""
-
-    def receive(self, message: FromCoordinator) -> None:
-        """Send a message on its way to the island."""
-
-
-class Peers:
-    """The `Sender` of an engine in virtual time.
-
-    postponed: called with a connection that is ended so that the island comes again.
-    """
-
-    def __init__(self, postponed: Callable[[Any], None] = lambda peer: None) -> None:
-        self.serving: dict[str, Peer] = {}
-        """Connections by session."""
-        self._joining: dict[str, Peer] = {}
-        self._postponed = postponed
-
-    def arrived(self, peer: Peer) -> None:
-        """Note a peer that is about to be judged by its hello."""
-        self._joining[peer.session] = peer
-
-    def gone(self, peer: Peer) -> bool:
-        """Forget a broken connection; return True if it served."""
-        if self.serving.get(peer.session) is not peer:
-            return False
-        del self.serving[peer.session]
-        return True
-
-    def tell(self, session: str, message: FromCoordinator) -> None:
-        joining = self._joining.get(session)
-        if isinstance(message, Refused):
-            peer = joining or self.serving.get(session)
-            if peer is not None:
-                peer.receive(message)
-            return
-        if isinstance(message, Welcome) and joining is not None:
-            replaced = [s for s, p in self.serving.items() if p.name == joining.name]
-            for old in replaced:
-                del self.serving[old]
-            self.serving[session] = self._joining.pop(session)
-        if (peer := self.serving.get(session)) is not None:
-            peer.receive(message)
-
-    def postpone(self, session: str, message: str) -> None:
-        self._postponed(self._joining.pop(session))
-
-    def judged(self, peer: Peer) -> None:
-        """Note that the hello of a peer has been answered."""
-        if self._joining.get(peer.session) is peer:
-            del self._joining[peer.session]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,12 +78,12 @@ class VirtualCoordinator(Engine[State, Event]):
         clock_offset: float = 0.0,
         written: Callable[[Merge, Prepared], bool] = lambda merge, prepared: True,
     ) -> None:
-        self.peers = Peers()
+        self._sessions = Sessions()
         super().__init__(
             decide.step,
             config,
             state,
-            sender=self.peers,
+            sender=self._sessions,
             log=VirtualLog(persist, alert),
             holder=self,
         )
@@ -167,16 +107,16 @@ class VirtualCoordinator(Engine[State, Event]):
 
     # ---- what comes in --------------------------------------------------------------
 
-    def hello(self, hello: Hello, peer: Peer) -> None:
+    def hello(self, hello: Hello, peer: Connection) -> None:
         """Judge an island on a new connection."""
-        self.peers.arrived(peer)
+        self._sessions.arrived(peer)
         self.hear(hello)
-        self.peers.judged(peer)
 
-    def disconnected(self, peer: Peer) -> None:
+    def disconnected(self, peer: Connection) -> None:
         """Note that a connection broke and this end noticed."""
-        if self.peers.gone(peer):
-            self.hear(Disconnected(island=peer.name, session=peer.session))
+        if self._sessions.gone(peer):
+            hello = peer.hello
+            self.hear(Disconnected(island=hello.island, session=hello.session))
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """Take in a delta, all of whose bytes have arrived."""

@@ -112,9 +112,8 @@ class VirtualIsland:
             sequences_per_step=self.spec.batch_size,
             lead=self.spec.lead,
         )
-        status = self._conversation.status()
-        said = hello(who, status)
-        self.peer = peer = Connection(self, line, status)
+        said = hello(who, self._conversation.status())
+        self.peer = peer = Connection(self, line, said)
         line.send_up(lambda: coordinator.hello(said, peer))
 
     def disconnect(self) -> None:
@@ -162,6 +161,10 @@ class VirtualIsland:
     def turned_away(self, reason: str) -> None:
         """End, because the coordinator refused the island or put it out."""
         self.die(reason)
+
+    def postponed(self, connection: Connection) -> None:
+        """Lose a connection that the coordinator ended; here no coordinator does."""
+        raise AssertionError(f"{self.name} is to come again")
 
     def received(self, message: FromCoordinator) -> None:
         """Handle a message of the coordinator."""
