@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -46,6 +46,10 @@ class EncodedDelta(NamedTuple):
 
     layout: PayloadLayout
     pieces: tuple[jax.Array, ...]
+
+
+Packed = tuple[npt.NDArray[np.uint8], Squares]
+"""A delta's payload, and how long each piece is."""
 
 
 class SharedFetch:
@@ -164,8 +168,6 @@ class StoreMerging:
     ) -> None:
         self._store = store
         self._tell_arrived, self._tell_committed = arrived, committed
-        self._payloads: dict[DeltaKey, npt.NDArray[np.uint8]] = {}
-        self._squares: dict[DeltaKey, Squares] = {}
         self._computed: dict[int, tuple[Merge, ComputedMerge]] = {}
         self._fetched: dict[int, dict[Version | None, VirtualFetch]] = (
             collections.defaultdict(dict)
@@ -173,33 +175,20 @@ class StoreMerging:
         """Fetches of the current version, by fragment and by the version held already.
         """
 
-    def put(self, key: DeltaKey, encoded: EncodedDelta) -> Refusal:
+    def receive(self, key: DeltaKey, encoded: EncodedDelta) -> tuple[Packed, Refusal]:
         self._tell_arrived(key)
-        packed = encoded.layout.pack(encoded.pieces)
-        payload = self._payloads[key] = np.frombuffer(packed, np.uint8)
-        squares = self._squares[key] = self._store.squares(key.fragment, payload)
-        return "" if is_fit(squares) else "non_finite"
+        payload = np.frombuffer(encoded.layout.pack(encoded.pieces), np.uint8)
+        squares = self._store.squares(key.fragment, payload)
+        return (payload, squares), "" if is_fit(squares) else "non_finite"
 
-    def drop(self, key: DeltaKey) -> None:
-        self._payloads.pop(key, None)
-        self._squares.pop(key, None)
-
-    def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
-        for key in [k for k in self._payloads if k.island == island]:
-            if key.incarnation < before and key not in kept:
-                self.drop(key)
-
-    def compute(self, merge: Merge) -> Prepared:
-        keys = [
-            DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
-            for c in merge.contributions
-        ]
+    def compute(self, merge: Merge, deltas: Sequence[Packed]) -> Prepared:
+        payloads, squares = zip(*deltas, strict=True)
         merged = self._store.merge(
             merge.fragment,
             merge.version,
             merge.contributions,
-            [self._payloads[key] for key in keys],
-            [self._squares[key] for key in keys],
+            payloads,
+            squares,
             share=merge.share,
             final=merge.final,
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -53,7 +53,7 @@ class Anchor(NamedTuple):
 
 
 class Anchors:
-    """`merging.Merging`: a coordinator's anchors and the deltas that it holds."""
+    """`merging.Merging`: a coordinator's anchors."""
 
     def __init__(self, anchors: tuple[Anchor, ...]) -> None:
         self.anchors = list(anchors)
@@ -61,27 +61,17 @@ class Anchors:
             deque(maxlen=RETAINED_PUBLISHES) for _ in anchors
         ]
         self._computed: dict[int, bytes] = {}
-        self._deltas: dict[DeltaKey, Delta] = {}
 
-    def put(self, key: DeltaKey, encoded: Delta) -> Refusal:
-        self._deltas[key] = encoded
-        return "" if encoded.finite else NON_FINITE
+    def receive(self, key: DeltaKey, encoded: Delta) -> tuple[Delta, Refusal]:
+        return encoded, "" if encoded.finite else NON_FINITE
 
-    def drop(self, key: DeltaKey) -> None:
-        self._deltas.pop(key, None)
-
-    def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
-        for key in [k for k in self._deltas if k.island == island]:
-            if key.incarnation < before and key not in kept:
-                del self._deltas[key]
-
-    def compute(self, merge: Merge) -> Prepared:
-        deltas = [
-            self._deltas[DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)]
-            for c in merge.contributions
-        ]
+    def compute(self, merge: Merge, deltas: Sequence[Delta]) -> Prepared:
         publish = digest(
-            merge.version, merge.contributions, deltas, merge.share, merge.final
+            merge.version,
+            merge.contributions,
+            list(deltas),
+            merge.share,
+            merge.final,
         )
         self._computed[merge.fragment] = publish
         return Prepared(digest=publish.hex(), payload_bytes=len(publish))

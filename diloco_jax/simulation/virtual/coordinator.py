@@ -89,6 +89,7 @@ class VirtualCoordinator(Engine[State, Event]):
         )
         self.clock, self.merging = clock, merging
         self._written = written
+        self._deltas: dict[DeltaKey, Any] = {}
         self._prepared: dict[int, Merge] = {}
         """Merges that are ordered and not committed, by fragment."""
         self._merge_seconds, self.clock_offset = merge_seconds, clock_offset
@@ -123,7 +124,7 @@ class VirtualCoordinator(Engine[State, Event]):
         fragment = self.state.fragments[key.fragment]
         if not takes.is_awaited(fragment, key.island, key.incarnation, key.tick):
             return
-        refusal = self.merging.put(key, encoded)
+        self._deltas[key], refusal = self.merging.receive(key, encoded)
         self.hear(DeltaArrived(**key._asdict(), refusal=refusal))
 
     def fetch(self, fragment: int, have: Version | None) -> VirtualFetch:
@@ -145,7 +146,8 @@ class VirtualCoordinator(Engine[State, Event]):
         """See engine.Holder. Computes at once: the deltas may be dropped before the
         result is due.
         """
-        prepared = self.merging.compute(merge)
+        deltas = [self._deltas[key] for key in _keys(merge)]
+        prepared = self.merging.compute(merge, deltas)
         self._prepared[merge.fragment] = merge
         self.clock.after(
             self._merge_seconds(merge), lambda: self._prepare(merge, prepared)
@@ -154,15 +156,16 @@ class VirtualCoordinator(Engine[State, Event]):
     def commit(self, commit: Commit) -> None:
         merge = self._prepared.pop(commit.fragment)
         self.merging.commit(commit.fragment, commit.version)
-        for c in merge.contributions:
-            key = DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
-            self.merging.drop(key)
+        for key in _keys(merge):
+            self._deltas.pop(key, None)
 
     def drop(self, drop: Drop) -> None:
-        self.merging.drop(drop.delta)
+        self._deltas.pop(drop.delta, None)
 
     def forget(self, forget: Forget) -> None:
-        self.merging.drop_island(forget.island, forget.before, forget.kept)
+        for key in [key for key in self._deltas if key.island == forget.island]:
+            if key.incarnation < forget.before and key not in forget.kept:
+                del self._deltas[key]
 
     def _prepare(self, merge: Merge, prepared: Prepared) -> None:
         """Write the publish and say so; try again if the disk is full."""
@@ -202,3 +205,11 @@ class VirtualCoordinator(Engine[State, Event]):
     def _ring(self) -> None:
         self._timer = None
         self.hear(Timer())
+
+
+def _keys(merge: Merge) -> list[DeltaKey]:
+    """Return the keys of a merge's deltas, in their order."""
+    return [
+        DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
+        for c in merge.contributions
+    ]
