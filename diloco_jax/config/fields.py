@@ -49,6 +49,7 @@ class Bound(NamedTuple):
 NOT_NEGATIVE = Bound()
 POSITIVE = Bound(above=True)
 AT_LEAST_1 = Bound(1)
+SOME_SHARE = Bound(0, 1, above=True)
 SHARE = Bound(0, 1)
 BELOW_1 = Bound(0, 1, below=True)
 BETWEEN = Bound(0, 1, above=True, below=True)

@@ -49,6 +49,7 @@ from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator.events import RunResumed
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.values import FIRST_VERSION
+from diloco_jax.weights.first import require_source
 from diloco_jax.wire import addresses
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
@@ -115,6 +116,7 @@ class Coordinator:
         build_inner(config.run, self._model)
         require_room(config, self._plan)
         if init:
+            require_source(config.run.model)
             self._facts = workdirs.begin_run(config, workdir)
         elif resume or workdirs.holds_run(workdir):
             self._facts = workdirs.find_run(config, workdir)
@@ -283,6 +285,7 @@ class Coordinator:
             max_hosts=admitted_hosts(self._config) + SPARE_ISLANDS,
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,
+            config=dataclasses.asdict(self._config),
         )
         self._open.callback(self._server.stop, 0.0)
         bound = self._server.start()
@@ -322,7 +325,7 @@ class Coordinator:
             self.store, state = term.begin(gathered, config, policy, plan, self._tape)
         else:
             self.store, state = origin.initialise(
-                config, policy, self._model, plan, self._tape
+                config, policy, self._model, plan, self._tape, workdir
             )
         # After the log's snapshot: where a log is, the run has begun.
         after = -1 if found is None else found
