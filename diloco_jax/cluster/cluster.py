@@ -28,7 +28,7 @@ ALIVE = ("running", "restarting")
 
 
 class ClusterError(Exception):
-    """The run cannot start or go on: the process, why, and the end of its log."""
+    """A run cannot start or go on; tells the process, why, and the end of its log."""
 
     def __init__(self, process: ManagedProcess, what: str, exit_code: int = 1):
         tail = "\n".join(f"  {line}" for line in log_tail(process.log, 15))

@@ -90,14 +90,12 @@ class StoreHolder:
         self._merger.shutdown(wait=True, cancel_futures=True)
 
     def merge(self, merge: Merge) -> None:
-        """See engine.Holder."""
         keys = _keys(merge)
         payloads = [self._inbox.payload(key) for key in keys]
         squares = [self._inbox.squares(key) for key in keys]
         self._submit(lambda: self._prepare(merge, keys, payloads, squares))
 
     def commit(self, commit: Commit) -> None:
-        """See engine.Holder."""
         merged, keys = self._prepared.pop(commit.fragment)
         self._store.commit(commit.fragment, merged)
         for key in keys:
@@ -112,11 +110,9 @@ class StoreHolder:
         self._submit(lambda: self._follow_up(commit.fragment, merged))
 
     def drop(self, drop: Drop) -> None:
-        """See engine.Holder."""
         self._inbox.drop(drop.delta)
 
     def forget(self, forget: Forget) -> None:
-        """See engine.Holder."""
         self._inbox.drop_island(forget.island, forget.before, frozenset(forget.kept))
 
     def _prepare(

@@ -25,10 +25,9 @@ from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import origin, summary, term
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
-from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.inbox import SPARED_BYTES, Inbox, Rooms
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.publishes import Publishes
-from diloco_jax.coordinator.rooms import SPARED_BYTES, Rooms
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.service import Service

@@ -24,7 +24,7 @@ from diloco_jax.island.network.link import Link, Targets
 from diloco_jax.island.network.receiver import Fetcher, Receiver
 from diloco_jax.island.network.sender import TOLD_FROM
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.values import Outstanding, Record, Span, Version
 from diloco_jax.wire.errors import (
@@ -70,8 +70,8 @@ def test_messages_reach_the_mailbox(coordinator, link, mailbox, wanted):
     assert wait_for_news(mailbox).grants == (Span(40, 48),)
     send(messages.Granted(span=Span(40, 48), offset=0))
     send(messages.Stop())
-    assert wait_for_news(mailbox).grants == ()
-    assert mailbox.stop_asked
+    decision = wait_for_news(mailbox)
+    assert (decision.grants, decision.stop) == ((), True)
     assert not mailbox.finished
     send(messages.Finished())
     wait_for_news(mailbox)
@@ -227,7 +227,7 @@ def test_a_refused_delta_waits_for_its_verdict(coordinator, sender):
 
 @pytest.fixture
 def receiver(stack, client, mailbox):
-    fetcher = Fetcher(client, IDENTITY, FakeExchange(), mailbox)
+    fetcher = Fetcher(client.transfers, IDENTITY, FakeExchange(), mailbox)
     receiver = Receiver(fetcher, mailbox, DEADLINES, [Version(1, 0)])
     stack.callback(receiver.close, 5.0)
     return receiver

@@ -15,6 +15,7 @@ from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.observability import segments
 from diloco_jax.observability.tape import Tape, read_tape
+from diloco_jax.simulation.calibration import command
 from diloco_jax.simulation.calibration.command import calibrate_command
 from diloco_jax.simulation.calibration.fit import calibrate
 
@@ -174,7 +175,7 @@ def test_an_unknown_option_is_one_of_this_command(workdir, capsys):
     assert "dilocorun" not in err
 
 
-def test_it_tells_how_far_it_is(workdir, capsys):
+def test_it_tells_how_far_it_is(workdir, capsys, monkeypatch):
     shares = []
 
     @contextmanager
@@ -182,7 +183,8 @@ def test_it_tells_how_far_it_is(workdir, capsys):
         assert title == "calibrate"
         yield shares.append
 
-    assert calibrate_command([str(workdir), "--seeds", "2", "--json"], bar) == 0
+    monkeypatch.setattr(command, "bar", bar)
+    assert calibrate_command([str(workdir), "--seeds", "2", "--json"]) == 0
     assert shares == sorted(shares)
     assert len([share for share in shares if share < 0.5]) > 1
     assert {0.5, 1.0} <= set(shares)

@@ -36,7 +36,9 @@ def test_transfers_beyond_the_places_wait_then_are_busy_and_status_gets_through(
     monkeypatch.setattr(handlers, "upload_end", upload_end)
     client = connect(address, bulk_channels=2)
     uploading = threading.Thread(
-        target=client.upload, args=(upload_start(2 * MIB), bytes(2 * MIB)), daemon=True
+        target=client.transfers.upload,
+        args=(upload_start(2 * MIB), bytes(2 * MIB)),
+        daemon=True,
     )
     uploading.start()
     for _ in range(2):
@@ -45,7 +47,9 @@ def test_transfers_beyond_the_places_wait_then_are_busy_and_status_gets_through(
         Busy,
         match=r"fragment 3 given up at byte 0, .*all 2 places .* were taken for 0\.2 s",
     ):
-        connect(address, deadlines=ONE_ATTEMPT).upload(upload_start(10), bytes(10))
+        connect(address, deadlines=ONE_ATTEMPT).transfers.upload(
+            upload_start(10), bytes(10)
+        )
     assert client.status(WAIT_S)["islands"]
     leave.set()
     uploading.join(WAIT_S)
@@ -139,7 +143,10 @@ def test_every_host_of_an_island_has_places_of_its_own(
         connect(address, deadlines=ONE_ATTEMPT, bulk_channels=1) for _ in range(hosts)
     ]
     with ThreadPoolExecutor(hosts) as pool:
-        sent = [pool.submit(c.upload, upload_start(10), bytes(10)) for c in clients]
+        sent = [
+            pool.submit(c.transfers.upload, upload_start(10), bytes(10))
+            for c in clients
+        ]
         for one in sent:
             one.result(WAIT_S)
 
@@ -159,6 +166,6 @@ def test_a_stripe_that_finds_the_peer_busy_comes_again_alone(
     monkeypatch.setattr(handlers, "upload_begin", upload_begin)
     payload = random_bytes(4 * MIB)
     client = connect(address, deadlines=deadlines(retry_min_s=0.1))
-    client.upload(upload_start(4 * MIB), payload)
+    client.transfers.upload(upload_start(4 * MIB), payload)
     assert handlers.stored == payload
     assert sorted(begun) == [0, MIB, *[2 * MIB] * 3, 3 * MIB]

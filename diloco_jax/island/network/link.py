@@ -18,8 +18,8 @@ from typing import Protocol
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.conversation import Errand, Wanted
-from diloco_jax.protocol.island.decision import Ending
 from diloco_jax.protocol.island.reporting import Reporting, Status
 from diloco_jax.protocol.messages import (
     MAX_TEXT,
@@ -77,7 +77,7 @@ class _Connection:
 
 
 class Link:
-    """`connect`, then `start`, at the end `close`.
+    """Call `connect`, then `start`, and `close` at the end.
 
     make_hello: the Hello of this process, given the island's state.
     """
@@ -194,7 +194,7 @@ class Link:
             self._mailbox.end(EXIT_FAILED, f"the control stream failed: {error!r}")
 
     def _given_up(self, error: WireError) -> bool:
-        """True if the two ends do not understand each other, which no connection
+        """Tell if the two ends do not understand each other, which no connection
         cures."""
         assert self._connection is not None
         lasted_s = time.monotonic() - self._connection.began

@@ -246,7 +246,7 @@ def progress_tokens(config: PolicyConfig, state: State) -> int:
     return computed - lost // config.parameters
 
 
-def check(config: PolicyConfig, state: State) -> list[str]:
+def check(state: State) -> list[str]:
     """List the errors in the books, as text; empty if the books balance."""
     wrong = []
     for fragment in state.fragments:

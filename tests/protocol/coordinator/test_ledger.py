@@ -138,7 +138,7 @@ def test_progress_never_goes_back() -> None:
 
 def test_check_finds_books_that_do_not_balance() -> None:
     d = worked()
-    assert ledger.check(d.config, d.state) == []
+    assert ledger.check(d.state) == []
     fragment = d.fragment(0)
     account = d.account("b", 0)
     for wrong in (
@@ -147,15 +147,15 @@ def test_check_finds_books_that_do_not_balance() -> None:
         account.lose(1, "nowhere"),
     ):
         state = with_fragment(d.state, with_account(fragment, "b", wrong))
-        lines = ledger.check(d.config, state)
+        lines = ledger.check(state)
         assert lines
         assert all("fragment 0, island b" in line for line in lines)
     unsaid = replace(fragment, lost_in_all=fragment.lost_in_all + 1)
-    (line,) = ledger.check(d.config, with_fragment(d.state, unsaid))
+    (line,) = ledger.check(with_fragment(d.state, unsaid))
     assert "fragment 0: its accounts have lost" in line
     ahead = replace(account, start=9, merged_tokens=90)
     state = with_fragment(d.state, with_account(fragment, "b", ahead))
-    assert "settled to step 9 of 3" in ledger.check(d.config, state)[0]
+    assert "settled to step 9 of 3" in ledger.check(state)[0]
 
 
 def test_a_single_token_can_be_lost() -> None:
