@@ -162,6 +162,17 @@ class Placement:
     )
 
     @property
+    def patience_s(self) -> float:
+        """Seconds for which an island without data waits before it ends."""
+        return 3 * self.outage_budget_s
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds for which an island is there without a coordinator, at least: it
+        trains on the data that it holds, then it waits."""
+        return self.outage_budget_s + self.patience_s
+
+    @property
     def deadlines(self) -> Deadlines:
         """Every deadline, as it follows from `time_budget_s`."""
         return Deadlines(self.time_budget_s)

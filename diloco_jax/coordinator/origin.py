@@ -14,9 +14,11 @@ from typing import Any
 
 import jax
 import msgspec
+from etils.epath import Path as Folder
 
 from diloco_jax import environment
-from diloco_jax.config import Config
+from diloco_jax import workdir as workdirs
+from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.memory import give_back
@@ -160,6 +162,20 @@ def _restore(
         store.replay(fragment, version, payload, final=final)
         moved |= not final
     return begin, moved
+
+
+def without_snapshot(workdir: Path, run_id: str, folder: Folder) -> ConfigError:
+    """Return the error of a run that has no snapshot in its folder."""
+    remedy = "start it with --init again: it ended before its first one"
+    if workdirs.has_begun(workdir):
+        remedy = (
+            "bring that folder back, or begin a new run with --init in another "
+            "--workdir"
+        )
+    return ConfigError(
+        f"{workdir} holds run {run_id} but no snapshot of it in {folder}, and without "
+        f"--init nothing is initialised; {remedy}"
+    )
 
 
 def _record(line: Mapping[str, Any], where: str) -> records.Durable:

@@ -60,7 +60,7 @@ class Loop:
     def __post_init__(self) -> None:
         self._deadlines = self.config.placement.deadlines
         self._step_seconds = self.config.island(self.name).step_seconds
-        self._patience_s = 3 * self.config.placement.outage_budget_s
+        self._patience_s = self.config.placement.patience_s
         self._step = 0
         self._seen = Decision()
         """The last decision."""

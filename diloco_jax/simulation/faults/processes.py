@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.protocol.coordinator.events import Commit, Event, Merge
+from diloco_jax.protocol.coordinator.events import Commit, Event, Merge, Persist
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.records import Durable
 from diloco_jax.protocol.values import Prepared
 from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
@@ -19,7 +20,7 @@ from diloco_jax.simulation.faults.disk import DiskError
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
+from diloco_jax.simulation.virtual.coordinator import Peer, VirtualCoordinator
 from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
 
 
@@ -27,6 +28,8 @@ class FaultyCoordinator(VirtualCoordinator):
     """One life of a coordinator.
 
     survives: asked before every effect; False ends this life.
+    has_space: tells if a record would find space on the disk. While it does not, the
+    record's effects and all events wait, as they do for the service's thread.
     disk_failed: called when a record could not be written, which ends this life.
     """
 
@@ -43,6 +46,7 @@ class FaultyCoordinator(VirtualCoordinator):
         clock_offset: float,
         monitor: Monitor,
         survives: Callable[[], bool],
+        has_space: Callable[[], bool],
         disk_failed: Callable[[], None],
     ) -> None:
         super().__init__(
@@ -58,6 +62,56 @@ class FaultyCoordinator(VirtualCoordinator):
         self.anchors = anchors
         self._monitor = monitor
         self._survives, self._disk_failed = survives, disk_failed
+        self._has_space = has_space
+        self._effects: deque[AnyEffect] = deque()
+        """Decided effects that are not carried out yet."""
+        self._later: deque[Callable[[], None]] = deque()
+        """Events that came while a record waited for space."""
+
+    @property
+    def waits(self) -> bool:
+        """True while a record waits for space."""
+        return bool(self._effects)
+
+    def go_on(self) -> None:
+        """Go on after a wait, now that there is space."""
+        self._act()
+        while self._later and not self._effects and not self.dead:
+            self._later.popleft()()
+        if not self.dead and not self._effects:
+            self._set_timer()
+
+    def hello(self, hello: Hello, peer: Peer) -> None:
+        """See VirtualCoordinator."""
+        if not self._effects:
+            super().hello(hello, peer)
+            return
+        self.peers.arrived(peer)
+        self._wait(hello)
+        self._later.append(lambda: self.peers.judged(peer))
+
+    def hear(self, event: Event) -> None:
+        """See VirtualCoordinator."""
+        if self._effects:
+            self._wait(event)
+        else:
+            super().hear(event)
+
+    def step(self, event: Event, now: float) -> None:
+        """See Engine."""
+        self._effects.extend(self.decide(event, now))
+        self._act()
+
+    def _act(self) -> None:
+        """Carry out what is decided, up to a record that finds no space."""
+        while self._effects and not self.dead:
+            if isinstance(self._effects[0], Persist) and not self._has_space():
+                return
+            self.carry_out(self._effects.popleft())
+
+    def _wait(self, event: Event) -> None:
+        came = self.clock.now + self.clock_offset
+        self._later.append(lambda: self.step(event, came))
 
     def decide(self, event: Event, now: float) -> list[AnyEffect]:
         """See Engine."""

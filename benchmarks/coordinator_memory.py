@@ -1,0 +1,215 @@
+"""The memory of a live coordinator.
+
+Question: what does the coordinator's process hold at its start, while it merges and
+writes snapshots, and when it comes back after a kill? And how many bytes does it read
+then? `diloco run` on this machine: the coordinator and two islands that train for real
+on tiny batches, 87 M parameters in 24 fragments, int8 both ways, snapshots in rounds of
+20 s, 64 MB of `merge_buffer_bytes`. The coordinator is killed once, after half of the
+merges.
+
+Memory is the peak of the resident set (VmHWM) of each of the coordinator's two lives:
+*start* when it has written its address, *live* at its end. The baseline is taken off:
+the peak of a coordinator in the same run of a tiny model, which is the interpreter, its
+libraries and compiled programs. What is left is divided by the bytes of the f32
+parameters. *Read* is what the second life has read (rchar of /proc/PID/io) when it has
+written its address, less what the baseline's second life read, over the bytes of its
+state: parameters, anchors and momentum in f32.
+
+Prediction: below 3.5 at a start of either kind, below 4.0 live (three arrays, one
+encoded publish, 0.25, spare arrays, and a snapshot's), and 1.0 of the state read, plus
+the publishes since the snapshots.
+
+Command: `python benchmarks/coordinator_memory.py`. Cost: about 10 minutes on two cores
+and 8 GB.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import support
+
+from diloco_jax import run_files
+from diloco_jax.config import (
+    Config,
+    DataConfig,
+    IslandConfig,
+    ModelConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+)
+
+LARGE = ModelConfig(
+    d_model=768, num_layers=10, num_heads=12, num_kv_heads=4, head_dim=64, mlp_dim=3072
+)
+SMALL = ModelConfig(
+    d_model=64, num_layers=10, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128
+)
+FRAGMENTS, SEQUENCE = 24, 32
+START_MAX, LIVE_MAX = 3.5, 4.0
+READ_MAX = 1.5
+EVERY_S = 0.1
+TIMEOUT_S = 1500.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Life:
+    """Peaks of one life of the coordinator, in bytes; 0 until it serves."""
+
+    start: int = 0
+    peak: int = 0
+    read: int = 0
+    """Bytes read when it began to serve."""
+    seconds: float = 0.0
+    """Seconds from its first sample to its service."""
+    first: float = dataclasses.field(default_factory=time.monotonic)
+
+
+def main() -> int:
+    """Run it; return 1 if a bound is broken."""
+    parser = support.parser(__doc__)
+    parser.add_argument("--cycles", type=int, default=8)
+    options = parser.parse_args()
+    base, _ = measure("baseline", SMALL, options.cycles)
+    lives, parameters = measure("87 M parameters", LARGE, options.cycles)
+    f32 = 4 * parameters
+    results = [
+        {
+            "life": what,
+            "start": (life.start - base[0].start) / f32,
+            "live": (life.peak - base[0].peak) / f32,
+            "read": (life.read - before.read) / (3 * f32),
+            **dataclasses.asdict(life),
+        }
+        for what, life, before in zip(
+            ("a new run", "after a kill"), lives, base, strict=True
+        )
+    ]
+    checks = [
+        support.at_most(f"{row['life']}: {what}", row[what], bound)
+        for row in results
+        for what, bound in (("start", START_MAX), ("live", LIVE_MAX))
+    ]
+    checks.append(
+        support.at_most("after a kill: state read", results[1]["read"], READ_MAX)
+    )
+    return support.write_results(
+        options.out,
+        "coordinator_memory",
+        __doc__,
+        {"Lives": [row(result) for result in results]},
+        checks,
+        {
+            "parameters": parameters,
+            "baseline": [dataclasses.asdict(life) for life in base],
+            "lives": results,
+        },
+    )
+
+
+def measure(label: str, model: ModelConfig, cycles: int) -> tuple[list[Life], int]:
+    """Return the coordinator's lives in one run, and the number of parameters."""
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        text = Path(folder) / "text.txt"
+        text.write_text("the quick brown fox jumps over the lazy dog\n" * 20_000)
+        config = config_of(model, str(text), cycles)
+        run = Path(folder) / "run"
+        lives: dict[int, Life] = collections.defaultdict(Life)
+        over = threading.Event()
+        watching = threading.Thread(target=watch, args=(run, lives, over))
+        watching.start()
+        try:
+            print(time.strftime("%H:%M:%S"), label, file=sys.stderr, flush=True)
+            support.run_in(config, Path(folder), TIMEOUT_S)
+        finally:
+            over.set()
+            watching.join()
+    return list(lives.values()), sum(support.fragment_sizes(config))
+
+
+def config_of(model: ModelConfig, text: str, cycles: int) -> Config:
+    """Return the run: one island's batch is twice the other's."""
+    tokens = cycles * FRAGMENTS * 2 * 2 * SEQUENCE
+    return Config(
+        run=RunConfig(
+            model=model,
+            data=DataConfig(paths=(text,), validation_fraction=0.02),
+            sync=SyncConfig(
+                steps_per_cycle=FRAGMENTS,
+                fragments=FRAGMENTS,
+                overlap_steps=2,
+                codec_up="int8",
+                codec_down="int8",
+            ),
+            sequence_length=SEQUENCE,
+            total_tokens=tokens,
+        ),
+        islands={
+            name: IslandConfig(batch_size=2, step_seconds=0.5) for name in ("a", "b")
+        },
+        placement=Placement(
+            time_budget_s=60.0,
+            snapshot_every_s=20.0,
+            checkpoint_every_s=0.0,
+            merge_buffer_bytes=64 << 20,
+            faults=(f"coordinator@{cycles * FRAGMENTS // 2}:kill",),
+        ),
+    ).validate()
+
+
+def watch(workdir: Path, lives: dict[int, Life], over: threading.Event) -> None:
+    """Sample the coordinator's process until `over`."""
+    while not over.wait(EVERY_S):
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes().decode().split("\0")
+                if str(workdir) in words and "--bind" in words:
+                    sample(folder, workdir, lives[int(folder.name)])
+            except (OSError, UnicodeDecodeError):
+                continue
+
+
+def sample(folder: Path, workdir: Path, life: Life) -> None:
+    """Take over what the process has come to."""
+    life.peak = max(life.peak, 1024 * number(folder / "status", "VmHWM:"))
+    address = workdir / run_files.ADDRESS
+    # A life that was killed leaves its address: the next one's is newer.
+    since = time.monotonic() - life.first
+    if (
+        not life.start
+        and address.exists()
+        and time.time() - address.stat().st_mtime < since
+    ):
+        life.start, life.read = life.peak, number(folder / "io", "rchar:")
+        life.seconds = since
+
+
+def number(path: Path, what: str) -> int:
+    """Return a number of a file of /proc."""
+    for line in path.read_text().splitlines():
+        if line.startswith(what):
+            return int(line.split()[1])
+    raise RuntimeError(f"{path} has no {what}")
+
+
+def row(result: dict[str, Any]) -> dict[str, Any]:
+    """One row of the page."""
+    return {
+        "life": result["life"],
+        "start, over f32 parameters": f"{result['start']:.2f}",
+        "live": f"{result['live']:.2f}",
+        "state read": f"{result['read']:.2f}",
+        "seconds to its service": f"{result['seconds']:.1f}",
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
