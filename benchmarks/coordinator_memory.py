@@ -42,6 +42,7 @@ from diloco_jax.config import (
     DataConfig,
     IslandConfig,
     ModelConfig,
+    OuterConfig,
     Placement,
     RunConfig,
     SyncConfig,
@@ -87,7 +88,8 @@ def main() -> int:
             "start": (life.start - base[0].start) / f32,
             "live": (life.peak - base[0].peak) / f32,
             "read": (life.read - before.read) / (3 * f32),
-            **dataclasses.asdict(life),
+            "seconds": life.seconds,
+            "bytes": dataclasses.asdict(life),
         }
         for what, life, before in zip(
             ("a new run", "after a kill"), lives, base, strict=True
@@ -142,6 +144,7 @@ def config_of(model: ModelConfig, text: str, cycles: int) -> Config:
         run=RunConfig(
             model=model,
             data=DataConfig(paths=(text,), validation_fraction=0.02),
+            outer=OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6),
             sync=SyncConfig(
                 steps_per_cycle=FRAGMENTS,
                 fragments=FRAGMENTS,

@@ -180,6 +180,7 @@ class StoreHolder:
             version=merged.version,
             digest=digest_arrays(merged.state.theta),
         )
+        self._store.put_aside(fragment, self._publishes.mapped)
         give_back()
         self._post(None, lambda: self._note(note))
 

@@ -160,6 +160,7 @@ def _restore(
             fragment, version, committed.get((fragment, version))
         )
         store.replay(fragment, version, payload, final=final)
+        store.put_aside(fragment, publishes.mapped)
         moved |= not final
     return begin, moved
 

@@ -48,7 +48,8 @@ from diloco_jax.wire.errors import VersionGone
 from diloco_jax.wire.server import FetchSource
 
 RETAINED_PUBLISHES = 4
-"""Encoded publishes kept per fragment, for islands that missed some."""
+"""Encoded publishes kept per fragment, for islands that missed some: the newest one in
+memory, the others where they lie on the disk."""
 PINNED_VERSIONS = 2
 """Anchors kept per fragment for joins under way."""
 SPARE_ARRAYS = 3
@@ -82,6 +83,8 @@ class _Fragment:
     """`ComputedMerge.sample` of the last merge; empty if computed elsewhere."""
     digest: str
     publishes: deque[tuple[Version, Buffer]]
+    on_disk: frozenset[Version]
+    """Versions of those publishes that are not in memory."""
     pins: dict[Version, tuple[Arrays, float]]
     """Anchors that are being fetched in full, and the time when they expire."""
 
@@ -131,6 +134,7 @@ class Store:
                     last=(),
                     digest="",
                     publishes=deque(maxlen=RETAINED_PUBLISHES),
+                    on_disk=frozenset(),
                     pins={},
                 )
             )
@@ -212,6 +216,22 @@ class Store:
             current.publishes.append((merged.version, merged.payload))
             current.expire_pins(time.monotonic())
         self._spares.trim(self._spare_bytes)
+
+    def put_aside(
+        self, fragment: int, mapped: Callable[[int, Version], Buffer | None]
+    ) -> None:
+        """Free the memory of a fragment's retained publishes but for the newest one.
+        mapped: returns the same bytes where they lie on the disk, if they are there.
+        """
+        current = self._fragments[fragment]
+        with self._lock:
+            held = [v for v, _ in current.publishes if v not in current.on_disk]
+        found = {v: p for v in held[:-1] if (p := mapped(fragment, v)) is not None}
+        with self._lock:
+            kept = [(v, found.get(v, p)) for v, p in current.publishes]
+            current.publishes = deque(kept, maxlen=RETAINED_PUBLISHES)
+            versions = {v for v, _ in kept}
+            current.on_disk = (current.on_disk | found.keys()) & versions
 
     def replay(
         self, fragment: int, version: Version, payload: Buffer, *, final: bool

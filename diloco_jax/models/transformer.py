@@ -32,6 +32,7 @@ from diloco_jax.models.model import (
     split_batch,
     weighted_loss,
 )
+from diloco_jax.models.noise import normal
 
 EMBEDDING_STD = 0.02
 UNROLLED_LAYERS = 8
@@ -140,7 +141,7 @@ def _init(tensors: dict[str, Any], key: jax.Array) -> Params:
     """
     leaves, structure = jax.tree.flatten(tensors, is_leaf=_is_tensor)
     sizes = [math.prod(t.shape) if t.std else 0 for t in leaves]
-    noise = jax.random.normal(key, (sum(sizes),), jnp.float32)
+    noise = normal(key, sum(sizes))
     parts = jnp.split(noise, list(itertools.accumulate(sizes))[:-1])
     values = [
         t.std * part.reshape(t.shape) if t.std else jnp.zeros(t.shape, jnp.float32)

@@ -17,7 +17,6 @@ from diloco_jax.config import Placement, RunConfig
 from diloco_jax.coordinator.holder import CORES_PER_MERGE, MERGES_AT_ONCE
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.snapshots import BUSY_SHARE
-from diloco_jax.coordinator.store import RETAINED_PUBLISHES
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.merge import RULES, measures, merging
@@ -89,7 +88,9 @@ class CoordinatorPlan:
     merging: int
     """Spare buffers of the merges under way, and the memory of the rule."""
     publishes: int
-    """Encoded publishes, kept for islands that missed some."""
+    """Encoded publishes, the newest one of each fragment: older ones are read from the
+    disk for islands that missed some.
+    """
     joins: int
     """Anchors pinned for islands that join, if all join at once."""
     merge_buffer: int
@@ -158,7 +159,7 @@ def plan_coordinator(
         ),
         "snapshots": SNAPSHOT_COPIES * held,
         "merging": at_once * (held + rule_bytes),
-        "publishes": RETAINED_PUBLISHES * sum(down),
+        "publishes": sum(down),
         "joins": min(islands * FETCHES_PER_JOIN * 4 * largest, 2 * params),
         "merge_buffer": min(islands * sum(up), placement.merge_buffer_bytes),
         "process": PROCESS_BYTES,
