@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+SLOWEST_LINK_BITS_PER_S = 1e8
+"""Rate below which a link counts as broken."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Deadlines:
@@ -67,6 +70,10 @@ class Deadlines:
     def pin_s(self) -> float:
         """Time for which a join may fetch the versions that it began with."""
         return 6 * self.budget_s
+
+    def join_s(self, octets: int) -> float:
+        """Time within which a join that fetches so many bytes is done."""
+        return self.pin_s + 8 * octets / SLOWEST_LINK_BITS_PER_S
 
 
 class Backoff:

@@ -57,8 +57,9 @@ class Placement:
         60.0,
         SOME_SECONDS,
         group=DEADLINES,
-        help="Seconds of data an island holds, to train through a coordinator's "
-        "outage.",
+        help="Least seconds of data that an island holds, to train through a "
+        "coordinator's outage; it is as long as a restart takes by the size of the "
+        "state and launch.coordinator_disk_gb, if that is longer.",
     )
     compile_budget_s: float = setting(
         600.0,

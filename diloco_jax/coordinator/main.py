@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from diloco_jax import checkpoint, compilation, files, run_files, storage
+from diloco_jax import checkpoint, compilation, files, restart_time, run_files, storage
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
@@ -96,9 +96,8 @@ class Coordinator:
         self, config: Config, workdir: Path, *, init: bool, resume: bool = False
     ) -> None:
         """Prepare or find the run in `workdir`, once it is sure to be served."""
-        self._config, self._workdir = config, workdir
-        self._init, self._resume = init, resume
-        self._open = contextlib.ExitStack()
+        self._workdir = workdir
+        self._init, self._resume, self._open = init, resume, contextlib.ExitStack()
         placement = config.placement
         self._tls = (
             TlsFiles.load(placement.certificates, "coordinator")
@@ -114,6 +113,7 @@ class Coordinator:
             storage.require_access(self._folder)
         self._model = build(config.run)
         self._plan = build_plan(config.run, self._model)
+        self._config = config = restart_time.lasting(config, self._plan.total)
         # Islands need it: refuse a name that optax lacks before they start.
         build_inner(config.run, self._model)
         require_room(config, self._plan)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from diloco_jax import checkpoint, compilation
+from diloco_jax import checkpoint, compilation, restart_time
 from diloco_jax.config import Config
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.data.corpus import load_checked_corpus
@@ -57,10 +57,11 @@ class Host:
         self.checkpoints = Checkpoints(config, name, folder)
         compilation.use_cache(compilation.of_run(workdir))
         placement, run = config.placement, config.run
-        self.config, self.name, self.island = config, name, config.island(name)
+        self.name, self.island = name, config.island(name)
         self.deadlines = placement.deadlines
         self.mailbox = Mailbox()
         self.plan = build_plan(run, build(run))
+        self.config = restart_time.lasting(config, self.plan.total)
         corpus = load_checked_corpus(run.data)
         windows = Windows(corpus.train, run.sequence_length, run.seed)
         self.data = LeasedStream(windows, self.island.batch_size)
@@ -75,6 +76,13 @@ class Host:
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,
         )
+
+    @property
+    def join_s(self) -> float:
+        """Longest wait of hosts for each other in a join, once all is compiled. The
+        coordinator may start again meanwhile."""
+        fetched_s = self.deadlines.join_s(4 * self.plan.total)
+        return self.config.placement.outage_budget_s + fetched_s
 
     def build(self, identity: Identity, hosts: Hosts | None) -> None:
         """Build everything that needs a device. hosts: those of the island, if it has
@@ -115,7 +123,8 @@ class Host:
             compile_ahead(
                 trainer, self._exchange, self._zeros, self.config.run.sequence_length
             )
-            self._meet("compiled")
+            budget_s = self.config.placement.compile_budget_s
+            self._meet("compiled", budget_s, "placement.compile_budget_s")
         params, self._zeros = self._exchange.warm(self._zeros), {}
         batch = self._validation[0]
         if self.config.placement.evaluate_every_steps:
@@ -139,9 +148,9 @@ class Host:
             self.plan, self._trainer, self._exchange, versions
         )
         # A join moves tiles between hosts, which may have read for unequal times.
-        self._meet("restored")
+        self._meet("restored", self.join_s, "placement.outage_budget_s")
         replica = join(self.plan, self._trainer, self._exchange, anchors, restored)
-        self._meet("ready")
+        self._meet("ready", self.join_s, "placement.outage_budget_s")
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()
         if restored is not None:
@@ -170,13 +179,11 @@ class Host:
             faults=faults,
         )
 
-    def _meet(self, what: str) -> None:
+    def _meet(self, what: str, timeout_s: float, field: str) -> None:
+        """Meet the other hosts. field: setting to raise if that takes too long."""
         if self._hosts is not None:
-            self._hosts.meet(
-                what,
-                self.config.placement.compile_budget_s,
-                lambda: self.mailbox.ending is not None,
-            )
+            mailbox = self.mailbox
+            self._hosts.meet(what, timeout_s, lambda: mailbox.ending is not None, field)
 
     def _send_anchor(self, fragment: int, version: Version) -> None:
         self.sender.put_anchor(fragment, version, self._exchange.anchor(fragment))

@@ -145,7 +145,8 @@ class LeadingHost:
         hosts: of this island, if it has several.
         """
         self._host = Host(config, name, coordinator_address, workdir)
-        self._config, self._name, self._incarnation = config, name, incarnation
+        self._config = self._host.config
+        self._name, self._incarnation = name, incarnation
         self._deadlines = self._host.deadlines
         self._session = uuid.uuid4().hex
         self.mailbox = self._host.mailbox
@@ -244,7 +245,12 @@ class LeadingHost:
             self._hosts,
         )
         self._receiver = receiver = Receiver(
-            host.fetcher, mailbox, self._deadlines, welcome.versions, self._orders
+            host.fetcher,
+            mailbox,
+            self._deadlines,
+            welcome.versions,
+            self._orders,
+            host.join_s,
         )
         mailbox.post(Status(phase="compiling"))
         self._link.start(Targets(want=receiver.want, resend=self._resend))

@@ -22,20 +22,24 @@ def normal(key: jax.Array, count: int) -> jax.Array:
     Its random bits depend on key and index alone (threefry with
     `jax_threefry_partitionable`); with another generator it is called itself.
     """
-    counted = (
-        jax.config.jax_threefry_partitionable
-        and str(jax.random.key_impl(key)) == "threefry2x32"
-    )
-    if count <= BLOCK or not counted:
+    partitionable: bool = getattr(jax.config, "jax_threefry_partitionable", False)
+    if (
+        count <= BLOCK
+        or not partitionable
+        or str(jax.random.key_impl(key)) != "threefry2x32"
+    ):
         return jax.random.normal(key, (count,), jnp.float32)
     first, second = jax.random.key_data(key)
 
     def block(index: jax.Array) -> jax.Array:
-        one, other = threefry2x32_p.bind(first, second, *counters(index))
+        one, other = threefry2x32_p.bind(  # type: ignore[no-untyped-call]
+            first, second, *counters(index)
+        )
         return _normal_of(one ^ other)
 
     blocks = jax.lax.map(block, jnp.arange(-(-count // BLOCK), dtype=jnp.uint32))
-    return blocks.reshape(-1)[:count]
+    values: jax.Array = blocks.reshape(-1)[:count]
+    return values
 
 
 def counters(index: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -52,4 +56,4 @@ def _normal_of(bits: jax.Array) -> jax.Array:
     unit = jax.lax.bitcast_convert_type(mantissa, jnp.float32) - np.float32(1)
     low = np.nextafter(np.float32(-1), np.float32(0))
     uniform = jnp.maximum(low, unit * (np.float32(1) - low) + low)
-    return np.float32(np.sqrt(2)) * jax.lax.erf_inv(uniform)
+    return jnp.multiply(np.float32(np.sqrt(2)), jax.lax.erf_inv(uniform))

@@ -17,12 +17,12 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
 from diloco_jax.planning.machines import (
     MOST_DISK_GB,
-    disk_bytes_per_s,
     machine_of,
     smallest_machine,
 )
 from diloco_jax.planning.network import IslandNetwork, island_network
 from diloco_jax.protocol.coordinator import schedule
+from diloco_jax.restart_time import disk_bytes_per_s, outage_seconds
 
 MOST_MEMORY = 0.95
 """Share of a machine's memory that may be planned for."""
@@ -284,7 +284,7 @@ def _sizes(terms: Terms) -> Iterator[dict[str, Any]]:
 
 
 def _restart(terms: Terms, needs: Needs) -> Check:
-    has = terms.config.placement.outage_budget_s
+    has = outage_seconds(terms.config, terms.fragments.total)
 
     def changes() -> Iterator[dict[str, Any]]:
         yield {"placement.outage_budget_s": float(math.ceil(needs.restart_seconds))}
@@ -294,7 +294,9 @@ def _restart(terms: Terms, needs: Needs) -> Check:
         needs.restart_seconds,
         has,
         f"a restart of the coordinator takes {needs.restart_seconds:.0f} s and islands "
-        f"have data for {has:g} (placement.outage_budget_s)",
+        f"have data for {has:.0f} (placement.outage_budget_s = "
+        f"{terms.config.placement.outage_budget_s:g}, and more by the size of the "
+        f"state)",
         changes,
     )
 

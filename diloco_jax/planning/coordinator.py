@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from diloco_jax import restart_time
 from diloco_jax.config import Placement, RunConfig
 from diloco_jax.coordinator.holder import CORES_PER_MERGE, MERGES_AT_ONCE
 from diloco_jax.coordinator.settings import outer_settings
@@ -26,11 +27,6 @@ from diloco_jax.paths import is_bucket
 
 WIRE_CORE_SECONDS_PER_GB = 1.45
 """Core seconds per GB with mutual TLS, the mean of both ways (docs/results/wire.md)."""
-MERGE_CORE_SECONDS = 5.7
-"""Core seconds per 1e9 parameters of a merge, whatever its deltas: the outer step and
-the encoded publish. `python benchmarks/merging.py`, int8, 2026-11-24. A publish that
-recovery decodes and adds costs at most that.
-"""
 DELTA_CORE_SECONDS = 0.9
 """Core seconds per 1e9 parameters of each delta, its check on arrival included, in f32,
 which costs most; from the same table.
@@ -41,9 +37,6 @@ FETCHES_PER_JOIN = 2
 """Fragments that a joining island pins at a time."""
 PROCESS_BYTES = 1 << 30
 """The interpreter, its libraries and compiled programs."""
-PROCESS_S = 30.0
-"""Seconds of a restart before the state is read: an assumption, for start and imports.
-"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,8 +111,9 @@ class CoordinatorPlan:
         are half a round old on average, since fragments are written in turns.
         """
         state = self.theta + self.anchors + self.outer_state
-        read = (state + self.replayed_bytes) / disk_bytes_per_s
-        return PROCESS_S + read + self.replayed / 1e9 * MERGE_CORE_SECONDS
+        return restart_time.restart_seconds(
+            state + self.replayed_bytes, self.replayed, disk_bytes_per_s
+        )
 
 
 def plan_coordinator(
@@ -166,7 +160,7 @@ def plan_coordinator(
     }
     wire_gb = islands * (sum(up) + sum(down)) / 1e9
     wire = wire_gb * WIRE_CORE_SECONDS_PER_GB / cycle_seconds
-    each = (MERGE_CORE_SECONDS + islands * DELTA_CORE_SECONDS) / 1e9
+    each = (restart_time.MERGE_CORE_SECONDS + islands * DELTA_CORE_SECONDS) / 1e9
     merge_cores = each * plan.total / cycle_seconds
     disk = _plan_disk(
         placement,

@@ -1,9 +1,8 @@
-"""The coordinator's machines and disks: published sizes and rates.
+"""The coordinator's machines: published sizes.
 
 Sources: cloud.google.com/compute/docs/general-purpose-machines and
-memory-optimized-machines (vCPUs and memory), cloud.google.com/compute/docs/disks/
-performance (pd-balanced). A vCPU is a hardware thread, and so was each core of the
-machine on which this package measures its rates.
+memory-optimized-machines (vCPUs and memory). A vCPU is a hardware thread, and so was
+each core of the machine on which this package measures its rates.
 """
 
 from __future__ import annotations
@@ -55,8 +54,3 @@ def smallest_machine(memory: float, cores: int) -> Machine | None:
     """Return the machine with the least memory that has enough; None if none has."""
     enough = [m for m in MACHINES.values() if m.memory >= memory and m.cores >= cores]
     return min(enough, key=lambda m: (m.memory, m.cores), default=None)
-
-
-def disk_bytes_per_s(gigabytes: int) -> float:
-    """Return what a pd-balanced disk reads or writes per second."""
-    return min(140 + 0.28 * gigabytes, 1200) * 1e6

@@ -14,9 +14,10 @@ from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.launch.order import slice_of
 from diloco_jax.planning import checks
 from diloco_jax.planning.checks import Terms, changed, needs_of, refusals
-from diloco_jax.planning.machines import disk_bytes_per_s, machine_of
+from diloco_jax.planning.machines import machine_of
 from diloco_jax.planning.price import parse_prices, price_per_hour
 from diloco_jax.planning.report import fragments_of
+from diloco_jax.restart_time import disk_bytes_per_s
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -67,7 +68,12 @@ def test_the_reference_cases_pass_every_check(name, link):
             5.0,
             "to a disk of 100 GB, which takes 168",
         ),
-        ("restart", {"placement.outage_budget_s": 60.0}, 5.0, "have data for 60"),
+        (
+            "restart",
+            {"placement.snapshot_every_s": 1200.0},
+            5.0,
+            "have data for 735 (placement.outage_budget_s = 60, and more",
+        ),
         ("places", {"placement.bulk_channels": 64}, 5.0, "a service has 4915"),
     ],
 )
