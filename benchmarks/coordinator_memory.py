@@ -25,18 +25,16 @@ and 8 GB.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import support
+from machine import CoordinatorLives, Life
 
-from diloco_jax import run_files
 from diloco_jax.config import (
     Config,
     DataConfig,
@@ -57,21 +55,7 @@ SMALL = ModelConfig(
 FRAGMENTS, SEQUENCE = 24, 32
 START_MAX, LIVE_MAX = 3.5, 4.0
 READ_MAX = 1.5
-EVERY_S = 0.1
 TIMEOUT_S = 1500.0
-
-
-@dataclasses.dataclass(kw_only=True)
-class Life:
-    """Peaks of one life of the coordinator, in bytes; 0 until it serves."""
-
-    start: int = 0
-    peak: int = 0
-    read: int = 0
-    """Bytes read when it began to serve."""
-    seconds: float = 0.0
-    """Seconds from its first sample to its service."""
-    first: float = dataclasses.field(default_factory=time.monotonic)
 
 
 def main() -> int:
@@ -85,8 +69,8 @@ def main() -> int:
     results = [
         {
             "life": what,
-            "start": (life.start - base[0].start) / f32,
-            "live": (life.peak - base[0].peak) / f32,
+            "start": (life.start - before.start) / f32,
+            "live": (life.peak - before.peak) / f32,
             "read": (life.read - before.read) / (3 * f32),
             "seconds": life.seconds,
             "bytes": dataclasses.asdict(life),
@@ -123,18 +107,10 @@ def measure(label: str, model: ModelConfig, cycles: int) -> tuple[list[Life], in
         text = Path(folder) / "text.txt"
         text.write_text("the quick brown fox jumps over the lazy dog\n" * 20_000)
         config = config_of(model, str(text), cycles)
-        run = Path(folder) / "run"
-        lives: dict[int, Life] = collections.defaultdict(Life)
-        over = threading.Event()
-        watching = threading.Thread(target=watch, args=(run, lives, over))
-        watching.start()
-        try:
-            print(time.strftime("%H:%M:%S"), label, file=sys.stderr, flush=True)
+        print(time.strftime("%H:%M:%S"), label, file=sys.stderr, flush=True)
+        with CoordinatorLives(Path(folder) / "run") as watch:
             support.run_in(config, Path(folder), TIMEOUT_S)
-        finally:
-            over.set()
-            watching.join()
-    return list(lives.values()), sum(support.fragment_sizes(config))
+    return watch.lives, sum(support.fragment_sizes(config))
 
 
 def config_of(model: ModelConfig, text: str, cycles: int) -> Config:
@@ -166,41 +142,6 @@ def config_of(model: ModelConfig, text: str, cycles: int) -> Config:
             faults=(f"coordinator@{cycles * FRAGMENTS // 2}:kill",),
         ),
     ).validate()
-
-
-def watch(workdir: Path, lives: dict[int, Life], over: threading.Event) -> None:
-    """Sample the coordinator's process until `over`."""
-    while not over.wait(EVERY_S):
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (folder / "cmdline").read_bytes().decode().split("\0")
-                if str(workdir) in words and "--bind" in words:
-                    sample(folder, workdir, lives[int(folder.name)])
-            except (OSError, UnicodeDecodeError):
-                continue
-
-
-def sample(folder: Path, workdir: Path, life: Life) -> None:
-    """Take over what the process has come to."""
-    life.peak = max(life.peak, 1024 * number(folder / "status", "VmHWM:"))
-    address = workdir / run_files.ADDRESS
-    # A life that was killed leaves its address: the next one's is newer.
-    since = time.monotonic() - life.first
-    if (
-        not life.start
-        and address.exists()
-        and time.time() - address.stat().st_mtime < since
-    ):
-        life.start, life.read = life.peak, number(folder / "io", "rchar:")
-        life.seconds = since
-
-
-def number(path: Path, what: str) -> int:
-    """Return a number of a file of /proc."""
-    for line in path.read_text().splitlines():
-        if line.startswith(what):
-            return int(line.split()[1])
-    raise RuntimeError(f"{path} has no {what}")
 
 
 def row(result: dict[str, Any]) -> dict[str, Any]:
