@@ -140,6 +140,8 @@ class Life:
     start: int = 0
     """Peak of memory when it began to serve; 0 before."""
     peak: int = 0
+    own: int = 0
+    """Most memory of its own (RssAnon), as sampled: without files that are mapped."""
     read: int = 0
     """Bytes that it had read when it began to serve."""
     seconds: float = 0.0
@@ -170,6 +172,7 @@ class CoordinatorLives(_Watch):
     def _sample(self, folder: Path) -> None:
         life = self._found.setdefault(folder.name, Life(first=time.time()))
         life.peak = max(life.peak, 1024 * _number(folder / "status", "VmHWM:"))
+        life.own = max(life.own, 1024 * _number(folder / "status", "RssAnon:"))
         address = self._workdir / run_files.ADDRESS
         # A life that was killed leaves its address, which is older.
         if not life.start and address.exists():

@@ -53,7 +53,8 @@ class Deadlines:
     @property
     def reunion_s(self) -> float:
         """Time within which islands that were cut off together are all back: the
-        longest pause, and as long again to get through."""
+        longest pause, and as long again to get through. Anchors that were being fetched
+        are kept for as long."""
         return 2 * self.retry_max_s
 
     @property
@@ -68,7 +69,7 @@ class Deadlines:
 
     @property
     def pin_s(self) -> float:
-        """Time for which a join may fetch the versions that it began with."""
+        """Time within which one fetch must end."""
         return 6 * self.budget_s
 
     def join_s(self, octets: int) -> float:

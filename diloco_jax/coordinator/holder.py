@@ -181,6 +181,7 @@ class StoreHolder:
             digest=digest_arrays(merged.state.theta),
         )
         self._store.put_aside(fragment, self._publishes.mapped)
+        self._store.expire_pins()
         give_back()
         self._post(None, lambda: self._note(note))
 

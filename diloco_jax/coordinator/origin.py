@@ -48,7 +48,7 @@ def initialise(
     """Begin a new run: draw the parameters. The tape says so first, since a run with a
     snapshot goes on after a crash."""
     run = config.run
-    pin_s = config.placement.deadlines.pin_s
+    pin_s = config.placement.deadlines.reunion_s
     # The draw is not kept beside its copy.
     store = Store(run, plan, jax.jit(model.init)(jax.random.key(run.seed)), pin_s)
     give_back()
@@ -92,7 +92,7 @@ def recover(
         for record in log_records
         if isinstance(record, records.Merged)
     }
-    store = Store(config.run, plan, None, config.placement.deadlines.pin_s)
+    store = Store(config.run, plan, None, config.placement.deadlines.reunion_s)
     begins, behind = [], False
     for fragment in state.fragments:
         begin, replayed = _restore(
