@@ -37,7 +37,15 @@ def disk_bytes_per_s(gigabytes: int) -> float:
 def restart_seconds(
     read_bytes: float, replayed_parameters: float, bytes_per_s: float
 ) -> float:
-    """Return the seconds from the death of the process to its service.
+    """Return the seconds from the death of the process to its service; see
+    `state_seconds`."""
+    return PROCESS_S + state_seconds(read_bytes, replayed_parameters, bytes_per_s)
+
+
+def state_seconds(
+    read_bytes: float, replayed_parameters: float, bytes_per_s: float
+) -> float:
+    """Return the seconds in which a starting process restores its state.
 
     Args:
       read_bytes: of the newest snapshots and the publishes after them, each read once.
@@ -45,20 +53,20 @@ def restart_seconds(
       bytes_per_s: of the disk.
     """
     replay_s = replayed_parameters / 1e9 * MERGE_CORE_SECONDS
-    return PROCESS_S + read_bytes / bytes_per_s + replay_s
+    return read_bytes / bytes_per_s + replay_s
 
 
 def outage_seconds(config: Config, parameters: int) -> float:
-    """Return the seconds that islands last on the data they hold: as long as a restart
-    takes, and at least `placement.outage_budget_s`."""
+    """Return the seconds that islands last on the data they hold: as long as the state
+    takes to be restored, and at least `placement.outage_budget_s`."""
     replayed = REPLAYED_CYCLES * parameters
-    restart_s = restart_seconds(
+    restored_s = state_seconds(
         # A publish has a byte per parameter, in int8.
         STATE_BYTES * parameters + replayed,
         replayed,
         disk_bytes_per_s(config.launch.coordinator_disk_gb),
     )
-    return max(config.placement.outage_budget_s, restart_s)
+    return max(config.placement.outage_budget_s, restored_s)
 
 
 def lasting(config: Config, parameters: int) -> Config:

@@ -31,12 +31,14 @@ def test_a_restart_reads_the_state_and_decodes_publishes():
 def test_a_small_model_has_the_budget_that_is_set():
     assert outage_seconds(CONFIG, 10**6) == 60
     assert lasting(CONFIG, 10**6) == CONFIG
+    soon = dataclasses.replace(CONFIG, placement=Placement(outage_budget_s=0.5))
+    assert outage_seconds(soon, 10**6) == 0.5
 
 
 def test_every_wait_of_islands_follows_from_the_size_of_the_state():
     lasts = lasting(CONFIG, 12 * 10**9).placement
     # 144 GB of state and 72 of publishes at 700 MB/s, 72e9 parameters decoded.
-    assert lasts.outage_budget_s == pytest.approx(30 + 216e9 / 700e6 + 410, abs=1)
+    assert lasts.outage_budget_s == pytest.approx(216e9 / 700e6 + 410, abs=1)
     assert lasts.patience_s == 3 * lasts.outage_budget_s
     assert lasts.alone_s == 4 * lasts.outage_budget_s
 

@@ -189,19 +189,21 @@ def _link(terms: Terms, needs: Needs) -> Check:
 def _join(terms: Terms, needs: Needs) -> Check:
     placement = terms.config.placement
     needed = max(network.join_seconds for network in needs.networks.values())
-    has = placement.deadlines.pin_s
+    octets = 4 * terms.fragments.total
+    has = placement.deadlines.join_s(octets)
 
     def changes() -> Iterator[dict[str, Any]]:
-        budget = math.ceil(placement.time_budget_s * needed / has)
+        missing = (needed - has) / placement.deadlines.pin_s
+        budget = math.ceil(placement.time_budget_s * (1 + missing))
         yield {"placement.time_budget_s": float(budget)}
 
     return Check(
         "join",
         needed,
         has,
-        f"a join takes {needed:.0f} s on a link of "
-        f"{terms.link_gbit_per_s:g} Gbit/s, and anchors are kept for it for {has:.0f} "
-        f"s (placement.time_budget_s = {placement.time_budget_s:g})",
+        f"a join of {octets / GB:.0f} GB takes {needed:.0f} s on a link of "
+        f"{terms.link_gbit_per_s:g} Gbit/s, and hosts wait for it for {has:.0f} s "
+        f"(placement.time_budget_s = {placement.time_budget_s:g})",
         changes,
     )
 

@@ -83,12 +83,12 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def hello(self, hello: Hello, peer: Peer) -> None:
         """See VirtualCoordinator."""
-        if not self._effects:
-            super().hello(hello, peer)
-            return
         self.peers.arrived(peer)
-        self._wait(hello)
-        self._later.append(lambda: self.peers.judged(peer))
+        self.hear(hello)
+        if self._effects:  # It is judged once they are carried out.
+            self._later.append(lambda: self.peers.judged(peer))
+        else:
+            self.peers.judged(peer)
 
     def hear(self, event: Event) -> None:
         """See VirtualCoordinator."""
