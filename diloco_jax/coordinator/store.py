@@ -212,13 +212,13 @@ class Store:
     def put_aside(
         self, fragment: int, mapped: Callable[[int, Version], Buffer | None]
     ) -> None:
-        """Free the memory of a fragment's retained publishes but for the newest one.
-        mapped: returns the same bytes where they lie on the disk, if they are there.
-        """
+        """Free the memory of a fragment's retained publishes: another one is about to
+        come. mapped: returns the same bytes where they lie on the disk, if they are
+        there."""
         current = self._fragments[fragment]
         with self._lock:
             held = [v for v, _ in current.publishes if v not in current.on_disk]
-        found = {v: p for v in held[:-1] if (p := mapped(fragment, v)) is not None}
+        found = {v: p for v in held if (p := mapped(fragment, v)) is not None}
         with self._lock:
             kept = [(v, found.get(v, p)) for v, p in current.publishes]
             current.publishes = deque(kept, maxlen=RETAINED_PUBLISHES)

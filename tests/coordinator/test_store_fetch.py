@@ -141,3 +141,19 @@ def test_an_anchor_stays_while_it_is_fetched_however_long_that_takes(
     store.expire_pins()
     with pytest.raises(VersionGone):
         store.fetch(0, Version(1, 0), None)
+
+
+def test_publishes_on_the_disk_take_no_memory_and_are_served(store):
+    merged = merge_once(store, 0, Version(1, 1))
+    wanted, held = bytes(merged.payload), weakref.ref(merged.payload.obj)
+    del merged
+    store.put_aside(0, lambda fragment, version: None)
+    assert held() is not None, "its file is gone"
+    store.put_aside(0, lambda fragment, version: memoryview(wanted))
+    gc.collect()
+    assert held() is None
+    merge_once(store, 0, Version(1, 2))
+    source = store.fetch(0, Version(1, 2), Version(1, 0))
+    assert (source.full, source.count) == (False, 2)
+    served = b"".join(bytes(buffer) for buffer in source.buffers)
+    assert served.startswith(wanted)
