@@ -1,7 +1,7 @@
 """12 billion parameters on a v5p cube and a v6e pod, a thousand kilometres apart.
 
 Purpose: the reference case of a mixed fleet: 64 chips of v5p and 256 of v6e train one
-Gemma-style model over ordinary links.
+model over ordinary links.
 Cost: 320 chips; the plan, some minutes on two CPU cores.
 Expected: docs/results/plan.md. Both steps take about as long, since the batches are as
 the slices' FLOP/s; the text is to be replaced by one that is worth it.

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 from diloco_jax.config import Config, IslandConfig
@@ -22,6 +21,7 @@ from diloco_jax.evaluation import as_json, whole_validation
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.pace import Pace, goal_of
+from diloco_jax.weights.first import first_params
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
     model, trainer = build_trainer(run, IslandConfig(batch_size=batch_size))
     corpus = load_checked_corpus(run.data)
     windows = Windows(corpus.train, run.sequence_length, run.seed)
-    params = trainer.place_params(jax.jit(model.init)(jax.random.key(run.seed)))
+    params = trainer.place_params(first_params(run, model))
     state = TrainState(params, trainer.init_inner(params))
     per_step = batch_size * run.sequence_length
     steps = -(-run.total_tokens // per_step)

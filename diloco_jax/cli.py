@@ -8,6 +8,7 @@ Nothing heavy is imported before a command needs it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -88,12 +89,21 @@ def run_command(arguments: Sequence[str]) -> int:
 
     # Before anything imports jax: the baseline trains here, on the islands' platform.
     os.environ["JAX_PLATFORMS"] = island_environment()["JAX_PLATFORMS"]
+    from diloco_jax.island.environment import fit_threads
+
+    fit_threads()
     from diloco_jax.cluster.options import RunOptions
     from diloco_jax.cluster.resume import require_one_workdir, with_config
 
     arguments = with_config(arguments)
     path, config, options = _config_and_options("run", arguments, RunOptions())
     require_one_workdir(arguments, config.placement.workdir, options.resume)
+    if options.init and options.resume:
+        raise ConfigError(
+            f"--init {options.init} begins a run, --resume {options.resume} goes on "
+            f"with one; leave one of them out"
+        )
+    config = _started_from(config, options.init)
     from rich.console import Console
 
     from diloco_jax.cluster.run import run
@@ -112,18 +122,28 @@ def run_command(arguments: Sequence[str]) -> int:
 
 def coordinator_command(arguments: Sequence[str]) -> int:
     """Run `diloco coordinator CONFIG --workdir DIR --bind HOST:PORT`."""
-    from diloco_jax.coordinator.options import CoordinatorOptions
+    from diloco_jax.coordinator.options import (
+        DRAWN,
+        CoordinatorOptions,
+        with_source,
+    )
 
     _, config, options = _config_and_options(
-        "coordinator", arguments, CoordinatorOptions()
+        "coordinator", with_source(arguments), CoordinatorOptions()
     )
+    config = _started_from(config, options.init.removeprefix(DRAWN))
     workdir = _workdir(config)
+    from diloco_jax.island.environment import fit_threads
+
+    # Before anything imports jax.
+    fit_threads()
     from diloco_jax.config.resolving import resolve
     from diloco_jax.coordinator.main import run
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
-    code: int = run(resolve(config), workdir, init=options.init, resume=options.resume)
+    config = resolve(config, copied=True)
+    code: int = run(config, workdir, init=bool(options.init), resume=options.resume)
     return code
 
 
@@ -152,7 +172,7 @@ def island_command(arguments: Sequence[str]) -> int:
 
     setup_logging()
     code: int = run(
-        resolve(config),
+        resolve(config, copied=True),
         options.name,
         options.coordinator,
         workdir,
@@ -182,6 +202,7 @@ def emulate_command(arguments: Sequence[str]) -> int:
 
     from diloco_jax.simulation.emulation.emulate import run
 
+    config = _started_from(config, options.init)
     summary = run(config, path, Console(stderr=True, markup=False), options)
     if options.json:
         print(json.dumps(summary))
@@ -232,6 +253,15 @@ def _config_and_options(
     return path, config, parsed
 
 
+def _started_from(config: Config, source: str) -> Config:
+    """Return the config of a run that starts from these weights, if there are any."""
+    if not source:
+        return config
+    from diloco_jax.weights.first import started_from
+
+    return started_from(config, source).validate()
+
+
 def _workdir(config: Config) -> Path:
     if not config.placement.workdir:
         raise ConfigError("--workdir is missing; give the folder of this run")
@@ -239,27 +269,6 @@ def _workdir(config: Config) -> Path:
 
 
 # ---- commands that take no config ------------------------------------------------
-
-
-def status_command(arguments: Sequence[str]) -> int:
-    """Run `diloco status HOST:PORT or WORKDIR [--json]`."""
-    from diloco_jax.cluster import status_command as command
-
-    return command.status_command(arguments)
-
-
-def eval_command(arguments: Sequence[str]) -> int:
-    """Run `diloco eval WORKDIR [--json]`."""
-    from diloco_jax import eval_command as command
-
-    return command.eval_command(arguments)
-
-
-def simulate_command(arguments: Sequence[str]) -> int:
-    """Run `diloco simulate KIND`."""
-    from diloco_jax.simulation import commands
-
-    return commands.simulate_command(arguments)
 
 
 def replay_command(arguments: Sequence[str]) -> int:
@@ -273,30 +282,26 @@ def replay_command(arguments: Sequence[str]) -> int:
     return replay_command.replay_command(arguments)
 
 
-def certs_command(arguments: Sequence[str]) -> int:
-    """Run `diloco certs DIR --hosts NAME... [--add]`."""
-    from diloco_jax.wire import certs_command
+def _of(module: str, function: str) -> Callable[[Sequence[str]], int]:
+    """Return a command whose module is imported when it runs."""
 
-    return certs_command.certs_command(arguments)
+    def command(arguments: Sequence[str]) -> int:
+        code: int = getattr(importlib.import_module(module), function)(arguments)
+        return code
 
-
-def manifest_command(arguments: Sequence[str]) -> int:
-    """Run `diloco manifest`."""
-    from diloco_jax.data import manifest_command
-
-    return manifest_command.manifest_command(arguments)
+    return command
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     "run": (
         run_command,
-        "CONFIG [--workdir DIR] [--resume WORKDIR] [--baseline] [options]",
+        "CONFIG [--workdir DIR] [--init hf:DIR] [--resume WORKDIR] [options]",
         "coordinator and all islands of CONFIG on this machine",
     ),
     "coordinator": (
         coordinator_command,
         "CONFIG --workdir DIR --bind HOST:PORT",
-        "the coordinator alone; --init begins a new run",
+        "the coordinator alone; --init [hf:DIR] begins a new run",
     ),
     "island": (
         island_command,
@@ -309,17 +314,27 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "all islands with real gradients in this process, in virtual time",
     ),
     "status": (
-        status_command,
+        _of("diloco_jax.cluster.status_command", "status_command"),
         "HOST:PORT or WORKDIR [--json]",
         "who is alive, who takes part, versions, tokens, goodput, bandwidth",
     ),
     "eval": (
-        eval_command,
+        _of("diloco_jax.eval_command", "eval_command"),
         "WORKDIR [--json]",
         "loss on the whole validation split",
     ),
+    "export": (
+        _of("diloco_jax.weights.export_command", "export_command"),
+        "WORKDIR DIR [--dtype bfloat16]",
+        "the parameters as safetensors and config.json, for other tools",
+    ),
+    "generate": (
+        _of("diloco_jax.weights.generate_command", "generate_command"),
+        "RUN_OR_EXPORT --prompt TEXT [--max-tokens N] [--temperature T] [--top-p P]",
+        "continues a text",
+    ),
     "simulate": (
-        simulate_command,
+        _of("diloco_jax.simulation.commands", "simulate_command"),
         "goodput|mix|scavenge|bandwidth|faults|calibrate [options] [--json]",
         "virtual time: what fleets would do",
     ),
@@ -339,12 +354,12 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "makes and starts what runs CONFIG on TPU slices",
     ),
     "manifest": (
-        manifest_command,
-        "PATH",
-        "read files of tokens once, so that no start does",
+        _of("diloco_jax.data.manifest_command", "manifest_command"),
+        "PATH [--missing]",
+        "read large files of text or tokens once, so that no start does",
     ),
     "certs": (
-        certs_command,
+        _of("diloco_jax.wire.certs_command", "certs_command"),
         "DIR --hosts NAME... [--add]",
         "certificates for mutual TLS",
     ),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy.typing as npt
 
 from diloco_jax import checkpoint, sealed
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator import snapshots
 from diloco_jax.coordinator.store import Store
-from diloco_jax.core.fragments import Params, from_pieces
+from diloco_jax.core.fragments import FragmentPlan, Params, Piece, from_pieces
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.validation import ValidationBatches
@@ -72,6 +74,35 @@ def newest_params(
     config: Config, workdir: Path, model: Model
 ) -> tuple[Params, Mapping[str, Any]]:
     """Return theta of a run's newest snapshot, and the snapshot's facts."""
+    plan, facts = newest_plan(config, workdir, model)
+    pieces = {
+        piece.name: value for piece, value in newest_pieces(config, workdir, model)
+    }
+    return from_pieces(plan, pieces), facts
+
+
+def newest_pieces(
+    config: Config, workdir: Path, model: Model
+) -> Iterator[tuple[Piece, npt.NDArray[Any]]]:
+    """Yield the pieces of theta of a run's newest snapshot, a fragment at a time.
+
+    Raises ConfigError, before the first one, if there is no snapshot."""
+    plan, _ = newest_plan(config, workdir, model)
+    folder = checkpoint.snapshots_folder(config.placement, workdir)
+    store = Store(config.run, plan, None, pin_s=0.0)
+    for fragment, of_fragment in enumerate(plan.fragments):
+        version = snapshots.versions(folder, fragment)[-1]
+        arrays = snapshots.empty(store.like(fragment))
+        path = snapshots.fragment_path(folder, fragment, version)
+        sealed.read(path, snapshots.flat(arrays))
+        for piece, value in zip(of_fragment, arrays["theta"], strict=True):
+            yield piece, TileGrid.of(piece.shape).from_tiles(value)
+
+
+def newest_plan(
+    config: Config, workdir: Path, model: Model
+) -> tuple[FragmentPlan, Mapping[str, Any]]:
+    """Return the plan of the model's fragments, and the newest snapshot's facts."""
     folder = checkpoint.snapshots_folder(config.placement, workdir)
     plan = build_plan(config.run, model)
     found = snapshots.states(folder) if folder.is_dir() else []
@@ -79,15 +110,7 @@ def newest_params(
         raise ConfigError(f"{folder} has no snapshot; give the workdir of a run")
     facts = sealed.read_header(snapshots.state_path(folder, found[-1]))
     checkpoint.refuse_other_model(folder, found[-1], facts, plan.digest())
-    store, pieces = Store(config.run, plan, None, pin_s=0.0), {}
-    for fragment, of_fragment in enumerate(plan.fragments):
-        version = snapshots.versions(folder, fragment)[-1]
-        arrays = snapshots.empty(store.like(fragment))
-        path = snapshots.fragment_path(folder, fragment, version)
-        sealed.read(path, snapshots.flat(arrays))
-        for piece, value in zip(of_fragment, arrays["theta"], strict=True):
-            pieces[piece.name] = TileGrid.of(piece.shape).from_tiles(value)
-    return from_pieces(plan, pieces), facts
+    return plan, facts
 
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:

@@ -363,7 +363,7 @@ def test_eval_prints_its_result_and_adds_it_to_the_summary(finished, fake, capsy
     )
 
 
-@pytest.mark.parametrize("name", ["help", "export"])
+@pytest.mark.parametrize("name", ["help", "publish"])
 def test_a_command_unlike_any_other_is_not_guessed(name, capsys):
     assert cli.main([name]) == 2
     message = capsys.readouterr().err

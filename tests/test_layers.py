@@ -144,7 +144,11 @@ def declared(extra: str | None = None) -> set[str]:
 
 @pytest.mark.parametrize(
     ("folder", "extras"),
-    [("diloco_jax", ("gcs",)), ("tests", ("test",)), ("benchmarks", ("test",))],
+    [
+        ("diloco_jax", ("gcs", "text")),
+        ("tests", ("test", "fixtures")),
+        ("benchmarks", ("test",)),
+    ],
 )
 def test_what_is_imported_is_declared(folder: str, extras: tuple[str, ...]) -> None:
     files = list((PACKAGE.parent / folder).rglob("*.py"))

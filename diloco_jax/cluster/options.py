@@ -15,6 +15,12 @@ class RunOptions:
         False,
         help="Afterwards train the same model plainly on as many tokens, and compare.",
     )
+    init: str = setting(
+        "",
+        metavar="hf:DIR|run:WORKDIR",
+        help="Start from weights, whose model is taken over with them: of a folder "
+        "with config.json and safetensors, or of a run.",
+    )
     resume: str = setting(
         "",
         help="Workdir of a stopped run that should go on; CONFIG may be left out.",

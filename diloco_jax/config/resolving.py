@@ -7,25 +7,30 @@ from typing import Any, TypeVar
 
 from diloco_jax.config.config import Config
 from diloco_jax.config.fields import own_code
+from diloco_jax.config.model import ModelConfig
 from diloco_jax.config.presets import preset
 from diloco_jax.paths import absolute
 
 T = TypeVar("T", bound=Any)
 
 
-def resolve(config: Config, *, text_is_here: bool = False) -> Config:
+def resolve(
+    config: Config, *, text_is_here: bool = False, copied: bool = False
+) -> Config:
     """Fill in the corpus digest and the outer optimizer, and make paths absolute.
 
     Fields that are set are left alone, so resolving twice changes nothing. Reads the
     corpus if its digest is unknown or the corpus must be on this machine. Raises
     ConfigError if the corpus cannot be read, differs, or is too short for the run.
+
+    copied: the files are copies, and their manifests are believed (`load_corpus`).
     """
     config = with_absolute_paths(config)
     run = config.run
     if text_is_here or not run.data.digest:
         from diloco_jax.data import corpus as text
 
-        corpus = text.load_checked_corpus(run.data)
+        corpus = text.load_checked_corpus(run.data, copied=copied)
         text.require_window(len(corpus.train), run.sequence_length)
         text.require_prediction(len(corpus.validation))
         text.require_vocabulary(corpus, run.model)
@@ -65,11 +70,16 @@ def with_absolute_paths(config: Config) -> Config:
     run = dataclasses.replace(
         run,
         data=data,
-        model=_with_absolute_code(run.model),
+        model=_with_absolute_source(_with_absolute_code(run.model)),
         sync=_with_absolute_code(run.sync),
         outer=_with_absolute_code(run.outer),
     )
     return dataclasses.replace(config, run=run, placement=placement)
+
+
+def _with_absolute_source(model: ModelConfig) -> ModelConfig:
+    kind, colon, folder = model.weights.partition(":")
+    return dataclasses.replace(model, weights=f"{kind}{colon}{absolute(folder)}")
 
 
 def _with_absolute_code(section: T) -> T:

@@ -9,7 +9,6 @@ Deltas are dropped once the merge is committed.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
+from diloco_jax import machine
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.memory import give_back
@@ -68,7 +68,9 @@ class StoreHolder:
         self._publishes = publishes
         self._post, self._failed = post, failed
         self._note, self._alert = note, alert
-        self._merger = ThreadPoolExecutor(merges_at_once(), "diloco-merge")
+        self._merger = ThreadPoolExecutor(
+            merges_at_once(machine.cores()), "diloco-merge"
+        )
         self._prepared: dict[int, tuple[ComputedMerge, list[DeltaKey]]] = {}
         self._closing = threading.Event()
 
@@ -213,9 +215,8 @@ class StoreHolder:
         )
 
 
-def merges_at_once() -> int:
-    """Return the number of merges that this machine computes at a time."""
-    cores = os.cpu_count() or 1
+def merges_at_once(cores: int) -> int:
+    """Return the most merges that so many cores compute at a time."""
     return min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import signal
 import threading
 import time
@@ -52,6 +51,7 @@ from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator.events import RunResumed
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.values import FIRST_VERSION
+from diloco_jax.weights.first import require_source
 from diloco_jax.wire import addresses
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
@@ -118,6 +118,7 @@ class Coordinator:
         build_inner(config.run, self._model)
         require_room(config, self._plan)
         if init:
+            require_source(config.run.model)
             self._facts = workdirs.begin_run(config, workdir)
         elif resume or workdirs.holds_run(workdir):
             self._facts = workdirs.find_run(config, workdir)
@@ -212,8 +213,7 @@ class Coordinator:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._asked_to_end)
         self.lead.run()
-        over = self.lead.finished or self._interrupted
-        return EXIT_DONE if over else EXIT_FAILED
+        return EXIT_DONE if self.lead.finished or self._interrupted else EXIT_FAILED
 
     def conclude(self) -> int:
         """Write the last snapshot and the summary; return the exit code. Not called
@@ -242,10 +242,9 @@ class Coordinator:
         return EXIT_FAILED if self._disk.alerts else EXIT_DONE
 
     def _save(self) -> None:
-        """Write the last snapshots: all that is missing if the run is over, otherwise
-        what there is time for. The rest goes on from its publishes."""
-        limit_s = math.inf if self.lead.finished else self._deadlines.stop_s / 2
-        self._saver.save_all(self.lead.state, time.monotonic() + limit_s)
+        """Write the last snapshots; before the run is over, what there is time for."""
+        within_s = None if self.lead.finished else self._deadlines.stop_s / 2
+        self._saver.save_all(self.lead.state, within_s)
 
     def _sum_up(self) -> None:
         """Write the summary, unless the run was over before and left it."""
@@ -274,6 +273,7 @@ class Coordinator:
             max_hosts=admitted_hosts(self._config) + SPARE_ISLANDS,
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,
+            config=dataclasses.asdict(self._config),
         )
         self._open.callback(self._server.stop, 0.0)
         bound = self._server.start()
@@ -313,7 +313,7 @@ class Coordinator:
             self.store, state = term.begin(gathered, config, policy, plan, self._tape)
         else:
             self.store, state = origin.initialise(
-                config, policy, self._model, plan, self._tape
+                config, policy, self._model, plan, self._tape, workdir
             )
         # After the log's snapshot: where a log is, the run has begun.
         after = -1 if found is None else found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from diloco_jax.config.fields import setting
 
@@ -11,11 +12,28 @@ from diloco_jax.config.fields import setting
 class CoordinatorOptions:
     """See `diloco coordinator --help`."""
 
-    init: bool = setting(
-        False,
-        help="Begin a new run in WORKDIR. Without it the run there goes on; if there "
-        "is none, the run whose anchors the islands offer does.",
+    init: str = setting(
+        "",
+        metavar="[hf:DIR|run:WORKDIR]",
+        help="Begin a new run in WORKDIR, with parameters that are drawn, or those of "
+        "a folder of weights or of a run, whose model is taken over with them. Without "
+        "it the run there goes on; if there is none, the run whose anchors the islands "
+        "offer does.",
     )
     resume: bool = setting(
         False, help="The whole run was stopped: all its islands have ended."
     )
+
+
+DRAWN = "drawn"
+"""Value of an `--init` that names no source."""
+
+
+def with_source(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the value of an `--init` that has none."""
+    spelled = []
+    for argument, follows in zip(arguments, [*arguments, "--"][1:], strict=True):
+        spelled.append(argument)
+        if argument == "--init" and follows.startswith("-"):
+            spelled.append(DRAWN)
+    return spelled

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import msgspec
 from etils.epath import Path as Folder
 
@@ -34,6 +33,7 @@ from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
 from diloco_jax.protocol.values import Version
+from diloco_jax.weights.first import first_pieces, keep_source
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +44,25 @@ def initialise(
     model: Model,
     plan: FragmentPlan,
     tape: Tape,
+    workdir: Path,
 ) -> tuple[Store, State]:
-    """Begin a new run: draw the parameters. The tape says so first, since a run with a
-    snapshot goes on after a crash."""
+    """Begin a new run: draw the parameters, or read them. The tape says so first, since
+    a run with a snapshot goes on after a crash.
+
+    workdir: of the run, for files of the time of the read."""
     run = config.run
     pin_s = config.placement.deadlines.reunion_s
-    # The draw is not kept beside its copy.
-    store = Store(run, plan, jax.jit(model.init)(jax.random.key(run.seed)), pin_s)
+    # The draw is not kept beside its copy; files are read a piece at a time.
+    began = time.monotonic()
+    store = Store(run, plan, first_pieces(run, model, workdir), pin_s)
+    if run.model.weights:
+        logger.info(
+            "%d parameters of %s, read in %.1f s",
+            plan.total,
+            run.model.weights,
+            time.monotonic() - began,
+        )
+        keep_source(run.model.weights, workdir)
     give_back()
     tape.append(
         notes.dated(

@@ -7,7 +7,6 @@ all of one moment. They are written on another thread.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 
@@ -46,15 +45,16 @@ class Saver:
         if saves:
             self._snapshots.write(now, saves)
 
-    def save_all(self, state: State, until: float = math.inf) -> None:
+    def save_all(self, state: State, within_s: float | None) -> None:
         """Write the state, then every fragment whose version is in no snapshot yet; all
-        of it is durable when this returns. until: the time (monotonic) from which on no
-        other fragment is begun: its publishes are on disk, and a restart goes on from
-        them."""
+        of it is durable when this returns. within_s: seconds after which no other
+        fragment is begun: its publishes are on disk, and a restart goes on from them.
+        """
+        began = time.monotonic()
         self._state(state)()
         unsaved = self._unsaved(state)
         for written, fragment in enumerate(unsaved):
-            if time.monotonic() >= until:
+            if within_s is not None and time.monotonic() - began >= within_s:
                 logger.info(
                     "%d of %d fragments are in no snapshot of their newest version: "
                     "they go on from what was published of them",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -13,9 +14,18 @@ from jax.ad_checkpoint import checkpoint_name
 from diloco_jax.config.validation import LANES
 from diloco_jax.models.layout import Layout
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Function of query, key and value, [B, T, N, H], [B, T, K, H] and [B, T, K, H], that
-returns [B, T, N, H]; softmax in f32."""
+
+class Attend(Protocol):
+    """Attention of query, key and value; softmax in f32."""
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, window: int = 0
+    ) -> jax.Array:
+        """Return [B, T, N, H] of [B, T, N, H], [B, T, K, H] and [B, T, K, H].
+
+        window: tokens that each token attends to, itself included; 0 = all earlier."""
+        ...
+
 
 ATTENDED = "attended"
 """Name of attention's results for checkpoint policies."""
@@ -24,8 +34,16 @@ ATTENDED = "attended"
 def dot_product(layout: Layout) -> Attend:
     """Return the plain formula, compiled by XLA."""
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    def attend(
+        query: jax.Array, key: jax.Array, value: jax.Array, window: int = 0
+    ) -> jax.Array:
+        mixed = jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            local_window_size=(window - 1, 0) if window else None,
+        )
         named: jax.Array = checkpoint_name(mixed, ATTENDED)  # type: ignore[no-untyped-call]
         return named
 
@@ -46,9 +64,11 @@ def auto(layout: Layout) -> Attend:
         return dot_product(layout)
     plain, kernel = dot_product(layout), splash(layout)
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def attend(
+        query: jax.Array, key: jax.Array, value: jax.Array, window: int = 0
+    ) -> jax.Array:
         fits = query.shape[1] % LANES == 0
-        return (kernel if fits else plain)(query, key, value)
+        return (kernel if fits else plain)(query, key, value, window)
 
     return attend
 

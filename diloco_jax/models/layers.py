@@ -1,61 +1,72 @@
 """The modules of one transformer layer, in flax nnx.
 
-RMSNorm before each half, rotary positions, grouped-query attention, gated MLP.
+RMSNorm before each half, rotary positions, grouped-query attention, gated MLP; by the
+config also norms of queries and keys and after each half, and biases.
 `B` sequences, `T` tokens, `D` model, `N` query heads, `K` key and value heads,
 `H` head, `F` MLP. Every parameter carries its logical axis names and
-the standard deviation it starts with; the values come from outside.
+mean and standard deviation at the start; the values come from outside.
 
 Sources: RMSNorm arXiv 1910.07467, rotary positions 2104.09864, grouped-query
-attention 2305.13245, SwiGLU 2002.05202. Deviation: a norm multiplies by 1 + scale,
-scale starting at 0, so that weight decay pulls it to the identity.
+attention 2305.13245, SwiGLU 2002.05202. By default a norm multiplies by 1 + scale,
+scale starting at 0.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from diloco_jax.config import ModelConfig
 from diloco_jax.models.attention import Attend
 from diloco_jax.models.layout import Names
+from diloco_jax.models.rotary import Rotations, rotate
 
-NORM_EPSILON = 1e-6
 HEADS = ("batch", None, "heads", None)
 KV_HEADS = ("batch", None, "kv_heads", None)
 
 Constrain = Callable[[jax.Array, Names], jax.Array]
-Rotations = tuple[jax.Array, jax.Array]
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": nnx.silu,
+    "gelu_tanh": functools.partial(nnx.gelu, approximate=True),
+}
 
 
 class Layer(nnx.Module):
     """One layer on the residual stream, [B, T, D]."""
 
     def __init__(self, config: ModelConfig):
-        self.attention_norm = Norm(config.d_model)
+        self.attention_norm = Norm(config, config.d_model, "embed")
         self.attention = Attention(config)
-        self.mlp_norm = Norm(config.d_model)
+        self.mlp_norm = Norm(config, config.d_model, "embed")
         self.mlp = Mlp(config)
+        self.post_norms = config.post_norms
+        if config.post_norms:
+            self.attention_post_norm = Norm(config, config.d_model, "embed")
+            self.mlp_post_norm = Norm(config, config.d_model, "embed")
 
     def __call__(
         self, x: jax.Array, turns: Rotations, attend: Attend, constrain: Constrain
     ) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x), turns, attend, constrain)
-        return x + self.mlp(self.mlp_norm(x), constrain)
+        added = self.attention(self.attention_norm(x), turns, attend, constrain)
+        x = x + (self.attention_post_norm(added) if self.post_norms else added)
+        added = self.mlp(self.mlp_norm(x), constrain)
+        return x + (self.mlp_post_norm(added) if self.post_norms else added)
 
 
 class Norm(nnx.Module):
-    """RMSNorm: x / rms(x) * (1 + scale), in f32."""
+    """RMSNorm over the last axis, in f32."""
 
-    def __init__(self, size: int):
-        self.scale = _weight((size,), ("embed",), 0.0)
+    def __init__(self, config: ModelConfig, size: int, axis: str):
+        self.config = config
+        self.scale = _weight((size,), (axis,), 0.0, first_scale(config))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.scale[...])
+        return rms_norm(self.config, x, self.scale[...])
 
 
 class Attention(nnx.Module):
@@ -69,6 +80,19 @@ class Attention(nnx.Module):
         self.key = _weight((d, k, h), ("embed", "kv_heads", "head_dim"), std)
         self.value = _weight((d, k, h), ("embed", "kv_heads", "head_dim"), std)
         self.output = _weight((n, h, d), ("heads", "head_dim", "embed"), out)
+        # Biases are vectors, which do not decay.
+        self.biases, self.output_biased = config.attention_bias != "none", False
+        if self.biases:
+            self.query_bias = _weight((n * h,), ("heads",), 0.0)
+            self.key_bias = _weight((k * h,), ("kv_heads",), 0.0)
+            self.value_bias = _weight((k * h,), ("kv_heads",), 0.0)
+        if config.attention_bias == "qkvo":
+            self.output_biased = True
+            self.output_bias = _weight((d,), ("embed",), 0.0)
+        self.normed = config.qk_norm
+        if config.qk_norm:
+            self.query_norm = Norm(config, h, "head_dim")
+            self.key_norm = Norm(config, h, "head_dim")
 
     def __call__(
         self, x: jax.Array, turns: Rotations, attend: Attend, constrain: Constrain
@@ -76,12 +100,19 @@ class Attention(nnx.Module):
         query = constrain(project(x, self.query[...]), HEADS)
         key = constrain(project(x, self.key[...]), KV_HEADS)
         value = constrain(project(x, self.value[...]), KV_HEADS)
+        if self.biases:
+            query += self.query_bias[...].reshape(query.shape[2:])
+            key += self.key_bias[...].reshape(key.shape[2:])
+            value += self.value_bias[...].reshape(value.shape[2:])
+        if self.normed:
+            query, key = self.query_norm(query), self.key_norm(key)
         mixed = attend(rotate(query, turns), rotate(key, turns), value)  # B T N H
-        return project(mixed, self.output[...], axes=2)
+        added = project(mixed, self.output[...], axes=2)
+        return added + self.output_bias[...] if self.output_biased else added
 
 
 class Mlp(nnx.Module):
-    """Gated MLP: down(silu(gate(x)) * up(x))."""
+    """Gated MLP: down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig):
         d, f = config.d_model, config.mlp_dim
@@ -89,39 +120,38 @@ class Mlp(nnx.Module):
         self.up = _weight((d, f), ("embed", "mlp"), d**-0.5)
         out = f**-0.5 * _residual_scale(config)
         self.down = _weight((f, d), ("mlp", "embed"), out)
+        self.activation = config.activation
+        self.biases = config.mlp_bias
+        if config.mlp_bias:
+            self.gate_bias = _weight((f,), ("mlp",), 0.0)
+            self.up_bias = _weight((f,), ("mlp",), 0.0)
+            self.down_bias = _weight((d,), ("embed",), 0.0)
 
     def __call__(self, x: jax.Array, constrain: Constrain) -> jax.Array:
-        gate = nnx.silu(project(x, self.gate[...]))  # B T F
-        hidden = constrain(gate * project(x, self.up[...]), ("batch", None, "mlp"))
-        return project(hidden, self.down[...])
+        gate, up = project(x, self.gate[...]), project(x, self.up[...])  # B T F
+        if self.biases:
+            gate, up = gate + self.gate_bias[...], up + self.up_bias[...]
+        hidden = ACTIVATIONS[self.activation](gate) * up
+        hidden = constrain(hidden, ("batch", None, "mlp"))
+        added = project(hidden, self.down[...])
+        return added + self.down_bias[...] if self.biases else added
 
 
-def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return x / rms(x) * (1 + scale) over the last axis, computed in f32, in x's
-    dtype."""
+def rms_norm(config: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return x / rms(x) times the config's gain over the last axis, computed in f32, in
+    x's dtype."""
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + NORM_EPSILON)
-    gain = jnp.expand_dims(1 + scale.astype(jnp.float32), range(x.ndim - 1))
-    return (y * gain).astype(x.dtype)
+    squares = jnp.mean(y * y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(squares + config.norm_epsilon)
+    gain = scale.astype(jnp.float32)
+    if config.norm_gain == "one_plus_scale":
+        gain = 1 + gain
+    return (y * jnp.expand_dims(gain, range(x.ndim - 1))).astype(x.dtype)
 
 
-def rotations(length: int, head_dim: int, base: float) -> Rotations:
-    """Return cosines and sines of the rotations, f32 [1, T, 1, H / 2]."""
-    frequencies = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    angles = np.arange(length)[:, None] * frequencies[None, :]
-    angles = angles[None, :, None, :]
-    return (
-        jnp.asarray(np.cos(angles), jnp.float32),
-        jnp.asarray(np.sin(angles), jnp.float32),
-    )
-
-
-def rotate(x: jax.Array, turns: Rotations) -> jax.Array:
-    """Rotate the pairs (x[i], x[i + H / 2]) of each head by their position's angle."""
-    cosine, sine = turns
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate((a * cosine - b * sine, b * cosine + a * sine), axis=-1)
-    return turned.astype(x.dtype)
+def first_scale(config: ModelConfig) -> float:
+    """Return the value at which the scales of norms start: a gain of 1."""
+    return 0.0 if config.norm_gain == "one_plus_scale" else 1.0
 
 
 def project(x: jax.Array, weight: jax.Array, axes: int = 1) -> jax.Array:
@@ -135,9 +165,9 @@ def project(x: jax.Array, weight: jax.Array, axes: int = 1) -> jax.Array:
 
 
 def _weight(
-    shape: tuple[int, ...], axes: tuple[str, ...], std: float
+    shape: tuple[int, ...], axes: tuple[str, ...], std: float, start: float = 0.0
 ) -> nnx.Param[jax.Array]:
-    return nnx.Param(jnp.zeros(shape), axes=axes, std=std)
+    return nnx.Param(jnp.zeros(shape), axes=axes, std=std, start=start)
 
 
 def _residual_scale(config: ModelConfig) -> float:

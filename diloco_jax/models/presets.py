@@ -1,15 +1,18 @@
-"""Models by size: a name is the number of parameters, within 15 %.
+"""Models by name: published ones, and byte models by their number of parameters.
 
-Presets in millions are byte models. Presets in billions have the sizes of Gemma 3
-(arXiv 2503.19786, table 1 and the released configurations): 256 k words, heads of 256,
-grouped queries, tied embeddings. They differ from it: the gate has SiLU rather than
-GELU; every layer attends to all earlier tokens, while five of six there see a window.
-Rotations have one base. Queries, keys and a layer's output are not normalised, and
-embeddings are not scaled by sqrt(d_model). Tokens are still bytes, so most words never
-occur.
+`smollm2_135m`, `llama3_1b` (3.2), `llama3_8b` (3.1), `qwen3_*` and `gemma3_*` are the
+models of these names, parameter by parameter, `gemma3_12b` without its picture encoder;
+sources are the config.json files beside the published weights. They are trained on
+their own tokens, or start from their weights (`--init`).
+
+Other names are numbers of parameters, within 15 %. Those in millions are byte models.
+Those in billions have 256 k words and the sizes of large models of today, but none of
+their switches; their tokens are still bytes, so most words never occur.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from diloco_jax.config import ConfigError, ModelConfig, suggest
 
@@ -48,6 +51,119 @@ PRESETS = {
     "100m": _sizes(768, 12, 12, 4, 64, 3072),
     "1b": _sizes(1152, 26, 4, 1, 256, 6912, 262_144, tied=True),
     "12b": _sizes(3840, 48, 16, 8, 256, 15_360, 262_144, tied=True),
+}
+
+_LLAMA3 = ModelConfig(
+    vocab_size=128_256,
+    norm_gain="scale",
+    norm_epsilon=1e-5,
+    rope_base=500_000.0,
+    rope_scaling="llama3",
+    rope_original_length=8192,
+)
+_QWEN3 = ModelConfig(
+    vocab_size=151_936,
+    head_dim=128,
+    qk_norm=True,
+    norm_gain="scale",
+    norm_epsilon=1e-6,
+    rope_base=1_000_000.0,
+)
+_GEMMA3 = ModelConfig(
+    vocab_size=262_144,
+    tied_embeddings=True,
+    head_dim=256,
+    qk_norm=True,
+    post_norms=True,
+    scaled_embeddings=True,
+    activation="gelu_tanh",
+    norm_epsilon=1e-6,
+    window_pattern=6,
+    rope_base=1_000_000.0,
+    rope_window_base=10_000.0,
+)
+PRESETS |= {
+    "smollm2_135m": ModelConfig(
+        vocab_size=49_152,
+        tied_embeddings=True,
+        d_model=576,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        mlp_dim=1536,
+        norm_gain="scale",
+        norm_epsilon=1e-5,
+        rope_base=100_000.0,
+    ),
+    "llama3_1b": replace(
+        _LLAMA3,
+        tied_embeddings=True,
+        d_model=2048,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        mlp_dim=8192,
+        rope_factor=32.0,
+    ),
+    "llama3_8b": replace(
+        _LLAMA3,
+        d_model=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_dim=14_336,
+        rope_factor=8.0,
+    ),
+    "qwen3_0_6b": replace(
+        _QWEN3,
+        tied_embeddings=True,
+        d_model=1024,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        mlp_dim=3072,
+    ),
+    "qwen3_8b": replace(
+        _QWEN3,
+        d_model=4096,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        mlp_dim=12_288,
+    ),
+    "gemma3_270m": replace(
+        _GEMMA3,
+        d_model=640,
+        num_layers=18,
+        num_heads=4,
+        num_kv_heads=1,
+        mlp_dim=2048,
+        window=512,
+    ),
+    "gemma3_1b": replace(
+        _GEMMA3,
+        d_model=1152,
+        num_layers=26,
+        num_heads=4,
+        num_kv_heads=1,
+        mlp_dim=6912,
+        window=512,
+    ),
+    "gemma3_12b": replace(
+        _GEMMA3,
+        vocab_size=262_208,
+        d_model=3840,
+        num_layers=48,
+        num_heads=16,
+        num_kv_heads=8,
+        mlp_dim=15_360,
+        window=1024,
+        rope_scaling="linear",
+        rope_factor=8.0,
+    ),
 }
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import jax
@@ -25,7 +26,9 @@ def make_splash(layout: Layout, name: str) -> Attend:
     """Return the attention of a model on this mesh. name: its results' name for
     checkpoint policies."""
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def attend(
+        query: jax.Array, key: jax.Array, value: jax.Array, window: int = 0
+    ) -> jax.Array:
         length, heads, head_dim = query.shape[1:]
         require_blocks(length)
         if key.shape[2] % layout.ways("heads"):
@@ -35,7 +38,7 @@ def make_splash(layout: Layout, name: str) -> Attend:
         arrays = [x.swapaxes(1, 2) for x in (query * head_dim**-0.5, key, value)]
         specs = [layout.spec(("batch", "heads", None, None), x.shape) for x in arrays]
         mapped = jax.shard_map(
-            one_device,
+            functools.partial(one_device, window=window),
             mesh=layout.mesh,
             in_specs=tuple(specs),
             out_specs=specs[0],
@@ -44,13 +47,18 @@ def make_splash(layout: Layout, name: str) -> Attend:
         mixed: jax.Array = mapped(*arrays)
         return mixed.swapaxes(1, 2)
 
-    def one_device(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def one_device(
+        query: jax.Array, key: jax.Array, value: jax.Array, window: int
+    ) -> jax.Array:
         """Return [B, N, T, H] of one device's sequences and heads."""
         heads, length = query.shape[1:3]
         block = max(
             n for n in range(LANES, LARGEST_BLOCK + 1, LANES) if length % n == 0
         )
-        mask = pallas.CausalMask((length, length))
+        square = (length, length)
+        mask: pallas.splash_attention_mask.Mask = pallas.CausalMask(square)
+        if window:
+            mask = pallas.LocalMask(square, (window - 1, 0), offset=0)
         kernel = pallas.make_splash_mha_single_device(
             pallas.MultiHeadMask([mask] * heads),
             block_sizes=pallas.BlockSizes(

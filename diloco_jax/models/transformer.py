@@ -1,7 +1,7 @@
 """The bundled model: a decoder-only transformer.
 
 A layer is a flax nnx module; its parameters leave as a plain nested dict, all layers
-stacked on a leading axis and run by one `lax.scan`.
+stacked on a leading axis (`stack.py`). The config's switches make the families.
 
 `B` sequences, `T` tokens, `D` model, `N` query heads, `K` key and value heads,
 `H` head, `L` layers, `V` vocabulary.
@@ -9,6 +9,7 @@ stacked on a leading axis and run by one `lax.scan`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from flax import nnx
 from diloco_jax.config import ConfigError, ModelConfig, suggest
 from diloco_jax.data.tokenizer import VOCAB_SIZE
 from diloco_jax.models.attention import ATTENDED, ATTENTION
-from diloco_jax.models.layers import Layer, rms_norm, rotations
+from diloco_jax.models.layers import Layer, first_scale, rms_norm
 from diloco_jax.models.layout import Layout
 from diloco_jax.models.loss import positions_at_a_time, token_losses
 from diloco_jax.models.model import (
@@ -33,6 +34,8 @@ from diloco_jax.models.model import (
     weighted_loss,
 )
 from diloco_jax.models.noise import normal
+from diloco_jax.models.rotary import frequencies, rotations
+from diloco_jax.models.stack import run_layers
 
 EMBEDDING_STD = 0.02
 UNROLLED_LAYERS = 8
@@ -89,12 +92,12 @@ def build(
         # The gradient of a row is a sum over its tokens, in the dtype of the lookup: in
         # bf16 it would stop growing at some hundreds of them.
         rows = layout.constrain(params["embedding"], axes["embedding"])[inputs]
-        x = layout.constrain(rows.astype(dtype), STREAM)
+        x = layout.constrain(embedded(config, rows, dtype), STREAM)
         params = jax.tree.map(lambda p: p.astype(dtype), params)
         # `gather` would sum the gradient of the table once for each chunk of logits.
         embedding = layout.constrain(params["embedding"], axes["embedding"])
-        x = run_layers(params["layers"], x)
-        x = rms_norm(x, params["norm"])
+        x = apply_layers(params["layers"], x)
+        x = rms_norm(config, x, params["norm"])
         if config.tied_embeddings:
             table = embedding.T
         else:
@@ -102,26 +105,50 @@ def build(
         losses = token_losses(x, table, targets, loss_chunk, layout)
         return weighted_loss(losses, weights)
 
-    def run_layers(stacked: Params, x: jax.Array) -> jax.Array:
-        graph = _layer_graph(config)[0]
-        turns = rotations(x.shape[1], config.head_dim, config.rope_base)
+    def apply_layers(stacked: Params, x: jax.Array) -> jax.Array:
+        turns = {
+            windowed: rotations(x.shape[1], frequencies(config, windowed=windowed))
+            for windowed in (False, True)
+        }
+        kinds = {
+            windowed: functools.partial(attend, window=config.window * windowed)
+            for windowed in (False, True)
+        }
 
-        def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
-            module = nnx.merge(graph, nnx.State(of_layer(weights, axes["layers"])))
-            x = module(x, turns, attend, layout.constrain)
+        def layer(
+            x: jax.Array, weights: Params, windowed: bool
+        ) -> tuple[jax.Array, None]:
+            module = layer_of(config, of_layer(weights, axes["layers"]))
+            x = module(x, turns[windowed], kinds[windowed], layout.constrain)
             return layout.constrain(x, STREAM), None
 
-        return jax.lax.scan(wrap(layer), x, stacked, unroll=per_iteration)[0]
+        return run_layers(config, x, stacked, wrap(layer), per_iteration)[0]
 
     return Model(lambda key: _init(tensors, key), loss, axes)
 
 
+def embedded(config: ModelConfig, rows: jax.Array, dtype: Any) -> jax.Array:
+    """Return the first activations, in dtype, of rows of the embedding table."""
+    x = rows.astype(dtype)
+    return (
+        x * jnp.asarray(config.d_model**0.5, dtype) if config.scaled_embeddings else x
+    )
+
+
+def layer_of(config: ModelConfig, weights: Params) -> Layer:
+    """Return the module of a layer with these parameters."""
+    module: Layer = nnx.merge(_layer_graph(config)[0], nnx.State(weights))
+    return module
+
+
 class Tensor(NamedTuple):
-    """A parameter: its shape, its axes' names and its initial standard deviation."""
+    """A parameter: its shape, its axes' names, and mean and standard deviation at the
+    start."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     std: float
+    start: float = 0.0
 
 
 def layers_per_iteration(num_layers: int, layout: Layout) -> int:
@@ -144,7 +171,9 @@ def _init(tensors: dict[str, Any], key: jax.Array) -> Params:
     noise = normal(key, sum(sizes))
     parts = jnp.split(noise, list(itertools.accumulate(sizes))[:-1])
     values = [
-        t.std * part.reshape(t.shape) if t.std else jnp.zeros(t.shape, jnp.float32)
+        t.std * part.reshape(t.shape)
+        if t.std
+        else jnp.full(t.shape, t.start, jnp.float32)
         for t, part in zip(leaves, parts, strict=True)
     ]
     params: Params = jax.tree.unflatten(structure, values)
@@ -157,13 +186,14 @@ def _tensors(config: ModelConfig) -> dict[str, Any]:
     def stacked(variable: Any) -> Tensor:
         metadata = variable.get_metadata()
         shape = (config.num_layers, *variable.get_value().shape)
-        return Tensor(shape, ("layers", *metadata["axes"]), metadata["std"])
+        names = ("layers", *metadata["axes"])
+        return Tensor(shape, names, metadata["std"], metadata["start"])
 
     d, v = config.d_model, config.vocab_size
     tensors = {
         "embedding": Tensor((v, d), ("vocab", "embed"), EMBEDDING_STD),
         "layers": nnx.to_pure_dict(_layer_graph(config)[1], extract_fn=stacked),
-        "norm": Tensor((d,), ("embed",), 0.0),
+        "norm": Tensor((d,), ("embed",), 0.0, first_scale(config)),
     }
     if not config.tied_embeddings:
         tensors["unembedding"] = Tensor((d, v), ("embed", "vocab"), EMBEDDING_STD)
@@ -182,15 +212,17 @@ def _layer_graph(config: ModelConfig) -> tuple[Any, Any]:
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 REMAT: dict[str, Callable[[Any], Any]] = {
     "none": lambda f: f,
-    "full": lambda f: jax.checkpoint(f, prevent_cse=False),
+    "full": lambda f: jax.checkpoint(f, prevent_cse=False, static_argnums=(2,)),
     "dots": lambda f: jax.checkpoint(
         f,
         prevent_cse=False,
+        static_argnums=(2,),
         policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     ),
     "attention": lambda f: jax.checkpoint(
         f,
         prevent_cse=False,
+        static_argnums=(2,),
         policy=jax.checkpoint_policies.save_only_these_names(ATTENDED),
     ),
 }

@@ -90,23 +90,30 @@ class Client:
 
     def status(self, timeout_s: float) -> dict[str, Any]:
         """Return the coordinator's state, as its handlers give it."""
-        method = self._control_channel.unary_unary(f"/{SERVICE}/Status")
+        return self._ask("Status", timeout_s)
+
+    def config(self, timeout_s: float) -> dict[str, Any]:
+        """Return the run's config, as builtins."""
+        return self._ask("Config", timeout_s)
+
+    def _ask(self, what: str, timeout_s: float) -> dict[str, Any]:
+        method = self._control_channel.unary_unary(f"/{SERVICE}/{what}")
         try:
             raw = method(b"", timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._explained(errors.from_rpc(error, self.address)) from error
         try:
-            state = json.loads(raw)
+            answer = json.loads(raw)
         except ValueError as error:
             raise RemoteProtocolError(
-                f"{self.address} sent a status that is not JSON: {error}"
+                f"{self.address} sent a {what.lower()} that is not JSON: {error}"
             ) from error
-        if not isinstance(state, dict):
+        if not isinstance(answer, dict):
             raise RemoteProtocolError(
-                f"{self.address} sent a status of type {type(state).__name__}, "
-                f"expected an object"
+                f"{self.address} sent a {what.lower()} of type "
+                f"{type(answer).__name__}, expected an object"
             )
-        return state
+        return answer
 
     def close(self) -> None:
         """End streams and transfers and closes all channels, within `stop_s`."""

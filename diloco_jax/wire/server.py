@@ -12,7 +12,7 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -82,10 +82,12 @@ class Server:
         max_hosts: int,
         bulk_channels: int,
         insecure: bool = False,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         """Raise ConfigError if `bind` is malformed or must not go without TLS.
 
         max_hosts: hosts of all islands; each has its own streams for fragments.
+        config: the run's, JSON-compatible, for islands that have none of their own.
         """
         addresses.require_tls(bind, tls=tls is not None, insecure=insecure)
         self._bind, self._handlers, self._tls = bind, handlers, tls
@@ -97,6 +99,7 @@ class Server:
         places = 2 * bulk_channels * max_hosts
         self._bulk_places = threading.Semaphore(places)
         self._threads = self._max_sessions + places + _SPARE_THREADS
+        self._config = json.dumps(config or {}).encode()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._sessions: dict[int, Session] = {}
@@ -155,6 +158,7 @@ class Server:
             "Upload": grpc.stream_unary_rpc_method_handler(self._upload),
             "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
+            "Config": grpc.unary_unary_rpc_method_handler(lambda _, __: self._config),
         }
 
     def _control(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:

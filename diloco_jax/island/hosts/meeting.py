@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +25,7 @@ METADATA_HOST = "metadata.google.internal"
 TPU_PORT = 8482
 """Port of `jax.distributed` on TPUs, which `diloco launch` opens; jax's own default."""
 ANSWER_S = 5.0
+TRIES, AGAIN_S, NOT_FOUND = 6, 0.5, 404
 PORT = "JAX_COORDINATOR_PORT"
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 
@@ -75,7 +78,8 @@ def find_meeting(
         # Ephemeral, and another one for another job on the same machine.
         port = 61440 + _number(environment, "SLURM_JOB_ID", None, nodes) % 4096
         return _at(first_node(environment[nodes]), index, environment, port)
-    if generation_here(root) or metadata is not None:
+    asks = "TPU_SKIP_MDS_QUERY" not in environment and generation_here(root)
+    if asks or metadata is not None:
         return _of_tpu_vm(count, environment, metadata or _ask(environment))
     raise ConfigError(
         f"hosts = {count} in the island's config, but nothing here says where they "
@@ -146,9 +150,11 @@ def _require(count: int, found: int, name: str) -> None:
 
 
 def _ask(environment: Mapping[str, str]) -> Lookup:
-    host = environment.get("GCE_METADATA_HOST", METADATA_HOST)
+    # The names that Google's libraries and jax know.
+    known = ("GCE_METADATA_HOST", "GCE_METADATA_IP")
+    host = next((environment[n] for n in known if n in environment), METADATA_HOST)
 
-    def attribute(name: str) -> str:
+    def ask(name: str) -> str:
         request = urllib.request.Request(
             f"http://{host}/computeMetadata/v1/instance/attributes/{name}",
             headers={"Metadata-Flavor": "Google"},
@@ -158,5 +164,18 @@ def _ask(environment: Mapping[str, str]) -> Lookup:
         with opener.open(request, timeout=ANSWER_S) as answer:
             text: str = answer.read().decode()
         return text
+
+    def attribute(name: str) -> str:
+        # While a machine boots, its server may not answer yet.
+        for _ in range(TRIES - 1):
+            try:
+                return ask(name)
+            except urllib.error.HTTPError as error:
+                if error.code == NOT_FOUND:
+                    raise
+            except OSError:
+                pass
+            time.sleep(AGAIN_S)
+        return ask(name)
 
     return attribute

@@ -53,6 +53,7 @@ from diloco_jax.simulation.emulation.history import History
 from diloco_jax.simulation.emulation.options import EmulationOptions
 from diloco_jax.simulation.virtual.steps import durations
 from diloco_jax.simulation.virtual.world import World
+from diloco_jax.weights.first import first_pieces
 
 Show = Callable[[dict[str, Any]], None]
 """Callback for the status of the run, about once a second, as in `diloco status`."""
@@ -190,8 +191,7 @@ class _Emulator:
         )
         plan = build_plan(run, model)
         deadlines = placement.deadlines
-        params = jax.jit(model.init)(jax.random.key(run.seed))
-        self._store = Store(run, plan, params, deadlines.pin_s)
+        self._store = Store(run, plan, first_pieces(run, model), deadlines.pin_s)
         self._alerts: deque[str] = deque(maxlen=ALERTS_KEPT)
         chance = np.random.default_rng(options.chance_seed)
         merging = durations(options.merge_seconds, options.merge_spread, chance)

@@ -128,6 +128,11 @@ class EmulationOptions:
 class CommandOptions(EmulationOptions):
     """The options of `diloco emulate`."""
 
+    init: str = setting(
+        "",
+        metavar="hf:DIR|run:WORKDIR",
+        help="Start from weights, whose model is taken over with them.",
+    )
     json: bool = setting(
         False, help="Print the summary to standard output as one JSON object."
     )

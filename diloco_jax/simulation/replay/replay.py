@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -54,6 +53,7 @@ from diloco_jax.simulation.replay.recording import (
     environment_like,
     refuse_other_bits,
 )
+from diloco_jax.weights.first import first_pieces
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -323,8 +323,7 @@ def _new_store(recording: Recording) -> Store:
             f"the run's plan of fragments has digest {recording.plan_digest}, here it "
             f"is {plan.digest()}; replay it with the version that made it"
         )
-    params = jax.jit(model.init)(jax.random.key(run.seed))
-    return Store(run, plan, params, placement.deadlines.pin_s)
+    return Store(run, plan, first_pieces(run, model), placement.deadlines.pin_s)
 
 
 def _refuse_absent_hosts(who: Who, recorded: Environment) -> None:

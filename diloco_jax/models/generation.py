@@ -1,0 +1,162 @@
+"""Continuations of a text by the bundled transformer, one token at a time.
+
+Keys and values of earlier positions are kept, so a token costs one position's work.
+
+`B` sequences, `T` tokens, `S` positions that the cache has room for, `L` layers,
+`K` key and value heads, `H` head, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco_jax.config import ConfigError, ModelConfig
+from diloco_jax.models.layers import rms_norm
+from diloco_jax.models.model import Params
+from diloco_jax.models.rotary import Rotations, frequencies, rotations
+from diloco_jax.models.stack import run_layers
+from diloco_jax.models.transformer import embedded, layer_of
+
+
+class Cache(NamedTuple):
+    """Keys and values of all layers, [L, B, S, K, H] each, keys rotated."""
+
+    keys: jax.Array
+    values: jax.Array
+
+    @staticmethod
+    def empty(config: ModelConfig, rows: int, length: int, dtype: str) -> Cache:
+        """Return a cache without positions; length: S."""
+        shape = (config.num_layers, rows, length, config.num_kv_heads, config.head_dim)
+        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+Decode = Callable[[Params, jax.Array, Cache, int], tuple[jax.Array, Cache]]
+"""Function of parameters, tokens [B, T], cache and the first token's position, that
+returns logits, f32 [B, T, V], and the cache with these positions."""
+
+
+def make_decode(config: ModelConfig) -> Decode:
+    """Return the model's decoder; it computes in the dtype of the cache."""
+
+    @jax.jit
+    def decode(
+        params: Params, tokens: jax.Array, cache: Cache, position: int
+    ) -> tuple[jax.Array, Cache]:
+        dtype, length = cache.keys.dtype, cache.keys.shape[2]
+        params = jax.tree.map(lambda p: p.astype(dtype), params)
+        count = tokens.shape[1]
+
+        def turned(windowed: bool) -> Rotations:
+            """Return the rotations of these positions."""
+            cosine, sine = rotations(length, frequencies(config, windowed=windowed))
+            here = functools.partial(
+                jax.lax.dynamic_slice_in_dim,
+                start_index=position,
+                slice_size=count,
+                axis=1,
+            )
+            return here(cosine), here(sine)
+
+        turns = {windowed: turned(windowed) for windowed in (False, True)}
+        here = position + jnp.arange(count)[:, None]
+        there = jnp.arange(length)[None, :]
+        seen = {False: there <= here}
+        seen[True] = seen[False] & (there > here - config.window)
+
+        def layer(
+            x: jax.Array, own: tuple[Params, Cache], windowed: bool
+        ) -> tuple[jax.Array, Cache]:
+            weights, kept = own
+
+            def attend(
+                query: jax.Array, key: jax.Array, value: jax.Array, window: int = 0
+            ) -> jax.Array:
+                nonlocal kept
+                kept = Cache(
+                    jax.lax.dynamic_update_slice_in_dim(kept.keys, key, position, 1),
+                    jax.lax.dynamic_update_slice_in_dim(
+                        kept.values, value, position, 1
+                    ),
+                )
+                mask = seen[windowed][None, None]
+                return jax.nn.dot_product_attention(
+                    query, kept.keys, kept.values, mask=mask
+                )
+
+            module = layer_of(config, weights)
+            return module(x, turns[windowed], attend, lambda x, names: x), kept
+
+        x = embedded(config, params["embedding"][tokens], dtype)
+        x, cache = run_layers(config, x, (params["layers"], cache), layer)
+        x = rms_norm(config, x, params["norm"])
+        tied = config.tied_embeddings
+        table = params["embedding"].T if tied else params["unembedding"]
+        return jnp.matmul(x, table, preferred_element_type=jnp.float32), cache
+
+    return decode
+
+
+def generate(
+    config: ModelConfig,
+    params: Params,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    ends: frozenset[int] = frozenset(),
+    dtype: str = "float32",
+) -> Iterator[int]:
+    """Yield the tokens that follow the prompt, each as soon as it is drawn.
+
+    Args:
+      temperature: divides the logits; 0 = always the likeliest token.
+      top_p: draws among the likeliest tokens whose probabilities reach this sum.
+      ends: tokens after which the text is over; they are not yielded.
+
+    Raises:
+      ConfigError: an empty prompt, or one with tokens beyond the vocabulary.
+    """
+    beyond = [token for token in prompt if not 0 <= token < config.vocab_size]
+    if beyond or not prompt:
+        raise ConfigError(
+            f"the prompt has the token {beyond[0]}, the model {config.vocab_size} "
+            f"tokens; encode it with the model's own tokenizer"
+            if beyond
+            else "the prompt is empty; give at least one token"
+        )
+    decode, position = make_decode(config), 0
+    params = jax.tree.map(jnp.asarray, params)
+    cache = Cache.empty(config, 1, len(prompt) + max_tokens, dtype)
+    chance, tokens = np.random.default_rng(seed), list(prompt)
+    for _ in range(max_tokens):
+        logits, cache = decode(params, jnp.asarray([tokens]), cache, position)
+        position += len(tokens)
+        token = draw(np.asarray(logits[0, -1]), temperature, top_p, chance)
+        if token in ends:
+            return
+        yield token
+        tokens = [token]
+
+
+def draw(
+    logits: np.ndarray, temperature: float, top_p: float, chance: np.random.Generator
+) -> int:
+    """Draw a token by its logits, f32 [V]: see `generate`."""
+    if temperature == 0:
+        return int(np.argmax(logits))
+    order = np.argsort(-logits, kind="stable")
+    scaled = (logits[order] - logits[order[0]]).astype(np.float64) / temperature
+    likely = np.exp(scaled)
+    likely /= likely.sum()
+    kept = int(np.searchsorted(np.cumsum(likely), top_p)) + 1
+    likely = likely[:kept] / likely[:kept].sum()
+    return int(order[chance.choice(len(likely), p=likely)])

@@ -1,0 +1,299 @@
+"""config.json of a published model, as a ModelConfig, and back.
+
+Both the older keys (`rope_theta`, `rope_scaling`) and those of transformers 5
+(`rope_parameters`) are read; the older ones are written, which all versions read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from diloco_jax.config import ConfigError, ModelConfig, suggest
+
+Json = Mapping[str, Any]
+
+SIZES = {
+    "vocab_size": "vocab_size",
+    "d_model": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_dim": "intermediate_size",
+    "norm_epsilon": "rms_norm_eps",
+    "tied_embeddings": "tie_word_embeddings",
+}
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+PLAIN = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+    "use_sliding_window": False,
+    "quantization_config": None,
+}
+"""Keys for which only this value, or none, can be followed."""
+DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFamily:
+    """A family of models: its fixed switches, and defaults of its config.json."""
+
+    architecture: str
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    windows: bool = False
+    activation_key: str = "hidden_act"
+
+
+FAMILIES = {
+    "llama": ModelFamily(architecture="LlamaForCausalLM", fixed={"norm_gain": "scale"}),
+    "qwen2": ModelFamily(
+        architecture="Qwen2ForCausalLM",
+        fixed={"norm_gain": "scale", "attention_bias": "qkv"},
+    ),
+    "qwen3": ModelFamily(
+        architecture="Qwen3ForCausalLM",
+        fixed={"norm_gain": "scale", "qk_norm": True},
+        defaults={"head_dim": 128},
+    ),
+    "gemma3_text": ModelFamily(
+        architecture="Gemma3ForCausalLM",
+        fixed={
+            "norm_gain": "one_plus_scale",
+            "qk_norm": True,
+            "post_norms": True,
+            "scaled_embeddings": True,
+        },
+        # The published files leave out what is as in transformers' class.
+        defaults={
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            "sliding_window": 4096,
+            "tie_word_embeddings": True,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+        windows=True,
+        activation_key="hidden_activation",
+    ),
+}
+MULTIMODAL = {"gemma3": "gemma3_text"}
+"""Models with a picture encoder, and the family of the decoder inside."""
+
+
+def text_config(found: Json) -> Json:
+    """Return the part of a config.json that describes the decoder."""
+    inner = MULTIMODAL.get(str(found.get("model_type")))
+    return {**found["text_config"], "model_type": inner} if inner else found
+
+
+def read(found: Json, where: str) -> ModelConfig:
+    """Return the model that a config.json describes.
+
+    where: the file, for messages. Raises ConfigError, naming the key, for an unknown
+    family, a missing size, or a switch that the bundled transformer lacks.
+    """
+    found = text_config(found)
+    kind = str(found.get("model_type"))
+    if kind not in FAMILIES:
+        known = [*FAMILIES, *MULTIMODAL]
+        raise ConfigError(
+            f"{where}: model_type = {kind!r} is no known family{suggest(kind, known)}; "
+            f"there are {', '.join(known)}"
+        )
+    family = FAMILIES[kind]
+    found = {**DEFAULTS, **family.defaults, **found}
+    found = {"num_key_value_heads": found.get("num_attention_heads"), **found}
+    if not found.get("head_dim") and found.get("num_attention_heads"):
+        heads = found["num_attention_heads"]
+        found = {**found, "head_dim": found.get("hidden_size", 0) // heads}
+    for key, value in PLAIN.items():
+        _require(where, key, found.get(key) or value, (value,))
+    sizes = {}
+    for ours, theirs in SIZES.items():
+        if theirs not in found:
+            raise ConfigError(f"{where} has no {theirs}; copy the folder again")
+        sizes[ours] = found[theirs]
+    _require(
+        where,
+        "query_pre_attn_scalar",
+        found.get("query_pre_attn_scalar", sizes["head_dim"]),
+        (sizes["head_dim"],),
+    )
+    key = family.activation_key
+    activation = found.get(key, "silu")
+    _require(where, key, activation, tuple(ACTIVATIONS))
+    biases = "qkvo" if found.get("attention_bias") else "none"
+    return ModelConfig(
+        **{
+            **sizes,
+            "activation": ACTIVATIONS[activation],
+            "attention_bias": biases,
+            "mlp_bias": bool(found.get("mlp_bias")),
+            **_read_rope(found, where),
+            **_read_windows(found, family, where),
+            **family.fixed,
+        }
+    )
+
+
+def write(model: ModelConfig, length: int) -> dict[str, Any]:
+    """Return the config.json of a model. length: tokens of its training sequences.
+
+    A family whose norms multiply by a plain scale also serves a model that adds 1 to
+    it. Raises ConfigError if no family has the model's switches.
+    """
+    if model.factory:
+        raise ConfigError(
+            f"model.factory = {model.factory!r}: only the bundled transformer has a "
+            f"config.json; write your own model's files from "
+            f"diloco_jax.evaluation.load_params"
+        )
+    nearest: list[str] = []
+    for kind, family in FAMILIES.items():
+        written = _write(kind, family, model, length)
+        again = read(written, kind)
+        wanted = as_written(model, again)
+        lacking = [
+            f"{field.name} = {getattr(model, field.name)!r}"
+            for field in dataclasses.fields(model)
+            if getattr(again, field.name) != getattr(wanted, field.name)
+        ]
+        if not lacking:
+            return written
+        nearest = min(nearest or lacking, lacking, key=len)
+    raise ConfigError(
+        f"no family of {', '.join(FAMILIES)} is like this model, the nearest lacks "
+        f"model.{', model.'.join(nearest)}; read its parameters with "
+        f"diloco_jax.evaluation.load_params"
+    )
+
+
+def as_written(model: ModelConfig, written: ModelConfig) -> ModelConfig:
+    """Return the model as a reader of its files sees it: without settings that have no
+    effect, and with plain scales if the files have gains."""
+    changes: dict[str, Any] = {"weights": ""}
+    if written.norm_gain == "scale":
+        changes["norm_gain"] = "scale"
+    unused: list[str] = []
+    if not model.window:
+        unused += ["window_pattern", "rope_window_base"]
+    if model.rope_scaling == "none":
+        unused += ["rope_factor"]
+    if model.rope_scaling != "llama3":
+        unused += ["rope_low_factor", "rope_high_factor", "rope_original_length"]
+    changes |= {name: getattr(ModelConfig(), name) for name in unused}
+    return dataclasses.replace(model, **changes)
+
+
+def _write(
+    kind: str, family: ModelFamily, model: ModelConfig, length: int
+) -> dict[str, Any]:
+    activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+    written = {
+        "architectures": [family.architecture],
+        "model_type": kind,
+        **{theirs: getattr(model, ours) for ours, theirs in SIZES.items()},
+        family.activation_key: activations[model.activation],
+        "attention_bias": model.attention_bias == "qkvo",
+        "mlp_bias": model.mlp_bias,
+        "max_position_embeddings": length,
+        "rope_theta": model.rope_base,
+        "rope_scaling": _write_scaling(model),
+    }
+    if family.windows:
+        layers = range(model.num_layers)
+        windowed = [model.is_windowed(layer) for layer in layers]
+        written |= {
+            "query_pre_attn_scalar": model.head_dim,
+            "rope_local_base_freq": model.rope_window_base,
+            "sliding_window": model.window,
+            "sliding_window_pattern": model.window_pattern,
+            "layer_types": [
+                "sliding_attention" if own else "full_attention" for own in windowed
+            ],
+        }
+    return written
+
+
+def _read_rope(found: Json, where: str) -> dict[str, Any]:
+    parameters: Json = found.get("rope_parameters") or {}
+    local = parameters.get("sliding_attention", {})
+    own = parameters.get("full_attention", parameters)
+    scaling: Json = own or found.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    _require(where, "rope_type", kind, ("default", "linear", "llama3"))
+    _require(where, "rope_type", local.get("rope_type", "default"), ("default",))
+    rope = {"rope_base": float(own.get("rope_theta", found["rope_theta"]))}
+    base = local.get("rope_theta", found.get("rope_local_base_freq"))
+    if base is not None:
+        rope["rope_window_base"] = float(base)
+    if kind == "default":
+        return rope
+    factors = {"rope_factor": "factor"}
+    if kind == "llama3":
+        factors |= {
+            "rope_low_factor": "low_freq_factor",
+            "rope_high_factor": "high_freq_factor",
+        }
+        rope["rope_original_length"] = scaling["original_max_position_embeddings"]
+    read = {ours: float(scaling[theirs]) for ours, theirs in factors.items()}
+    return {**rope, **read, "rope_scaling": kind}
+
+
+def _write_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    if model.rope_scaling == "none":
+        return None
+    scaling: dict[str, Any] = {
+        "rope_type": model.rope_scaling,
+        "factor": model.rope_factor,
+    }
+    if model.rope_scaling == "llama3":
+        scaling |= {
+            "low_freq_factor": model.rope_low_factor,
+            "high_freq_factor": model.rope_high_factor,
+            "original_max_position_embeddings": model.rope_original_length,
+        }
+    return scaling
+
+
+def _read_windows(found: Json, family: ModelFamily, where: str) -> dict[str, Any]:
+    kinds = found.get("layer_types") or []
+    if not family.windows:
+        _require(where, "layer_types", "sliding_attention" in kinds, (False,))
+        return {}
+    count = found["num_hidden_layers"]
+    pattern = found.get("sliding_window_pattern", found.get("_sliding_window_pattern"))
+    if "full_attention" in kinds:
+        pattern = kinds.index("full_attention") + 1
+    windows: dict[str, Any] = {
+        "window": found["sliding_window"] or 0,
+        "window_pattern": pattern or 6,
+    }
+    if kinds and "sliding_attention" not in kinds:
+        windows["window"] = 0
+    made = ModelConfig(**windows)
+    expected = [
+        "sliding_attention" if made.is_windowed(layer) else "full_attention"
+        for layer in range(count)
+    ]
+    if kinds and kinds != expected:
+        raise ConfigError(
+            f"{where}: layer_types = {kinds}; only a full_attention after every so "
+            f"many of sliding_attention can be followed"
+        )
+    return windows
+
+
+def _require(where: str, key: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        raise ConfigError(
+            f"{where}: {key} = {value!r}; the bundled transformer has "
+            f"{' or '.join(map(repr, known))}"
+        )

@@ -1,0 +1,217 @@
+"""The first parameters of a run: drawn, or from files, or from another run.
+
+`hf:DIR` is a folder with config.json and safetensors; `run:WORKDIR` is the newest
+snapshot of a run of this package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from diloco_jax import run_files
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    RunConfig,
+    differences,
+    shared_fields,
+)
+from diloco_jax.core.fragments import Piece, get_piece
+from diloco_jax.models.build import build
+from diloco_jax.models.model import Model, Params
+from diloco_jax.paths import absolute
+from diloco_jax.weights import families, names
+from diloco_jax.weights.files import BESIDE, CONFIG, read_json, read_tensors
+
+SOURCES = ("hf", "run")
+
+
+def started_from(config: Config, source: str) -> Config:
+    """Return the config of a run that starts from a source: its model is the source's.
+
+    Raises ConfigError if the source is none, or its model no known one.
+    """
+    kind, folder = source_of(source)
+    if kind == "hf":
+        where = folder / CONFIG
+        model = families.read(read_json(where), str(where))
+    else:
+        from diloco_jax.workdir import read_config
+
+        model = read_config(folder).run.model
+    model = dataclasses.replace(model, weights=f"{kind}:{folder}")
+    require_source(model)
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, model=model))
+
+
+def first_params(run: RunConfig, model: Model) -> Params:
+    """Return the first parameters, f32, layers stacked."""
+    if not run.model.weights:
+        drawn: Params = jax.jit(model.init)(jax.random.key(run.seed))
+        return drawn
+    return whole(first_pieces(run, model))
+
+
+def first_pieces(run: RunConfig, model: Model, scratch: Path | None = None) -> Params:
+    """Return the first parameters for `core.fragments.get_piece`.
+
+    Those of a folder are views of its mapped files in the dtype that they have there,
+    and a stacked parameter is a list of its layers: nothing is read before it is
+    needed. Those of a run lie in a nameless file in `scratch`, or in memory.
+
+    Raises ConfigError, naming the tensor, if the files are not those of the model.
+    """
+    kind, folder = source_of(run.model.weights)
+    if kind == "hf":
+        return read_folder(folder, run.model)
+    if kind == "run":
+        return _read_run(folder, run.model, model, scratch)
+    return first_params(run, model)
+
+
+def require_source(model: ModelConfig) -> None:
+    """Raise ConfigError unless the source of a model's weights is there and fits it;
+    read no weights."""
+    kind, folder = source_of(model.weights)
+    if kind == "hf":
+        read_folder(folder, model)
+    elif kind == "run":
+        from diloco_jax.evaluation import newest_plan
+
+        config = _config_of(folder, model)
+        newest_plan(config, folder, build(config.run))
+
+
+def source_of(weights: str) -> tuple[str, Path]:
+    """Return kind and folder of a source; raise ConfigError if it is none."""
+    kind, _, folder = weights.partition(":")
+    if weights and (kind not in SOURCES or not folder):
+        raise ConfigError(
+            f"--init {weights}: write hf:DIR for a folder with config.json and "
+            f"safetensors, or run:WORKDIR for a run's newest snapshot"
+        )
+    return kind, Path(absolute(folder))
+
+
+def keep_source(weights: str, workdir: Path) -> None:
+    """Keep the small files of the folder that a run starts from in its workdir, for its
+    exports."""
+    kind, folder = source_of(weights)
+    origin = folder if kind == "hf" else folder / run_files.SOURCE
+    found = [origin / name for name in (CONFIG, *BESIDE) if (origin / name).is_file()]
+    if weights and found:
+        (workdir / run_files.SOURCE).mkdir(exist_ok=True)
+        for path in found:
+            shutil.copyfile(path, workdir / run_files.SOURCE / path.name)
+
+
+def fill(params: Params, piece: Piece, value: np.ndarray) -> None:
+    """Write a piece into arrays that are there already."""
+    np.copyto(get_piece(params, piece), value, casting="same_kind")
+
+
+def _read_run(
+    workdir: Path, model: ModelConfig, built: Model, scratch: Path | None
+) -> Params:
+    """Return a run's newest parameters, read a fragment at a time."""
+    from diloco_jax.evaluation import newest_pieces
+
+    def empty(leaf: Any) -> np.ndarray:
+        if scratch is None:
+            return np.empty(leaf.shape, np.float32)
+        # It is gone with the array.
+        with tempfile.TemporaryFile(dir=scratch) as file:
+            return np.memmap(file, np.float32, "w+", shape=leaf.shape)
+
+    params: Params = jax.tree.map(empty, built.shapes())
+    config = _config_of(workdir, model)
+    for piece, value in newest_pieces(config, workdir, build(config.run)):
+        fill(params, piece, value)
+    return params
+
+
+def _config_of(workdir: Path, model: ModelConfig) -> Config:
+    """Return the config of a run whose parameters this model takes over."""
+    from diloco_jax.workdir import read_config
+
+    config = read_config(workdir)
+    theirs = dataclasses.replace(config.run.model, weights=model.weights)
+    if theirs != model:
+        raise ConfigError(
+            f"--init run:{workdir}: its model differs, "
+            f"{'; '.join(differences(shared_fields(model), shared_fields(theirs)))}; "
+            f"start from a run of the same model"
+        )
+    return config
+
+
+def read_folder(folder: Path, model: ModelConfig) -> Params:
+    """Return the parameters of a folder as `first_pieces` does."""
+    if model.factory:
+        raise ConfigError(
+            f"model.weights = hf:{folder} with model.factory = {model.factory!r}: "
+            f"files have the parameters of the bundled transformer alone; load them in "
+            f"the factory's init"
+        )
+    arrays = _decoder(read_tensors(folder), model)
+    wanted = {tensor.name: tensor.shape for tensor in names.tensors(model)}
+    for name, shape in wanted.items():
+        if name not in arrays:
+            raise ConfigError(
+                f"{folder} has no tensor {name}, which the model of its config.json "
+                f"needs; copy all of its files again"
+            )
+        if arrays[name].shape != shape:
+            raise ConfigError(
+                f"{folder}: {name} has shape {arrays[name].shape}, the config.json "
+                f"says {shape}; both must be of one model"
+            )
+    if surplus := sorted(set(arrays) - set(wanted)):
+        raise ConfigError(
+            f"{folder} has the tensor {surplus[0]} and {len(surplus) - 1} others that "
+            f"the model has no place for; its config.json must be that of its weights"
+        )
+    return names.views(model, arrays)
+
+
+def whole(pieces: Params) -> Params:
+    """Return parameters as f32 arrays, with the layers of `first_pieces` stacked."""
+
+    def join(leaf: Any) -> np.ndarray:
+        if isinstance(leaf, list):
+            return np.stack(leaf).astype(np.float32, copy=False)
+        return np.asarray(leaf, np.float32)
+
+    joined: Params = jax.tree.map(join, pieces, is_leaf=lambda x: isinstance(x, list))
+    return joined
+
+
+def _decoder(
+    arrays: dict[str, np.ndarray], model: ModelConfig
+) -> dict[str, np.ndarray]:
+    """Return the decoder's tensors under their plain names, without those that carry
+    nothing: copies of the tied table, and tables of rotations."""
+    inner = ("language_model.", "model.language_model.")
+    if any(name.startswith(inner) for name in arrays):
+        # The decoder of a model with a picture encoder, in files old and new.
+        arrays = {
+            name.replace("model.language_model.", "language_model.model.").removeprefix(
+                "language_model."
+            ): array
+            for name, array in arrays.items()
+            if name.startswith((*inner, "lm_head."))
+        }
+    return {
+        name: array
+        for name, array in arrays.items()
+        if not name.endswith("rotary_emb.inv_freq")
+        and not (model.tied_embeddings and name == "lm_head.weight")
+    }

@@ -1,0 +1,96 @@
+"""`diloco generate RUN_OR_EXPORT --prompt TEXT`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from diloco_jax.config.fields import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    SOME_SHARE,
+    check_bounds,
+    positional,
+    setting,
+)
+from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.options import parse
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """The options of `diloco generate`."""
+
+    source: Path = positional(
+        metavar="RUN_OR_EXPORT",
+        help="Workdir of a run, or a folder with config.json and safetensors.",
+    )
+    prompt: str = setting("", help="Text to be continued.")
+    max_tokens: int = setting(100, AT_LEAST_1, help="Most tokens of the continuation.")
+    temperature: float = setting(
+        0.0,
+        NOT_NEGATIVE,
+        help="Divides the logits; 0 = always the likeliest token.",
+    )
+    top_p: float = setting(
+        1.0,
+        SOME_SHARE,
+        help="Draw among the likeliest tokens whose probabilities reach this sum.",
+    )
+    seed: int = setting(0, NOT_NEGATIVE, help="Seed of the draws.")
+    dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", help="Type in which the model computes."
+    )
+    json: bool = setting(False, help="Print one JSON object to standard output.")
+
+
+def generate_command(arguments: Sequence[str]) -> int:
+    """Continue a text with a run's newest parameters, or with exported ones."""
+    (options,) = parse(
+        [GenerateOptions],
+        arguments,
+        "diloco generate",
+        "Continue a text, with a run's newest global parameters or with a folder of "
+        "weights.",
+    )
+    check_bounds(options)
+    from diloco_jax.island.environment import skip_absent_tpu
+
+    # Before anything imports jax.
+    skip_absent_tpu()
+    from diloco_jax.models.generation import generate
+    from diloco_jax.weights.speaker import open_speaker
+
+    speaker = open_speaker(options.source, options.dtype)
+    began, tokens, shown = time.monotonic(), list[int](), ""
+    for token in generate(
+        speaker.model,
+        speaker.params,
+        speaker.encode(options.prompt),
+        options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        ends=speaker.ends,
+        dtype=options.dtype,
+    ):
+        tokens.append(token)
+        text = speaker.decode(tokens)
+        # A character may be of several tokens.
+        if not options.json and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    seconds = time.monotonic() - began
+    if options.json:
+        text = speaker.decode(tokens)
+        print(json.dumps({"text": text, "tokens": tokens, "seconds": seconds}))
+        return EXIT_DONE
+    print(speaker.decode(tokens)[len(shown) :])
+    rate = f"{len(tokens)} tokens in {seconds:.1f} s, compilation included"
+    print(rate, file=sys.stderr)
+    return EXIT_DONE

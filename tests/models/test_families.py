@@ -1,0 +1,134 @@
+"""Every family is the published one: its sizes, and its results on random weights.
+
+`families/` is of `make_families.py`; `reference_forward.py` computes in float64.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference_forward as reference
+
+from diloco_jax.config import ModelConfig
+from diloco_jax.models import transformer
+from diloco_jax.models.attention import ATTENTION
+from diloco_jax.models.generation import Cache, make_decode
+from diloco_jax.models.layout import Layout
+from diloco_jax.models.presets import PRESETS, preset
+from diloco_jax.weights import families
+from diloco_jax.weights.files import read_json
+from diloco_jax.weights.first import read_folder, whole
+
+FOLDER = Path(__file__).with_name("families")
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+PUBLISHED = {
+    "smollm2_135m": 134_515_008,
+    "llama3_1b": 1_235_814_400,
+    "llama3_8b": 8_030_261_248,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+    "gemma3_270m": 268_098_176,
+    "gemma3_1b": 999_885_952,
+    # 12,187,325,040 less the picture encoder and its projector.
+    "gemma3_12b": 12_187_325_040 - 421_290_864,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_as_many_parameters_as_its_files(name):
+    shapes = jax.tree.leaves(transformer.build(preset(name)).shapes())
+    assert sum(math.prod(leaf.shape) for leaf in shapes) == PUBLISHED[name]
+
+
+def loaded(name: str) -> tuple[ModelConfig, dict, dict]:
+    """A tiny model, its parameters, and what transformers says about it."""
+    model = families.read(read_json(FOLDER / name / "config.json"), name)
+    params = whole(read_folder(FOLDER / name, model))
+    return model, params, dict(np.load(FOLDER / name / "logits.npz"))
+
+
+def decoded(model: ModelConfig, params, tokens, *cuts: int) -> np.ndarray:
+    """Logits, [T, V], by as many calls of the decoder as there are parts."""
+    decode, found, begin = make_decode(model), [], 0
+    cache = Cache.empty(model, 1, tokens.shape[1], "float32")
+    for end in (*cuts, tokens.shape[1]):
+        logits, cache = decode(params, jnp.asarray(tokens[:, begin:end]), cache, begin)
+        found.append(np.asarray(logits[0]))
+        begin = end
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_formulas_and_of_transformers(name):
+    model, params, there = loaded(name)
+    found = decoded(model, params, there["tokens"])
+    formulas = reference.logits(*reference.load(FOLDER / name), there["tokens"][0])
+    largest = np.abs(formulas).max()
+    assert largest > 1
+    np.testing.assert_allclose(there["logits"], formulas, atol=2e-5 * largest)
+    np.testing.assert_allclose(found, formulas, atol=2e-5 * largest)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_trained_is_what_is_decoded(name):
+    """The loss is that of the logits; a decoder in parts is the same decoder."""
+    model, params, there = loaded(name)
+    tokens = there["tokens"]
+    built = transformer.build(model, remat="full")
+    loss, _ = jax.jit(built.loss)(params, jnp.asarray(tokens))
+    logits = decoded(model, params, tokens[:, :-1])
+    shares = jax.nn.log_softmax(logits)
+    expected = -np.mean(np.asarray(shares)[np.arange(23), tokens[0, 1:]])
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    in_parts = decoded(model, params, tokens[:, :-1], 9, 10)
+    np.testing.assert_allclose(in_parts, logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [24, 7])
+def test_a_window_hides_what_is_before_it(length):
+    """Through one windowed layer, and not through one without a window."""
+    model, _, _ = loaded("gemma3")
+    for layers, sees in ((1, False), (2, True)):
+        config = dataclasses.replace(model, num_layers=layers)
+        built = transformer.build(config)
+        params = built.init(jax.random.key(0))
+        tokens = np.arange(length + 1, dtype=np.int32)[None]
+        weights = np.zeros((1, length), np.float32)
+        weights[0, -1] = 1
+        other = tokens.copy()
+        other[0, length - 1 - model.window] += 50
+        losses = [
+            float(built.loss(params, {"tokens": t, "weights": weights})[0])
+            for t in (tokens, other)
+        ]
+        assert (losses[0] != losses[1]) == sees
+
+
+def test_kernel_and_formula_see_the_same_window():
+    random = np.random.default_rng(0)
+    parts = [random.normal(size=(1, 256, n, 16)).astype(np.float32) for n in (2, 1, 1)]
+    layout = Layout.of_one_device()
+    for window in (1, 100, 129):
+        kernel, formula = (
+            np.asarray(ATTENTION[name](layout)(*parts, window))
+            for name in ("splash", "dot_product")
+        )
+        np.testing.assert_allclose(kernel, formula, atol=2e-3)
+    np.testing.assert_allclose(
+        ATTENTION["dot_product"](layout)(*parts, 1),
+        np.repeat(parts[2], 2, 2),
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in PRESETS if not n[0].isdigit()])
+def test_a_published_config_reads_as_it_is_written(name):
+    if name == "tiny":
+        return
+    model = preset(name)
+    written = families.write(model, 4096)
+    assert families.read(written, name) == families.as_written(model, model)

@@ -1,0 +1,85 @@
+"""Fragments of the large presets are even."""
+
+from pathlib import Path
+
+import pytest
+
+from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
+from diloco_jax.config.loading import load_config
+from diloco_jax.core.fragments import EVEN
+from diloco_jax.models.build import build
+from diloco_jax.models.plan import build_plan
+from diloco_jax.models.presets import PRESETS, preset
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+LARGE = [name for name in PRESETS if name.endswith("b")]
+MOST = {"1b": 72, "12b": 114}
+"""Fragments up to which the default rule leaves all fragments even: from one more on,
+some get two of the largest matrices, which it merges whole."""
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: build(RunConfig(model=preset(name))) for name in LARGE}
+
+
+def plan_of(models, name, fragments, rule="rda"):
+    sync = SyncConfig(fragments=fragments, steps_per_cycle=2 * fragments, merge=rule)
+    return build_plan(RunConfig(model=preset(name), sync=sync), models[name])
+
+
+def unevenness(plan):
+    return max(plan.sizes) * len(plan.fragments) / plan.total
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_largest_fragment_is_little_above_the_mean(name, models):
+    for fragments in range(1, MOST[name] + 1):
+        assert unevenness(plan_of(models, name, fragments)) <= EVEN, fragments
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("fragments", [SyncConfig().fragments, 48, 96])
+def test_only_embeddings_are_cut_by_the_default_rule(name, fragments, models):
+    plan = plan_of(models, name, fragments)
+    assert unevenness(plan) <= 1.03
+    assert {piece.path for piece in plan.pieces if piece.bands} == {("embedding",)}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_cut"), [("nesterov", True), ("sgd", True), ("lamb", False)]
+)
+def test_an_outer_optimizer_that_sees_whole_tensors_keeps_them_whole(
+    optimizer, is_cut, models
+):
+    """LAMB scales a tensor's step by the lengths of tensor and step."""
+    outer = OuterConfig(optimizer=optimizer, learning_rate=1.0, momentum=0.5)
+    sync = SyncConfig(fragments=48, steps_per_cycle=96)
+    run = RunConfig(model=preset("1b"), sync=sync, outer=outer)
+    plan = build_plan(run, models["1b"])
+    assert any(piece.bands for piece in plan.pieces) == is_cut
+    assert (unevenness(plan) > EVEN) != is_cut
+
+
+@pytest.mark.parametrize("name", ["mixed_12b", "four_regions", "paper_1t"])
+def test_fragments_of_the_reference_configs_are_even(name):
+    run = load_config(CONFIGS / f"{name}.py").run
+    plan = build_plan(run, build(run))
+    assert unevenness(plan) <= 1.02
+    embedding = run.model.vocab_size * run.model.d_model
+    is_large = embedding > plan.total / run.sync.fragments
+    assert is_large == (name != "paper_1t")
+    assert any(piece.bands for piece in plan.pieces) == is_large
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_pieces_that_a_rule_keeps_whole_limit_the_fragments(name, models):
+    """Two of them in a fragment are too many, and there are too few fragments to give
+    each one of its own; a rule that goes element by element cuts them."""
+    for fragments in (MOST[name] + 1, MOST[name] + 5):
+        plan = plan_of(models, name, fragments)
+        largest = max(piece.size for piece in plan.pieces)
+        assert sum(piece.size == largest for piece in plan.pieces) > fragments
+        assert unevenness(plan) > EVEN
+        for rule in ("mean", "trimmed_mean"):
+            assert unevenness(plan_of(models, name, fragments, rule)) <= EVEN

@@ -1,0 +1,85 @@
+"""SmolLM2-135M's published weights: logits and continuations against float64 numpy.
+
+`benchmarks/smollm2.py` makes the folder, whose name SMOLLM2 says.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+import reference_forward as reference
+
+from diloco_jax import cli
+from diloco_jax.config import Config, IslandConfig, RunConfig
+from diloco_jax.models.generation import Cache, generate, make_decode
+from diloco_jax.models.presets import preset
+from diloco_jax.weights import files
+from diloco_jax.weights.first import first_pieces, started_from
+from diloco_jax.weights.speaker import open_speaker
+
+FOLDER = Path(os.environ.get("SMOLLM2", ""))
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("SMOLLM2"),
+    reason="SMOLLM2 names no folder; benchmarks/smollm2.py makes it",
+)
+PROMPTS = {
+    "The capital of France is": " Paris",
+    "def fibonacci(n):\n": "    if n",
+    "Water boils at": " ",
+}
+CONTINUED = 12
+
+
+@pytest.fixture(scope="module")
+def speaker():
+    return open_speaker(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def formulas():
+    return reference.load(FOLDER)
+
+
+def test_it_is_the_preset(speaker):
+    config = Config(run=RunConfig(), islands={"a": IslandConfig()})
+    run = started_from(config, f"hf:{FOLDER}").run
+    assert speaker.model == preset("smollm2_135m")
+    pieces = first_pieces(run, None)
+    there = files.read_tensors(FOLDER)["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(pieces["embedding"][:99], there[:99])
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_logits_are_those_of_the_formulas(prompt, speaker, formulas):
+    tokens = np.array([speaker.encode(prompt)])
+    cache = Cache.empty(speaker.model, 1, tokens.shape[1], "float32")
+    found, _ = make_decode(speaker.model)(speaker.params, tokens, cache, 0)
+    expected = reference.logits(*formulas, tokens[0])
+    largest = np.abs(expected).max()
+    assert np.abs(np.asarray(found[0]) - expected).max() < 1e-4 * largest
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_continuations_are_those_of_the_formulas(prompt, speaker, formulas):
+    """By induction: the likeliest token after each of its beginnings is its next."""
+    tokens = speaker.encode(prompt)
+    found = list(generate(speaker.model, speaker.params, tokens, CONTINUED))
+    logits = reference.logits(*formulas, np.array([*tokens, *found]))
+    likeliest = np.argmax(logits[len(tokens) - 1 : -1], axis=-1)
+    assert found == likeliest.tolist()
+    assert speaker.decode(found).startswith(PROMPTS[prompt])
+
+
+def test_text_comes_back_from_its_tokens(speaker):
+    text = Path(cli.__file__).read_text() + "Grüße, 12345 \t привет 🙂\n"
+    assert speaker.decode(speaker.encode(text)) == text
+
+
+def test_the_command_says_what_comes_next(capsys):
+    arguments = ["generate", str(FOLDER), "--prompt", "The capital of France is"]
+    assert cli.main([*arguments, "--max-tokens", "2"]) == 0
+    assert capsys.readouterr().out == " Paris.\n"
