@@ -39,7 +39,7 @@ import support
 
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import OuterConfig, RunConfig
-from diloco_jax.coordinator.memory import give_back
+from diloco_jax.memory import give_back
 from diloco_jax.planning.merge_rate import (
     ELEMENTS,
     SIDE,

@@ -126,8 +126,12 @@ def measure(
         client = wire_rate.client_of(address, files)
         ways: dict[str, Callable[[], object]] = {
             "bare": lambda: _send_bare(bare_port, payload),
-            "upload": lambda: client.upload(wire_rate.upload_of(size), payload),
-            "fetch": lambda: client.fetch(wire_rate.fetch_request(), max_bytes=size),
+            "upload": lambda: client.transfers.upload(
+                wire_rate.upload_of(size), payload
+            ),
+            "fetch": lambda: client.transfers.fetch(
+                wire_rate.fetch_request(), max_bytes=size
+            ),
         }
         for repeat in range(repeats + 1):
             for way, go in ways.items():

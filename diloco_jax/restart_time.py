@@ -50,7 +50,10 @@ def outage_seconds(config: Config, parameters: int) -> float:
     restored_s = state_seconds(
         # A publish has a byte per parameter, in int8.
         STATE_BYTES * parameters + replayed,
-        disk_bytes_per_s(config.launch.coordinator_disk_gb, machine),
+        min(
+            disk_bytes_per_s(config.launch.coordinator_disk_gb),
+            machine.disk_bytes_per_s,
+        ),
         replayed,
         CONSTANTS.merging(config.run.sync.codec_down),
     )

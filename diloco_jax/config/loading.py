@@ -1,4 +1,4 @@
-"""Reads a `Config` from a path, and writes and reads `config.json`.
+"""Read a `Config` from a path; write and read `config.json`.
 
 A configs file is a Python file with a function `config()` that returns a `Config`.
 Where a path to a config is asked for, the `config.json` of a run will do as well.

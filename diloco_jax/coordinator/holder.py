@@ -20,11 +20,11 @@ import numpy.typing as npt
 from diloco_jax import machine
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.inbox import Inbox
-from diloco_jax.coordinator.memory import give_back
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragment_merge import Squares
 from diloco_jax.core.fragments import digest_arrays
+from diloco_jax.memory import give_back
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol.coordinator.events import (
     Commit,
@@ -90,14 +90,12 @@ class StoreHolder:
         self._merger.shutdown(wait=True, cancel_futures=True)
 
     def merge(self, merge: Merge) -> None:
-        """See engine.Holder."""
         keys = _keys(merge)
         payloads = [self._inbox.payload(key) for key in keys]
         squares = [self._inbox.squares(key) for key in keys]
         self._submit(lambda: self._prepare(merge, keys, payloads, squares))
 
     def commit(self, commit: Commit) -> None:
-        """See engine.Holder."""
         merged, keys = self._prepared.pop(commit.fragment)
         self._store.commit(commit.fragment, merged)
         for key in keys:
@@ -112,11 +110,9 @@ class StoreHolder:
         self._submit(lambda: self._follow_up(commit.fragment, merged))
 
     def drop(self, drop: Drop) -> None:
-        """See engine.Holder."""
         self._inbox.drop(drop.delta)
 
     def forget(self, forget: Forget) -> None:
-        """See engine.Holder."""
         self._inbox.drop_island(forget.island, forget.before, frozenset(forget.kept))
 
     def _prepare(

@@ -26,10 +26,9 @@ from diloco_jax.coordinator import origin, summary, term
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
-from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.inbox import SPARED_BYTES, Inbox, Rooms
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.publishes import Publishes
-from diloco_jax.coordinator.rooms import SPARED_BYTES, Rooms
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.service import Service
@@ -47,7 +46,7 @@ from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.metrics import Metrics
-from diloco_jax.observability.tape import Tape
+from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.protocol.coordinator.events import RunResumed
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.values import FIRST_VERSION
@@ -128,7 +127,6 @@ class Coordinator:
         self._disk = DiskWait(config.placement.alone_s, lambda: self._interrupted)
         self._refreshed = 0.0
         self._end_by: float | None = None
-        self._status: dict[str, Any] = {}
         self._interrupted = False
 
     def start(self) -> None:
@@ -156,8 +154,8 @@ class Coordinator:
             raise origin.without_snapshot(workdir, self._facts.run_id, self._folder)
         if found is None and gathered is None:
             # Left by a start that failed: no run exists before the first snapshot.
-            (workdir / run_files.TAPE).unlink(missing_ok=True)
-        self._tape = Tape(workdir / run_files.TAPE, self._disk.until_written)
+            remove_tape(workdir / run_files.TAPE)
+        self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
         self._open.callback(self._tape.close)
         state = self._make_state(gathered, found)
         self._saver = Saver(self.store, self._snapshots, self._publishes, self._log)
@@ -382,6 +380,7 @@ class Coordinator:
             seconds=now - self._facts.begun_unix,
             alerts=[*lead.journal.alerts, *own],
             now=now,
+            tally=lead.tally,
         )
 
     def _shown(self) -> dict[str, Any]:

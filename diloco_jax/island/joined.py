@@ -24,7 +24,7 @@ from diloco_jax.island.joined_host import JoinedHost, JoinedLoop
 from diloco_jax.island.main import LeadingHost
 from diloco_jax.island.network.link import ending_of
 from diloco_jax.models.model import Axes
-from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import Refused
 from diloco_jax.wire.tls import TlsFiles

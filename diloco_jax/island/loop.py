@@ -20,7 +20,7 @@ from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.stepping import Stepping
 from diloco_jax.models.model import Metrics
-from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.boundary import Ending
 
 logger = logging.getLogger(__name__)
 

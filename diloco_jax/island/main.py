@@ -25,7 +25,6 @@ from diloco_jax import environment, libtpu
 from diloco_jax.config import Config, ConfigError, shared_fields
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import parse_faults
-from diloco_jax.island.arrivals import NotHereError
 from diloco_jax.island.environment import generation_here, prepare_island
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts.follower import Follower
@@ -46,12 +45,12 @@ from diloco_jax.island.hosts.world import (
     leave_world,
 )
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import Decisions, LiveDecisions
+from diloco_jax.island.mailbox import Decisions, LiveDecisions, NotHereError
 from diloco_jax.island.network.link import Link, Targets, ending_of
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.parts import L, Parts
 from diloco_jax.island.preemption import Preemption
-from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import Hello, ResendRequest, Welcome
 from diloco_jax.protocol.values import Version

@@ -80,9 +80,9 @@ class Parts(abc.ABC, Generic[L]):
 
     def _connect(self, identity: Identity, exchange: Exchange) -> None:
         self._exchange = exchange
-        self.fetcher = Fetcher(self.client, identity, exchange, self.mailbox)
+        self.fetcher = Fetcher(self.client.transfers, identity, exchange, self.mailbox)
         self.sender = Sender(
-            self.client,
+            self.client.transfers,
             identity,
             exchange.layouts_up,
             exchange.layouts_whole,

@@ -19,8 +19,7 @@ from diloco_jax.island.mailbox import Decisions, Mailbox
 from diloco_jax.island.pace import Pace
 from diloco_jax.island.timing import Timing
 from diloco_jax.observability.logs import log_refused
-from diloco_jax.protocol.island.boundary import Boundary
-from diloco_jax.protocol.island.decision import Decision, Ending
+from diloco_jax.protocol.island.boundary import Boundary, Decision, Ending
 from diloco_jax.protocol.values import Version
 
 DATA_POLL_S = 0.05

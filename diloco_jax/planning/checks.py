@@ -28,6 +28,7 @@ from diloco_jax.planning.network import IslandNetwork, island_network
 from diloco_jax.planning.rates import CONSTANTS, DiskRates, MachineRates
 from diloco_jax.protocol.coordinator import schedule
 from diloco_jax.restart_time import outage_seconds
+from diloco_jax.wire.places import MOST_PLACES
 
 MOST_MEMORY = 0.95
 """Share of a machine's memory that may be planned for."""
@@ -37,8 +38,6 @@ DISK_EGRESS = 1.16
 """Bytes that a machine sends for each byte that it writes to a persistent disk
 (cloud.google.com/compute/docs/disks/optimizing-pd-performance, 2026-11-24).
 """
-MOST_THREADS = 4915
-"""Threads of one service on a Linux machine (systemd's default TasksMax)."""
 GB = 1e9
 
 
@@ -58,8 +57,9 @@ class Terms:
     def disk(self) -> DiskRates:
         """Rates of the coordinator's disk: as measured, or as published."""
         launch = self.config.launch
-        published = disk_bytes_per_s(
-            launch.coordinator_disk_gb, machine_of(launch.coordinator_machine)
+        published = min(
+            disk_bytes_per_s(launch.coordinator_disk_gb),
+            machine_of(launch.coordinator_machine).disk_bytes_per_s,
         )
         return self.rates.disk or DiskRates(
             write_bytes_per_s=published, read_bytes_per_s=published
@@ -347,20 +347,20 @@ def _restart(terms: Terms, needs: Needs) -> Check:
 
 
 def _places(terms: Terms) -> Check:
-    """Count the coordinator's threads: one per host and channel, each way."""
+    """Count the transfers that may run at once: one per host and channel, each way."""
     channels, hosts = terms.config.placement.bulk_channels, sum(terms.hosts.values())
-    needed = 2 * channels * hosts + 2 * len(terms.hosts)
+    needed = 2 * channels * hosts
 
     def changes() -> Iterator[dict[str, Any]]:
-        most = (MOST_THREADS - 2 * len(terms.hosts)) // (2 * hosts)
-        if most >= 1:
+        if (most := MOST_PLACES // (2 * hosts)) >= 1:
             yield {"placement.bulk_channels": most}
 
     return Check(
         "places",
         needed,
-        MOST_THREADS,
-        f"{hosts} hosts with placement.bulk_channels = {channels} may need {needed} "
-        f"threads at the coordinator, and a service has {MOST_THREADS}",
+        MOST_PLACES,
+        f"{hosts} hosts with placement.bulk_channels = {channels} may begin {needed} "
+        f"transfers together, and the coordinator has places for {MOST_PLACES}; the "
+        f"others would wait",
         changes,
     )

@@ -54,8 +54,8 @@ def core_seconds(size: int, repetitions: int) -> tuple[float, float]:
             client = client_of(address, TlsFiles.load(folder, "island"))
             medians: list[float] = []
             ways: list[Callable[[], object]] = [
-                lambda: client.upload(upload_of(size), payload),
-                lambda: client.fetch(fetch_request(), max_bytes=size),
+                lambda: client.transfers.upload(upload_of(size), payload),
+                lambda: client.transfers.fetch(fetch_request(), max_bytes=size),
             ]
             for way in ways:
                 way()  # The first time connects, and touches the pages.

@@ -17,7 +17,6 @@ from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.core.payload import tiles_of
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device import mesh, spread
 from diloco_jax.island.device.build import (
     build_exchange,
@@ -28,6 +27,7 @@ from diloco_jax.island.device.build import (
 from diloco_jax.island.device.kinds import alike, kind_of
 from diloco_jax.island.device.placing import land
 from diloco_jax.island.device.step import TrainState
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.attention import ATTENTION
 from diloco_jax.models.plan import build_plan
 from diloco_jax.models.presets import preset

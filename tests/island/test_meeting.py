@@ -164,6 +164,7 @@ class Metadata:
                 self.asked.append((handler.path.rpartition("/")[2], flavor))
                 status, text = said.pop(0) if len(said) > 1 else said[0]
                 handler.send_response(status)
+                handler.send_header("Metadata-Flavor", "Google")
                 handler.end_headers()
                 handler.wfile.write(text.encode())
 

@@ -225,16 +225,17 @@ def test_unequal_steps_come_with_the_batch_that_balances_them(big, small, field)
     assert after.fits
 
 
-def test_a_balance_that_costs_tokens_or_memory_is_not_told():
-    """Here a lower batch leaves most of the traffic, and a higher one does not fit."""
+def test_a_balance_that_costs_tokens_is_not_told():
+    """Half of the large batch would leave most of the step's traffic, so the other
+    island's batch is raised."""
     config = config_of({"batch_size": 128}, {"batch_size": 8})
-    tight = Compiler(activations_gb=2.0, weights_gb=9000.0, available_gb=30.0)
-    plan, advice = advised(config, tight)
-    for found in advice:
-        for change in found.changes:
-            after = planned(changed(config, change), tight)
-            assert after.fits
-            assert after.run.tokens_per_day >= 0.99 * plan.run.tokens_per_day
+    compiler = Compiler(activations_gb=0.1, weights_gb=9000.0)
+    plan, advice = advised(config, compiler)
+    lower = planned(changed(config, {"islands.big.batch_size": 64}), compiler)
+    assert longest_over_shortest(lower) < longest_over_shortest(plan)
+    assert lower.run.tokens_per_day < 0.95 * plan.run.tokens_per_day
+    (told,) = [found for found in advice if "a step of" in found.text]
+    assert told.changes == ({"islands.small.batch_size": 16},)
 
 
 @pytest.mark.parametrize(

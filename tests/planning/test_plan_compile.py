@@ -28,20 +28,20 @@ NAMES = ("v5p", "v6e")
 CUT_NAMES = tuple(f"{name}_cut" for name in NAMES)
 
 
-def run_plan(config, **environment):
+def run_plan(config, timeout_s=280, **environment):
     return subprocess.run(
         [sys.executable, "-m", "diloco_jax.cli", "plan", str(config), "--json"],
         cwd=REPOSITORY,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=timeout_s,
         check=False,
     )
 
 
-def plan(config):
-    done = run_plan(config)
+def plan(config, timeout_s=280):
+    done = run_plan(config, timeout_s)
     assert done.stdout, done.stderr[-3000:]
     return done.returncode, json.loads(done.stdout)
 
@@ -136,7 +136,7 @@ def config():
 
 def test_what_is_too_large_comes_back_with_by_how_much(tmp_path):
     (tmp_path / "large.py").write_text(TOO_LARGE)
-    code, found = plan(tmp_path / "large.py")
+    code, found = plan(tmp_path / "large.py", timeout_s=560)  # Compiled twice.
     island = found["islands"]["v6e"]["compiled"]
     assert (code, found["fits"], island["fits"]) == (2, False, False)
     assert "exceeds available HBM" in island["refusal"]

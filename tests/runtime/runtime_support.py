@@ -37,7 +37,7 @@ from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator.state import State
-from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.values import FIRST_VERSION, Record
 from diloco_jax.wire import bulk
 from diloco_jax.wire.client import Client
@@ -256,7 +256,7 @@ def answer(
     stream.send(report(steps, took(take, seq=seq, steps=steps)))
     size = service.store.layouts_up[take.fragment].total_bytes
     start = upload_start(who, stream.welcome.run_id, take, size)
-    island.upload(start, bytes(size))
+    island.transfers.upload(start, bytes(size))
 
 
 def await_state(

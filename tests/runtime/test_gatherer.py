@@ -184,7 +184,7 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
             other.open_control(hello(config, "b", session="of a join"))
         payload = anchor(config, 0, 0.5)
         with pytest.raises(Refused, match="not asked for"):
-            at_a.upload(announced(a, 0, Version(1, 3), len(payload)), payload)
+            at_a.transfers.upload(announced(a, 0, Version(1, 3), len(payload)), payload)
         assert not workdir.exists(), "nothing is written before"
         to_b = at_b.open_control(b)
         for stream, at, who, version in (
@@ -194,9 +194,9 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
             asked = await_message(stream, messages.AnchorRequest)
             payload = anchor(config, asked.fragment, 0.5 + asked.fragment)
             with pytest.raises(Refused, match="not asked for"):
-                at.upload(announced(who, asked.fragment, None, 8), bytes(8))
+                at.transfers.upload(announced(who, asked.fragment, None, 8), bytes(8))
             start = announced(who, asked.fragment, version, len(payload))
-            at.upload(start, payload)
+            at.transfers.upload(start, payload)
         service = made.started()
         assert read_facts(workdir).run_id == RUN_ID
         (term,) = read_tape(workdir / "tape.jsonl")
@@ -224,7 +224,7 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
                 client(made.address, deadlines=OneAttempt(PATIENCE_S)) as other,
                 pytest.raises(ConnectionLost, match="not said hello in term 2"),
             ):
-                other.fetch(early, max_bytes=1 << 20)
+                other.transfers.fetch(early, max_bytes=1 << 20)
             back = open_when_up(at_a, a)
             assert (back.welcome.term, back.welcome.resumed) == (2, False)
             assert back.welcome.versions == (Version(2, 4), Version(2, 5))
@@ -245,7 +245,7 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
             payload = anchor(config, 0, 0.5)
             late = announced(a, 0, Version(1, 3), len(payload))
             with pytest.raises(Refused, match="has its state, and did not ask for"):
-                at_a.upload(late, payload)
+                at_a.transfers.upload(late, payload)
             later = offer(config, "b", term=3)
             with (
                 client(made.address) as other,

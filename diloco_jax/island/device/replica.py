@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.step import Trainer, TrainState
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Metrics, Params
 from diloco_jax.protocol.island.books import Outcome
 

@@ -65,7 +65,7 @@ class Trainer:
     def step(
         self, state: TrainState, batch: jax.Array, learning_rate: float
     ) -> tuple[TrainState, Metrics]:
-        """One update; return at once, the work goes on on the devices.
+        """Make one update; return at once, while the devices go on with it.
 
         Args:
           state: consumed.

@@ -24,7 +24,7 @@ from diloco_jax.island.hosts.following import (
 from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.loop import Loop
 from diloco_jax.models.plan import other_model
-from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.errors import Refused

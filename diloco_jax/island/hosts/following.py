@@ -21,10 +21,9 @@ from typing import Any
 import msgspec
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.hosts.world import Hosts, HostsError
-from diloco_jax.island.mailbox import Decisions, Mailbox
-from diloco_jax.protocol.island.decision import Ahead, Decision
+from diloco_jax.island.mailbox import Arrival, Decisions, Mailbox
+from diloco_jax.protocol.island.boundary import Ahead, Decision
 from diloco_jax.protocol.island.fetching import Fetch, Part, agreed
 from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireError
@@ -92,7 +91,6 @@ class LeadDecisions:
         self._numbers = itertools.count(lead)
 
     def at(self, step: int, *, stepping: bool) -> Decision:
-        """See decisions.Decisions."""
         fresh, number = self._source.at(step, stepping=stepping), next(self._numbers)
         self._hosts.tell(f"decision/{number}", msgspec.msgpack.encode(fresh))
         if number % BATCH == 0:
@@ -136,7 +134,6 @@ class FollowDecisions:
         self._decode = msgspec.msgpack.Decoder(Decision).decode
 
     def at(self, step: int, *, stepping: bool) -> Decision:
-        """See decisions.Decisions."""
         if (ending := self._mailbox.ending) is not None:
             raise HostsError(ending.text)
         number = next(self._numbers)

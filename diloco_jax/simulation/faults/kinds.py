@@ -204,7 +204,6 @@ class FullDisk(DrawnFault, frozen=True):
     brimful: bool = False
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         world.fill_disk(self.for_s, brimful=self.brimful)
         return world.begun(self, self.for_s)
 
