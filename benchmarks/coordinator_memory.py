@@ -22,6 +22,9 @@ Prediction: below 3.5 at a start of either kind, below 4.0 live (three arrays, o
 encoded publish, 0.25, spare arrays, and a snapshot's), and 1.0 of the state read, plus
 the publishes since the snapshots.
 
+Before, on the same machine: 4.9 at a start (a draw of all parameters at once), 4.8 live
+(anchors of joins kept for six time budgets, four publishes of everything in memory).
+
 Command: `python benchmarks/coordinator_memory.py`. Cost: about 10 minutes on two cores
 and 8 GB.
 """
