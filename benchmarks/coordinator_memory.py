@@ -14,9 +14,9 @@ libraries and compiled programs. So is, from *live*, the merge buffer. What is l
 divided by the bytes of the f32 parameters. *Own* is the most that was sampled without
 mapped files, ten times a second: what waits on the disk because the merge buffer is
 full counts as resident, and the system takes it back when it needs memory. *Read* is
-what the second life has read (rchar of /proc/PID/io) when it has written its address, less
-what the baseline's second life read, over the bytes of its state: parameters, anchors
-and momentum in f32.
+what the second life has read (rchar of /proc/PID/io) when it has written its address,
+less what the baseline's second life read, over the bytes of its state: parameters,
+anchors and momentum in f32.
 
 Prediction: below 3.5 at a start of either kind, below 4.0 live (three arrays, one
 encoded publish, 0.25, spare arrays, and a snapshot's), and 1.0 of the state read, plus
