@@ -31,33 +31,34 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import support
 
 from diloco_jax.cluster.commands import coordinator_environment
-from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
-from diloco_jax.coordinator.memory import give_back
-from diloco_jax.coordinator.store import RETAINED_PUBLISHES, Store
-from diloco_jax.core.codecs.codec import get_codec
-from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.core.tiles import TileGrid
-from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.config import OuterConfig, RunConfig
+from diloco_jax.memory import give_back
+from diloco_jax.planning.merge_rate import (
+    ELEMENTS,
+    SIDE,
+    contributions,
+    encoded_delta,
+    store_of,
+    time_merges,
+)
+from diloco_jax.protocol.values import Version
 
-SIDE = 4096
-ELEMENTS = SIDE * SIDE
+RUN = RunConfig(
+    outer=OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6)
+)
 ISLANDS = (2, 4, 6, 8, 16)
 CODECS = ("f32", "int8")
 LAYERS, FRAGMENTS = 24, 24
 LAYER_SIDE = 1882
 """24 layers of this side squared are 85 M parameters."""
 CYCLES = 3
-PIN_S = 60.0
 MEMORY_MAX = 1.1 * (3 + 3 / FRAGMENTS + 1)
 """Memory over f32 parameters: 10 % above the state, one merge and the publishes."""
 COPY_MIN = 0.3
@@ -128,38 +129,15 @@ def main() -> int:
 
 def timed(codec: str, islands: int, repetitions: int) -> dict[str, Any]:
     """Measure check and merge, and a copy between them."""
-    store = store_of(codec, {"w": (SIDE, SIDE)}, 1)
-    payloads = [delta(store, 0, seed) for seed in range(islands)]
-    parts = contributions(islands)
-    squares = [store.squares(0, payload) for payload in payloads]
-    source = np.ones(ELEMENTS, np.float32)
-    target = np.ones_like(source)
-    best: dict[str, float] = {}
-
-    def note(what: str, run: Callable[[], Any]) -> None:
-        began = time.process_time()
-        run()
-        best[what] = min(best.get(what, np.inf), time.process_time() - began)
-
-    def merge() -> None:
-        merged = store.merge(0, Version(1, 1), parts, payloads, squares, final=False)
-        store.commit(0, merged)
-
-    for _ in range(RETAINED_PUBLISHES + 1):  # Until memory is that of older versions.
-        merge()
-    for _ in range(repetitions):
-        note("copy", lambda: np.copyto(target, source))
-        note("check", lambda: store.squares(0, payloads[0]))
-        note("copy", lambda: np.copyto(target, source))
-        note("merge", merge)
-    whole = islands * best["check"] + best["merge"]
-    rate, copy = 4 * ELEMENTS * islands / whole, 4 * ELEMENTS / best["copy"]
+    best = time_merges(RUN, codec, islands, repetitions)
+    whole = islands * best.check + best.merge
+    rate, copy = 4 * ELEMENTS * islands / whole, 4 * ELEMENTS / best.copy
     return {
         "codec": codec,
         "islands": islands,
-        "copy_seconds": best["copy"],
-        "check_seconds": best["check"],
-        "merge_seconds": best["merge"],
+        "copy_seconds": best.copy,
+        "check_seconds": best.check,
+        "merge_seconds": best.merge,
         "bytes_per_second": rate,
         "against_copy": rate / copy,
         "seconds_per_1e9_parameters": whole / ELEMENTS * 1e9,
@@ -182,8 +160,8 @@ def memory_here(what: str) -> dict[str, float]:
         shapes = {f"w{i:02}": (LAYER_SIDE, LAYER_SIDE) for i in range(LAYERS)}
         return store_memory(shapes)
     islands = int(what)
-    store = store_of("int8", {"w": (SIDE, SIDE)}, 1)
-    payloads = [delta(store, 0, seed) for seed in range(islands)]
+    store = store_of(RUN, "int8", {"w": (SIDE, SIDE)}, 1)
+    payloads = [encoded_delta(store, "int8", 0, seed) for seed in range(islands)]
     parts = contributions(islands)
     squares = [store.squares(0, payload) for payload in payloads]
     merged = store.merge(0, Version(1, 1), parts, payloads, squares, final=False)
@@ -196,14 +174,14 @@ def memory_here(what: str) -> dict[str, float]:
 
 def store_memory(shapes: dict[str, tuple[int, ...]]) -> dict[str, float]:
     """Return memory after the cycles and at its peak."""
-    small = store_of("int8", {"w": (LAYER_SIDE, LAYER_SIDE)}, 1)
-    payload = delta(small, 0, 0)
+    small = store_of(RUN, "int8", {"w": (LAYER_SIDE, LAYER_SIDE)}, 1)
+    payload = encoded_delta(small, "int8", 0, 0)
     payloads, parts = [payload, payload], contributions(2)
     squares = [small.squares(0, payload)] * 2
     merged = small.merge(0, Version(1, 1), parts, payloads, squares, final=False)
     del small, merged
     base = settled()
-    store = store_of("int8", shapes, FRAGMENTS)
+    store = store_of(RUN, "int8", shapes, FRAGMENTS)
     give_back()
     for number in range(1, CYCLES + 2):
         for fragment in range(FRAGMENTS):
@@ -216,49 +194,6 @@ def store_memory(shapes: dict[str, tuple[int, ...]]) -> dict[str, float]:
     peak, state = resident("VmHWM"), settled()
     f32 = 4 * store.plan.total
     return {"state": (state - base) / f32, "peak": (peak - base) / f32}
-
-
-def store_of(codec: str, shapes: dict[str, tuple[int, ...]], fragments: int) -> Store:
-    """Return a store of matrices."""
-    run = RunConfig(
-        outer=OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6),
-        sync=SyncConfig(fragments=fragments, codec_up=codec, codec_down=codec),
-    )
-    axes = dict.fromkeys(shapes, ("embed", "mlp"))
-    rng = np.random.default_rng(0)
-    params = {
-        name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()
-    }
-    return Store(run, plan_fragments(shapes, axes, fragments), params, PIN_S)
-
-
-def delta(store: Store, fragment: int, seed: int) -> np.ndarray:
-    """Return an encoded delta."""
-    layout, rng = store.layouts_up[fragment], np.random.default_rng(seed)
-    (piece,) = store.plan.fragments[fragment]
-    tiles = rng.standard_normal(TileGrid.of(piece.shape).in_order, np.float32)
-    name = next(
-        codec
-        for codec in CODECS
-        if get_codec(codec).encoded_shape(piece.shape) == layout.placed[0].encoded_shape
-    )
-    return np.asarray(get_codec(name).encode_tiles(1e-3 * tiles)).reshape(-1)
-
-
-def contributions(islands: int) -> list[Contribution]:
-    """Return contributions of that many islands, with unequal tokens."""
-    return [
-        Contribution(
-            island=f"{i:02}",
-            incarnation=1,
-            tick=1,
-            start=0,
-            end=4,
-            tokens=100 + i,
-            base=Version(),
-        )
-        for i in range(islands)
-    ]
 
 
 def settled() -> int:

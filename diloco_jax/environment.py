@@ -16,6 +16,17 @@ VECTOR_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sv
 """Instruction sets for which XLA compiles different code, as Linux names them."""
 
 
+STEERING = ("JAX_", "XLA_", "TPU_", "LIBTPU_")
+"""Beginnings of the names of variables that jax and its libraries read."""
+NOT_STEERING = (
+    *("XLA_FLAGS", libtpu.VARIABLE),
+    *("JAX_COORDINATOR_", "TPU_WORKER_", "TPU_PROCESS_ADDRESSES"),
+)
+"""Facts of their own, and places of hosts."""
+LONGEST = 4096
+"""Characters of a fact."""
+
+
 def describe() -> dict[str, str | int]:
     """Return versions, flags, device kind; counts of devices, processes, threads."""
     device = jax.devices()[0]
@@ -34,14 +45,25 @@ def describe() -> dict[str, str | int]:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "libtpu": libtpu.installed_version(),
         "libtpu_flags": os.environ.get(libtpu.VARIABLE, ""),
+        "variables": _variables(),
     }
+
+
+def _variables() -> str:
+    """Return the other variables that steer jax, as NAME=VALUE."""
+    found = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(STEERING) and not name.startswith(NOT_STEERING)
+    ]
+    return " ".join(found)[:LONGEST]
 
 
 def _threads() -> int:
     """Count the threads of XLA's pool, which decide how long sums are cut."""
     if nproc := os.environ.get("NPROC"):
         return int(nproc)
-    return machine.cores()
+    return machine.schedulable()
 
 
 def _cpu() -> str:

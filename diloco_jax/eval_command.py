@@ -21,10 +21,11 @@ def eval_command(arguments: Sequence[str]) -> int:
         "to summary.json if the run has ended.",
     )
     config = read_config(options.workdir, options.paths or None)
-    from diloco_jax.island.environment import skip_absent_tpu
+    from diloco_jax.island.environment import fit_threads, skip_absent_tpu
 
     # Before anything imports jax.
     skip_absent_tpu()
+    fit_threads()
     from diloco_jax.evaluation import run
     from diloco_jax.observability.logs import setup_logging
     from diloco_jax.observability.report import loss_line

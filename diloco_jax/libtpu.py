@@ -83,6 +83,21 @@ def set_flags(generation: str, environment: MutableMapping[str, str]) -> None:
         environment[VARIABLE] = " ".join([*told, *missing])
 
 
+def clashes(told: str, flags: Flags, whose: str) -> list[str]:
+    """Describe every flag in `told` that the table has with another value.
+
+    whose: generation and version of libtpu that the table's flags are for.
+    """
+    names = {flag.split("=")[0]: flag for flag in flags}
+    found = [(flag, names.get(flag.split("=")[0], flag)) for flag in told.split()]
+    return [
+        f"{VARIABLE} has {here}, and the table for {whose} has {there}: the variable "
+        f"counts; leave the flag out to have the table's"
+        for here, there in found
+        if here != there
+    ]
+
+
 def in_force(environment: MutableMapping[str, str]) -> str:
     """Describe for messages the libtpu and flags that compile in that environment."""
     version, flags = installed_version() or "none", environment.get(VARIABLE, "")

@@ -1,13 +1,59 @@
-"""The machine under a process: the processor cores that it may use."""
+"""The machine under a process: the processor cores that it may use.
+
+Every number of threads that follows the machine comes from `cores`. It is what the
+system allows this process, not what the machine has: a container of two cores on a host
+of 200 has 2.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 
-def cores() -> int:
-    """Count the cores that the system lets this process use."""
+def cores(root: Path = Path("/")) -> int:
+    """Count the cores that affinity and control groups leave to this process."""
+    allowed = schedulable()
+    quota = min(_quotas(root), default=math.inf)
+    return allowed if quota >= allowed else max(1, math.ceil(quota))
+
+
+def schedulable() -> int:
+    """Count the cores on which this process may run, whatever part of their time it
+    has: libraries that know nothing of control groups start as many threads."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield the limits of the groups around this process, in cores; of either version
+    of control groups. A container often sees its own group as the root of all."""
+    mounted = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        files: tuple[str, ...]
+        if not controllers:
+            files, base = ("cpu.max",), mounted
+        elif "cpu" in controllers.split(","):
+            files, base = ("cpu.cfs_quota_us", "cpu.cfs_period_us"), mounted / "cpu"
+        else:
+            continue
+        inner = base / group.lstrip("/")
+        for folder in (inner, *inner.parents):
+            numbers = " ".join(_read(folder / file) for file in files).split()
+            # Without a limit the quota is "max" or -1.
+            if len(numbers) == 2 and numbers[0].isdecimal():
+                yield int(numbers[0]) / int(numbers[1])
+            if folder == base:
+                break
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

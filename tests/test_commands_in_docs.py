@@ -26,7 +26,7 @@ PAGES = [
     *sorted((ROOT / "notebooks").glob("*.ipynb")),
 ]
 CONFIG = "configs/quickstart.py"
-STANDS_FOR = {"CONFIG": CONFIG, "WORKDIR": "runs/a"}
+STANDS_FOR = {"CONFIG": CONFIG, "WORKDIR": "runs/a", "run.py": CONFIG}
 
 
 def text_of(page: Path) -> str:

@@ -290,7 +290,7 @@ def read(monkeypatch):
     """Calls that read corpora; the text is faked."""
     calls = []
 
-    def load_corpus(paths, validation_fraction, known):
+    def load_corpus(paths, validation_fraction, copied):
         calls.append((paths, validation_fraction))
         train, validation = np.zeros(200, np.uint8), np.zeros(9, np.uint8)
         return Corpus(train, validation, "abc", ("a",))

@@ -21,10 +21,11 @@ PAGES = [
     *sorted((ROOT / "launch").rglob("*.md")),
 ]
 BY_BENCHMARKS = re.compile(
-    r"results/(calibration|checkpoints|codecs|faults|mixed_meshes|mutation"
-    r"|quality_appendix|unequal_islands|wire)\.md"
+    r"results/(calibration|checkpoints|codecs|decisions|faults|many_islands"
+    r"|mixed_meshes|mutation|quality_appendix|unequal_islands|wire)\.md"
 )
 MAX_COLUMNS = 100
+MAX_ROW = 160
 
 
 def name_of(page: Path) -> str:
@@ -78,10 +79,15 @@ def test_every_link_leads_somewhere(page):
     "page", [p for p in PAGES if not BY_BENCHMARKS.search(name_of(p))], ids=name_of
 )
 def test_prose_is_wrapped(page):
-    """Tables, code and pages that a benchmark writes may be wider."""
+    """Rows of a table may be wider than prose. Code and pages that a benchmark writes
+    may have any width."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
-    prose = [line for line in text.splitlines() if line.lstrip()[:1] != "|"]
-    assert not [line for line in prose if len(line) > MAX_COLUMNS]
+    wide = [
+        line
+        for line in text.splitlines()
+        if len(line) > (MAX_ROW if line.lstrip()[:1] == "|" else MAX_COLUMNS)
+    ]
+    assert not wide
 
 
 def test_the_readme_is_one_screen():

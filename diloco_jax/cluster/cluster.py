@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ ALIVE = ("running", "restarting")
 
 
 class ClusterError(Exception):
-    """The run cannot start or go on: the process, why, and the end of its log."""
+    """A run cannot start or go on; tells the process, why, and the end of its log."""
 
     def __init__(self, process: ManagedProcess, what: str, exit_code: int = 1):
         tail = "\n".join(f"  {line}" for line in log_tail(process.log, 15))
@@ -212,11 +213,15 @@ class Cluster:
         )
 
 
+OUTAGES_KEPT = 20
+"""Outages of an island that a report names, the last ones."""
+
+
 class Outages:
     """Outages of islands in seconds: from a crash to a step of the next incarnation."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, list[float]] = {}
+        self._seconds: dict[str, collections.deque[float]] = {}
         self._down: dict[str, float] = {}
         self._incarnation: dict[str, int] = {}
 
@@ -232,11 +237,12 @@ class Outages:
                 self._incarnation[name] = incarnation
             elif incarnation > self._incarnation.get(name, 0) and island.get("steps"):
                 away = now - self._down.pop(name)
-                self._seconds.setdefault(name, []).append(away)
+                kept = collections.deque[float](maxlen=OUTAGES_KEPT)
+                self._seconds.setdefault(name, kept).append(away)
                 self._incarnation[name] = incarnation
 
     def by_island(self) -> dict[str, list[float | None]]:
-        """Return the seconds of each outage; None for one that did not end."""
+        """Return the seconds of the last outages; None for one that did not end."""
         names = [*self._seconds, *(n for n in self._down if n not in self._seconds)]
         return {
             name: [*self._seconds.get(name, ()), *([None] * (name in self._down))]

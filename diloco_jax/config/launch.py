@@ -44,8 +44,19 @@ class LaunchConfig:
     )
     data: str = setting(
         "",
-        help="gs://BUCKET/FOLDER of text that every machine copies; empty = the Python "
-        "standard library of the image.",
+        help="gs://BUCKET/FOLDER of text or tokens that every machine copies; empty = "
+        "the Python standard library of the image.",
+    )
+    environment: dict[str, str] = setting(
+        {},
+        help="Environment variables of every process, such as XLA_FLAGS, "
+        "LIBTPU_INIT_ARGS or HF_HOME; ISLAND:NAME is one island's.",
+    )
+    secrets: dict[str, str] = setting(
+        {},
+        help="Environment variables whose values are secrets, and the secrets' names: "
+        "of Secret Manager, or on GKE of the namespace, with the variable's name as "
+        "key.",
     )
     coordinator_zone: str = setting("", help="Zone of the coordinator.")
     coordinator_machine: str = setting(

@@ -1,4 +1,4 @@
-"""Reads a `Config` from a path, and writes and reads `config.json`.
+"""Read a `Config` from a path; write and read `config.json`.
 
 A configs file is a Python file with a function `config()` that returns a `Config`.
 Where a path to a config is asked for, the `config.json` of a run will do as well.
@@ -94,28 +94,36 @@ def read_config_json(path: str | Path) -> Config:
         fields = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    _refuse_unknown(Config, fields, "", path)
+    return from_builtins(fields, path)
+
+
+def from_builtins(fields: Any, source: object) -> Config:
+    """Return the config that `dataclasses.asdict` made these fields of; ConfigError,
+    which names the source, for unknown fields or wrong types."""
+    _refuse_unknown(Config, fields, "", source)
     try:
         return msgspec.convert(fields, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{source}: {error}") from error
 
 
-def _refuse_unknown(expected: Any, value: Any, where: str, path: Path) -> None:
+def _refuse_unknown(expected: Any, value: Any, where: str, source: object) -> None:
     """Walk dataclasses and dicts of them; msgspec checks the other values."""
     if typing.get_origin(expected) is dict and isinstance(value, dict):
         for name, item in value.items():
-            _refuse_unknown(typing.get_args(expected)[1], item, f"{where}{name}.", path)
+            _refuse_unknown(
+                typing.get_args(expected)[1], item, f"{where}{name}.", source
+            )
     if not dataclasses.is_dataclass(expected) or not isinstance(value, dict):
         return
     known = typing.get_type_hints(expected)
     for name, item in value.items():
         if name not in known:
             raise ConfigError(
-                f"{path} has an unknown field {where}{name}"
+                f"{source} has an unknown field {where}{name}"
                 f"{suggest(name, known)}; remove or rename it"
             )
-        _refuse_unknown(known[name], item, f"{where}{name}.", path)
+        _refuse_unknown(known[name], item, f"{where}{name}.", source)
 
 
 def _reason(error: BaseException, path: Path) -> str:

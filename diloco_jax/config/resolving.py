@@ -14,19 +14,23 @@ from diloco_jax.paths import absolute
 T = TypeVar("T", bound=Any)
 
 
-def resolve(config: Config, *, text_is_here: bool = False) -> Config:
+def resolve(
+    config: Config, *, text_is_here: bool = False, copied: bool = False
+) -> Config:
     """Fill in the corpus digest and the outer optimizer, and make paths absolute.
 
     Fields that are set are left alone, so resolving twice changes nothing. Reads the
     corpus if its digest is unknown or the corpus must be on this machine. Raises
     ConfigError if the corpus cannot be read, differs, or is too short for the run.
+
+    copied: the files are copies, and their manifests are believed (`load_corpus`).
     """
     config = with_absolute_paths(config)
     run = config.run
     if text_is_here or not run.data.digest:
         from diloco_jax.data import corpus as text
 
-        corpus = text.load_checked_corpus(run.data)
+        corpus = text.load_checked_corpus(run.data, copied=copied)
         text.require_window(len(corpus.train), run.sequence_length)
         text.require_prediction(len(corpus.validation))
         text.require_vocabulary(corpus, run.model)

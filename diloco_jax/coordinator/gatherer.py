@@ -20,9 +20,8 @@ from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.coordinator import door
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.engine import Engine
-from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.inbox import Inbox, Rooms
 from diloco_jax.coordinator.lead import EngineThread
-from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
@@ -209,7 +208,6 @@ class Gatherer:
     # ---- what was decided, on one thread -------------------------------------------
 
     def discard(self, discard: Discard) -> None:
-        """See engine.AnchorHolder."""
         logger.warning(
             "fragment %d did not come from island %s", discard.fragment, discard.island
         )
@@ -221,12 +219,10 @@ class Gatherer:
             self._inbox.drop(key)
 
     def open(self, opened: Open) -> None:
-        """See engine.AnchorHolder."""
         self._opened = opened
         self._thread.stop()
 
     def give_up(self, reason: GiveUp) -> None:
-        """See engine.AnchorHolder."""
         self._thread.fail(ConfigError(reason.message))
 
     def _decode(self, key: DeltaKey) -> None:

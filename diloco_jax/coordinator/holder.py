@@ -9,7 +9,6 @@ Deltas are dropped once the merge is committed.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,13 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
+from diloco_jax import machine
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.inbox import Inbox
-from diloco_jax.coordinator.memory import give_back
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragment_merge import Squares
 from diloco_jax.core.fragments import digest_arrays
+from diloco_jax.memory import give_back
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol.coordinator.events import (
     Commit,
@@ -68,7 +68,9 @@ class StoreHolder:
         self._publishes = publishes
         self._post, self._failed = post, failed
         self._note, self._alert = note, alert
-        self._merger = ThreadPoolExecutor(merges_at_once(), "diloco-merge")
+        self._merger = ThreadPoolExecutor(
+            merges_at_once(machine.cores()), "diloco-merge"
+        )
         self._prepared: dict[int, tuple[ComputedMerge, list[DeltaKey]]] = {}
         self._closing = threading.Event()
 
@@ -88,14 +90,12 @@ class StoreHolder:
         self._merger.shutdown(wait=True, cancel_futures=True)
 
     def merge(self, merge: Merge) -> None:
-        """See engine.Holder."""
         keys = _keys(merge)
         payloads = [self._inbox.payload(key) for key in keys]
         squares = [self._inbox.squares(key) for key in keys]
         self._submit(lambda: self._prepare(merge, keys, payloads, squares))
 
     def commit(self, commit: Commit) -> None:
-        """See engine.Holder."""
         merged, keys = self._prepared.pop(commit.fragment)
         self._store.commit(commit.fragment, merged)
         for key in keys:
@@ -110,11 +110,9 @@ class StoreHolder:
         self._submit(lambda: self._follow_up(commit.fragment, merged))
 
     def drop(self, drop: Drop) -> None:
-        """See engine.Holder."""
         self._inbox.drop(drop.delta)
 
     def forget(self, forget: Forget) -> None:
-        """See engine.Holder."""
         self._inbox.drop_island(forget.island, forget.before, frozenset(forget.kept))
 
     def _prepare(
@@ -211,9 +209,8 @@ class StoreHolder:
         )
 
 
-def merges_at_once() -> int:
-    """Return the number of merges that this machine computes at a time."""
-    cores = os.cpu_count() or 1
+def merges_at_once(cores: int) -> int:
+    """Return the most merges that so many cores compute at a time."""
     return min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
 
 

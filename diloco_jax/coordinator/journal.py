@@ -38,7 +38,8 @@ class Journal:
         to write raises an alert, since no decision is made meanwhile."""
         self.alerts: list[str] = []
         self.ignored_messages: Counter[str] = Counter()
-        """Messages that made no move, counted by the state that they met."""
+        """Messages that made no move, counted by the state that they met; machines and
+        states are few."""
         self._log, self._tape = log, tape
         self._faults, self._merges, self._found = faults, merges, merges
         self._slow_s, self._slow_told = slow_s, -math.inf

@@ -32,6 +32,7 @@ from diloco_jax.protocol.coordinator.events import (
     Said,
     Timer,
 )
+from diloco_jax.protocol.coordinator.ledger import Tally
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import Hello, Refused
 
@@ -185,6 +186,8 @@ class Lead(EngineThread[State, Event]):
         """slow_s: see `Journal`. housekeeping: called on the engine's thread at least
         twice a second."""
         self.config = config
+        self.tally = Tally()
+        """Sums of the islands' accounts."""
         self._holder = StoreHolder(
             store,
             inbox,

@@ -25,10 +25,9 @@ from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import origin, summary, term
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
-from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.inbox import SPARED_BYTES, Inbox, Rooms
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.publishes import Publishes
-from diloco_jax.coordinator.rooms import SPARED_BYTES, Rooms
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.service import Service
@@ -46,7 +45,7 @@ from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.metrics import Metrics
-from diloco_jax.observability.tape import Tape
+from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.protocol.coordinator.events import RunResumed
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.values import FIRST_VERSION
@@ -126,7 +125,6 @@ class Coordinator:
         self._deadlines = config.placement.deadlines
         self._refreshed = 0.0
         self._end_by: float | None = None
-        self._status: dict[str, Any] = {}
         self._interrupted = False
 
     def start(self) -> None:
@@ -163,7 +161,7 @@ class Coordinator:
             )
         if found is None and gathered is None:
             # Left by a start that failed: no run exists before the first snapshot.
-            (workdir / run_files.TAPE).unlink(missing_ok=True)
+            remove_tape(workdir / run_files.TAPE)
         self._tape = Tape(workdir / run_files.TAPE)
         self._open.callback(self._tape.close)
         state = self._make_state(gathered, found)
@@ -286,6 +284,7 @@ class Coordinator:
             max_hosts=admitted_hosts(self._config) + SPARE_ISLANDS,
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,
+            config=dataclasses.asdict(self._config),
         )
         self._open.callback(self._server.stop, 0.0)
         bound = self._server.start()
@@ -388,6 +387,7 @@ class Coordinator:
             seconds=now - self._facts.begun_unix,
             alerts=[*lead.journal.alerts, *self._snapshots.alerts(time.monotonic())],
             now=now,
+            tally=lead.tally,
         )
 
     def _patience_s(self) -> float:

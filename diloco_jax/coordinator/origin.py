@@ -18,13 +18,13 @@ from diloco_jax import environment
 from diloco_jax.config import Config
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import notes
-from diloco_jax.coordinator.memory import give_back
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.outer import optimizer as outer
+from diloco_jax.memory import give_back
 from diloco_jax.models.model import Model
 from diloco_jax.observability.tape import Tape, not_on_tape
 from diloco_jax.protocol import records

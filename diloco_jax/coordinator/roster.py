@@ -67,7 +67,7 @@ class MeasuredIsland(msgspec.Struct, kw_only=True):
     """True if the island was in the run when that was stopped, and has not come
     again."""
     adopted: dict[int, int] = {}
-    """Version number by fragment."""
+    """Version number by fragment, of the current incarnation."""
     bytes_per_second: tuple[float, float] = (0.0, 0.0)
     """Rates up and down over the last `RATE_OVER_S` of reports, without joins."""
     rate_since: tuple[float, int, int] = (0.0, 0, 0)

@@ -61,6 +61,7 @@ class Service:
         self._status = status
         self._checks = threading.BoundedSemaphore(CHECKS_AT_ONCE)
         self._written: dict[str, float] = {}
+        """Time of the last line of metrics, by admitted island."""
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """Accept a control stream that said hello."""

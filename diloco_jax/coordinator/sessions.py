@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import threading
+from typing import Protocol
 
-from diloco_jax.protocol.messages import FromCoordinator, Refused, Welcome
+from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused, Welcome
 from diloco_jax.wire import errors
-from diloco_jax.wire.session import Session
+
+
+class Stream(Protocol):
+    """One control stream: a `wire.session.Session`, or one in virtual time."""
+
+    @property
+    def hello(self) -> Hello:
+        """The first message on the stream."""
+
+    def send(self, message: FromCoordinator) -> None:
+        """Queue a message; do nothing if the stream has ended."""
+
+    def close(self, refused: errors.Refused | None = None) -> None:
+        """End the stream, with a last word if the island is refused."""
+
+    def fail(self, error: errors.WireError) -> None:
+        """End the stream with an error, after which the island comes again."""
 
 
 class Sessions:
@@ -18,10 +35,10 @@ class Sessions:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[str, Session] = {}
-        self._serving: dict[str, Session] = {}
+        self._waiting: dict[str, Stream] = {}
+        self._serving: dict[str, Stream] = {}
 
-    def arrived(self, session: Session) -> None:
+    def arrived(self, session: Stream) -> None:
         """Keep a stream that said hello."""
         with self._lock:
             self._waiting[session.hello.session] = session
@@ -40,11 +57,10 @@ class Sessions:
             stream.send(message)
 
     def postpone(self, session: str, message: str) -> None:
-        """See engine.Messenger."""
         for stream in self._removed(session):
             stream.fail(errors.Busy(message))
 
-    def gone(self, stream: Session) -> bool:
+    def gone(self, stream: Stream) -> bool:
         """Forget a stream that ended; return True if its session has no stream now."""
         name = stream.hello.session
         with self._lock:
@@ -55,7 +71,7 @@ class Sessions:
             del self._serving[name]
             return name not in self._waiting
 
-    def serves(self, stream: Session) -> bool:
+    def serves(self, stream: Stream) -> bool:
         """Tell if this stream serves its session."""
         with self._lock:
             return self._serving.get(stream.hello.session) is stream
@@ -86,7 +102,7 @@ class Sessions:
         for stream in self._removed(name):
             stream.close(refused)
 
-    def _removed(self, name: str) -> list[Session]:
+    def _removed(self, name: str) -> list[Stream]:
         with self._lock:
             found = (self._waiting.pop(name, None), self._serving.pop(name, None))
         return [stream for stream in found if stream is not None]

@@ -31,7 +31,7 @@ def _references(octets: Sequence[npt.NDArray[np.uint8]]) -> list[int]:
 
 
 class Spares:
-    """Makes arrays, and makes them of octets that were an array once. Whoever holds an
+    """Make arrays, and make them of octets that were an array once. Whoever holds an
     array, a view of it or its buffer keeps it from being used again."""
 
     def __init__(self) -> None:

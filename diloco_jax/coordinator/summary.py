@@ -9,6 +9,7 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.files import json_number
 from diloco_jax.observability import measures
 from diloco_jax.protocol.coordinator import ending, ledger
+from diloco_jax.protocol.coordinator.ledger import Sums, Tally
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 
 SKIPPED_STEPS = 10
@@ -23,12 +24,14 @@ def status(
     seconds: float,
     alerts: list[str],
     now: float,
+    tally: Tally | None = None,
 ) -> dict[str, Any]:
     """Return what `diloco status` shows: JSON-compatible. `seconds` since the run
-    began."""
+    began. tally: what the status before this one added up."""
+    sums = (tally or Tally()).of(config, state)
     phase = "flushing" if state.phase in ("stopping", "flushing") else state.phase
     islands = {
-        name: _island_status(state, roster, name)
+        name: _island_status(state, roster, name, sums[name])
         for name in sorted(state.islands)
         if name in roster.members
     }
@@ -41,7 +44,7 @@ def status(
             config, state, [*alerts, *_awaited(config, state), *_skipping(roster)]
         ),
         "seconds": seconds,
-        "goodput": measures.goodput(_measures(config, state, roster, now)),
+        "goodput": measures.goodput(_measures(config, state, roster, sums, now)),
         up: sum(island[up] for island in islands.values()),
         down: sum(island[down] for island in islands.values()),
         "islands": islands,
@@ -60,8 +63,9 @@ def summary(
     """Return `summary.json` without the evaluation of the flushed parameters. Its
     `phase` is "done", or "stopped" if the run was before its end."""
     totals = ledger.run_totals(config, state)
+    accounts = Tally().of(config, state)
     known = [name for name in sorted(state.islands) if name in roster.members]
-    all_measures = _measures(config, state, roster, now)
+    all_measures = _measures(config, state, roster, accounts, now)
     sums = [roster.measures(name) for name in known]
     return {
         "run_id": config.run_id,
@@ -79,7 +83,8 @@ def summary(
         "bytes_down": sum(s.bytes_down for s in sums),
         "bytes_join": sum(s.bytes_join for s in sums),
         "islands": {
-            name: _island_summary(config, state, roster, name) for name in known
+            name: _island_summary(config, state, roster, name, accounts[name])
+            for name in known
         },
     }
 
@@ -131,21 +136,31 @@ def _progress(config: PolicyConfig, state: State, alerts: list[str]) -> dict[str
 
 
 def _measures(
-    config: PolicyConfig, state: State, roster: Roster, now: float
+    config: PolicyConfig,
+    state: State,
+    roster: Roster,
+    sums: dict[str, Sums],
+    now: float,
 ) -> list[measures.IslandMeasure]:
     found = []
     for name in sorted(state.islands):
         if name in roster.members:
-            totals = ledger.island_totals(config, state, name)
+            computed = state.islands[name].computed_tokens
+            totals = sums[name].totals(config, computed)
             merged, carried = totals.merged, totals.carried
             computed = totals.computed - carried
             found.append(roster.measure(name, computed, merged, now, carried))
     return found
 
 
-def _island_status(state: State, roster: Roster, name: str) -> dict[str, Any]:
+def _island_status(
+    state: State, roster: Roster, name: str, accounts: Sums
+) -> dict[str, Any]:
     island, member = state.islands[name], roster.members[name]
     sums = roster.measures(name)
+    # An island without a version of some fragment has not adopted it yet.
+    adopted = member.adopted.values()
+    everything = len(adopted) == len(state.fragments)
     if island.status == "live":
         shown: str = island.phase
     else:
@@ -168,10 +183,8 @@ def _island_status(state: State, roster: Roster, name: str) -> dict[str, Any]:
         "loss": json_number(sums.loss),
         "eval_loss": json_number(sums.eval_loss),
         "learning_rate": sums.learning_rate,
-        "participation": _participation(state, name),
-        "version": min(
-            (member.adopted.get(f.index, 0) for f in state.fragments), default=0
-        ),
+        "participation": _participation(accounts),
+        "version": min(adopted) if everything else 0,
         "bytes_up": sums.bytes_up,
         "bytes_down": sums.bytes_down,
         "bytes_up_per_second": up,
@@ -180,9 +193,13 @@ def _island_status(state: State, roster: Roster, name: str) -> dict[str, Any]:
 
 
 def _island_summary(
-    config: PolicyConfig, state: State, roster: Roster, name: str
+    config: PolicyConfig,
+    state: State,
+    roster: Roster,
+    name: str,
+    accounts: Sums,
 ) -> dict[str, Any]:
-    totals = ledger.island_totals(config, state, name)
+    totals = accounts.totals(config, state.islands[name].computed_tokens)
     sums = roster.measures(name)
     return {
         **_token_fields(totals),
@@ -200,10 +217,8 @@ def _island_summary(
         "joins": state.islands[name].joins,
         "resumed": roster.members[name].resumed,
         "incarnation": state.islands[name].incarnation,
-        "participation": _participation(state, name),
-        "contributions": sum(
-            f.accounts[name].merges_in for f in state.fragments if name in f.accounts
-        ),
+        "participation": _participation(accounts),
+        "contributions": accounts.merges_in,
         "loss": json_number(sums.loss),
         "bytes_up": sums.bytes_up,
         "bytes_down": sums.bytes_down,
@@ -221,8 +236,5 @@ def _token_fields(totals: ledger.Totals) -> dict[str, Any]:
     }
 
 
-def _participation(state: State, name: str) -> float:
-    accounts = [f.accounts[name] for f in state.fragments if name in f.accounts]
-    return measures.participation(
-        sum(a.merges_in for a in accounts), sum(a.merges_alive for a in accounts)
-    )
+def _participation(accounts: Sums) -> float:
+    return measures.participation(accounts.merges_in, accounts.merges_alive)

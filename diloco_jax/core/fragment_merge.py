@@ -227,7 +227,7 @@ class FragmentMerge:
 
     @functools.cached_property
     def _by_block(self) -> bool:
-        return outer.is_elementwise(self.settings)
+        return outer.is_elementwise(self.settings.optimizer)
 
     def _first(self, theta: Any) -> FragmentState:
         tx = outer.make_outer(self.settings)

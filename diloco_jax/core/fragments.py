@@ -1,10 +1,11 @@
 """Fragments: the parts of the parameters that are merged together.
 
-A *piece* is one tensor, or one layer of a stacked tensor. A *fragment* is a set of
-pieces that is merged at the same tick. Fragments are balanced by size, since peak
-bandwidth follows from the largest (Decoupled DiLoCo, arXiv 2604.21428, "balanced tensor
-fragmentation"); pieces of one layer or of one tensor may be kept together. Embeddings
-are dealt into fragments like all other pieces, but are merged by a rule of their own.
+A *piece* is one tensor, one layer of a stacked tensor, or a band of a large one
+(`core/bands.py`). A *fragment* is a set of pieces that is merged at the same tick.
+Fragments are balanced by size, since peak bandwidth follows from the largest (Decoupled
+DiLoCo, arXiv 2604.21428, "balanced tensor fragmentation"); pieces of one layer or of
+one tensor may be kept together. Embeddings are dealt into fragments like all other
+pieces, but are merged by a rule of their own.
 
 Parameters are a nested dict of arrays. `P` is the number of fragments.
 """
@@ -15,12 +16,14 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from diloco_jax.core.bands import Bands
 
 Params = dict[str, Any]
 """Nested dicts with string keys and arrays at the leaves."""
@@ -30,15 +33,28 @@ WAYS = ("size", "layer", "tensor")
 LAYERS = "layers"
 VOCAB = "vocab"
 
+EVEN = 1.15
+"""Size of the largest fragment over the mean, up to which fragments count as even."""
+CUTS = ((1, 3), (3, 6))
+"""(a, b): tensors above 1 / a of the mean size of a fragment are cut into bands of up
+to 1 / b of it. The second one is for fragments that the first leaves uneven: meshes of
+many devices cut small pieces inside their tiles, so bands are no smaller than needed.
+"""
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Piece:
-    """One tensor, or one layer of a stacked one. Pieces sort by path, then layer."""
+    """One tensor, one layer of a stacked one, or a band of either. Pieces sort by path,
+    layer and band."""
 
     path: tuple[str, ...]
     """Keys that lead to the leaf."""
     layer: int
     """Index along the leaf's leading axis; -1: the whole leaf."""
+    band: int = dataclasses.field(default=-1, kw_only=True)
+    """Number of the band; -1: the whole tensor or layer."""
+    bands: Bands | None = dataclasses.field(default=None, kw_only=True)
+    """The division that the band is one of."""
     shape: tuple[int, ...]
     """Shape of the piece, without the layer axis."""
     embedding: bool
@@ -46,9 +62,11 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """The path joined by "/", and the layer last: "blocks/attn/wq/3"."""
-        tail = () if self.layer < 0 else (str(self.layer),)
-        return "/".join(self.path + tail)
+        """The path joined by "/", then layer and band: "blocks/attn/wq/3",
+        "embedding/band-0"."""
+        layer = () if self.layer < 0 else (str(self.layer),)
+        band = () if self.band < 0 else (f"band-{self.band}",)
+        return "/".join(self.path + layer + band)
 
     @property
     def size(self) -> int:
@@ -81,7 +99,13 @@ class FragmentPlan:
         """Return 16 hex digits over every piece and its place."""
         text = json.dumps(
             [
-                [[p.name, p.layer, p.shape, p.embedding] for p in fragment]
+                [
+                    [
+                        *(p.name, p.layer, p.shape, p.embedding),
+                        p.bands and dataclasses.astuple(p.bands),
+                    ]
+                    for p in fragment
+                ]
                 for fragment in self.fragments
             ]
         )
@@ -93,13 +117,16 @@ def plan_fragments(
     axes: Mapping[str, Any],
     num_fragments: int,
     by: str = "size",
+    may_cut: Callable[[Piece], bool] = lambda piece: False,
 ) -> FragmentPlan:
     """Deal all pieces out to `num_fragments` fragments of about equal size.
 
     Each piece, the largest first, goes to the fragment with the fewest parameters so
     far (ties: the lowest index; equally large pieces: by path and layer). So equal
     layers go to the fragments in turn, the strided pattern of Streaming DiLoCo (arXiv
-    2501.18512), and even out the larger tensors outside the layers.
+    2501.18512), and even out the larger tensors outside the layers. By size, a tensor
+    or layer above the mean size of a fragment is cut into bands where it may be. If the
+    fragments are then uneven, smaller tensors are cut as well, into smaller bands.
 
     Args:
       shapes: nested dict; leaves are tuples of ints or have a `.shape`.
@@ -110,35 +137,17 @@ def plan_fragments(
       by: the unit dealt out. "size": each piece by itself. "layer": all pieces of a
         layer (of one index, in every stack) together, each tensor outside the layers
         by itself. "tensor": all layers of a tensor together.
+      may_cut: tells whether the mathematics of a whole piece are those of its bands
+        (`core/merge/merging.py: may_cut`).
 
     Raises:
       ValueError: P is below 1 or above the number of units; shapes and axes do not
         match; two pieces have one name; `by` is unknown.
     """
-    pieces = sorted(_pieces(shapes, axes, ()))
-    dealt: dict[Hashable, list[Piece]] = {}
-    for piece in pieces:
-        dealt.setdefault(_kept_with(piece, by), []).append(piece)
-    if not 1 <= num_fragments <= len(dealt):
-        raise ValueError(
-            f"fragments = {num_fragments}, but by {by} the parameters make at most "
-            f"{len(dealt)} fragments of {len(pieces)} pieces (tensors, stacked ones "
-            f"counted by layer); choose fragments between 1 and {len(dealt)}"
-            f"{'' if by == 'size' else ', or deal them out by size'}"
-        )
-    names = {piece.name for piece in pieces}
-    if len(names) < len(pieces):
-        raise ValueError(
-            f"{len(pieces)} pieces have only {len(names)} names; rename the "
-            f"parameters whose keys contain '/' or look like a layer index"
-        )
-    fragments: list[list[Piece]] = [[] for _ in range(num_fragments)]
-    sizes = [0] * num_fragments
-    for together in sorted(dealt.values(), key=lambda own: (-_size(own), own)):
-        emptiest = sizes.index(min(sizes))
-        fragments[emptiest] += together
-        sizes[emptiest] += _size(together)
-    return FragmentPlan(tuple(tuple(sorted(fragment)) for fragment in fragments))
+    whole = list(_pieces(shapes, axes, ()))
+    plans = [_deal(whole, num_fragments, by, may_cut, cut) for cut in CUTS]
+    even = EVEN * plans[0].total / num_fragments
+    return min(plans, key=lambda plan: max(even, *plan.sizes))  # The first of equals.
 
 
 def get_piece(params: Mapping[str, Any], piece: Piece) -> Any:
@@ -146,12 +155,15 @@ def get_piece(params: Mapping[str, Any], piece: Piece) -> Any:
     leaf: Any = params
     for key in piece.path:
         leaf = leaf[key]
-    return leaf if piece.layer < 0 else leaf[piece.layer]
+    value = leaf if piece.layer < 0 else leaf[piece.layer]
+    if piece.bands is None:
+        return value
+    return piece.bands.joined(piece.bands.striped(value)[piece.bands.index(piece.band)])
 
 
 def set_piece(params: Mapping[str, Any], piece: Piece, value: Any) -> Params:
     """Return new parameters with one piece replaced; all other leaves are shared."""
-    replaced: Params = _replace(params, piece.path, piece.layer, value)
+    replaced: Params = _replace(params, piece, value)
     return replaced
 
 
@@ -175,7 +187,7 @@ def from_pieces(plan: FragmentPlan, arrays: Mapping[str, Any]) -> Params:
             f"missing {sorted(expected - set(arrays))}, "
             f"unknown {sorted(set(arrays) - expected)}"
         )
-    params: Params = {}
+    found: dict[tuple[tuple[str, ...], int], list[Piece]] = {}
     for piece in sorted(plan.pieces):
         value = arrays[piece.name]
         if value.shape != piece.shape:
@@ -183,13 +195,18 @@ def from_pieces(plan: FragmentPlan, arrays: Mapping[str, Any]) -> Params:
                 f"piece {piece.name} has shape {value.shape}; the plan says "
                 f"{piece.shape}"
             )
+        found.setdefault((piece.path, piece.layer), []).append(piece)
+    params: Params = {}
+    for (path, layer), pieces in found.items():
+        values, bands = [arrays[piece.name] for piece in pieces], pieces[0].bands
+        value = bands.concatenate(values) if bands else values[0]
         node = params
-        for key in piece.path[:-1]:
+        for key in path[:-1]:
             node = node.setdefault(key, {})
-        if piece.layer < 0:
-            node[piece.path[-1]] = value
+        if layer < 0:
+            node[path[-1]] = value
         else:
-            node.setdefault(piece.path[-1], []).append(value)
+            node.setdefault(path[-1], []).append(value)
     stacked: Params = jax.tree.map(
         _stack, params, is_leaf=lambda x: isinstance(x, list)
     )
@@ -204,6 +221,49 @@ def digest_arrays(arrays: Iterable[Any]) -> str:
     return sha.hexdigest()
 
 
+def _deal(
+    whole: Sequence[Piece],
+    num_fragments: int,
+    by: str,
+    may_cut: Callable[[Piece], bool],
+    cut: tuple[int, int],
+) -> FragmentPlan:
+    """Deal out the pieces. cut: one of `CUTS`."""
+
+    def units_for(count: int) -> dict[Hashable, list[Piece]]:
+        above, limit = (_size(whole) / count / part for part in cut)
+        pieces = _in_bands(whole, above, limit, may_cut) if by == "size" else whole
+        units: dict[Hashable, list[Piece]] = {}
+        for piece in sorted(pieces):
+            units.setdefault(_kept_with(piece, by), []).append(piece)
+        return units
+
+    units = units_for(most := max(num_fragments, 1))
+    while len(units) < most:  # Fewer fragments are larger, and have fewer bands.
+        units = units_for(most := len(units))
+    pieces = [piece for unit in units.values() for piece in unit]
+    if not 1 <= num_fragments <= most:
+        raise ValueError(
+            f"fragments = {num_fragments}, but by {by} the parameters make at most "
+            f"{most} fragments of {len(pieces)} pieces (tensors, stacked ones "
+            f"counted by layer); choose fragments between 1 and {most}"
+            f"{'' if by == 'size' else ', or deal them out by size'}"
+        )
+    names = {piece.name for piece in pieces}
+    if len(names) < len(pieces):
+        raise ValueError(
+            f"{len(pieces)} pieces have only {len(names)} names; rename the "
+            f"parameters whose keys contain '/' or look like a layer index or a band"
+        )
+    fragments: list[list[Piece]] = [[] for _ in range(num_fragments)]
+    sizes = [0] * num_fragments
+    for together in sorted(units.values(), key=lambda own: (-_size(own), own)):
+        emptiest = sizes.index(min(sizes))
+        fragments[emptiest] += together
+        sizes[emptiest] += _size(together)
+    return FragmentPlan(tuple(tuple(sorted(pieces)) for pieces in fragments))
+
+
 def _kept_with(piece: Piece, by: str) -> Hashable:
     """Return a key that is equal for pieces that must share a fragment."""
     match by:
@@ -215,6 +275,19 @@ def _kept_with(piece: Piece, by: str) -> Hashable:
             return piece.path
         case _:
             raise ValueError(f"by = {by!r}; choose from {', '.join(WAYS)}")
+
+
+def _in_bands(
+    whole: Sequence[Piece], above: float, limit: float, may_cut: Callable[[Piece], bool]
+) -> Iterator[Piece]:
+    """Yield the pieces, and of those `above` a size their bands of a limited one."""
+    for piece in whole:
+        if piece.size <= above or not may_cut(piece):
+            yield piece
+            continue
+        bands = Bands.of(piece.shape, limit)
+        for band, shape in enumerate(bands.shapes(piece.shape)):
+            yield dataclasses.replace(piece, band=band, bands=bands, shape=shape)
 
 
 def _size(pieces: Iterable[Piece]) -> int:
@@ -247,10 +320,17 @@ def _pieces(shapes: Any, axes: Any, path: tuple[str, ...]) -> Iterator[Piece]:
         yield Piece(path, -1, shape, embedding)
 
 
-def _replace(node: Any, path: Sequence[str], layer: int, value: Any) -> Any:
-    if path:
-        return {**node, path[0]: _replace(node[path[0]], path[1:], layer, value)}
-    return value if layer < 0 else jnp.asarray(node).at[layer].set(value)
+def _replace(node: Any, piece: Piece, value: Any, depth: int = 0) -> Any:
+    if depth < len(piece.path):
+        key = piece.path[depth]
+        return {**node, key: _replace(node[key], piece, value, depth + 1)}
+    layer = () if piece.layer < 0 else (piece.layer,)
+    if piece.bands is None:
+        return jnp.asarray(node).at[layer].set(value) if layer else value
+    index = (*layer, *piece.bands.index(piece.band))
+    striped = piece.bands.striped(jnp.asarray(node))
+    changed = striped.at[index].set(piece.bands.striped(value))
+    return piece.bands.joined(changed)
 
 
 def _stack(leaf: Any) -> Any:

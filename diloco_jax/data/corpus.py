@@ -1,7 +1,7 @@
 """Text or token files as two long rows of tokens: to train on, and to validate on.
 
-A document is a file. Its name is the path relative to what was given, so the same
-files give the same corpus, split and digest on every machine.
+The same files give the same corpus, split and digest on every machine. A start reads
+the small ones; large ones are mapped, and their manifests tell their digests.
 """
 
 from __future__ import annotations
@@ -10,36 +10,27 @@ import dataclasses
 import hashlib
 import logging
 import math
-import os
 import pathlib
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from diloco_jax.config import ConfigError, DataConfig, ModelConfig
 from diloco_jax.data import manifest
+from diloco_jax.data.documents import encoded, find_documents
+from diloco_jax.data.progress import ReadProgress
+from diloco_jax.data.text import read_text_file
 from diloco_jax.data.tokenizer import SEPARATOR, VOCAB_SIZE
 from diloco_jax.data.tokens import SUFFIX, TokenRow, Tokens, read_token_file
 
 logger = logging.getLogger(__name__)
 
-DocumentT = TypeVar("DocumentT", bytes, np.ndarray)
-
-# Not every installation has these, or they differ between builds, or they are tables
-# and test data rather than text.
-SKIPPED_FOLDERS = frozenset(
-    (
-        *("site-packages", "dist-packages", "__pycache__", "test", "tests"),
-        *("encodings", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"),
-    )
-)
-MANIFEST = SUFFIX + manifest.SUFFIX
-"""End of names of manifests, which are no documents."""
 SAMPLES = 16
 """Chunks of a corpus that a start checks, and at least one of each file."""
-SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
+TOLD_FROM = 1 << 30
+"""Bytes of small files from which their reading is told, since every start reads them.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +51,7 @@ class Corpus:
 
 
 def load_corpus(
-    paths: tuple[str, ...], validation_fraction: float, *, known: bool = False
+    paths: tuple[str, ...], validation_fraction: float, *, copied: bool = False
 ) -> Corpus:
     """Read the corpus.
 
@@ -71,33 +62,48 @@ def load_corpus(
       validation_fraction: share of the documents held out. A document's side depends
         on its name alone, so new documents move no others. Where that leaves a side
         without any, as with one file, the end of every document is held out.
-      known: the run has the corpus's digest already, which is compared. Large files of
-        tokens that have manifests are then not read: of a copy, `SAMPLES` chunks are
-        checked.
+      copied: the files are copies of those that the manifests were made of, and the
+        digest is compared with another's. Files that have manifests are then not read:
+        of one with another time of change, `SAMPLES` chunks are checked.
 
     Raises:
       ConfigError: a file that is not its manifest's, a path that is missing,
         empty or not text, or text beside tokens.
     """
-    files = list(_user_files(paths) if paths else _library_files())
+    files = find_documents(paths)
+    large = sum(manifest.is_large(path) for _, path in files)
+    samples = max(1, SAMPLES // max(large, 1)) if copied else None
     tokenised = [path for _, path in files if path.suffix == SUFFIX]
-    if tokenised:
-        for _, path in files:
-            if path.suffix != SUFFIX:
-                raise ConfigError(
-                    f"data.paths: {tokenised[0]} has tokens, and {path} is text; give "
-                    f"files of one kind"
-                )
-        return _load_tokens(files, validation_fraction, known)
-    documents: dict[str, bytes] = {}
+    if not tokenised:
+        return _load_text(files, paths, validation_fraction, samples)
+    for _, path in files:
+        if path.suffix != SUFFIX:
+            raise ConfigError(
+                f"data.paths: {tokenised[0]} has tokens, and {path} is text; give "
+                f"files of one kind"
+            )
+    return _load_tokens(files, validation_fraction, samples)
+
+
+def _load_text(
+    files: Sequence[tuple[str, pathlib.Path]],
+    paths: tuple[str, ...],
+    validation_fraction: float,
+    samples: int | None,
+) -> Corpus:
+    documents: dict[str, np.ndarray] = {}
     digest = hashlib.sha256()
-    for name, path in files:
-        data = _read_text(path)
-        if not data:
-            continue
-        digest.update(f"{len(_encoded(name, path))}:{name}:{len(data)}:".encode())
-        digest.update(data)
-        documents[name] = data
+    with _told(files) as progress:
+        for name, path in files:
+            file = read_text_file(path, samples)
+            size = len(file.text)
+            if not size:
+                continue
+            digest.update(f"{len(encoded(name, path))}:{name}:{size}:".encode())
+            digest.update(file.digested)
+            documents[name] = file.text
+            if not isinstance(file.text, np.memmap):
+                progress.advance(size)
     if not documents:
         where = ", ".join(paths) or sysconfig.get_path("stdlib")
         raise ConfigError(
@@ -110,14 +116,15 @@ def load_corpus(
 
 
 def _load_tokens(
-    files: Sequence[tuple[str, pathlib.Path]], validation_fraction: float, known: bool
+    files: Sequence[tuple[str, pathlib.Path]],
+    validation_fraction: float,
+    samples: int | None,
 ) -> Corpus:
-    samples = max(1, SAMPLES // len(files)) if known else None
     read, digest = {}, hashlib.sha256()
     for name, path in files:
-        encoded = _encoded(name, path)
+        name_bytes = encoded(name, path)
         read[name] = read_token_file(path, samples)
-        digest.update(encoded + b":" + read[name].digest)
+        digest.update(name_bytes + b":" + read[name].digest)
     documents = {name: file.tokens for name, file in read.items() if len(file.tokens)}
     if not documents:
         raise ConfigError(f"data.paths: no tokens in {', '.join(read)}")
@@ -132,9 +139,26 @@ def _load_tokens(
     )
 
 
-def load_checked_corpus(data: DataConfig) -> Corpus:
-    """Load a run's corpus; raise ConfigError if its digest here is another one."""
-    corpus = load_corpus(data.paths, data.validation_fraction, known=bool(data.digest))
+def _told(files: Sequence[tuple[str, pathlib.Path]]) -> ReadProgress:
+    """Tell of the reading of the small files, if that takes long."""
+    sizes = [path.stat().st_size for _, path in files]
+    small = [size for size in sizes if size < manifest.MAPPED_FROM]
+    return ReadProgress(
+        f"reading {len(small):,} files of text, as every start does: files below "
+        f"{manifest.MAPPED_FROM >> 20} MB get no manifest, so join them into "
+        f"larger ones",
+        sum(small),
+        told_from=TOLD_FROM,
+    )
+
+
+def load_checked_corpus(data: DataConfig, *, copied: bool = False) -> Corpus:
+    """Load a run's corpus; raise ConfigError if its digest here is another one.
+
+    copied: see `load_corpus`; also if the run has a digest.
+    """
+    copied = copied or bool(data.digest)
+    corpus = load_corpus(data.paths, data.validation_fraction, copied=copied)
     if data.digest and corpus.digest != data.digest:
         raise ConfigError(
             f"data.digest = {data.digest} in the run's config, but the corpus here "
@@ -190,10 +214,10 @@ def is_validation(name: str, fraction: float) -> bool:
 
 
 def _split(
-    documents: dict[str, DocumentT],
+    documents: Mapping[str, np.ndarray],
     fraction: float,
-    cut: Callable[[DocumentT, float], tuple[DocumentT, DocumentT]],
-) -> tuple[list[DocumentT], list[DocumentT]]:
+    cut: Callable[[np.ndarray, float], tuple[np.ndarray, np.ndarray]],
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return documents to train on and to validate on. cut: splits one into both."""
     held = {name for name in documents if is_validation(name, fraction)}
     if 0 < len(held) < len(documents):
@@ -206,7 +230,7 @@ def _split(
     return heads, [tail for _, tail in parts if len(tail)]
 
 
-def _cut(data: bytes, fraction: float) -> tuple[bytes, bytes]:
+def _cut(data: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Cut a text in two at the beginning of a character."""
     at = len(data) - math.ceil(len(data) * fraction)
     while at > 0 and data[at] & 0xC0 == 0x80:
@@ -219,101 +243,16 @@ def _cut_tokens(tokens: np.ndarray, fraction: float) -> tuple[np.ndarray, np.nda
     return tokens[:at], tokens[at:]
 
 
-def _row(documents: list[bytes]) -> np.ndarray:
-    ended = [data + bytes((SEPARATOR,)) for data in documents]
-    return np.frombuffer(b"".join(ended), np.uint8)
-
-
-def _encoded(name: str, path: pathlib.Path) -> bytes:
-    try:
-        return name.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"data.paths: the name of {os.fsencode(path)!r} is not UTF-8, and the "
-            f"split goes by names; rename it"
-        ) from error
-
-
-def _library_files() -> Iterator[tuple[str, pathlib.Path]]:
-    root = pathlib.Path(sysconfig.get_path("stdlib"))
-    for name, path in _walk(root, SKIPPED_FOLDERS):
-        if path.suffix == ".py" and not path.name.startswith(SKIPPED_PREFIXES):
-            yield name, path
-
-
-def _user_files(paths: Iterable[str]) -> Iterator[tuple[str, pathlib.Path]]:
-    found: dict[str, pathlib.Path] = {}
-    for given in paths:
-        root = pathlib.Path(given)
-        try:
-            root.stat()
-        except OSError as error:
-            raise ConfigError(
-                f"data.paths: {given} does not exist ({error.strerror}); name a text "
-                f"file or a folder"
-            ) from error
-        files = _walk(root) if root.is_dir() else [(root.name, root)]
-        if not any(path.stat().st_size for _, path in files):
-            raise ConfigError(
-                f"data.paths: {given} is empty; name a file or folder with text"
-            )
-        for name, path in files:
-            if name in found and found[name].resolve() != path.resolve():
-                raise ConfigError(
-                    f"data.paths: {found[name]} and {path} are both called {name!r}; "
-                    f"rename one, or give the folder that contains both"
-                )
-            found[name] = path
-    yield from sorted(found.items())
-
-
-def _walk(
-    root: pathlib.Path, skipped: frozenset[str] = frozenset()
-) -> list[tuple[str, pathlib.Path]]:
-    """Return the regular files below root with relative names, in order of the names;
-    neither hidden folders nor links to folders are entered."""
-    found = []
-    for folder, folders, files in os.walk(root, onerror=_refuse):
-        folders[:] = [f for f in folders if f not in skipped and f[0] != "."]
-        for path in (pathlib.Path(folder, name) for name in folders):
-            if path.is_symlink():
-                logger.warning(
-                    "data.paths: %s is a link to a folder, which is not entered; name "
-                    "it as a path of its own if it is meant",
-                    path,
-                )
-        for path in (pathlib.Path(folder, file) for file in files if file[0] != "."):
-            if path.is_file() and not path.name.endswith(MANIFEST):
-                found.append((path.relative_to(root).as_posix(), path))
-    return sorted(found)
-
-
-def _refuse(error: OSError) -> None:
-    raise _unreadable(error) from error
-
-
-def _unreadable(error: OSError) -> ConfigError:
-    return ConfigError(
-        f"data.paths: {error.filename} cannot be read ({error.strerror}); check its "
-        f"permissions"
-    )
-
-
-def _read_text(path: pathlib.Path) -> bytes:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise _unreadable(error) from error
-    offset = data.find(b"\0")
-    problem = "a NUL byte"
-    try:
-        data.decode()
-    except UnicodeDecodeError as error:
-        if offset < 0 or error.start < offset:
-            offset, problem = error.start, "a byte that is not UTF-8"
-    if offset >= 0:
-        raise ConfigError(
-            f"data.paths: {path} is not text: {problem} at offset {offset}; convert "
-            f"it to UTF-8 or leave it out"
-        )
-    return data
+def _row(documents: Sequence[np.ndarray]) -> Tokens:
+    """Return the documents as one row, each with a separator after it. Small ones are
+    copied together; mapped ones stay where they are."""
+    end = np.array([SEPARATOR], np.uint8)
+    parts, together = [], [np.zeros(0, np.uint8)]
+    for document in documents:
+        if isinstance(document, np.memmap):
+            parts += [np.concatenate(together), document]
+            together = [end]
+        else:
+            together += [document, end]
+    parts.append(np.concatenate(together))
+    return parts[0] if len(parts) == 1 else TokenRow(parts)

@@ -1,17 +1,21 @@
-"""Manifests: the digests of a large file of tokens, made once and kept beside it.
+"""Manifests: the digests of a large file, made once and kept beside it.
 
-`tokens.npy` has `tokens.npy.manifest`. Who has both need not read the file: its size is
-compared and, where its time of change is another one (it is a copy, or was written to),
-a few chunks drawn anew at every start. The digest of the file is that of its chunks'
-digests, so that a chunk is checked alone and all cores make a manifest.
+`tokens.npy` has `tokens.npy.manifest`, and so has a file of text. Who has both need not
+read the file: its size is compared and, where its time of change is another one (it is
+a copy, or was written to), a few chunks drawn anew at every start. The digest of the
+file is that of its chunks' digests, so that a chunk is checked alone and all cores make
+a manifest.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import logging
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,17 +24,24 @@ import numpy as np
 
 from diloco_jax import files, machine
 from diloco_jax.config import ConfigError
+from diloco_jax.data.progress import ReadProgress
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".manifest"
+MAPPED_FROM = 1 << 24
+"""Bytes from which a file is mapped. Mapped files stay open, and those are limited."""
+TOLD_FROM = 1 << 30
+"""Bytes from which a reading is told."""
 CHUNK_BYTES = 1 << 22
-MOST = 2**31 - 1
-"""Highest token."""
+LOCK_POLL_S = 1.0
+Check = Callable[[Path, np.ndarray, slice], int]
+"""Returns the largest value of a part of a file's row; raises ConfigError, naming the
+file, for values that may not be there."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about one file of tokens."""
+    """Facts about one file of tokens or text."""
 
     size: int
     """Bytes of the file."""
@@ -40,7 +51,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     largest: int
     chunks: tuple[str, ...]
-    """Digests of the tokens' chunks of `CHUNK_BYTES`, each of 16 hex digits."""
+    """Digests of the values' chunks of `CHUNK_BYTES`, each of 16 hex digits."""
 
     @property
     def digest(self) -> bytes:
@@ -54,21 +65,43 @@ def manifest_path(path: Path) -> Path:
     return path.with_name(path.name + SUFFIX)
 
 
-def make(path: Path, tokens: np.ndarray) -> Manifest:
-    """Read and check every token, on all cores. Raise ConfigError, naming the file, if
-    it has a negative or too large one."""
-    status = path.stat()
-    parts = _parts(tokens)
-    with ThreadPoolExecutor(machine.cores()) as pool:
-        read = list(pool.map(lambda part: _read(path, tokens[part]), parts))
-    return Manifest(
-        size=status.st_size,
-        changed_ns=status.st_mtime_ns,
-        dtype=tokens.dtype.str,
-        tokens=len(tokens),
-        largest=max((largest for _, largest in read), default=0),
-        chunks=tuple(digest for digest, _ in read),
-    )
+def is_large(path: Path) -> bool:
+    """Tell if a file is mapped, and has a manifest."""
+    return path.stat().st_size >= MAPPED_FROM
+
+
+def described(
+    path: Path, row: np.ndarray, check: Check, samples: int | None
+) -> Manifest:
+    """Return the facts about a file: its manifest's, or else those that are read.
+
+    row: the file's values. samples: chunks to check of a file that is not its
+    manifest's by the time of change; a difference raises ConfigError. None: such a file
+    is read anew.
+    """
+    if not is_large(path):
+        return _facts(path, row, check)
+    found = find(path)
+    if found is not None and samples is not None and not is_unchanged(path, found):
+        require_same(path, found, row, samples)
+        return found
+    if found is None or not is_unchanged(path, found):
+        with _alone(path):
+            # Who had it before may have made the manifest.
+            found = find(path)
+            if found is None or not is_unchanged(path, found):
+                if found is not None:
+                    logger.info("%s has changed since its manifest", path)
+                return make(path, row, check)
+    return found
+
+
+def make(path: Path, row: np.ndarray, check: Check) -> Manifest:
+    """Read and check the whole file, on all cores, and write its manifest. Raise
+    ConfigError, naming the file, for values that may not be there."""
+    made = _facts(path, row, check)
+    keep(path, made)
+    return made
 
 
 def keep(path: Path, manifest: Manifest) -> None:
@@ -103,6 +136,12 @@ def find(path: Path) -> Manifest | None:
         ) from error
 
 
+def has_size(path: Path) -> bool:
+    """Tell if a file has a manifest of its size; a copy has another time of change."""
+    found = find(path)
+    return found is not None and found.size == path.stat().st_size
+
+
 def is_unchanged(path: Path, manifest: Manifest) -> bool:
     """Tell if the file is, for all that the system says, the one that was read."""
     status = path.stat()
@@ -128,10 +167,58 @@ def require_same(
             raise _stale(path, name, here, getattr(manifest, name))
     parts = _parts(tokens)
     for number in draw(range(len(parts)), min(samples, len(parts))):
-        digest, _ = _read(path, tokens[parts[number]])
+        digest = _digest(tokens[parts[number]])
         if digest != manifest.chunks[number]:
             at = f"digest of tokens {parts[number].start} to {parts[number].stop}"
             raise _stale(path, at, digest, manifest.chunks[number])
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let one process at a time read a file for its manifest, also on other machines
+    that share it, where the file system has locks for readers. A process that ends,
+    however it does, frees its lock."""
+    told = False
+    with path.open("rb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not told:
+                    logger.warning("waiting for another process that reads %s", path)
+                told = True
+                time.sleep(LOCK_POLL_S)
+                continue
+            except OSError as error:
+                logger.debug("%s cannot be locked: %s", path, error)
+            break
+        yield
+
+
+def _facts(path: Path, row: np.ndarray, check: Check) -> Manifest:
+    status = path.stat()
+    progress = ReadProgress(
+        f"reading {path} once, for its manifest; `diloco manifest {path}` does it "
+        f"before a run, or before the file is copied",
+        row.nbytes,
+        told_from=TOLD_FROM,
+    )
+
+    def read(part: slice) -> tuple[str, int]:
+        found = _digest(row[part]), check(path, row, part)
+        progress.advance(row[part].nbytes)
+        return found
+
+    with progress, ThreadPoolExecutor(machine.cores()) as pool:
+        chunks = list(pool.map(read, _parts(row)))
+    return Manifest(
+        size=status.st_size,
+        changed_ns=status.st_mtime_ns,
+        dtype=row.dtype.str,
+        tokens=len(row),
+        largest=max((largest for _, largest in chunks), default=0),
+        chunks=tuple(digest for digest, _ in chunks),
+    )
 
 
 def _parts(tokens: np.ndarray) -> list[slice]:
@@ -140,16 +227,8 @@ def _parts(tokens: np.ndarray) -> list[slice]:
     return [slice(start, min(start + step, len(tokens))) for start in starts]
 
 
-def _read(path: Path, part: np.ndarray) -> tuple[str, int]:
-    """Return the digest of a chunk and its largest token."""
-    chunk = np.ascontiguousarray(part)
-    low, high = int(chunk.min()), int(chunk.max())
-    if low < 0 or high > MOST:
-        wrong = low if low < 0 else high
-        raise ConfigError(
-            f"data.paths: {path} has {wrong} as a token; they are from 0 to {MOST}"
-        )
-    return hashlib.sha256(chunk.data).hexdigest()[:16], high
+def _digest(chunk: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(chunk).data).hexdigest()[:16]
 
 
 def _stale(path: Path, what: str, here: object, then: object) -> ConfigError:

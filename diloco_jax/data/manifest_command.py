@@ -1,4 +1,4 @@
-"""`diloco manifest PATH...`."""
+"""`diloco manifest PATH`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco_jax.config.fields import positional
-from diloco_jax.errors import ConfigError
+from diloco_jax.config.fields import positional, setting
 from diloco_jax.options import parse
 
 
@@ -17,29 +16,44 @@ class ManifestOptions:
     """The options of `diloco manifest`."""
 
     path: Path = positional(
-        metavar="PATH", help="A .npy file of tokens, or a folder of them."
+        metavar="PATH", help="A file of text or tokens (.npy), or a folder of them."
+    )
+    missing: bool = setting(
+        False, help="Leave files alone that have a manifest of their size."
     )
 
 
 def manifest_command(arguments: Sequence[str]) -> int:
-    """Write the manifests of token files anew."""
+    """Write the manifests of large files anew."""
     (options,) = parse(
         [ManifestOptions],
         arguments,
         "diloco manifest",
-        "Read .npy files of tokens once, and write beside each what starts compare.",
+        "Read large files once, and write beside each what starts compare.",
     )
-    from diloco_jax.data.tokens import SUFFIX, make_manifest
+    from diloco_jax.data import manifest
+    from diloco_jax.data.documents import find_documents
+    from diloco_jax.data.text import make_text_manifest
+    from diloco_jax.data.tokens import SUFFIX, make_token_manifest
 
-    path = options.path
-    found = sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path]
-    if not found:
-        raise ConfigError(f"{path} has no {SUFFIX} files of tokens; name their folder")
-    for file in found:
-        made = make_manifest(file)
+    small = 0
+    for _, file in find_documents((str(options.path),)):
+        if not manifest.is_large(file):
+            small += 1
+            continue
+        if options.missing and manifest.has_size(file):
+            continue
+        is_tokens = file.suffix == SUFFIX
+        made = make_token_manifest(file) if is_tokens else make_text_manifest(file)
         print(
-            f"{file}: {len(made.tokens):,} tokens up to {made.largest}, digest "
+            f"{file}: {made.tokens:,} tokens up to {made.largest}, digest "
             f"{made.digest.hex()[:16]}",
+            file=sys.stderr,
+        )
+    if small:
+        print(
+            f"{small:,} files below {manifest.MAPPED_FROM >> 20} MB need none: "
+            f"every start reads them",
             file=sys.stderr,
         )
     return 0

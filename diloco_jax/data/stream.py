@@ -24,6 +24,7 @@ AHEAD_BYTES = 1 << 26
 """Bytes of batches that are read ahead, within these bounds."""
 FEWEST_AHEAD, MOST_AHEAD = 2, 16
 MOST_READERS = 16
+"""Threads; two read 512 windows of 16 KB in 13 ms (docs/models.md)."""
 ROWS_AT_ONCE = 8
 """Fewest rows that are worth a reader of their own."""
 
@@ -37,7 +38,7 @@ class OwnRows:
 
     shape: tuple[int, int]
     parts: Mapping[Rows, np.ndarray]
-    """int32 [rows, T + 1]."""
+    """Values by rows, [rows, shape[1]]."""
 
     def part(self, index: tuple[slice, ...] | None) -> np.ndarray:
         """Return the rows of one device, as `jax.make_array_from_callback` asks."""

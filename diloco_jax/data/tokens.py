@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import logging
 import pathlib
 from collections.abc import Sequence
 
@@ -19,11 +18,9 @@ from numpy.lib import format
 from diloco_jax.config import ConfigError
 from diloco_jax.data import manifest
 
-logger = logging.getLogger(__name__)
-
 SUFFIX = ".npy"
-MAPPED_FROM = 1 << 24
-"""Bytes from which a file is mapped. Mapped files stay open, and those are limited."""
+MOST = 2**31 - 1
+"""Highest token."""
 
 
 class TokenRow:
@@ -67,23 +64,21 @@ def read_token_file(path: pathlib.Path, samples: int | None = None) -> TokenFile
     """Map a file, and check every token once, which its manifest remembers. Raise
     ConfigError, naming the file, if it is not a row of token numbers.
 
-    samples: chunks to check of a file that is not its manifest's by the time of change;
-    a difference is an error. None: such a file is read anew.
+    samples: see `manifest.described`.
     """
-    return _described(path, _open(path), samples)
-
-
-def make_manifest(path: pathlib.Path) -> TokenFile:
-    """Read the whole file, whatever a manifest says of it, and write its manifest."""
     tokens = _open(path)
-    made = manifest.make(path, tokens)
-    manifest.keep(path, made)
-    return TokenFile(tokens, made.digest, made.largest)
+    found = manifest.described(path, tokens, _check, samples)
+    return TokenFile(tokens, found.digest, found.largest)
+
+
+def make_token_manifest(path: pathlib.Path) -> manifest.Manifest:
+    """Read a whole file, whatever a manifest says of it, and write its manifest."""
+    return manifest.make(path, _open(path), _check)
 
 
 def _open(path: pathlib.Path) -> np.ndarray:
     try:
-        if path.stat().st_size >= MAPPED_FROM:
+        if manifest.is_large(path):
             tokens: np.ndarray = format.open_memmap(path, mode="r")
         else:
             with path.open("rb") as file:
@@ -107,20 +102,12 @@ def _open(path: pathlib.Path) -> np.ndarray:
     return tokens
 
 
-def _described(
-    path: pathlib.Path, tokens: np.ndarray, samples: int | None
-) -> TokenFile:
-    """Take digest and largest token from the manifest, or else from the tokens."""
-    large = path.stat().st_size >= MAPPED_FROM
-    found = manifest.find(path) if large else None
-    if found is not None and not manifest.is_unchanged(path, found):
-        if samples is not None:
-            manifest.require_same(path, found, tokens, samples)
-        else:
-            logger.info("%s has changed since its manifest: it is read again", path)
-            found = None
-    if found is None:
-        found = manifest.make(path, tokens)
-        if large:
-            manifest.keep(path, found)
-    return TokenFile(tokens, found.digest, found.largest)
+def _check(path: pathlib.Path, tokens: np.ndarray, part: slice) -> int:
+    """Raise ConfigError for a negative or too large token; return the largest."""
+    low, high = int(tokens[part].min()), int(tokens[part].max())
+    if low < 0 or high > MOST:
+        wrong = low if low < 0 else high
+        raise ConfigError(
+            f"data.paths: {path} has {wrong} as a token; they are from 0 to {MOST}"
+        )
+    return high

@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 class Checkpoints:
     """Checkpoints of one island, in one folder, for one incarnation and host.
 
-    Make it, `open`, `restore`; then `due` and `save` at boundaries, at the end `close`.
+    Call `open`, then `restore`, then `due` and `save` at boundaries, and `close` at the
+    end.
     """
 
     def __init__(self, config: Config, name: str, folder: Folder) -> None:

@@ -40,19 +40,31 @@ def prepare_environment(
 
     Variables of a multi-slice job that it inherited are cleared: an island's world is
     one slice, and with them jax would wait for the others. Real accelerators are not
-    touched. NPROC sizes XLA's thread pool: with as many threads as two cores suggest,
-    several devices and steps dispatched ahead, jax 0.10.2 waits for itself forever.
-    One device needs no more threads than cores, and a machine with many cores has
-    threads enough.
+    touched.
     """
     for name in [name for name in environment if name.startswith(MULTI_SLICE)]:
         del environment[name]
     flags = environment.get("XLA_FLAGS", "").split()
     flags = [flag for flag in flags if flag.split("=")[0] != HOST_DEVICES]
     environment["XLA_FLAGS"] = " ".join([*flags, f"{HOST_DEVICES}={devices}"])
-    threads = int(environment.get("NPROC") or 0) or machine.cores()
-    if devices > 1 and threads < MIN_NPROC:
-        environment["NPROC"] = str(MIN_NPROC)
+    fit_threads(environment, MIN_NPROC if devices > 1 else 1)
+
+
+def fit_threads(
+    environment: MutableMapping[str, str] = os.environ, fewest: int = 1
+) -> None:
+    """Give XLA's pool as many threads as the process may use cores; call before
+    importing jax. NPROC sizes it.
+
+    XLA counts the machine's cores, whatever a container has of them: 200 threads on two
+    cores' time stand still for most of it. fewest: several devices, whose steps are
+    dispatched ahead, need more threads than two cores suggest, or jax 0.10.2 waits for
+    itself forever.
+    """
+    told = int(environment.get("NPROC") or 0)
+    threads = max(told or machine.cores(), fewest)
+    if threads != (told or machine.schedulable()):
+        environment["NPROC"] = str(threads)
 
 
 def skip_absent_tpu(

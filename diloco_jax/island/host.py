@@ -30,69 +30,49 @@ from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import Decisions, Mailbox
-from diloco_jax.island.network.receiver import Fetcher
-from diloco_jax.island.network.sender import Sender
+from diloco_jax.island.mailbox import Decisions
 from diloco_jax.island.pace import Pace, goal_of
+from diloco_jax.island.parts import Parts
 from diloco_jax.island.timing import Timing
+from diloco_jax.memory import give_back
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import Identity
-from diloco_jax.wire.client import Client
-from diloco_jax.wire.tls import TlsFiles
 
 
-class Host:
-    """Make it, `build`, `compile`, `loop`, at the end `close`."""
+class Host(Parts[Loop]):
+    """The parts of a host that trains by the product's own loop."""
 
     def __init__(
         self, config: Config, name: str, coordinator_address: str, workdir: Path
     ) -> None:
         """Read the corpus, and make the plan of the model's fragments; raises
         ConfigError or SecurityError."""
-        folder = checkpoint.island_folder(config.placement, workdir, name)
+        run, placement = config.run, config.placement
+        super().__init__(config, name, coordinator_address, build_plan(run, build(run)))
+        folder = checkpoint.island_folder(placement, workdir, name)
         self.checkpoints = Checkpoints(config, name, folder)
         compilation.use_cache(compilation.of_run(workdir))
-        placement, run = config.placement, config.run
-        self.config, self.name, self.island = config, name, config.island(name)
-        self.deadlines = placement.deadlines
-        self.mailbox = Mailbox()
-        self.plan = build_plan(run, build(run))
         corpus = load_checked_corpus(run.data)
         windows = Windows(corpus.train, run.sequence_length, run.seed)
         self.data = LeasedStream(windows, self.island.batch_size)
         self._validation = ValidationBatches(
             corpus.validation, run.sequence_length, self.island.batch_size
         )
-        certificates = placement.certificates
-        self.client = Client(
-            coordinator_address,
-            tls=TlsFiles.load(certificates, "island") if certificates else None,
-            deadlines=self.deadlines,
-            bulk_channels=placement.bulk_channels,
-            insecure=placement.insecure,
-        )
 
     def build(self, identity: Identity, hosts: Hosts | None) -> None:
-        """Build everything that needs a device. hosts: those of the island, if it has
-        several; all of them must call it."""
+        """Build everything that needs a device."""
         run, self._hosts = self.config.run, hosts
         model, self._trainer = build_trainer(run, self.island)
-        self.data.read_only(self._trainer.own_rows())
+        own = self._trainer.own_rows()
+        self.data.read_only(own)
+        self._validation.read_only(own)
         self.checkpoints.open(identity, self.plan, hosts)
-        self._exchange, self._zeros = build_exchange(run, model, self._trainer)
-        self.fetcher = Fetcher(self.client, identity, self._exchange, self.mailbox)
-        self.sender = Sender(
-            self.client,
-            identity,
-            self._exchange.layouts_up,
-            self._exchange.layouts_whole,
-            self.mailbox,
-            self.deadlines,
-        )
+        exchange, self._zeros = build_exchange(run, model, self._trainer)
+        self._connect(identity, exchange)
         placement = self.config.placement
         self._evaluator = Evaluator(
             self._trainer,
@@ -102,11 +82,10 @@ class Host:
         )
 
     def compile(self) -> None:
-        """Run everything once, so that nothing compiles later. All hosts of an island
-        must call it, and none runs anything before all have compiled it: one host may
-        find in its cache what takes another minutes. On TPUs, too, all is compiled
-        before anything runs. This tells a refusal of the compiler from a failure of the
-        machine, which another attempt may cure.
+        """Run everything once. No host runs anything before all have compiled it: one
+        host may find in its cache what takes another minutes. On TPUs, too, all is
+        compiled before anything runs. This tells a refusal of the compiler from a
+        failure of the machine, which another attempt may cure.
 
         Raises ConfigError for what does not compile.
         """
@@ -123,18 +102,15 @@ class Host:
         state = TrainState(params, trainer.init_inner(params))
         _, metrics = trainer.step(state, trainer.put_batch(batch.tokens), 0.0)
         float(metrics["loss"])
+        # A compiler leaves as much freed memory as a small island needs otherwise.
+        give_back()
         self.compile_seconds = time.monotonic() - began
 
     def loop(
         self, versions: list[Version], decisions: Decisions, faults: Faults
     ) -> Loop:
-        """Make the train loop, beginning at the anchors of these versions, by fragment;
-        they have arrived in full."""
-        run, incoming = self.config.run, self.mailbox.arrivals
-        anchors = {
-            fragment: incoming.pick(fragment, version).anchor or ()
-            for fragment, version in enumerate(versions)
-        }
+        """Make the train loop, which begins at the anchors of these versions."""
+        run, anchors = self.config.run, self._anchors(versions)
         restored = self.checkpoints.restore(
             self.plan, self._trainer, self._exchange, versions
         )
@@ -155,7 +131,7 @@ class Host:
                 books,
                 goal,
                 arrays=replica,
-                incoming=incoming,
+                incoming=self.mailbox.arrivals,
                 outgoing=self.sender,
                 data=self.data,
             ),
@@ -178,12 +154,13 @@ class Host:
                 lambda: self.mailbox.ending is not None,
             )
 
-    def _send_anchor(self, fragment: int, version: Version) -> None:
-        self.sender.put_anchor(fragment, version, self._exchange.anchor(fragment))
+    def save_due(self) -> bool:
+        """Tell if a checkpoint is to be written now."""
+        return self.checkpoints.due()
 
     def close(self) -> None:
         """Free sockets and threads; wait a while for a checkpoint."""
         self.data.close()
-        self.client.close()
+        super().close()
         patience_s = max(self.deadlines.stop_s / 2, self.config.placement.notice_s)
         self.checkpoints.close(patience_s)

@@ -2,7 +2,8 @@
 
 One lock, held for moments; nothing in here touches the network or a device. The loop
 never waits in `decide` or `post`. Only `wait` waits, and the live loop does not call it
-while it trains. The protocol says what messages mean (`protocol/island/`).
+while it trains. The protocol says what messages mean (`protocol/island/`). Published
+fragments wait here too, as `Arrivals`, until a decision has them adopted.
 
 The loop asks a source of decisions (`Decisions`): on host 0 the mailbox decides. The
 other hosts follow host 0 (`hosts/following.py`), and the runtime tests have a fixed
@@ -11,19 +12,19 @@ script (tests/runtime/scripted.py).
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from diloco_jax.island.arrivals import Arrival, Arrivals
+from diloco_jax.protocol.island.boundary import Decision, Ending
 from diloco_jax.protocol.island.conversation import Conversation, Errand
-from diloco_jax.protocol.island.decision import Decision, Ending
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import FromCoordinator
 from diloco_jax.protocol.reasons import EndReason
-from diloco_jax.protocol.values import Record
+from diloco_jax.protocol.values import Record, Version
 
 
 class Mailbox:
@@ -72,13 +73,6 @@ class Mailbox:
             return self._changed.wait_for(
                 lambda: told.may_leave or told.ending is not None, timeout_s
             )
-
-    @property
-    def stop_asked(self) -> bool:
-        """True if the run has its tokens, or the island is about to leave: no more
-        steps."""
-        with self._lock:
-            return self._conversation.stop or self._conversation.leaving
 
     @property
     def finished(self) -> bool:
@@ -203,12 +197,80 @@ class LiveDecisions:
         self._mailbox, self._save_due = mailbox, save_due
 
     def at(self, step: int, *, stepping: bool) -> Decision:
-        """See Decisions."""
         decision = self._mailbox.decide()
         if stepping and self._save_due():
             decision = replace(decision, save=True)
         return decision
 
     def wait(self, timeout_s: float) -> None:
-        """See Decisions."""
         self._mailbox.wait(timeout_s)
+
+
+class NotHereError(Exception):
+    """A decision adopts a version that this host does not have."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A newer version of a fragment, on the device and ready to be adopted.
+
+    Either `anchor` is A_v in full, or `publishes` lead to it from the version before:
+    encoded, oldest first. Both are by piece, in the plan's order, as they have landed
+    on this host (`device/spread.py`).
+    """
+
+    fragment: int
+    version: Version
+    anchor: tuple[Any, ...] | None = None
+    publishes: tuple[tuple[Any, ...], ...] = ()
+
+    @property
+    def chain(self) -> int | None:
+        """Publishes in this arrival; None if it is an anchor in full."""
+        return None if self.anchor is not None else len(self.publishes)
+
+    def followed_by(self, later: Arrival) -> Arrival:
+        """Return both arrivals as one."""
+        if later.anchor is not None:
+            return later
+        return dataclasses.replace(
+            self, version=later.version, publishes=(*self.publishes, *later.publishes)
+        )
+
+
+class Arrivals:
+    """Arrivals of one host, by fragment and version. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[int, list[Arrival]] = {}
+
+    def put(self, arrival: Arrival) -> None:
+        """Keep an arrival; versions of a fragment come in order."""
+        with self._lock:
+            self._waiting.setdefault(arrival.fragment, []).append(arrival)
+
+    def drop_after(self, fragment: int, accepted: Version | None) -> None:
+        """Drop the arrivals after that version: another host failed to get its part."""
+        with self._lock:
+            self._waiting[fragment] = [
+                arrival
+                for arrival in self._waiting.get(fragment, ())
+                if accepted is not None and arrival.version <= accepted
+            ]
+
+    def pick(self, fragment: int, version: Version) -> Arrival:
+        """Return all arrivals that lead to `version`, as one; raises NotHereError."""
+        with self._lock:
+            waiting = self._waiting.get(fragment, [])
+            due = [a for a in waiting if a.version <= version]
+            self._waiting[fragment] = waiting[len(due) :]
+        if not due or due[-1].version != version:
+            raise NotHereError(
+                f"fragment {fragment} is to be adopted at version {tuple(version)}, "
+                f"this host has {[tuple(a.version) for a in due]}"
+            )
+        arrival = due[0]
+        for later in due[1:]:
+            arrival = arrival.followed_by(later)
+        return arrival

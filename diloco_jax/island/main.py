@@ -17,6 +17,7 @@ import types
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Generic
 
 import msgspec
 
@@ -24,8 +25,7 @@ from diloco_jax import environment, libtpu
 from diloco_jax.config import Config, ConfigError, shared_fields
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import parse_faults
-from diloco_jax.island.arrivals import NotHereError
-from diloco_jax.island.environment import prepare_island
+from diloco_jax.island.environment import generation_here, prepare_island
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts.follower import Follower
 from diloco_jax.island.hosts.following import (
@@ -45,11 +45,12 @@ from diloco_jax.island.hosts.world import (
     leave_world,
 )
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import Decisions, LiveDecisions
+from diloco_jax.island.mailbox import Decisions, LiveDecisions, NotHereError
 from diloco_jax.island.network.link import Link, Targets, ending_of
 from diloco_jax.island.network.receiver import Receiver
+from diloco_jax.island.parts import L, Parts
 from diloco_jax.island.preemption import Preemption
-from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import Hello, ResendRequest, Welcome
 from diloco_jax.protocol.values import Version
@@ -77,15 +78,14 @@ def run(
       incarnation: number of the attempt of this island, from 1; that of host 0 counts.
       where: address at which the hosts of the island meet, if it has several.
     """
-    island: LeadingHost | Follower
+    island: LeadingHost[Loop] | Follower
     try:
         hosts = _meet(config, name, where or WorldAddress())
+        host = Host(config, name, coordinator_address, workdir)
         if hosts is not None and hosts.index > 0:
-            island = Follower(config, name, coordinator_address, workdir, hosts)
+            island = Follower(host, hosts)
         else:
-            island = LeadingHost(
-                config, name, coordinator_address, workdir, incarnation, hosts
-            )
+            island = LeadingHost(host, incarnation, hosts)
     except (ConfigError, SecurityError) as error:
         logger.error("island %s cannot start: %s", name, error)
         return end_alone(EXIT_CONFIG)
@@ -103,7 +103,7 @@ def run(
         try:
             preemption.watch()
             island.start()
-            ending = island.run()
+            ending = island.loop.run()
         except (ConfigError, SecurityError) as error:
             ending = Ending(EXIT_CONFIG, str(error))
         except Refused as refused:
@@ -128,25 +128,17 @@ def run(
     return ending.exit_code
 
 
-class LeadingHost:
-    """Lead the hosts: start, run, stop and close are called once, in this order."""
+class LeadingHost(Generic[L]):
+    """Lead the hosts: start, stop and close are called once, in this order; between
+    the first two, `loop` trains."""
 
     def __init__(
-        self,
-        config: Config,
-        name: str,
-        coordinator_address: str,
-        workdir: Path,
-        incarnation: int,
-        hosts: Hosts | None = None,
+        self, host: Parts[L], incarnation: int, hosts: Hosts | None = None
     ) -> None:
-        """Read the corpus; raises ConfigError or SecurityError.
-
-        hosts: of this island, if it has several.
-        """
-        self._host = Host(config, name, coordinator_address, workdir)
-        self._config, self._name, self._incarnation = config, name, incarnation
-        self._deadlines = self._host.deadlines
+        """hosts: of this island, if it has several."""
+        self._host, self._incarnation = host, incarnation
+        self._config, self._name = host.config, host.name
+        self._deadlines = host.deadlines
         self._session = uuid.uuid4().hex
         self.mailbox = self._host.mailbox
         self._link = Link(self._host.client, self._hello, self.mailbox, self._deadlines)
@@ -158,7 +150,7 @@ class LeadingHost:
             Orders(hosts, self.mailbox, self._deadlines.pin_s) if hosts else None
         )
         self._receiver: Receiver | None = None
-        self._loop: Loop | None = None
+        self._loop: L | None = None
         self._refused = False
 
     def start(self, script: Decisions | None = None) -> None:
@@ -195,10 +187,11 @@ class LeadingHost:
         assert self._receiver is not None
         self._receiver.start()
 
-    def run(self) -> Ending:
-        """Train until the end."""
+    @property
+    def loop(self) -> L:
+        """The boundaries of this incarnation, once it has started."""
         assert self._loop is not None
-        return self._loop.run()
+        return self._loop
 
     @property
     def ended_together(self) -> bool:
@@ -283,7 +276,7 @@ class LeadingHost:
     # ---- the other hosts ----------------------------------------------------------
 
     def _live(self) -> Decisions:
-        return LiveDecisions(self.mailbox, self._host.checkpoints.due)
+        return LiveDecisions(self.mailbox, self._host.save_due)
 
     def _led(self, source: Decisions, lead: int) -> Decisions:
         if self._hosts is None:
@@ -348,6 +341,14 @@ def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
         # libtpu ends a process whose flags it does not know: the log says which they
         # were.
         logger.info("island %s compiles with %s", name, libtpu.in_force(os.environ))
+        generation = libtpu.generation_of(island.topology) or generation_here()
+        version = libtpu.installed_version()
+        for clash in libtpu.clashes(
+            os.environ[libtpu.VARIABLE],
+            libtpu.flags_of(generation, version),
+            f"{generation}, libtpu {version}",
+        ):
+            logger.warning("island %s: %s", name, clash)
     if island.hosts == 1:
         return None
     placement = config.placement
@@ -360,7 +361,7 @@ def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
 
 
 @contextlib.contextmanager
-def _ended_by_signals(island: LeadingHost | Follower) -> Iterator[None]:
+def _ended_by_signals(island: LeadingHost[Loop] | Follower) -> Iterator[None]:
     """End the island at its next step boundary on SIGTERM or Ctrl-C, with a goodbye; a
     second Ctrl-C ends it at once. A signal that was ignored before still is, as in a
     script's background processes."""

@@ -9,24 +9,19 @@ delta that has arrived is merged without the island, one that is on its way is l
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable
 
 from diloco_jax.exit_codes import EXIT_FAILED
+from diloco_jax.island import metadata
 from diloco_jax.island.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
-METADATA_HOST = "metadata.google.internal"
 LONG_POLL_S = 60
 """Seconds after which the metadata server answers at the latest, changed or not."""
-ANSWER_S = 5.0
-"""Longest wait for an answer beyond that, in seconds."""
 AWAY_S = 5.0
 """Seconds between questions to a server that is away."""
 
@@ -78,7 +73,6 @@ class Preemption:
         """
         if not self.expected:
             return None
-        host = host or os.environ.get("GCE_METADATA_HOST", METADATA_HOST)
         thread = threading.Thread(
             target=self._watch, args=(host,), name="preemption", daemon=True
         )
@@ -104,7 +98,7 @@ class Preemption:
                 value, tag = _ask(host, tag)
             except (OSError, ValueError) as error:
                 if not known:
-                    logger.debug("no metadata server at %s: %s", host, error)
+                    logger.debug("no metadata server: %s", error)
                     return
                 # The server is away for moments now and then.
                 time.sleep(AWAY_S)
@@ -117,20 +111,9 @@ class Preemption:
 
 def _ask(host: str, tag: str) -> tuple[str, str]:
     """Return the value of `instance/preempted` and its tag. With a tag, the answer
-    comes when the value is no longer that one, or after LONG_POLL_S.
-
-    Raises OSError (no server, no such value) or ValueError (another kind of server).
-    """
+    comes when the value is no longer that one, or after LONG_POLL_S."""
+    if not tag:
+        return metadata.ask("preempted", host)
     query = {"wait_for_change": "true", "last_etag": tag, "timeout_sec": LONG_POLL_S}
-    request = urllib.request.Request(
-        f"http://{host}/computeMetadata/v1/instance/preempted"
-        + (f"?{urllib.parse.urlencode(query)}" if tag else ""),
-        headers={"Metadata-Flavor": "Google"},
-    )
-    # Never by way of a proxy: the server is this machine's own.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    timeout_s = ANSWER_S + (LONG_POLL_S if tag else 0)
-    with opener.open(request, timeout=timeout_s) as answer:
-        if answer.headers.get("Metadata-Flavor") != "Google":
-            raise ValueError("it answers, but is no metadata server")
-        return answer.read(64).decode(errors="replace"), answer.headers.get("ETag", "")
+    path = f"preempted?{urllib.parse.urlencode(query)}"
+    return metadata.ask(path, host, LONG_POLL_S)

@@ -17,6 +17,7 @@ from diloco_jax.launch.certificates import prepare_certificates
 from diloco_jax.launch.order import COORDINATOR, Order, make_order
 from diloco_jax.launch.record import LaunchRecord
 from diloco_jax.launch.submit import Submitter
+from diloco_jax.launch.variables import flag_notes
 from diloco_jax.paths import absolute
 
 BACKENDS = {"tpu_vm": tpu_vm, "gke": gke}
@@ -80,6 +81,8 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     for line in _remarks(order):
         _show(line)
     if options.action in ("create", "run"):
+        for line in (*flag_notes(config), *_data_notes(order)):
+            _show(line)
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in deployment.files.items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -126,6 +129,17 @@ def _remarks(order: Order) -> list[str]:
         f"{island.slice.generation.name}: {', '.join(island.slice.generation.zones)}"
         for island in order.islands
         if island.zone not in island.slice.generation.zones
+    ]
+
+
+def _data_notes(order: Order) -> list[str]:
+    data = order.settings.data
+    if not data:
+        return []
+    return [
+        f"note: every machine copies {data}, and reads large files that have no "
+        f"manifests beside them; make those once: `diloco manifest FOLDER`, then "
+        f"`gcloud storage rsync --recursive FOLDER {data}`"
     ]
 
 

@@ -56,7 +56,7 @@ run() {
   if [ -n "$DATA" ]; then
     cloud storage rsync --recursive "$DATA" "$ROOT/data"
   fi
-  local work="$ROOT/run" environment=()
+  local work="$ROOT/run" environment=("${VARIABLES[@]}") number value
   if [ "$ROLE" = coordinator ]; then
     mount_disk
     work=$DISK/run
@@ -71,10 +71,22 @@ run() {
     echo "$attempt" >"$ROOT/attempt"
     ARGUMENTS+=(--incarnation "$((FIRST_INCARNATION + attempt))")
     # Without TPUs it fails, and does not train on the CPU.
-    environment=(--env "JAX_PLATFORMS=$PLATFORMS")
+    environment+=(--env "JAX_PLATFORMS=$PLATFORMS")
   fi
+  for ((number = 0; number < ${#SECRETS[@]}; number += 2)); do
+    value=$(cloud secrets versions access latest --secret "${SECRETS[number + 1]}" \
+      --project "$PROJECT")
+    # By name: the value is in no argument and on no disk.
+    export "${SECRETS[number]}=$value"
+    environment+=(--env "${SECRETS[number]}")
+  done
   # Left by a run that was killed; chips in use by it would keep the next one waiting.
   docker rm --force diloco >/dev/null 2>&1 || true
+  if [ -n "$DATA" ]; then
+    # So that no start reads it. What is wrong with a file, `diloco` itself tells.
+    docker run --rm --name diloco --log-driver none --volume "$ROOT:$ROOT" "$IMAGE" \
+      manifest --missing "$ROOT/data" || true
+  fi
   trap - ERR
   # In the foreground: signals and the exit code pass through.
   exec docker run --rm --name diloco --privileged --network host --log-driver none \

@@ -22,6 +22,7 @@ from diloco_jax.launch.order import (
     Order,
     PlacedIsland,
 )
+from diloco_jax.launch.variables import variables_of
 
 Manifest = dict[str, Any]
 
@@ -139,6 +140,7 @@ exec sleep infinity
                 "name": "diloco",
                 "image": order.settings.image,
                 "command": ["/bin/bash", "-c", script],
+                "env": _variables(order, COORDINATOR),
                 "ports": [{"containerPort": PORT}],
                 "readinessProbe": {"tcpSocket": {"port": PORT}},
                 "volumeMounts": _mounts(volumes),
@@ -252,6 +254,7 @@ def _island_pod(
                     },
                     # Without TPUs the island fails; it does not train on the CPU.
                     {"name": "JAX_PLATFORMS", "value": PLATFORMS},
+                    *_variables(order, island.name),
                 ],
                 "ports": [{"containerPort": port} for port in TPU_PORTS],
                 "resources": {"requests": chips, "limits": chips},
@@ -286,18 +289,47 @@ def _mounts(volumes: list[Manifest]) -> list[Manifest]:
     ]
 
 
+def _variables(order: Order, owner: str) -> list[Manifest]:
+    """Return the launch's variables for a part of the run. A secret's key is the name
+    of the variable."""
+    plain, secret = variables_of(order.settings, owner)
+    return [
+        *({"name": name, "value": value} for name, value in plain.items()),
+        *(
+            {
+                "name": name,
+                "valueFrom": {"secretKeyRef": {"name": kept, "key": name}},
+            }
+            for name, kept in secret.items()
+        ),
+    ]
+
+
 def _copies_data(order: Order) -> Manifest:
-    """Return the init part of a pod, which fetches the text before anything else."""
+    """Return the init part of a pod, which fetches the text before anything else, and
+    makes the manifests that did not come with it."""
     if not order.settings.data:
         return {}
     copy = ["gcloud", "storage", "rsync", "--recursive", order.settings.data, DATA]
-    container = {
-        "name": "data",
-        "image": CLOUD_IMAGE,
-        "command": copy,
-        "volumeMounts": [{"name": "data", "mountPath": DATA}],
+    # What is wrong with a file, `diloco` itself tells, with an exit code of its own.
+    read = f"diloco manifest --missing {DATA} || true"
+    mounts = [{"name": "data", "mountPath": DATA}]
+    return {
+        "initContainers": [
+            {
+                "name": "data",
+                "image": CLOUD_IMAGE,
+                "command": copy,
+                "volumeMounts": mounts,
+            },
+            {
+                "name": "manifests",
+                "image": order.settings.image,
+                "command": ["/bin/bash", "-c", read],
+                "volumeMounts": mounts,
+            },
+        ]
     }
-    return {"initContainers": [container]}
 
 
 def _metadata(order: Order, name: str, part: str) -> Manifest:

@@ -21,6 +21,7 @@ from diloco_jax.config import (
     own_code,
 )
 from diloco_jax.launch.fleet import Slice, find_slice
+from diloco_jax.launch.variables import check_variables
 
 Backend = Literal["tpu_vm", "gke"]
 Purchase = Literal["on_demand", "spot", "reserved"]
@@ -137,6 +138,7 @@ def make_order(config: Config, path: str, on: Backend) -> Order:
                     f"package and name it as 'package.module:name' (docs/tpu.md, The "
                     f"image)"
                 )
+    check_variables(config)
     for field in ("zones", "purchase"):
         for name in getattr(settings, field):
             if name not in config.islands:

@@ -22,6 +22,7 @@ from diloco_jax.launch.order import (
     PlacedIsland,
 )
 from diloco_jax.launch.resources import SHARED, Command, Deployment, Owned, Resource
+from diloco_jax.launch.variables import variables_of
 
 NOTICE_S = 25.0
 """Seconds from the notice to the goodbye. A Spot machine has about 30 s."""
@@ -250,6 +251,7 @@ def _island_script(
     return _script(
         order,
         "island",
+        island.name,
         island.arguments(address, NOTICE_S),
         FIRST_INCARNATION=str(now_unix),
         PLATFORMS=PLATFORMS,
@@ -260,6 +262,7 @@ def _coordinator_script(order: Order, address: str, now_unix: int) -> str:
     return _script(
         order,
         COORDINATOR,
+        COORDINATOR,
         order.coordinator_arguments(address),
         INIT_BEFORE=str(now_unix + INIT_WITHIN_S),
         PORT=str(PORT),
@@ -269,9 +272,13 @@ def _coordinator_script(order: Order, address: str, now_unix: int) -> str:
 
 
 def _script(
-    order: Order, role: str, arguments: tuple[str, ...], **settings: str
+    order: Order, role: str, owner: str, arguments: tuple[str, ...], **settings: str
 ) -> str:
-    """Return `host.sh` with its settings before it."""
+    """Return `host.sh` with its settings before it. owner: whose variables it gives to
+    the process."""
+    plain, secret = variables_of(order.settings, owner)
+    variables = [f"--env={name}={value}" for name, value in plain.items()]
+    secrets = [part for pair in secret.items() for part in pair]
     settings = {
         "ROLE": role,
         "ROOT": ROOT,
@@ -287,6 +294,8 @@ def _script(
             "#!/usr/bin/env bash",
             *(f"{name}={shlex.quote(value)}" for name, value in settings.items()),
             f"ARGUMENTS=({shlex.join(arguments)})",
+            f"VARIABLES=({shlex.join(variables)})",
+            f"SECRETS=({shlex.join(secrets)})",
             f"CONFIG_JSON={shlex.quote(order.config_json)}",
             resources.files("diloco_jax.launch").joinpath("host.sh").read_text(),
         ]

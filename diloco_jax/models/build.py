@@ -101,6 +101,8 @@ def _check(model: Model, run: RunConfig, island: IslandConfig, layout: Layout) -
         plan_fragments(shapes, model.axes, 1)
     except ValueError as error:
         raise ConfigError(f"axes do not name those of init: {error}") from error
+    if model.loss is None:
+        return
     rows = island.batch_size // island.accumulation
     tokens = jnp.zeros((rows, run.sequence_length + 1), jnp.int32)
     weights = jnp.ones((rows, run.sequence_length), jnp.float32)

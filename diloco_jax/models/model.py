@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from diloco_jax.errors import ConfigError
+
 Params = dict[str, Any]
 Axes = dict[str, Any]
 Batch = jax.Array | Mapping[str, jax.Array]
@@ -32,13 +34,70 @@ class Model(NamedTuple):
     """
 
     init: Callable[[jax.Array], Params]
-    loss: Callable[[Params, Batch], tuple[jax.Array, Metrics]]
+    loss: Callable[[Params, Batch], tuple[jax.Array, Metrics]] | None
+    """None: only a train loop of the user's own knows it (`loop_model`)."""
     axes: Axes
 
     def shapes(self) -> Params:
         """Return `jax.ShapeDtypeStruct` of every parameter; compile nothing."""
         shapes: Params = jax.eval_shape(lambda: self.init(jax.random.key(0)))
         return shapes
+
+    def require_loss(self) -> Callable[[Params, Batch], tuple[jax.Array, Metrics]]:
+        """Return the loss; raise ConfigError if only a train loop knows it."""
+        if self.loss is None:
+            raise ConfigError(
+                "the function of model.factory gives no loss, so only train loops that "
+                "call diloco_jax.join can train this model; to run islands of the "
+                "product's own, to evaluate, emulate, replay or plan, have it return a "
+                "Model with a loss (docs/models.md)"
+            )
+        return self.loss
+
+
+def loop_model(init: Callable[[jax.Array], Any], axes: Axes | None = None) -> Model:
+    """Return a model whose loss is known to train loops that join the run alone.
+
+    init: makes the first parameters of a key, any pytree of f32 arrays. axes: as in
+    `Model`, of the tree that `named` makes; None: each array is a piece, and no
+    embedding.
+    """
+
+    def first(key: jax.Array) -> Params:
+        return named(init(key))
+
+    shapes = jax.eval_shape(first, jax.random.key(0))
+    return Model(first, None, plain_axes(shapes) if axes is None else axes)
+
+
+def plain_axes(params: Params) -> Axes:
+    """Return axes without names, for arrays or shapes."""
+    axes: Axes = jax.tree.map(lambda leaf: (None,) * len(leaf.shape), params)
+    return axes
+
+
+def named(tree: Any) -> Params:
+    """Return the leaves of any pytree by their path, as a nested dict with names as
+    keys; one of those stays as it is.
+
+    Raises:
+      ValueError: two leaves have one path, or a leaf has none.
+    """
+    params: Params = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
+        node = params
+        for key in keys[:-1]:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                break
+        if not keys or not isinstance(node, dict) or keys[-1] in node:
+            raise ValueError(
+                f"the leaf at {'/'.join(keys) or 'the top'} has no name of its own; "
+                f"parameters are a tree with a path for each array"
+            )
+        node[keys[-1]] = leaf
+    return params
 
 
 def split_batch(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from diloco_jax.config import ConfigError, RunConfig
-from diloco_jax.core.fragments import FragmentPlan, plan_fragments
+from diloco_jax.core.fragments import FragmentPlan, Piece, plan_fragments
+from diloco_jax.core.merge import RULES, merging
+from diloco_jax.core.outer.optimizer import is_elementwise
 from diloco_jax.models.model import Model
 
 
@@ -20,15 +24,24 @@ def other_model(here: str, there: str) -> list[str]:
 
 
 def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
-    """Build the plan from shapes alone; raise ConfigError if the run asks for more
-    fragments than there can be."""
-    sync = run.sync
+    """Build the plan from shapes, merge rule and outer optimizer alone; raise
+    ConfigError if the run asks for more fragments than there can be."""
+    sync, may_cut = run.sync, _cutting(run)
     try:
         return plan_fragments(
-            model.shapes(), model.axes, sync.fragments, sync.fragment_by
+            model.shapes(), model.axes, sync.fragments, sync.fragment_by, may_cut
         )
     except ValueError as error:
         raise ConfigError(
             f"sync.fragments = {sync.fragments}, sync.fragment_by = "
             f"{sync.fragment_by!r}: {error}"
         ) from error
+
+
+def _cutting(run: RunConfig) -> Callable[[Piece], bool]:
+    """Return which pieces may be cut: those whose bands the run's merges and outer
+    steps treat as the whole."""
+    rule, optimizer = RULES.find(run.sync.merge), run.outer.optimizer
+    # One that is still open becomes a preset; those go element by element.
+    by_element = optimizer is None or is_elementwise(optimizer)
+    return lambda piece: by_element and merging.may_cut(piece, rule)

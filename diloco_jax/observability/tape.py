@@ -3,6 +3,9 @@
 Every line of a tape carries `prev`, the first 16 hex digits of the SHA-256 of the line
 before it (without its newline; empty on the first line). So a line that is missing,
 altered or out of order is found and named. A tape that ends early cannot be told.
+
+A tape is written in files of bounded size (`segments.py`). The chain, and the numbers
+of lines in messages, go through all of them.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from diloco_jax.observability import segments
 from diloco_jax.paths import naming
 
 logger = logging.getLogger(__name__)
@@ -70,20 +74,42 @@ class JsonLines:
 
 
 class Tape(JsonLines):
-    """JSON lines of which each names the hash of the one before."""
+    """JSON lines of which each names the hash of the one before.
 
-    def __init__(self, path: str | Path):
+    `path` is the file that is written; when it has `segment_bytes`, it is put aside.
+    """
+
+    def __init__(
+        self, path: str | Path, segment_bytes: int = segments.SEGMENT_BYTES
+    ) -> None:
         super().__init__(path)
-        last = _last_line(self.path)
-        self._prev = _digest(last) if last is not None else ""
+        self._segment_bytes = segment_bytes
+        self._bytes = self.path.stat().st_size
+        self._prev = ""
+        for file in segments.files(self.path, newest_first=True):
+            if (last := _last_line(file)) is not None:
+                self._prev = _digest(last)
+                break
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write the record plus `prev`; raise ValueError if it has a `prev` already."""
         if "prev" in record:
             raise ValueError(f"a tape record cannot have a field 'prev': {record!r}")
+        if self._bytes >= self._segment_bytes:
+            self._begin_segment()
         line = _line({**record, "prev": self._prev})
         self._write(line)
+        self._bytes += len(line) + 1
         self._prev = _digest(line)
+
+    def _begin_segment(self) -> None:
+        # The file is not synced: on the thread of decisions, nothing waits for a disk
+        # on behalf of the tape.
+        with naming(self.path):
+            self._file.close()
+            segments.put_aside(self.path)
+            self._file = self.path.open("ab")
+        self._bytes = 0
 
 
 def read_tape(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -93,30 +119,40 @@ def read_tape(path: str | Path) -> Iterator[dict[str, Any]]:
     TapeError with the number of the first line that is not JSON or does not follow
     the one before it.
     """
+    path = Path(path)
+    if missing := segments.missing(path):
+        raise TapeError(
+            f"{path}: the tape goes on from {missing}, which is missing; put it back"
+        )
     expected = ""
-    with Path(path).open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if not raw.endswith(b"\n"):
-                return
-            line = raw[:-1]
-            try:
-                record = json.loads(line)
-                prev = record.pop("prev")
-            except NOT_A_RECORD as error:
-                raise TapeError(
-                    f"{path}, line {number}: not a record of a tape ({brief(error)}); "
-                    f"what follows cannot be trusted"
-                ) from error
-            if prev != expected:
-                raise TapeError(
-                    f"{path}, line {number}: it follows a line with hash "
-                    f"{_shown(prev)}, but the line before it has "
-                    f"{expected or 'none'}: line {max(1, number - 1)} was altered, or "
-                    f"lines before {number} are missing or out of order; what follows "
-                    f"cannot be trusted"
-                )
-            expected = _digest(line)
-            yield record
+    for number, raw in enumerate(_lines(path), start=1):
+        if not raw.endswith(b"\n"):
+            return
+        line = raw[:-1]
+        try:
+            record = json.loads(line)
+            prev = record.pop("prev")
+        except NOT_A_RECORD as error:
+            raise TapeError(
+                f"{path}, line {number}: not a record of a tape ({brief(error)}); "
+                f"what follows cannot be trusted"
+            ) from error
+        if prev != expected:
+            raise TapeError(
+                f"{path}, line {number}: it follows a line with hash "
+                f"{_shown(prev)}, but the line before it has "
+                f"{expected or 'none'}: line {max(1, number - 1)} was altered, or "
+                f"lines before {number} are missing or out of order; what follows "
+                f"cannot be trusted"
+            )
+        expected = _digest(line)
+        yield record
+
+
+def remove_tape(path: Path) -> None:
+    """Remove all files of a tape."""
+    for file in (*segments.closed(path), path):
+        file.unlink(missing_ok=True)
 
 
 def brief(value: object) -> str:
@@ -153,24 +189,37 @@ def newest_record(path: str | Path, kind: str) -> dict[str, Any]:
 
 def tells_of_the_end(path: Path) -> bool:
     """Return True if the run is over: then the tape only records leaving islands."""
-    newest = itertools.islice(_newest_first(path), LAST_LINES) if path.exists() else ()
-    return any(line["kind"] == "finished" for line in newest)
+    newest = itertools.islice(_newest_first(path), LAST_LINES)
+    try:
+        return any(line["kind"] == "finished" for line in newest)
+    except FileNotFoundError:
+        return False
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    for file in segments.files(path):
+        yield from file
 
 
 def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
     """Yield all complete lines from the last one back, unchecked."""
-    with path.open("rb") as file:
-        end = _after_last_newline(file, file.seek(0, os.SEEK_END))
-        rest = b""
-        while end > 0:
-            start = max(0, end - BLOCK_BYTES)
-            file.seek(start)
-            *whole, last = reversed((file.read(end - start) + rest).split(b"\n"))
-            # The first line of a block may begin in the block before.
-            rest, end = last, start
-            yield from (json.loads(line) for line in whole if line)
-        if rest:
-            yield json.loads(rest)
+    for file in segments.files(path, newest_first=True):
+        yield from map(json.loads, _reversed_lines(file))
+
+
+def _reversed_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the complete lines of a file from the last one back."""
+    end = _after_last_newline(file, file.seek(0, os.SEEK_END))
+    rest = b""
+    while end > 0:
+        start = max(0, end - BLOCK_BYTES)
+        file.seek(start)
+        *whole, last = reversed((file.read(end - start) + rest).split(b"\n"))
+        # The first line of a block may begin in the block before.
+        rest, end = last, start
+        yield from filter(None, whole)
+    if rest:
+        yield rest
 
 
 def _shown(prev: object) -> str:
@@ -193,14 +242,14 @@ def _cut_torn_line(path: Path) -> int:
     return size - keep
 
 
-def _last_line(path: Path) -> bytes | None:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size == 0:
-            return None
-        start = _after_last_newline(file, size - 1)
-        file.seek(start)
-        return file.read(size - 1 - start)
+def _last_line(file: BinaryIO) -> bytes | None:
+    """Return the last line, which is complete; None if the file is empty."""
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
+        return None
+    start = _after_last_newline(file, size - 1)
+    file.seek(start)
+    return file.read(size - 1 - start)
 
 
 def _after_last_newline(file: BinaryIO, end: int) -> int:

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
@@ -19,6 +21,7 @@ from diloco_jax.planning.checks import Needs, Shortfall, Terms, needs_of, refusa
 from diloco_jax.planning.chips import chip_of
 from diloco_jax.planning.flops import analytic_flops
 from diloco_jax.planning.price import price_per_hour
+from diloco_jax.planning.rates import MachineRates
 
 RECOMPUTED = 4 / 3
 """Executed FLOPs over those of the model, where a layer is computed again."""
@@ -37,11 +40,13 @@ class ArithmeticPlan:
     step_seconds: dict[str, float]
     needs: Needs
     refusals: list[Shortfall]
-    price_per_hour: float | None
+    rates: MachineRates
+    price_per_hour: dict[str, float] | None
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as Python builtins."""
-        return dataclasses.asdict(self)
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
 
 
 def plan_by_arithmetic(
@@ -50,6 +55,7 @@ def plan_by_arithmetic(
     fragments: FragmentPlan,
     link_gbit_per_s: float,
     prices: Mapping[str, float],
+    rates: MachineRates,
 ) -> ArithmeticPlan:
     """Plan the run from formulas. Raises ConfigError."""
     steps, hosts = {}, {}
@@ -71,6 +77,7 @@ def plan_by_arithmetic(
         hosts=hosts,
         step_seconds=steps,
         link_gbit_per_s=link_gbit_per_s,
+        rates=rates,
     )
     found_refusals = refusals(terms)
     return ArithmeticPlan(
@@ -81,5 +88,6 @@ def plan_by_arithmetic(
         step_seconds=steps,
         needs=needs_of(terms),
         refusals=found_refusals,
+        rates=rates,
         price_per_hour=price_per_hour(config, prices) if prices else None,
     )

@@ -14,22 +14,29 @@ from typing import Any, NamedTuple
 
 from diloco_jax.config import Config
 from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.planning.changes import Change, shown
+from diloco_jax.planning.changes import changed as changed_config
 from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
 from diloco_jax.planning.machines import (
+    MIB,
     MOST_DISK_GB,
     disk_bytes_per_s,
     machine_of,
     smallest_machine,
 )
 from diloco_jax.planning.network import IslandNetwork, island_network
+from diloco_jax.planning.rates import CONSTANTS, DiskRates, MachineRates
 from diloco_jax.protocol.coordinator import schedule
+from diloco_jax.wire.places import MOST_PLACES
 
 MOST_MEMORY = 0.95
 """Share of a machine's memory that may be planned for."""
 MOST_DISK = 0.9
 """Share of a disk's bytes, and of its rate, that may be planned for."""
-MOST_THREADS = 4915
-"""Threads of one service on a Linux machine (systemd's default TasksMax)."""
+DISK_EGRESS = 1.16
+"""Bytes that a machine sends for each byte that it writes to a persistent disk
+(cloud.google.com/compute/docs/disks/optimizing-pd-performance, 2026-11-24).
+"""
 GB = 1e9
 
 
@@ -43,6 +50,19 @@ class Terms:
     hosts: Mapping[str, int]
     step_seconds: Mapping[str, float]
     link_gbit_per_s: float
+    rates: MachineRates = CONSTANTS
+
+    @property
+    def disk(self) -> DiskRates:
+        """Rates of the coordinator's disk: as measured, or as published."""
+        launch = self.config.launch
+        published = min(
+            disk_bytes_per_s(launch.coordinator_disk_gb),
+            machine_of(launch.coordinator_machine).disk_bytes_per_s,
+        )
+        return self.rates.disk or DiskRates(
+            write_bytes_per_s=published, read_bytes_per_s=published
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +111,6 @@ def needs_of(terms: Terms) -> Needs:
     config, sync = terms.config, terms.config.run.sync
     pace = schedule.pace(sync.quorum, list(terms.step_seconds.values()))
     cycle_s = sync.steps_per_cycle * pace
-    disk = disk_bytes_per_s(config.launch.coordinator_disk_gb)
     coordinator = plan_coordinator(
         config.run,
         config.placement,
@@ -99,13 +118,14 @@ def needs_of(terms: Terms) -> Needs:
         len(terms.hosts),
         cycle_s,
         machine_of(config.launch.coordinator_machine).cores,
-        disk,
+        terms.disk.write_bytes_per_s,
+        terms.rates,
     )
     return Needs(
         pacing_step_seconds=pace,
         cycle_seconds=cycle_s,
         coordinator=coordinator,
-        restart_seconds=coordinator.restart_seconds(disk),
+        restart_seconds=coordinator.restart_seconds(terms.disk.read_bytes_per_s),
         networks={
             name: island_network(
                 sync, terms.fragments, pace, seconds, terms.link_gbit_per_s
@@ -124,29 +144,17 @@ def refusals(terms: Terms) -> list[Shortfall]:
     return [_refusal(terms, c, failing) for c in _checks(terms) if not c.holds]
 
 
-def changed(terms: Terms, change: Mapping[str, Any]) -> Terms:
-    """Return the terms with other values of fields such as "sync.steps_per_cycle"."""
-    config = terms.config
-    for path, value in change.items():
-        section, field = path.split(".")
-        if section == "sync":
-            sync = dataclasses.replace(config.run.sync, **{field: value})
-            run = dataclasses.replace(config.run, sync=sync)
-            config = dataclasses.replace(config, run=run)
-        else:
-            part = dataclasses.replace(getattr(config, section), **{field: value})
-            config = dataclasses.replace(config, **{section: part})
-    return dataclasses.replace(terms, config=config)
+def changed(terms: Terms, change: Change) -> Terms:
+    """Return the terms with other values of fields of the config."""
+    return dataclasses.replace(terms, config=changed_config(terms.config, change))
 
 
 def _refusal(terms: Terms, check: Check, failing: set[str]) -> Shortfall:
     for change in check.changes():
         after = {c.name for c in _checks(changed(terms, change)) if not c.holds}
         if check.name not in after and after <= failing:
-            said = " and ".join(f"{k} = {_shown(v)}" for k, v in change.items())
-            return Shortfall(
-                check=check.name, text=f"{check.text}: set {said}", change=change
-            )
+            said = f"{check.text}: set {shown(change)}"
+            return Shortfall(check=check.name, text=said, change=change)
     text = f"{check.text}; no single setting that this plan knows is enough"
     return Shortfall(check=check.name, text=text, change={})
 
@@ -155,6 +163,7 @@ def _checks(terms: Terms) -> list[Check]:
     needs = needs_of(terms)
     return [
         _link(terms, needs),
+        _egress(terms, needs),
         _join(terms, needs),
         _memory(terms, needs),
         _cores(terms, needs),
@@ -182,6 +191,32 @@ def _link(terms: Terms, needs: Needs) -> Check:
         has,
         f"islands.{name}: its link must carry {needed:.3g} Gbit/s on average and has "
         f"{has:g} (sync.steps_per_cycle = {sync.steps_per_cycle})",
+        changes,
+    )
+
+
+def _egress(terms: Terms, needs: Needs) -> Check:
+    """Count what the coordinator sends: publishes to all islands, and to its disk."""
+    sync = terms.config.run.sync
+    machine = machine_of(terms.config.launch.coordinator_machine)
+    fetched = sum(network.down.mean for network in needs.networks.values())
+    needed = fetched + 8e-9 * DISK_EGRESS * needs.coordinator.disk.bytes_per_s
+    has = machine.egress_gbit_per_s or math.inf
+
+    def changes() -> Iterator[dict[str, Any]]:
+        yield from _machines(needs, egress_gbit_per_s=needed)
+        # Only the rounds of snapshots do not get longer with the cycle.
+        for cycle in range(1, 5):
+            longer = math.ceil(sync.steps_per_cycle * needed / has * cycle)
+            yield {"sync.steps_per_cycle": longer}
+
+    return Check(
+        "egress",
+        needed,
+        has,
+        f"the coordinator sends {needed:.3g} Gbit/s on average, {fetched:.3g} of it to "
+        f"{len(needs.networks)} islands and the rest to its disk, and {machine.name} "
+        f"sends {has:g} at most",
         changes,
     )
 
@@ -231,9 +266,13 @@ def _cores(terms: Terms, needs: Needs) -> Check:
     )
 
 
-def _machines(needs: Needs) -> Iterator[dict[str, Any]]:
+def _machines(
+    needs: Needs, *, egress_gbit_per_s: float = 0.0, disk_mib_per_s: float = 0.0
+) -> Iterator[dict[str, Any]]:
     memory = needs.coordinator.memory / MOST_MEMORY
-    machine = smallest_machine(memory, needs.coordinator.cores)
+    machine = smallest_machine(
+        memory, needs.coordinator.cores, egress_gbit_per_s, disk_mib_per_s
+    )
     if machine:
         yield {"launch.coordinator_machine": machine.name}
 
@@ -254,7 +293,8 @@ def _disk_bytes(terms: Terms, needs: Needs) -> Check:
 def _disk_speed(terms: Terms, needs: Needs) -> Check:
     disk = needs.coordinator.disk
     size = terms.config.launch.coordinator_disk_gb
-    has = MOST_DISK * disk_bytes_per_s(size)
+    rate = terms.disk.write_bytes_per_s
+    has = MOST_DISK * rate
 
     def changes() -> Iterator[dict[str, Any]]:
         left = has - disk.log_bytes_per_s
@@ -262,13 +302,15 @@ def _disk_speed(terms: Terms, needs: Needs) -> Check:
             every = disk.round_seconds * disk.snapshot_bytes_per_s / left
             yield {"placement.snapshot_every_s": float(math.ceil(every))}
         yield from _sizes(terms)
+        asked = disk.bytes_per_s / MOST_DISK / MIB
+        yield from _machines(needs, disk_mib_per_s=asked)
 
     return Check(
         "disk speed",
         disk.bytes_per_s,
         has,
         f"log and snapshots write {disk.bytes_per_s / 1e6:.0f} MB/s to a disk of "
-        f"{size} GB, which takes {disk_bytes_per_s(size) / 1e6:.0f}, of which "
+        f"{size} GB, which takes {rate / 1e6:.0f}, of which "
         f"{MOST_DISK:.0%} may be used (a round of snapshots in "
         f"{disk.round_seconds:.0f} s)",
         changes,
@@ -300,24 +342,20 @@ def _restart(terms: Terms, needs: Needs) -> Check:
 
 
 def _places(terms: Terms) -> Check:
-    """Count the coordinator's threads: one per host and channel, each way."""
+    """Count the transfers that may run at once: one per host and channel, each way."""
     channels, hosts = terms.config.placement.bulk_channels, sum(terms.hosts.values())
-    needed = 2 * channels * hosts + 2 * len(terms.hosts)
+    needed = 2 * channels * hosts
 
     def changes() -> Iterator[dict[str, Any]]:
-        most = (MOST_THREADS - 2 * len(terms.hosts)) // (2 * hosts)
-        if most >= 1:
+        if (most := MOST_PLACES // (2 * hosts)) >= 1:
             yield {"placement.bulk_channels": most}
 
     return Check(
         "places",
         needed,
-        MOST_THREADS,
-        f"{hosts} hosts with placement.bulk_channels = {channels} may need {needed} "
-        f"threads at the coordinator, and a service has {MOST_THREADS}",
+        MOST_PLACES,
+        f"{hosts} hosts with placement.bulk_channels = {channels} may begin {needed} "
+        f"transfers together, and the coordinator has places for {MOST_PLACES}; the "
+        f"others would wait",
         changes,
     )
-
-
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else repr(value)

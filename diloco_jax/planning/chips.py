@@ -1,10 +1,10 @@
 """Published rates of TPU chips: one table, and nowhere else.
 
-Sources, per chip: peak bf16 FLOP/s, HBM bandwidth and the ICI total of both directions
-from Google's pages on v5p and v6e (cloud.google.com/tpu/docs/v5p, v6e); links and
-wrap-around from "How to Scale Your Model" (jax-ml.github.io/scaling-book), which has
-HBM bandwidth and links up to 12 % lower. `hbm_bytes` is what libtpu's compiler says it
-has for a program.
+Sources, looked up 2026-11-20, per chip: peak bf16 FLOP/s, HBM bandwidth and the ICI
+total of both directions from Google's pages on v5p and v6e (cloud.google.com/tpu/docs/
+v5p, v6e); links and wrap-around from "How to Scale Your Model" (jax-ml.github.io/
+scaling-book), which has HBM bandwidth and links up to 12 % lower. `hbm_bytes` is what
+libtpu's compiler says it has for a program.
 """
 
 from __future__ import annotations

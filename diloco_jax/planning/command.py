@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich import progress as bars
 from rich.console import Console
 
+from diloco_jax import files
 from diloco_jax.config import Config
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE
 from diloco_jax.launch.order import slice_of
@@ -25,6 +30,14 @@ from diloco_jax.planning.processes import (
     compile_islands,
     require_libtpu,
 )
+from diloco_jax.planning.rates import CONSTANTS, MachineRates, read_rates, write_rates
+
+if TYPE_CHECKING:
+    from diloco_jax.core.fragments import FragmentPlan
+    from diloco_jax.planning.compiling import IslandPlan
+    from diloco_jax.planning.report import Plan
+
+MEASURED = "this machine"
 
 
 def run(config: Config, path: str, options: PlanOptions) -> int:
@@ -43,46 +56,115 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     if not options.arithmetic:
         require_libtpu()
     import jax
-    import msgspec
 
     from diloco_jax.planning.arithmetic import plan_by_arithmetic
-    from diloco_jax.planning.compiling import IslandPlan
-    from diloco_jax.planning.report import fragments_of, plan_run
+    from diloco_jax.planning.report import fragments_of
     from diloco_jax.planning.table import render, render_arithmetic
 
     # TPUs of this machine play no part.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
-    fragments = fragments_of(config)
+    began = time.monotonic()
     console = Console(stderr=True, markup=False)
+    with console.status("cutting the model into fragments"):
+        fragments = fragments_of(config)
+    rates = _rates(config, options, console)
     if options.arithmetic:
-        guess = plan_by_arithmetic(
-            path, config, fragments, options.link_gbit_per_s, prices
-        )
+        with console.status("checking links and coordinator"):
+            guess = plan_by_arithmetic(
+                path, config, fragments, options.link_gbit_per_s, prices, rates
+            )
         if options.json:
             print(json.dumps(guess.as_json()))
         else:
             render_arithmetic(guess, console)
+            _took(began, console)
         return EXIT_DONE if guess.fits else EXIT_CONFIG
     try:
-        with _bars(console, list(config.islands)) as report:
-            compiled = compile_islands(config, report)
+        plan = _plan(path, config, options, fragments, prices, rates, console)
     except PlanError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    plan = plan_run(
-        path,
-        config,
-        {name: msgspec.convert(p, IslandPlan) for name, p in compiled.items()},
-        fragments,
-        options.assumptions,
-        {name: metadata.version(name) for name in ("diloco-jax", "jax", "libtpu")},
-        prices,
-    )
     if options.json:
         print(json.dumps(plan.as_json()))
     else:
         render(plan, console)
+        _took(began, console)
     return EXIT_DONE if plan.fits else EXIT_CONFIG
+
+
+def _took(began: float, console: Console) -> None:
+    seconds = time.monotonic() - began
+    console.print(f"(this plan took {seconds:.0f} s)", highlight=False, style="dim")
+
+
+def _rates(config: Config, options: PlanOptions, console: Console) -> MachineRates:
+    """Measure, read or know the rates of the coordinator's machine."""
+    if not options.measure:
+        return read_rates(options.machine) if options.machine else CONSTANTS
+    from diloco_jax.planning.measuring import measure
+
+    if options.machine:
+        files.require_writable(Path(options.machine).absolute().parent, "--machine")
+    folder = Path(config.placement.workdir or os.curdir).absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    with _bars(console, [MEASURED]) as report:
+        rates = measure(
+            config, str(folder), lambda doing, share: report(MEASURED, doing, share)
+        )
+    if options.machine:
+        write_rates(rates, options.machine)
+    return rates
+
+
+def _plan(
+    path: str,
+    config: Config,
+    options: PlanOptions,
+    fragments: FragmentPlan,
+    prices: Mapping[str, float],
+    rates: MachineRates,
+    console: Console,
+) -> Plan:
+    """Compile, plan, and try what may be better."""
+    import msgspec
+
+    from diloco_jax.planning.advice import advise
+    from diloco_jax.planning.compiling import IslandPlan
+    from diloco_jax.planning.report import plan_run
+
+    versions = {n: metadata.version(n) for n in ("diloco-jax", "jax", "libtpu")}
+
+    def plan_of(config: Config, compiled: Mapping[str, IslandPlan]) -> Plan:
+        return plan_run(
+            path,
+            config,
+            compiled,
+            fragments,
+            options.assumptions,
+            versions,
+            prices,
+            rates,
+        )
+
+    with _bars(console, list(config.islands)) as report:
+
+        def compiled_of(config: Config, *names: str) -> dict[str, IslandPlan]:
+            made: Any = compile_islands(config, report, names)
+            return msgspec.convert(made, dict[str, IslandPlan])
+
+        compiled = compiled_of(config)
+        for name in config.islands:
+            report(name, "simulating the run", 1.0)
+        plan = plan_of(config, compiled)
+        return plan.with_advice(
+            advise(
+                config,
+                plan,
+                plan_of,
+                lambda config, name: compiled_of(config, name)[name],
+            )
+        )
 
 
 @contextmanager

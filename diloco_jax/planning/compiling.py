@@ -8,7 +8,6 @@ to standard error. No TPU is touched, and no array is made.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
 from diloco_jax.config.loading import read_config
 from diloco_jax.core.fragments import FragmentPlan, Piece
 from diloco_jax.island.device.build import build_trainer
-from diloco_jax.island.device.kinds import Kind, kind_of
+from diloco_jax.island.device.kinds import Kind, alike, kind_of
 from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.launch.fleet import Slice
 from diloco_jax.launch.order import slice_of
@@ -33,10 +32,11 @@ from diloco_jax.planning.collectives import (
 )
 from diloco_jax.planning.flops import Flops, count_flops
 from diloco_jax.planning.memory import Hbm
-from diloco_jax.planning.roofline import Roofline, roofline
+from diloco_jax.planning.roofline import Roofline, ici_seconds, roofline
+from diloco_jax.planning.workers import tell
 
-FUNCTIONS = ("take", "advance", "adopt")
-"""Functions of `Kind` that every tick runs."""
+FUNCTIONS = ("take", "gather", "advance", "adopt")
+"""Functions of `Kind` that every tick runs; "gather" where hosts fetch parts."""
 Report = Callable[[str, int, int], None]
 """Callback (current work, parts done, parts in all)."""
 
@@ -53,6 +53,9 @@ class ExchangePlan:
     """True if shards end on tiles, so that nothing needs to be gathered."""
     collectives: dict[str, list[CollectiveSum]]
     """Collectives by function; functions without any are left out."""
+    seconds: float
+    """Seconds of these functions for one piece, at published rates: arithmetic. They
+    wait for their turn among the steps, and no step runs meanwhile."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,11 @@ class IslandPlan:
     collectives: list[CollectiveSum] | None
     exchange: list[ExchangePlan]
     roofline: Roofline
+
+    @property
+    def exchange_seconds(self) -> float:
+        """Seconds of a cycle in which takes and adoptions hold up the steps."""
+        return sum(kind.pieces * kind.seconds for kind in self.exchange)
 
 
 def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
@@ -101,7 +109,7 @@ def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
     exchange = []
     for done, (kind, pieces) in enumerate(kinds):
         report(pieces[0].name, 2 + done, parts)
-        exchange.append(_plan_exchange(run, kind, pieces, state))
+        exchange.append(_plan_exchange(run, found, kind, pieces, state))
     return _conclude(found, run, island, held, flops, compiled, refusal, exchange)
 
 
@@ -166,7 +174,7 @@ def _kinds(
     kinds: dict[Any, tuple[Kind, list[Piece]]] = {}
     for piece in sorted(plan.pieces):
         leaf = _leaf(state, piece)
-        key = (leaf.shape, leaf.sharding, piece.layer < 0)
+        key = (leaf.shape, leaf.sharding, *alike(piece))
         if key not in kinds:
             kind = kind_of(run.sync, piece, leaf, island.anchor_memory)
             kinds[key] = (kind, [])
@@ -175,19 +183,25 @@ def _kinds(
 
 
 def _plan_exchange(
-    run: RunConfig, kind: Kind, pieces: list[Piece], state: TrainState
+    run: RunConfig, found: Slice, kind: Kind, pieces: list[Piece], state: TrainState
 ) -> ExchangePlan:
     piece = pieces[0]
     lowered = kind.lower(run.sync, piece, _leaf(state, piece))
-    collectives = {
-        name: sum_collectives(find_collectives(_program(lowered[name].compile())))
-        for name in FUNCTIONS
+    programs = {
+        name: _program(lowered[name].compile()) for name in FUNCTIONS if name in lowered
     }
+    collectives = {
+        name: sum_collectives(find_collectives(program))
+        for name, program in programs.items()
+    }
+    sent = sum(c.sent_bytes for sums in collectives.values() for c in sums)
+    moved = sum(map(traffic.hbm_bytes, programs.values()))
     return ExchangePlan(
         piece=piece.name,
         pieces=len(pieces),
         aligned=_cuts(kind.piece.spec) == _cuts(kind.encoded.spec),
-        collectives={name: found for name, found in collectives.items() if found},
+        collectives={name: sums for name, sums in collectives.items() if sums},
+        seconds=ici_seconds(found, sent) + moved / chip_of(found).hbm_bytes_per_s,
     )
 
 
@@ -223,18 +237,13 @@ def main(arguments: list[str]) -> None:
     path, name = arguments
 
     def report(doing: str, done: int, parts: int) -> None:
-        _print({"doing": doing, "done": done, "parts": parts})
+        tell({"doing": doing, "done": done, "parts": parts})
 
     try:
-        _print(
-            {"plan": dataclasses.asdict(plan_island(read_config(path), name, report))}
-        )
+        plan = plan_island(read_config(path), name, report)
+        tell({"result": dataclasses.asdict(plan)})
     except ConfigError as error:
-        _print({"config_error": str(error)})
-
-
-def _print(line: dict[str, Any]) -> None:
-    print(json.dumps(line), flush=True)
+        tell({"config_error": str(error)})
 
 
 if __name__ == "__main__":

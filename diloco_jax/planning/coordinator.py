@@ -1,41 +1,32 @@
 """Needs of the coordinator's machine: memory, cores, disk, and time to restart.
 
-All of it is arithmetic from sizes of payloads and from measured rates. The rates were
-measured on machines with two cores; newer cores are faster.
+All of it is arithmetic from sizes of payloads and from measured rates (`rates.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from diloco_jax.config import Placement, RunConfig
-from diloco_jax.coordinator.holder import CORES_PER_MERGE, MERGES_AT_ONCE
+from diloco_jax.coordinator.holder import merges_at_once
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.snapshots import BUSY_SHARE
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.merge import RULES, measures, merging
-from diloco_jax.core.outer.optimizer import make_outer
+from diloco_jax.core.outer.optimizer import OuterSettings, make_outer
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.paths import is_bucket
+from diloco_jax.planning.rates import CONSTANTS, MachineRates
 
-WIRE_CORE_SECONDS_PER_GB = 1.45
-"""Core seconds per GB with mutual TLS, the mean of both ways (docs/results/wire.md)."""
-MERGE_CORE_SECONDS = 5.7
-"""Core seconds per 1e9 parameters of a merge, whatever its deltas: the outer step and
-the encoded publish. `python benchmarks/merging.py`, int8, 2026-11-24. A publish that
-recovery decodes and adds costs at most that.
-"""
-DELTA_CORE_SECONDS = 0.9
-"""Core seconds per 1e9 parameters of each delta, its check on arrival included, in f32,
-which costs most; from the same table.
-"""
 SNAPSHOT_COPIES = 1
 """Fragments that a snapshot holds while merges replace them."""
 FETCHES_PER_JOIN = 2
@@ -109,6 +100,9 @@ class CoordinatorPlan:
     """Parameters of the publishes that recovery decodes, each as often as it was merged
     since."""
     replayed_bytes: float
+    replay_core_seconds: float
+    """Core seconds per 1e9 parameters that recovery decodes and adds: as those of a
+    merge without deltas, which is the most that it can be."""
 
     def restart_seconds(self, disk_bytes_per_s: float) -> float:
         """Return the seconds from the death of the process to its service.
@@ -118,7 +112,7 @@ class CoordinatorPlan:
         """
         state = self.theta + self.anchors + self.outer_state
         read = (state + self.replayed_bytes) / disk_bytes_per_s
-        return PROCESS_S + read + self.replayed / 1e9 * MERGE_CORE_SECONDS
+        return PROCESS_S + read + self.replayed / 1e9 * self.replay_core_seconds
 
 
 def plan_coordinator(
@@ -129,6 +123,7 @@ def plan_coordinator(
     cycle_seconds: float,
     cores: int,
     disk_bytes_per_s: float,
+    rates: MachineRates = CONSTANTS,
 ) -> CoordinatorPlan:
     """Estimate the coordinator's memory, cores and disk.
 
@@ -140,21 +135,29 @@ def plan_coordinator(
     )
     params = 4 * plan.total
     largest = max(plan.sizes)
-    outer_state = _outer_state_bytes(run, plan)
+    outer_state = _outer_state_bytes(outer_settings(run), plan)
     # Theta, anchor and outer state of the largest fragment.
     held = 8 * largest + math.ceil(outer_state * largest / plan.total)
-    rules = {p: merging.rule_for(p, RULES.find(run.sync.merge)) for p in plan.pieces}
+    # Many pieces, of few kinds.
+    kinds = Counter((p.shape, p.embedding) for p in plan.pieces)
+    like = {(p.shape, p.embedding): p for p in plan.pieces}
+    rule = RULES.find(run.sync.merge)
+    rules = {kind: merging.rule_for(piece, rule) for kind, piece in like.items()}
     rule_bytes = max(
-        merging.merging_bytes(r, islands, p.size) for p, r in rules.items()
+        merging.merging_bytes(rules[kind], islands, like[kind].size) for kind in kinds
     )
-    at_once = min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
+    at_once = merges_at_once(cores)
     parts = {
         "theta": params,
         "anchors": params,
         "outer_state": outer_state,
         "merge_state": sum(
-            merging.state_bytes(r, p.shape) + measures.sample_bytes(p.shape)
-            for p, r in rules.items()
+            count
+            * (
+                merging.state_bytes(rules[kind], like[kind].shape)
+                + measures.sample_bytes(like[kind].shape)
+            )
+            for kind, count in kinds.items()
         ),
         "snapshots": SNAPSHOT_COPIES * held,
         "merging": at_once * (held + rule_bytes),
@@ -163,9 +166,12 @@ def plan_coordinator(
         "merge_buffer": min(islands * sum(up), placement.merge_buffer_bytes),
         "process": PROCESS_BYTES,
     }
-    wire_gb = islands * (sum(up) + sum(down)) / 1e9
-    wire = wire_gb * WIRE_CORE_SECONDS_PER_GB / cycle_seconds
-    each = (MERGE_CORE_SECONDS + islands * DELTA_CORE_SECONDS) / 1e9
+    both_ways = (
+        sum(up) * rates.upload_core_seconds + sum(down) * rates.fetch_core_seconds
+    )
+    wire = islands * both_ways / 1e9 / cycle_seconds
+    merging_rate = rates.merging(run.sync.codec_down)
+    each = (merging_rate + islands * rates.per_delta(run.sync.codec_up)) / 1e9
     merge_cores = each * plan.total / cycle_seconds
     disk = _plan_disk(
         placement,
@@ -187,9 +193,11 @@ def plan_coordinator(
         disk=disk,
         replayed=cycles * plan.total,
         replayed_bytes=cycles * sum(down),
+        replay_core_seconds=merging_rate,
     )
 
 
+@functools.lru_cache(maxsize=16)
 def payload_bytes(codec: str, plan: FragmentPlan) -> list[int]:
     """Return the bytes of each encoded fragment."""
     chosen = get_codec(codec)
@@ -227,8 +235,9 @@ def _plan_disk(
     )
 
 
-def _outer_state_bytes(run: RunConfig, plan: FragmentPlan) -> int:
-    outer = make_outer(outer_settings(run))
+@functools.lru_cache(maxsize=16)
+def _outer_state_bytes(settings: OuterSettings, plan: FragmentPlan) -> int:
+    outer = make_outer(settings)
 
     def init() -> Any:
         return outer.init(tuple(jnp.zeros(piece.shape) for piece in plan.pieces))

@@ -68,5 +68,5 @@ def _products(run: RunConfig, island: IslandConfig) -> float:
         island = dataclasses.replace(island, attention="dot_product")
     model = build(run, island)
     tokens = jnp.zeros((1, run.sequence_length + 1), jnp.int32)
-    differentiate = jax.value_and_grad(model.loss, has_aux=True)
+    differentiate = jax.value_and_grad(model.require_loss(), has_aux=True)
     return product_flops(jax.make_jaxpr(differentiate)(model.shapes(), tokens).jaxpr)

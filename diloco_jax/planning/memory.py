@@ -47,6 +47,30 @@ class Hbm:
     pinned_host: int
     """Bytes in the chip's share of its host's memory."""
 
+    @property
+    def share_of_activations(self) -> float:
+        """The share of the activations, and of the rest that a batch takes, for which
+        there is room; at most 1."""
+        resident = self.used - self.parameters - self.optimizer
+        if not self.pinned_host:
+            resident -= self.anchors + self.residuals + self.open_takes
+        return min(1.0, 1 - self.missing / max(1, resident))
+
+    def with_takes(self, now: SyncConfig, then: SyncConfig) -> Hbm:
+        """Return the memory with another number of fragments under way, of which a step
+        knows nothing else."""
+        factor = open_fragments(then) / open_fragments(now)
+        more = round(self.open_takes * (factor - 1))
+        used = self.used + (0 if self.pinned_host else more)
+        return dataclasses.replace(
+            self,
+            open_takes=self.open_takes + more,
+            late_takes=max(0, self.late_takes - more),
+            used=used,
+            missing=max(0, used - self.available),
+            pinned_host=self.pinned_host + (more if self.pinned_host else 0),
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resident:

@@ -1,4 +1,8 @@
-"""Price of a run's machines, from prices that the user gives."""
+"""Price of a run's machines, from prices that the user gives.
+
+List prices differ between regions and change, and no table of them can be cited here:
+so the package has none.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +48,25 @@ def require_prices(config: Config, prices: Mapping[str, float]) -> None:
         )
 
 
-def price_per_hour(config: Config, prices: Mapping[str, float]) -> float:
-    """Sum the hourly prices of all chips and of the coordinator's machine.
+def price_per_hour(config: Config, prices: Mapping[str, float]) -> dict[str, float]:
+    """Return the hourly price of the chips by generation, and of the coordinator's
+    machine.
 
     prices: per chip by generation, and per machine for "coordinator".
     """
-    chips = 0.0
+    parts: dict[str, float] = {}
     for name, island in config.islands.items():
         found = slice_of(name, island)
-        chips += found.chips * prices[found.generation.name]
-    return chips + prices[COORDINATOR]
+        generation = found.generation.name
+        chips = found.chips * prices[generation]
+        parts[generation] = parts.get(generation, 0.0) + chips
+    return parts | {COORDINATOR: prices[COORDINATOR]}
+
+
+def told(per_hour: Mapping[str, float]) -> str:
+    """Return a sentence with the sum and its parts."""
+    parts = ", ".join(f"{name} {price:,.2f}" for name, price in per_hour.items())
+    return (
+        f"price per hour: {sum(per_hour.values()):,.2f} ({parts}), by your --price; "
+        f"without disks of islands, traffic between regions, and discounts"
+    )

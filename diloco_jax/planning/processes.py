@@ -9,14 +9,10 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import importlib.util
-import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +20,16 @@ from diloco_jax import libtpu, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.environment import prepare_environment
+from diloco_jax.launch.variables import FLAGS, variables_of
+from diloco_jax.planning.workers import Workers, last_lines
 
 DEADLINE_S = 3600.0
 """Seconds for one island; a dozen billion parameters take minutes on a free core."""
 WORKER = "diloco_jax.planning.compiling"
 AT_A_TIME = 2
 """Processes at a time; each takes a core and some GB of memory."""
+Flags = tuple[tuple[str, str], ...]
+"""Variables with flags, by name."""
 Report = Callable[[str, str, float], None]
 """Callback (island, current work, share that is done); several threads call it."""
 
@@ -47,14 +47,18 @@ def require_libtpu() -> None:
         )
 
 
-def compile_islands(config: Config, report: Report) -> dict[str, Any]:
-    """Return the islands' plans by name, as builtins.
+def compile_islands(
+    config: Config, report: Report, names: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the plans of these islands by name, as builtins; none named: of all.
 
     Raises ConfigError, also if a compilation fails, or PlanError if one is killed.
     """
-    groups: dict[IslandConfig, list[str]] = {}
-    for name, island in config.islands.items():
-        groups.setdefault(_compiled_part(island), []).append(name)
+    groups: dict[tuple[IslandConfig, Flags], list[str]] = {}
+    names = names or list(config.islands)
+    for name in names:
+        group = _compiled_part(config.islands[name]), flags_of(config, name)
+        groups.setdefault(group, []).append(name)
     plans: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="diloco-plan-") as folder:
         path = Path(folder) / run_files.CONFIG
@@ -62,8 +66,10 @@ def compile_islands(config: Config, report: Report) -> dict[str, Any]:
         compiler = _Compiler(path, report)
         with concurrent.futures.ThreadPoolExecutor(AT_A_TIME) as pool:
             work = {
-                pool.submit(compiler.compile, names[0], config.islands[names[0]]): names
-                for names in groups.values()
+                pool.submit(
+                    compiler.compile, alike[0], config.islands[alike[0]], flags
+                ): alike
+                for (_, flags), alike in groups.items()
             }
             try:
                 for future in concurrent.futures.as_completed(work):
@@ -72,7 +78,7 @@ def compile_islands(config: Config, report: Report) -> dict[str, Any]:
                 compiler.stop()
                 pool.shutdown(cancel_futures=True)
                 raise
-    return {name: plans[name] for name in config.islands}
+    return {name: plans[name] for name in names}
 
 
 def _compiled_part(island: IslandConfig) -> IslandConfig:
@@ -81,74 +87,56 @@ def _compiled_part(island: IslandConfig) -> IslandConfig:
 
 
 class _Compiler:
-    """Processes that compile, one per call of `compile`, from any thread."""
+    """Compiles islands, one per call of `compile`, from any thread."""
 
     def __init__(self, path: Path, report: Report) -> None:
         self._path = path
         self._report = report
-        self._running: set[subprocess.Popen[str]] = set()
+        self._workers = Workers()
 
-    def compile(self, name: str, island: IslandConfig) -> Any:
+    def compile(self, name: str, island: IslandConfig, flags: Flags) -> Any:
         """Compile an island in its process and return its plan."""
         log = self._path.with_name(f"{name}.log")
-        environment = environment_of(island)
-        with log.open("wb") as errors:
-            process = subprocess.Popen(
-                [sys.executable, "-m", WORKER, str(self._path), name],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment,
-                text=True,
-            )
-        self._running.add(process)
-        # A process that hangs prints nothing, so the deadline must kill it.
-        killer = threading.Timer(DEADLINE_S, process.kill)
-        killer.start()
-        try:
-            plan = self._listen(name, process)
-        finally:
-            killer.cancel()
-            process.kill()
-            code = process.wait()
-            assert process.stdout
-            process.stdout.close()
-            self._running.discard(process)
+        environment = environment_of(island, flags)
+        plan, code = self._workers.run(
+            WORKER,
+            [str(self._path), name],
+            environment=environment,
+            log=log,
+            deadline_s=DEADLINE_S,
+            progress=lambda doing, share: self._report(name, doing, share),
+        )
         if plan is not None:
+            self._report(name, "done", 1.0)
             return plan
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         if code == -signal.SIGKILL:
             raise PlanError(
                 f"compiling island {name} was killed, for want of memory or after "
-                f"{DEADLINE_S:g} s; it said:\n{tail}"
+                f"{DEADLINE_S:g} s; it said:\n{last_lines(log)}"
             )
         raise ConfigError(
             f"compiling island {name} for {island.topology} ended with code {code} and "
             f"no result, with {libtpu.in_force(environment)}; flags that you set there "
-            f"override those of diloco_jax/libtpu.py; it said:\n{tail}"
+            f"override those of diloco_jax/libtpu.py; it said:\n{last_lines(log)}"
         )
 
     def stop(self) -> None:
         """End all processes."""
-        for process in list(self._running):
-            process.kill()
-
-    def _listen(self, name: str, process: subprocess.Popen[str]) -> Any:
-        assert process.stdout
-        for line in process.stdout:
-            said = json.loads(line)
-            if "config_error" in said:
-                raise ConfigError(said["config_error"])
-            if "plan" in said:
-                self._report(name, "done", 1.0)
-                return said["plan"]
-            self._report(name, said["doing"], said["done"] / said["parts"])
-        return None
+        self._workers.stop()
 
 
-def environment_of(island: IslandConfig) -> dict[str, str]:
-    """Return the environment of an island's process, without this machine's devices."""
-    environment = dict(os.environ)
+def flags_of(config: Config, name: str) -> Flags:
+    """Return the variables with flags that a launch gives to the island."""
+    given = variables_of(config.launch, name).plain
+    return tuple((flags, given[flags]) for flags in FLAGS if flags in given)
+
+
+def environment_of(island: IslandConfig, flags: Flags = ()) -> dict[str, str]:
+    """Return the environment of an island's process, without this machine's devices.
+
+    flags: see `flags_of`; they count before those of this machine.
+    """
+    environment = dict(os.environ) | dict(flags)
     prepare_environment(1, environment)
     libtpu.set_flags(libtpu.generation_of(island.topology), environment)
     return environment | {

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from diloco_jax.config import Config
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
-from diloco_jax.planning.advice import advise
 from diloco_jax.planning.checks import Terms, needs_of, refusals
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.goodput import SimulatedIsland, expected_goodput
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.price import price_per_hour
-from diloco_jax.planning.results import PlannedIsland, RunPlan
+from diloco_jax.planning.rates import CONSTANTS, MachineRates
+from diloco_jax.planning.results import Advice, PlannedIsland, RunPlan
 
 SECONDS_PER_DAY = 86400
 
@@ -28,14 +30,19 @@ class Plan:
 
     config: str
     fits: bool
+    versions: dict[str, str]
     islands: dict[str, PlannedIsland]
     run: RunPlan
-    advice: list[str]
-    versions: dict[str, str]
+    advice: tuple[Advice, ...] = ()
+
+    def with_advice(self, advice: Sequence[Advice]) -> Plan:
+        """Return the plan with this advice."""
+        return dataclasses.replace(self, advice=tuple(advice))
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as Python builtins."""
-        return dataclasses.asdict(self)
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
 
 
 def fragments_of(config: Config) -> FragmentPlan:
@@ -46,13 +53,14 @@ def fragments_of(config: Config) -> FragmentPlan:
 def plan_run(
     path: str,
     config: Config,
-    compiled: dict[str, IslandPlan],
+    compiled: Mapping[str, IslandPlan],
     fragments: FragmentPlan,
     assumptions: Assumptions,
     versions: dict[str, str],
     prices: Mapping[str, float] | None = None,
+    rates: MachineRates = CONSTANTS,
 ) -> Plan:
-    """Plan the run from its compiled islands. Raises ConfigError.
+    """Plan the run from its compiled islands, without advice. Raises ConfigError.
 
     versions: versions of the packages that compiled. prices: see `price_per_hour`.
     """
@@ -63,7 +71,9 @@ def plan_run(
             chips=island.chips,
             tokens_per_step=island.tokens_per_step,
             step_seconds=max(
-                island.roofline.step_seconds, config.islands[name].step_seconds
+                island.roofline.step_seconds
+                + island.exchange_seconds / sync.steps_per_cycle,
+                config.islands[name].step_seconds,
             ),
             hosts=island.hosts,
         )
@@ -75,6 +85,7 @@ def plan_run(
         hosts={name: machine.hosts for name, machine in machines.items()},
         step_seconds={name: m.step_seconds for name, m in machines.items()},
         link_gbit_per_s=assumptions.link_gbit_per_s,
+        rates=rates,
     )
     needs = needs_of(terms)
     goodput = expected_goodput(
@@ -90,6 +101,7 @@ def plan_run(
         name: PlannedIsland(
             compiled=compiled[name],
             step_seconds=machine.step_seconds,
+            exchange_seconds=compiled[name].exchange_seconds,
             tokens_per_second=machine.tokens_per_second,
             network=needs.networks[name],
         )
@@ -106,6 +118,7 @@ def plan_run(
         coordinator=needs.coordinator,
         restart_seconds=needs.restart_seconds,
         refusals=refusals(terms),
+        rates=rates,
         price_per_hour=price_per_hour(config, prices) if prices else None,
     )
     return Plan(
@@ -113,6 +126,5 @@ def plan_run(
         fits=all(i.fits for i in compiled.values()) and not summary.refusals,
         islands=islands,
         run=summary,
-        advice=advise(config, islands, summary),
         versions=versions,
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from diloco_jax.planning.changes import Change
 from diloco_jax.planning.checks import Shortfall
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.coordinator import CoordinatorPlan
 from diloco_jax.planning.goodput import ExpectedGoodput
 from diloco_jax.planning.network import IslandNetwork
+from diloco_jax.planning.rates import MachineRates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,11 @@ class PlannedIsland:
 
     compiled: IslandPlan
     step_seconds: float
-    """Seconds of a step by the roofline, or of the emulated step if that is longer."""
+    """Seconds of a step by the roofline, with its share of `exchange_seconds`; or of
+    the emulated step if that is longer."""
+    exchange_seconds: float
+    """Seconds of a cycle in which takes and adoptions hold up the steps: arithmetic
+    from the collectives and the traffic of their compiled programs."""
     tokens_per_second: float
     """Tokens per second without interruptions."""
     network: IslandNetwork
@@ -41,5 +47,15 @@ class RunPlan:
     restart_seconds: float
     """Seconds from the death of the coordinator's process to its service."""
     refusals: list[Shortfall]
-    price_per_hour: float | None
-    """By the prices of `--price`; None without them."""
+    rates: MachineRates
+    price_per_hour: dict[str, float] | None
+    """Its parts, by the prices of `--price`; None without them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A finding, and changes that help; each of them alone."""
+
+    text: str
+    changes: tuple[Change, ...]
+    """With each of them the plan was made again, and is better."""

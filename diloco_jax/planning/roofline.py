@@ -50,13 +50,12 @@ def roofline(
     chip = chip_of(found)
     sent = sum(c.sent_bytes for c in collectives)
     hidden = sum(c.overlapping_bytes for c in collectives)
-    links = ici_bytes_per_s(found)
     seconds: dict[Resource, float] = {
         "compute": executed_flops / found.chips / chip.flops_per_s,
         "hbm": hbm_bytes / chip.hbm_bytes_per_s,
-        "ici": sent / links if sent else 0.0,
+        "ici": ici_seconds(found, sent),
     }
-    waiting = (sent - hidden) / links if sent else 0.0
+    waiting = ici_seconds(found, sent - hidden)
     overlapped = seconds["ici"] - waiting
     step = max(seconds["compute"], seconds["hbm"], overlapped) + waiting
     return Roofline(
@@ -68,3 +67,8 @@ def roofline(
         step_seconds=step,
         model_flops_utilisation=model_flops / found.chips / chip.flops_per_s / step,
     )
+
+
+def ici_seconds(found: Slice, sent_bytes: float) -> float:
+    """Return the seconds in which a chip sends so many bytes over all its links."""
+    return sent_bytes / ici_bytes_per_s(found) if sent_bytes else 0.0

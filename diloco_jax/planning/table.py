@@ -7,6 +7,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
+from diloco_jax.planning import price
 from diloco_jax.planning.arithmetic import ArithmeticPlan
 from diloco_jax.planning.checks import Shortfall
 from diloco_jax.planning.coordinator import CoordinatorPlan
@@ -22,7 +23,7 @@ def render(plan: Plan, console: Console) -> None:
     console.print(_run(plan.run), highlight=False, soft_wrap=True)
     _refuse(plan.run.refusals, console)
     for line in plan.advice:
-        console.print(f"- {line}", highlight=False, soft_wrap=True)
+        console.print(f"- {line.text}", highlight=False, soft_wrap=True)
     versions = ", ".join(f"{name} {value}" for name, value in plan.versions.items())
     console.print(f"({versions})", highlight=False, style="dim")
 
@@ -39,6 +40,7 @@ def render_arithmetic(plan: ArithmeticPlan, console: Console) -> None:
             for name, n in plan.needs.networks.items()
         ),
         *_coordinator(plan.needs.coordinator, plan.needs.restart_seconds),
+        *plan.rates.told(),
         *_price(plan.price_per_hour),
     ]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
@@ -83,7 +85,7 @@ def _size(octets: float | None) -> str:
         if octets < 1000:
             return f"{octets:.3g} {unit}"
         octets /= 1000
-    return f"{octets:.2f} GB"
+    return f"{octets:.2f} GB" if octets < 10_000 else f"{octets / 1000:.1f} TB"
 
 
 def _flops(count: float | None) -> str:
@@ -130,6 +132,10 @@ ROWS: tuple[tuple[str, Cell], ...] = (
         "  of it not overlapped",
         lambda i: f"{i.compiled.roofline.waiting_seconds:.4g} s",
     ),
+    (
+        "  takes, adoptions, per cycle",
+        lambda i: f"{i.exchange_seconds:.3g} s",
+    ),
     ("bound by", lambda i: i.compiled.roofline.binding),
     ("step at best", lambda i: f"{i.step_seconds:.4g} s"),
     ("tokens/s at best", lambda i: f"{i.tokens_per_second:,.0f}"),
@@ -164,6 +170,7 @@ def _run(run: RunPlan) -> str:
             f"{goodput.participation:.1%}",
             f"{run.tokens_per_day:.4g} tokens per day, {days} to the config's total",
             *_coordinator(coordinator, run.restart_seconds),
+            *run.rates.told(),
             *_price(run.price_per_hour),
         )
     )
@@ -182,5 +189,5 @@ def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ..
     )
 
 
-def _price(per_hour: float | None) -> tuple[str, ...]:
-    return () if per_hour is None else (f"price per hour: {per_hour:,.2f}",)
+def _price(per_hour: dict[str, float] | None) -> tuple[str, ...]:
+    return () if per_hour is None else (price.told(per_hour),)

@@ -3,33 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from diloco_jax.simulation.fleets.bandwidth import (
-        BandwidthConfig,
-        simulate_bandwidth,
-    )
-    from diloco_jax.simulation.fleets.failures import FailureModel
-    from diloco_jax.simulation.fleets.fleet import ExchangeTerms
-    from diloco_jax.simulation.fleets.goodput import GoodputConfig, simulate_goodput
-    from diloco_jax.simulation.fleets.mix import MixConfig, simulate_mix
-    from diloco_jax.simulation.fleets.scavenge import ScavengeConfig, simulate_scavenge
-    from diloco_jax.simulation.fleets.sweep import sweep_goodput
-
-__all__ = [
-    "BandwidthConfig",
-    "ExchangeTerms",
-    "FailureModel",
-    "GoodputConfig",
-    "MixConfig",
-    "ScavengeConfig",
-    "simulate_bandwidth",
-    "simulate_goodput",
-    "simulate_mix",
-    "simulate_scavenge",
-    "sweep_goodput",
-]
+from typing import Any
 
 # Nothing heavy is imported before it is needed: jax reads the environment when it is
 # imported.
@@ -52,3 +26,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich import progress as bars
-from rich.console import Console
 from rich.table import Table
 
 from diloco_jax.config.fields import setting
@@ -18,7 +14,7 @@ from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.files import require_writable
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.options import parse
-from diloco_jax.simulation.progress import Progress
+from diloco_jax.simulation.output import bar, or_dash, show, table, tell
 
 ConfigT = TypeVar("ConfigT")
 OutputT = TypeVar("OutputT", bound="Output")
@@ -70,9 +66,9 @@ def goodput_command(arguments: Sequence[str]) -> int:
                 f"--out {output.out} without --sweep, which alone writes files; add "
                 f"--sweep or leave out --out"
             )
-        with _bar("goodput") as progress:
+        with bar("goodput") as progress:
             result = goodput.simulate_goodput(config, progress)
-        _show(output.json, _goodput_json(result), _goodput_text(result))
+        show(output.json, _goodput_json(result), _goodput_text(result))
         return 0
     for field, values in sweep.SWEPT.items():
         if (value := getattr(config, field)) != getattr(default, field):
@@ -84,17 +80,17 @@ def goodput_command(arguments: Sequence[str]) -> int:
     points = sweep.points(config, sweep.CHIPS, sweep.ISLANDS)
     results: list[goodput.GoodputResult] = []
     try:
-        with _bar("sweep") as progress:
+        with bar("sweep") as progress:
             # One by one: if it is interrupted, the finished points are there.
             results.extend(sweep.simulated(points, progress))
     except KeyboardInterrupt:
         _show_sweep(output.json, results)
-        _tell(f"{len(results)} of {len(points)} points are done; no file is written")
+        tell(f"{len(results)} of {len(points)} points are done; no file is written")
         raise
     sweep.write_csv(results, output.out / "goodput.csv")
     sweep.write_plot(results, output.out / "goodput.png")
     _show_sweep(output.json, results)
-    _tell(f"written: {output.out}/goodput.csv, goodput.png")
+    tell(f"written: {output.out}/goodput.csv, goodput.png")
     return 0
 
 
@@ -103,26 +99,26 @@ def mix_command(arguments: Sequence[str]) -> int:
     from diloco_jax.simulation.fleets.mix import MixConfig, simulate_mix
 
     config, output = _parse("mix", arguments, MixConfig(), Output())
-    with _bar("mix") as progress:
+    with bar("mix") as progress:
         rows = simulate_mix(config, progress)
-    table = _table("islands wait", "goodput", "published", "participation", "merges/h")
-    table.title = (
+    shown = table("islands wait", "goodput", "published", "participation", "merges/h")
+    shown.title = (
         f"{config.v6e} v6e islands, {config.v5p} v5p islands with {config.gap:.0%} "
         f"longer steps, spread {config.step_spread:.0%}, {config.hours:g} h"
     )
-    table.caption = (
+    shown.caption = (
         "The published 84 % is for K = 8, where every step waits for all islands: "
         "compare the row lockstep. With K = M here no step waits."
     )
     for row in rows:
-        table.add_row(
+        shown.add_row(
             row.name,
             f"{row.goodput:.1%}",
-            _or_dash(row.published_goodput, ".0%"),
+            or_dash(row.published_goodput, ".0%"),
             f"{row.participation:.1%}",
             f"{row.merges_per_hour:.0f}",
         )
-    _show(output.json, _with_config(config, rows=rows), table)
+    show(output.json, _with_config(config, rows=rows), shown)
     return 0
 
 
@@ -131,26 +127,26 @@ def scavenge_command(arguments: Sequence[str]) -> int:
     from diloco_jax.simulation.fleets.scavenge import ScavengeConfig, simulate_scavenge
 
     config, output = _parse("scavenge", arguments, ScavengeConfig(), Output())
-    with _bar("scavenge") as progress:
+    with bar("scavenge") as progress:
         rows = simulate_scavenge(config, progress)
-    table = _table("extra", "time", "published", "at best", "elastic, published")
-    table.title = (
+    shown = table("extra", "time", "published", "at best", "elastic, published")
+    shown.title = (
         f"{config.islands} islands, and extra ones for {config.tokens_share:.0%} of "
         f"the token budget: training time over that without them"
     )
-    table.caption = (
+    shown.caption = (
         "At best: as many tokens at the speed of all islands. Elastic: data-parallel, "
         "which stops to take machines in and to let them go."
     )
     for row in rows:
-        table.add_row(
+        shown.add_row(
             f"{row.extra:+.0%}",
             f"{row.time_ratio:.3f}",
-            _or_dash(row.published_ratio, ".2f"),
+            or_dash(row.published_ratio, ".2f"),
             f"{row.best_ratio:.3f}",
-            _or_dash(row.published_elastic_ratio, ".2f"),
+            or_dash(row.published_elastic_ratio, ".2f"),
         )
-    _show(output.json, _with_config(config, rows=rows), table)
+    show(output.json, _with_config(config, rows=rows), shown)
     return 0
 
 
@@ -169,7 +165,7 @@ def bandwidth_command(arguments: Sequence[str]) -> int:
         "speedup": result.speedup,
         "formulas": formulas,
     }
-    _show(output.json, values, "\n".join(formulas))
+    show(output.json, values, "\n".join(formulas))
     return 0
 
 
@@ -180,17 +176,17 @@ def faults_command(arguments: Sequence[str]) -> int:
     config, output = _parse("faults", arguments, command.FaultsConfig(), Output())
     report = play.FaultsReport()
     try:
-        with _bar("faults") as progress:
+        with bar("faults") as progress:
             report = command.check_faults(
                 config,
                 progress,
-                lambda violation: _tell(command.violation_text(violation)),
+                lambda violation: tell(command.violation_text(violation)),
                 report,
             )
     except KeyboardInterrupt:
-        _show(output.json, report.json(), command.text(report))
+        show(output.json, report.json(), command.text(report))
         raise
-    _show(output.json, report.json(), command.text(report))
+    show(output.json, report.json(), command.text(report))
     return 1 if report.violations else 0
 
 
@@ -202,7 +198,7 @@ def calibrate_command(arguments: Sequence[str]) -> int:
     skip_absent_tpu()
     from diloco_jax.simulation.calibration import command
 
-    return command.calibrate_command(arguments, _bar)
+    return command.calibrate_command(arguments)
 
 
 KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
@@ -230,31 +226,9 @@ def _parse(
 # ---- output ----------------------------------------------------------------------
 
 
-@contextmanager
-def _bar(title: str) -> Iterator[Progress]:
-    """Show a progress bar on a terminal; remove it at the end."""
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
-    with bars.Progress(console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task(title, total=1.0)
-        yield lambda share: bar.update(task, completed=share)
-
-
-def _show(as_json: bool, values: dict[str, Any], text: Table | str) -> None:
-    if as_json:
-        print(json.dumps(values))
-    else:
-        _tell(text)
-
-
-def _tell(text: Table | str) -> None:
-    console = Console(stderr=True, markup=False)
-    console.print(text, highlight=False, soft_wrap=True)
-
-
 def _show_sweep(as_json: bool, results: Sequence[Any]) -> None:
     points = {"points": [_goodput_json(result) for result in results]}
-    _show(as_json, points, _sweep_table(results))
+    show(as_json, points, _sweep_table(results))
 
 
 def _goodput_json(result: Any) -> dict[str, Any]:
@@ -295,42 +269,24 @@ def _goodput_text(result: Any) -> str:
 
 
 def _sweep_table(results: Sequence[Any]) -> Table:
-    table = _table("way", "chips", "compute goodput", "published", "goodput", "uptime")
+    shown = table("way", "chips", "compute goodput", "published", "goodput", "uptime")
     for result in results:
         mean = result.mean
-        table.add_row(
+        shown.add_row(
             result.config.label,
             f"{result.config.chips:,}",
             f"{mean.compute_goodput:.1%}",
-            _or_dash(result.published, ".0%"),
+            or_dash(result.published, ".0%"),
             f"{mean.goodput:.1%}",
             f"{mean.uptime:.1%}",
         )
-    return table
+    return shown
 
 
 def _with_config(config: Any, **values: Sequence[Any]) -> dict[str, Any]:
     """Return dataclasses as JSON-compatible builtins, together with their config."""
     listed = {n: [dataclasses.asdict(v) for v in rows] for n, rows in values.items()}
     return {**listed, "config": dataclasses.asdict(config)}
-
-
-def _table(*columns: str) -> Table:
-    table = Table(
-        box=None,
-        pad_edge=False,
-        header_style="bold",
-        title_style="",
-        title_justify="left",
-        caption_justify="left",
-    )
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    return table
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _help() -> str:

@@ -15,14 +15,14 @@ import grpc
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
-from diloco_jax.wire import addresses, bulk, errors, frames
+from diloco_jax.wire import addresses, errors, frames
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import ConnectionLost, RemoteProtocolError, WireError
 from diloco_jax.wire.reachability import explain
 from diloco_jax.wire.server import SERVICE
 from diloco_jax.wire.threads import IdleWatch
 from diloco_jax.wire.tls import TlsFiles
-from diloco_jax.wire.transfers import Fetched, Transfers
+from diloco_jax.wire.transfers import Transfers
 
 
 class Client:
@@ -45,9 +45,10 @@ class Client:
             self._channel() for _ in range(1 + bulk_channels)
         )
         self._watch = IdleWatch("diloco-client-watch")
-        self._transfers = Transfers(
+        self.transfers = Transfers(
             self._bulk_channels, SERVICE, address, deadlines, self._watch
         )
+        """Uploads and fetches."""
         self._lock = threading.Lock()
         self._streams: list[ControlStream] = []
 
@@ -66,60 +67,45 @@ class Client:
             self._streams = [s for s in self._streams if s.alive] + [stream]
         return stream
 
-    def upload(
-        self, start: bulk.UploadStart, payload: bytes | bytearray | memoryview
-    ) -> int:
-        """Send bytes `offset` to `offset + length` of a payload, in parallel stripes.
-
-        Returns the bytes sent, headers included. Raises Refused, ConnectionLost,
-        ProtocolError, or Busy if a stripe finds no place for `budget_s`. The whole
-        upload may be repeated then.
-        """
-        return self._transfers.upload(start, payload)
-
-    def fetch(self, request: bulk.FetchRequest, *, max_bytes: int) -> Fetched:
-        """Fetch one version of a fragment whole; the request's offset and length are
-        set here.
-
-        A stripe that breaks is resumed after its last good byte, until `pin_s` after
-        the call. Raises VersionGone if the version is not kept any more, Refused,
-        ConnectionLost, or RemoteProtocolError. A payload of more than `max_bytes` is
-        refused before anything is allocated.
-        """
-        return self._transfers.fetch(request, max_bytes)
-
     def status(self, timeout_s: float) -> dict[str, Any]:
         """Return the coordinator's state, as its handlers give it."""
-        method = self._control_channel.unary_unary(f"/{SERVICE}/Status")
+        return self._ask("Status", timeout_s)
+
+    def config(self, timeout_s: float) -> dict[str, Any]:
+        """Return the run's config, as builtins."""
+        return self._ask("Config", timeout_s)
+
+    def _ask(self, what: str, timeout_s: float) -> dict[str, Any]:
+        method = self._control_channel.unary_unary(f"/{SERVICE}/{what}")
         try:
             raw = method(b"", timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._explained(errors.from_rpc(error, self.address)) from error
         try:
-            state = json.loads(raw)
+            answer = json.loads(raw)
         except ValueError as error:
             raise RemoteProtocolError(
-                f"{self.address} sent a status that is not JSON: {error}"
+                f"{self.address} sent a {what.lower()} that is not JSON: {error}"
             ) from error
-        if not isinstance(state, dict):
+        if not isinstance(answer, dict):
             raise RemoteProtocolError(
-                f"{self.address} sent a status of type {type(state).__name__}, "
-                f"expected an object"
+                f"{self.address} sent a {what.lower()} of type "
+                f"{type(answer).__name__}, expected an object"
             )
-        return state
+        return answer
 
     def close(self) -> None:
-        """End streams and transfers and closes all channels, within `stop_s`."""
+        """End streams and transfers and close all channels, within `stop_s`."""
         deadline = time.monotonic() + self._deadlines.stop_s
         with self._lock:
             streams, self._streams = self._streams, []
         for stream in streams:
             # Half of the time left, so that the transfers' threads get the other half.
             stream.close(max(0.0, deadline - time.monotonic()) / 2)
-        self._transfers.cancel()
+        self.transfers.cancel()
         for channel in (self._control_channel, *self._bulk_channels):
             channel.close()
-        self._transfers.close(max(0.0, deadline - time.monotonic()))
+        self.transfers.close(max(0.0, deadline - time.monotonic()))
         self._watch.close(1.0)
 
     def _explained(self, error: WireError) -> WireError:

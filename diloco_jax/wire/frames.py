@@ -18,7 +18,6 @@ CHUNK_BYTES = 1 << 20
 MAGIC = b"DLC2"
 _HEADER = struct.Struct("<4sQQI")
 HEADER_BYTES = _HEADER.size
-MAX_FRAME_BYTES = HEADER_BYTES + CHUNK_BYTES
 MAX_MESSAGE_BYTES = 4 << 20
 """Most bytes of a frame, a control message, and the answer to `diloco status`."""
 MESSAGE_PREFIX_BYTES = 5

@@ -1,7 +1,7 @@
 """The coordinator's end of the wire: one gRPC server for control and bulk.
 
 Each control stream holds a thread. Uploads and fetches have a bounded number of places
-and are answered "busy" beyond it, so that Status always gets through.
+(`places.py`), so that Status always gets through.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -23,6 +23,7 @@ from diloco_jax.wire import addresses, encoding, errors, frames
 from diloco_jax.wire.bulk import FetchRequest, FetchStart, UploadDone, UploadStart
 from diloco_jax.wire.encoding import decoded, encode
 from diloco_jax.wire.errors import Busy, RemoteProtocolError, WireError
+from diloco_jax.wire.places import Places, allow_connections
 from diloco_jax.wire.session import ControlHandlers, Session, internal_error
 from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 from diloco_jax.wire.tls import TlsFiles
@@ -65,7 +66,8 @@ class Handlers(ControlHandlers, Protocol):
         """Return the bytes to serve a stripe from; may raise Refused or VersionGone."""
 
     def status(self) -> dict[str, Any]:
-        """Return JSON-compatible state for `diloco status`."""
+        """Return JSON-compatible state for `diloco status`; a new object if it has
+        changed."""
 
 
 class Server:
@@ -82,10 +84,12 @@ class Server:
         max_hosts: int,
         bulk_channels: int,
         insecure: bool = False,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         """Raise ConfigError if `bind` is malformed or must not go without TLS.
 
         max_hosts: hosts of all islands; each has its own streams for fragments.
+        config: the run's, JSON-compatible, for islands that have none of their own.
         """
         addresses.require_tls(bind, tls=tls is not None, insecure=insecure)
         self._bind, self._handlers, self._tls = bind, handlers, tls
@@ -94,18 +98,24 @@ class Server:
         # dead.
         self._max_sessions = 2 * max_islands
         # A host may send and fetch on all of its channels at once.
-        places = 2 * bulk_channels * max_hosts
-        self._bulk_places = threading.Semaphore(places)
-        self._threads = self._max_sessions + places + _SPARE_THREADS
+        wanted = 2 * bulk_channels * max_hosts
+        self._places = Places(wanted, deadlines.retry_max_s)
+        self._threads = self._max_sessions + self._places.threads + _SPARE_THREADS
+        # Twice, as with sessions.
+        self._connections = 2 * max_hosts * (1 + bulk_channels)
+        self._config = json.dumps(config or {}).encode()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._sessions: dict[int, Session] = {}
+        self._encoded: tuple[dict[str, Any] | None, bytes] = (None, b"")
+        """Last status that was asked for, so that many who ask cost one encoding."""
 
     def start(self) -> str:
         """Bind and serve; return `HOST:PORT` with the port that was bound.
 
         Raises ConfigError naming the address if it cannot be bound.
         """
+        allow_connections(self._connections)
         host, _ = addresses.parse_address(self._bind)
         numeric = addresses.resolve(self._bind)
         self._watch = IdleWatch("diloco-server-watch")
@@ -155,6 +165,7 @@ class Server:
             "Upload": grpc.stream_unary_rpc_method_handler(self._upload),
             "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
+            "Config": grpc.unary_unary_rpc_method_handler(lambda _, __: self._config),
         }
 
     def _control(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
@@ -212,7 +223,11 @@ class Server:
 
     def _status(self, request: bytes, context: Any) -> bytes:
         with self._answering(context):
-            return json.dumps(self._handlers.status()).encode()
+            status, encoded = self._encoded
+            if (current := self._handlers.status()) is not status:
+                encoded = json.dumps(current).encode()
+                self._encoded = current, encoded
+            return encoded
 
     def _register(self, context: Any) -> Session:
         with self._lock:
@@ -229,7 +244,7 @@ class Server:
     def _transfer(self, context: Any) -> Iterator[Guard]:
         with (
             self._answering(context),
-            _place(self._bulk_places),
+            self._places.taken(),
             self._watch.guard(self._deadlines.idle_s, context.cancel) as guard,
         ):
             yield guard
@@ -301,13 +316,3 @@ def _frames(
             whole = memoryview(view if view.c_contiguous else view.tobytes())
             yield from frames.chunks(whole.cast("B")[low:high], begin + low)
         begin += view.nbytes
-
-
-@contextlib.contextmanager
-def _place(places: threading.Semaphore) -> Iterator[None]:
-    if not places.acquire(blocking=False):
-        raise Busy("all places for transfers are taken; try again")
-    try:
-        yield
-    finally:
-        places.release()

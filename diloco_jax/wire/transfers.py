@@ -72,7 +72,12 @@ class Transfers:
     def upload(
         self, start: UploadStart, payload: bytes | bytearray | memoryview
     ) -> int:
-        """See `Client.upload`."""
+        """Send bytes `offset` to `offset + length` of a payload, in parallel stripes.
+
+        Returns the bytes sent, headers included. Raises Refused, ConnectionLost,
+        ProtocolError, or Busy if a stripe finds no place for `budget_s`. The whole
+        upload may be repeated then.
+        """
         view = memoryview(payload).cast("B")
         if len(view) != start.length:
             raise LocalProtocolError(
@@ -96,8 +101,15 @@ class Transfers:
             ]
             return sum(calls.results(sending))
 
-    def fetch(self, request: FetchRequest, max_bytes: int) -> Fetched:
-        """See `Client.fetch`."""
+    def fetch(self, request: FetchRequest, *, max_bytes: int) -> Fetched:
+        """Fetch one version of a fragment whole; the request's offset and length are
+        set here.
+
+        A stripe that breaks is resumed after its last good byte, until `pin_s` after
+        the call. Raises VersionGone if the version is not kept any more, Refused,
+        ConnectionLost, or RemoteProtocolError. A payload of more than `max_bytes` is
+        refused before anything is allocated.
+        """
         turn = next(self._turns)
         rest: list[futures.Future[int]] = []
         with self._group() as calls:
@@ -160,10 +172,15 @@ class Transfers:
             try:
                 with calls.call() as (slot, guard):
                     reply = slot.fill(method.future(requests(guard))).result()
-            except Busy:
+            except Busy as error:
                 pause_s = backoff.next_s()
-                late = time.monotonic() + pause_s > deadline
-                if late or calls.pause(pause_s):
+                if time.monotonic() + pause_s > deadline:
+                    raise Busy(
+                        f"upload of fragment {start.fragment} given up at byte "
+                        f"{start.offset}, {self._deadlines.budget_s:g} s after it "
+                        f"began: {error}"
+                    ) from error
+                if calls.pause(pause_s):
                     raise
             else:
                 decoded(encoding.upload_done, reply, self._peer)

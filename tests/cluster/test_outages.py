@@ -1,6 +1,6 @@
 """Times for which an island was away, as the closing report tells them."""
 
-from diloco_jax.cluster.cluster import Outages
+from diloco_jax.cluster.cluster import OUTAGES_KEPT, Outages
 
 
 def test_an_outage_lasts_until_the_next_incarnation_does_steps():
@@ -21,3 +21,7 @@ def test_an_outage_lasts_until_the_next_incarnation_does_steps():
     assert outages.by_island() == {"a": [4.5]}
     outages.down("a", 9.0)
     assert outages.by_island() == {"a": [4.5, None]}
+    for incarnation in range(3, 100):
+        seen(incarnation, 1, float(incarnation))
+        outages.down("a", float(incarnation))
+    assert outages.by_island() == {"a": [*[1.0] * OUTAGES_KEPT, None]}

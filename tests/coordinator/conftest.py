@@ -11,11 +11,10 @@ from coordinator_support import AXES, PIN_S, SHAPES
 from engine_support import WAIT_S, Island, hello, report
 
 from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
-from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.inbox import Inbox, Rooms
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.publishes import Publishes
-from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.faults import Faults

@@ -18,10 +18,9 @@ from diloco_jax.config import Placement, RunConfig, SyncConfig, shared_fields
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gatherer
-from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.inbox import Inbox, Rooms
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.publishes import Publishes
-from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
@@ -163,7 +162,7 @@ class Coordinator:
         )
         json.dumps(result, allow_nan=False)
         msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=State)
-        assert ledger.check(CONFIG, self.state) == []
+        assert ledger.check(self.state) == []
 
     def run(self) -> None:
         while not self.lead._queue.empty():

@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from diloco_jax.coordinator.inbox import Inbox
-from diloco_jax.coordinator.rooms import Rooms
+from diloco_jax.coordinator.inbox import Inbox, Rooms
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.payload import Box, PayloadLayout

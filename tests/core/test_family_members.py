@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.config import Config, ConfigError, OuterConfig, RunConfig, SyncConfig
+from diloco_jax.core.fragments import Piece
 from diloco_jax.core.members import load
 from diloco_jax.core.merge import RULES
+from diloco_jax.core.merge.merging import may_cut
 from diloco_jax.core.merge.rda import RDA
 
 OWN = """\
@@ -66,6 +68,90 @@ def test_an_unfit_member_is_refused_with_field_and_line(
     found = refusal(merge=name)
     assert found.startswith(f"sync.merge = {name!r}: line ")
     assert re.search(said, found), found
+
+
+CLAIMS = """\
+import jax.numpy as jnp
+
+from diloco_jax.core.merge.rda import Rda
+from diloco_jax.core.merge.rule import Elementwise, Fold, WeightedSum
+
+
+class Lengths(Rda):
+    by_element = True
+
+
+class Blocks(Elementwise):
+    def merge(self, deltas, weights, share):
+        mean = jnp.tensordot(weights, deltas, 1)
+        return share * mean / (1 + jnp.max(jnp.abs(mean)))
+
+
+class Recovers(Fold):
+    by_element = True
+
+    def start(self, shape):
+        return jnp.ones(())
+
+    def recovered(self, state, change):
+        return jnp.max(jnp.abs(change))
+
+    def init(self, shape):
+        return jnp.zeros(shape)
+
+    def add(self, sums, delta, weight, state):
+        return sums + weight * delta
+
+    def finish(self, sums, share, state):
+        return share * sums * state, state
+
+
+class Sizes(WeightedSum):
+    by_element = True
+
+    def factors(self, weights, squares):
+        return weights
+
+
+class Whole(Blocks):
+    by_element = False
+
+
+lengths, blocks, recovers, sizes, whole = (
+    Lengths(), Blocks(), Recovers(), Sizes(), Whole()
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [("lengths", 7), ("blocks", 11), ("recovers", 17)]
+)
+def test_a_rule_that_is_wrong_of_going_element_by_element_is_refused(
+    tmp_path: Path, name: str, line: int
+) -> None:
+    """By lengths of whole pieces; by a block of tiles; only after a crash."""
+    (tmp_path / "own.py").write_text(CLAIMS)
+    with pytest.raises(ValueError, match="set by_element = False") as refused:
+        RULES.check(f"{tmp_path / 'own.py'}:{name}")
+    said = "it has by_element = True, but what it makes of an element depends on"
+    assert str(refused.value).startswith(f"line {line}: ValueError: {said}")
+
+
+def test_a_wrong_claim_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(CLAIMS)
+    name = f"{tmp_path / 'own.py'}:lengths"
+    found = refusal(merge=name)
+    assert found.startswith(f"sync.merge = {name!r}: line 7: ValueError: it has by_el")
+
+
+@pytest.mark.parametrize(("name", "is_cut"), [("sizes", True), ("whole", False)])
+def test_a_rule_says_if_its_pieces_may_be_cut(
+    tmp_path: Path, name: str, is_cut: bool
+) -> None:
+    (tmp_path / "own.py").write_text(CLAIMS)
+    merge = f"{tmp_path / 'own.py'}:{name}"
+    RULES.check(merge)
+    assert may_cut(Piece(("w",), -1, (8, 4), False), RULES.find(merge)) == is_cut
 
 
 def test_a_file_that_cannot_be_executed_is_refused_with_its_line(

@@ -124,7 +124,7 @@ from diloco_jax.core.fragment_merge import FragmentMerge
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.merge import RULES
 from diloco_jax.core.outer.optimizer import OuterSettings
-from diloco_jax.coordinator.memory import give_back
+from diloco_jax.memory import give_back
 
 shape = (2048, 4096)
 merge = FragmentMerge(

@@ -15,6 +15,7 @@ from diloco_jax.core import blocks
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.merge import RULES, merging
+from diloco_jax.core.merge.checking import merges_bands_alike
 from diloco_jax.core.merge.mean import MEAN
 from diloco_jax.core.merge.merging import (
     Encoded,
@@ -108,6 +109,10 @@ def test_rules_that_say_so_keep_the_length_and_others_do_not(rule) -> None:
     deltas = list(np.eye(16, dtype=np.float32).reshape(16, 4, 4)[:8])
     length = float(jnp.linalg.norm(merge_deltas(deltas, [1] * 8, rule)))
     assert (length == pytest.approx(1, rel=1e-4)) == rule.keeps_length
+
+
+def test_rules_that_say_so_merge_bands_as_the_whole_and_others_do_not(rule) -> None:
+    assert merges_bands_alike(rule) == rule.by_element
 
 
 def test_the_flush_and_embeddings_are_means_unless_the_rule_says_otherwise(

@@ -1,5 +1,6 @@
 """The oracle against what can be known without it."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -8,7 +9,14 @@ import numpy as np
 import pytest
 from oracle import RoundIsland, RoundResult, RoundSettings, run
 
-from diloco_jax.core.fragments import Params, plan_fragments, to_pieces
+from diloco_jax.core.bands import Bands
+from diloco_jax.core.fragments import (
+    FragmentPlan,
+    Params,
+    from_pieces,
+    plan_fragments,
+    to_pieces,
+)
 from diloco_jax.core.outer.optimizer import OuterSettings
 
 AXES = {
@@ -63,9 +71,14 @@ def islands(*seeds: int, tokens: Sequence[int] = (32, 32, 32)) -> list[RoundIsla
     ]
 
 
-def rounds(members: Sequence[RoundIsland], ticks: int = TICKS, **fields) -> RoundResult:
+def rounds(
+    members: Sequence[RoundIsland],
+    ticks: int = TICKS,
+    plan: FragmentPlan = PLAN,
+    **fields,
+) -> RoundResult:
     settings = RoundSettings(**{"steps_per_cycle": H, "outer": SGD, **fields})
-    return run(initial(), PLAN, members, settings, ticks)
+    return run(initial(), plan, members, settings, ticks)
 
 
 def theta(result: RoundResult) -> dict[str, np.ndarray]:
@@ -93,6 +106,29 @@ def test_one_island_with_plain_outer_step_is_plain_training(adopt: str) -> None:
     last = PLAN.fragments[-1]
     expected = {p.name: to_pieces(PLAN, plain)[p.name] for p in last}
     assert_same({name: theta(result)[name] for name in expected}, expected)
+
+
+@pytest.mark.parametrize("adopt", ["keep", "blend"])
+def test_bands_of_one_fragment_are_merged_and_adopted_as_the_whole(adopt: str) -> None:
+    """All at one tick, in plans that differ in nothing but the bands."""
+    whole = plan_fragments(SHAPES, AXES, 1)
+    embed = next(piece for piece in whole.pieces if piece.name == "embed")
+    bands = Bands(axis=-2, stripes=2, rows=1)
+    cut = [
+        dataclasses.replace(embed, band=band, bands=bands, shape=shape)
+        for band, shape in enumerate(bands.shapes(embed.shape))
+    ]
+    banded = FragmentPlan(((*(p for p in whole.pieces if p != embed), *cut),))
+    assert len(cut) == 4
+    fields = {"adopt": adopt, "overlap_steps": 2, "outer": NESTEROV}
+    ours, theirs = (
+        rounds(islands(1, 2), ticks=3, plan=plan, **fields) for plan in (banded, whole)
+    )
+    for plan, result in ((banded, ours), (whole, theirs)):
+        named = zip(plan.pieces, result.theta[0], strict=True)
+        merged = from_pieces(plan, {piece.name: x for piece, x in named})
+        result.local["merged"] = merged
+    assert jax.tree.all(jax.tree.map(np.array_equal, ours.local, theirs.local))
 
 
 def test_one_island_that_overlaps_is_plain_training_under_rebase() -> None:

@@ -17,7 +17,7 @@ CHUNK = 64
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr("diloco_jax.data.tokens.MAPPED_FROM", 1)
+    monkeypatch.setattr("diloco_jax.data.manifest.MAPPED_FROM", 1)
     monkeypatch.setattr(manifest, "CHUNK_BYTES", 4 * CHUNK)
 
 
@@ -31,11 +31,9 @@ def path(tmp_path):
 @pytest.fixture
 def reads(monkeypatch):
     """Sizes of the chunks that are read."""
-    sizes, read = [], manifest._read
+    sizes, digest = [], manifest._digest
     monkeypatch.setattr(
-        manifest,
-        "_read",
-        lambda path, part: sizes.append(len(part)) or read(path, part),
+        manifest, "_digest", lambda chunk: sizes.append(len(chunk)) or digest(chunk)
     )
     return sizes
 

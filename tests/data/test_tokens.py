@@ -36,7 +36,7 @@ def save(folder, lengths, dtype=np.uint16):
 @pytest.fixture(params=["mapped", "read"], autouse=True)
 def kind(request, monkeypatch):
     from_size = 0 if request.param == "mapped" else 1 << 30
-    monkeypatch.setattr("diloco_jax.data.tokens.MAPPED_FROM", from_size)
+    monkeypatch.setattr("diloco_jax.data.manifest.MAPPED_FROM", from_size)
 
 
 def test_a_row_is_read_as_if_it_were_one_array():

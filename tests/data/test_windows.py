@@ -79,6 +79,45 @@ def test_validation_predicts_every_token_once(size, length, batch_size):
     assert inputs == tokens[:-1].tolist()
 
 
+class Watched:
+    """Tokens that remember which of them were read."""
+
+    def __init__(self, tokens):
+        self.tokens, self.read = tokens, set()
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, wanted):
+        self.read |= set(range(*wanted.indices(len(self))))
+        return self.tokens[wanted]
+
+
+@hypothesis.given(st.integers(2, 200), st.integers(1, 9), st.integers(1, 3))
+@hypothesis.settings(max_examples=40)
+def test_a_host_reads_its_own_rows_of_a_validation_alone(size, length, rows):
+    tokens, batch_size = text(size), 3 * rows
+    whole = ValidationBatches(tokens, length, batch_size)
+    watched = Watched(tokens)
+    part = ValidationBatches(watched, length, batch_size)
+    # The first and the last third, the last one on two devices.
+    own = [(0, rows), (2 * rows, 3 * rows), (2 * rows, 3 * rows)]
+    part.read_only(own)
+    needed = set()
+    for i in range(len(whole)):
+        for one, other in zip(whole[i], part[i], strict=True):
+            assert other.shape == one.shape
+            assert set(other.parts) == set(own)
+            for start, stop in own:
+                found = other.part((slice(start, stop), slice(None)))
+                np.testing.assert_array_equal(found, one[start:stop])
+                assert found.dtype == one.dtype
+        for start, stop in own:
+            first = (i * batch_size + start) * length
+            needed |= set(range(first, first + (stop - start) * length + 1))
+    assert watched.read == needed & set(range(size))
+
+
 def test_spread_covers_the_text_evenly():
     batches = ValidationBatches(text(1001), 10, 10)
     assert len(batches) == 10

@@ -11,7 +11,7 @@ from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.network.link import Link, Targets
 from diloco_jax.island.network.sender import Sender
-from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.wire.client import Client
 
 
@@ -60,7 +60,7 @@ def link(stack, client, mailbox, wanted):
 def sender(stack, client, mailbox):
     layouts = (PayloadLayout.of(get_codec("f32"), PIECES),)
     whole = (PayloadLayout.of(get_codec("f32"), PIECES[:1]),)
-    sender = Sender(client, IDENTITY, layouts, whole, mailbox, DEADLINES)
+    sender = Sender(client.transfers, IDENTITY, layouts, whole, mailbox, DEADLINES)
     sender.start()
     stack.callback(sender.close, 5.0)
     return sender

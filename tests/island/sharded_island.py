@@ -17,7 +17,6 @@ from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.core.payload import tiles_of
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device import mesh, spread
 from diloco_jax.island.device.build import (
     build_exchange,
@@ -25,9 +24,10 @@ from diloco_jax.island.device.build import (
     compile_ahead,
     join,
 )
-from diloco_jax.island.device.kinds import kind_of
+from diloco_jax.island.device.kinds import alike, kind_of
 from diloco_jax.island.device.placing import land
 from diloco_jax.island.device.step import TrainState
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.attention import ATTENTION
 from diloco_jax.models.plan import build_plan
 from diloco_jax.models.presets import preset
@@ -45,7 +45,9 @@ RUN = RunConfig(
     model=TINY,
     sequence_length=16,
     inner=InnerConfig(optimizer="sgd", weight_decay=0.0),
-    sync=SyncConfig(fragments=2, codec_up="int4", codec_down="int8"),
+    sync=SyncConfig(
+        fragments=12, steps_per_cycle=12, codec_up="int4", codec_down="int8"
+    ),
 )
 
 
@@ -92,14 +94,16 @@ def train(config: IslandConfig, batches: np.ndarray) -> dict[str, object]:
         trainer.eval_step(params, batches[0], np.ones((8, 16), np.float32))
         state = TrainState(params, trainer.init_inner(params))
         trainer.step(state, trainer.put_batch(batches[0]), 0.0)
-        anchors = {f: put(exchange, plan, f, first) for f in range(2)}
+        anchors = {f: put(exchange, plan, f, first) for f in range(RUN.sync.fragments)}
         replica = join(plan, trainer, exchange, anchors)
         losses = [float(replica.step(batch, 0.1)["loss"]) for batch in batches]
         trained = [np.array(x) for x in jax.tree.leaves(replica.params)]
         sums = trainer.eval_step(replica.params, batches[0], np.ones((8, 16), "f4"))
-        anchors = {f: put(exchange, plan, f, noise) for f in range(2)}
-        exchange.start({f: put(exchange, plan, f, first) for f in range(2)})
-        for fragment in range(2):
+        anchors = {f: put(exchange, plan, f, noise) for f in range(RUN.sync.fragments)}
+        exchange.start(
+            {f: put(exchange, plan, f, first) for f in range(RUN.sync.fragments)}
+        )
+        for fragment in range(RUN.sync.fragments):
             replica.judge(fragment, "reset")
         exchange.start(anchors)
         taken = []
@@ -108,7 +112,7 @@ def train(config: IslandConfig, batches: np.ndarray) -> dict[str, object]:
             (1, False, False),
             (2, True, False),
         ):
-            for fragment in range(2):
+            for fragment in range(RUN.sync.fragments):
                 if takes:
                     taken.append(replica.take(fragment))
                     replica.judge(fragment, "settled")
@@ -152,10 +156,10 @@ def compile_all(config: IslandConfig) -> dict[str, object]:
     model, trainer = build_trainer(RUN, config)
     state, pieces, seen = trainer.abstract_state(), {}, set()
     for piece in build_plan(RUN, model).pieces:
-        leaf = get_piece(state.params, dataclasses.replace(piece, layer=-1))
-        if (leaf.shape, leaf.sharding) in seen:
+        leaf = get_piece(state.params, dataclasses.replace(piece, layer=-1, bands=None))
+        if (key := (leaf.shape, leaf.sharding, *alike(piece))) in seen:
             continue
-        seen.add((leaf.shape, leaf.sharding))
+        seen.add(key)
         kind = kind_of(RUN.sync, piece, leaf, config.anchor_memory)
         pieces[piece.name] = {
             "cut": [axis for axis in kind.piece.spec if axis],
@@ -237,7 +241,7 @@ def spread_over_hosts(shape: str, hosts: int) -> list[str]:
     codec, random = get_codec(RUN.sync.codec_down), np.random.default_rng(0)
 
     def kind(piece):
-        leaf = get_piece(state.params, dataclasses.replace(piece, layer=-1))
+        leaf = get_piece(state.params, dataclasses.replace(piece, layer=-1, bands=None))
         return kind_of(RUN.sync, piece, leaf, config.anchor_memory)
 
     for pieces in plan.fragments:

@@ -50,6 +50,14 @@ def test_the_whole_text_counts_once(trainer):
         assert bits == pytest.approx(loss / math.log(2))
 
 
+def test_a_hosts_own_rows_count_like_the_whole_batch(trainer):
+    params = trainer.place_params({"scale": np.float32(0.5)})
+    validation = ValidationBatches(TEXT, 51, batch_size=2)
+    whole = evaluate_all(trainer, params, validation)
+    validation.read_only([(0, 2)])
+    assert evaluate_all(trainer, params, validation) == whole
+
+
 def test_a_batch_that_trains_in_rounds_is_evaluated_in_rounds():
     seen = []
     trainer = make_trainer(accumulation=2, seen=seen)

@@ -11,9 +11,9 @@ from diloco_jax.core.adopt.rule import moved
 from diloco_jax.core.changes import adopt, apply_publish, delta, publish
 from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
 from diloco_jax.core.fragments import get_piece, plan_fragments
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import make_mesh, param_shardings
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.values import Version
 
 AXES = {

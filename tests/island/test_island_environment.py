@@ -114,7 +114,20 @@ def test_the_environment_is_set_once():
     assert "NPROC" not in environment
 
 
-def test_a_machine_with_many_cores_keeps_its_threads(monkeypatch):
-    monkeypatch.setattr(machine, "cores", lambda: 208)
-    prepare_environment(4, environment := {})
-    assert "NPROC" not in environment
+@pytest.mark.parametrize(
+    ("allowed", "there", "devices", "threads"),
+    [
+        (208, 208, 4, None),
+        (2, 208, 1, "2"),
+        (2, 208, 4, "16"),
+        (2, 2, 1, None),
+        (2, 2, 4, "16"),
+    ],
+)
+def test_threads_follow_what_the_process_may_use(
+    monkeypatch, allowed, there, devices, threads
+):
+    monkeypatch.setattr(machine, "cores", lambda: allowed)
+    monkeypatch.setattr(machine, "schedulable", lambda: there)
+    prepare_environment(devices, environment := {})
+    assert environment.get("NPROC") == threads

@@ -10,11 +10,10 @@ import jax
 import pytest
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.hosts import world as island_hosts
 from diloco_jax.island.hosts.following import Orders, OrderThread
 from diloco_jax.island.hosts.world import Hosts, HostsError
-from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.protocol.island.fetching import Fetch
 from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.protocol.values import Version

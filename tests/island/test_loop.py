@@ -12,14 +12,13 @@ from diloco_jax.core.fragments import get_piece, plan_fragments, to_pieces
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.island.loop import Loop
-from diloco_jax.island.mailbox import LiveDecisions, Mailbox
+from diloco_jax.island.mailbox import Arrival, LiveDecisions, Mailbox
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.timing import Timing
 from diloco_jax.protocol.island.books import Books

@@ -5,8 +5,7 @@ import threading
 import coordinator_says as says
 import pytest
 
-from diloco_jax.island.arrivals import Arrival, Arrivals, NotHereError
-from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.island.mailbox import Arrival, Arrivals, Mailbox, NotHereError
 from diloco_jax.protocol.island.conversation import MAX_CHAIN
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.values import Version

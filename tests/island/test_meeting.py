@@ -1,21 +1,47 @@
 """The hosts of an island meet where their environment says."""
 
+import http.server
+import os
+import threading
+
 import jax
 import pytest
+from jax._src.clusters import cloud_tpu_cluster
+from jax._src.clusters.slurm_cluster import SlurmCluster
 
 from diloco_jax.config import ConfigError
-from diloco_jax.island.hosts import world
+from diloco_jax.island.hosts import meeting, world
 from diloco_jax.island.hosts.meeting import WorldAddress, find_meeting, first_node
 from diloco_jax.island.hosts.world import HostsError, join_world
 
-GKE = {"TPU_WORKER_HOSTNAMES": "pod-0.run,pod-1.run", "TPU_WORKER_ID": "1"}
-SLURM = {
-    "SLURM_STEP_NODELIST": "tpu[07-09,12]",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_PROCID": "1",
-    "SLURM_JOB_ID": "4097",
-}
 JOB = {"JAX_COORDINATOR_ADDRESS": "job-0.run:1234", "JOB_COMPLETION_INDEX": "1"}
+POD = {
+    "JOB_COMPLETION_INDEX": "1",
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "HOSTNAME": "run-hosts-0-1",
+}
+"""What Kubernetes gives to every pod of an indexed Job, such as a JobSet's."""
+GKE = {
+    **POD,
+    "TPU_WORKER_HOSTNAMES": "pod-0.run,pod-1.run",
+    "TPU_WORKER_ID": "1",
+    "TPU_ACCELERATOR_TYPE": "v6e-8",
+    "TPU_TOPOLOGY": "2x4",
+    "TPU_SKIP_MDS_QUERY": "true",
+}
+"""What GKE adds in pods that ask for TPUs of a slice with several hosts."""
+SLURM = {
+    "SLURM_JOB_ID": "4097",
+    "SLURM_JOB_NODELIST": "tpu[01-12]",
+    "SLURM_STEP_NODELIST": "tpu[07-09,12]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+}
+"""What `srun` gives to each task of a step."""
 
 
 def metadata(endpoints, number="1"):
@@ -38,6 +64,66 @@ def metadata(endpoints, number="1"):
 def test_each_environment_names_the_meeting_place(environment, address, tmp_path):
     found = find_meeting(2, environment, root=tmp_path)
     assert found == WorldAddress(address=address, index=1)
+
+
+def seen_by(cluster, environment, monkeypatch):
+    """Address, index and number of hosts that jax's own detector finds."""
+    for name in (*os.environ,):
+        if name.startswith(("SLURM_", "TPU_", "MEGASCALE_", "JAX_COORDINATOR")):
+            monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    # What jax does with TPUs: no slices are joined, and names need not resolve here.
+    none = {"MEGASCALE_COORDINATOR_ADDRESS": None, "MEGASCALE_NUM_SLICES": None}
+    monkeypatch.setattr(
+        cloud_tpu_cluster, "get_tpu_env_value", lambda key: none.get(key)
+    )
+    monkeypatch.setattr(
+        cloud_tpu_cluster.BaseTpuCluster, "wait_for_coordinator", lambda *_: None
+    )
+    monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
+    assert cluster.is_env_present()
+    address = cluster.get_coordinator_address(
+        timeout_secs=1,
+        override_coordinator_port=environment.get("JAX_COORDINATOR_PORT"),
+    )
+    return address, cluster.get_process_id(), cluster.get_process_count()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "environment"),
+    [
+        (cloud_tpu_cluster.GkeTpuCluster, GKE),
+        (cloud_tpu_cluster.GkeTpuCluster, GKE | {"JAX_COORDINATOR_PORT": "99"}),
+        (
+            cloud_tpu_cluster.GkeTpuCluster,
+            GKE | {"TPU_PROCESS_ADDRESSES": "a:8471,b:8471"},
+        ),
+        (SlurmCluster, SLURM),
+        (SlurmCluster, SLURM | {"SLURM_STEP_NODELIST": "a1,b2"}),
+        (SlurmCluster, SLURM | {"SLURM_JOB_ID": "123456789"}),
+    ],
+)
+def test_the_place_is_the_one_that_jax_would_find(
+    cluster, environment, monkeypatch, tmp_path
+):
+    address, index, count = seen_by(cluster, environment, monkeypatch)
+    found = find_meeting(count, environment, root=tmp_path)
+    assert (found.address, found.index) == (address, index)
+
+
+@pytest.mark.parametrize(
+    "endpoints", ["10.0.0.4,10.0.0.5", "n:1:10.0.0.4,n:2:10.0.0.5"]
+)
+def test_a_tpu_vms_place_is_the_one_that_jax_would_find(endpoints, monkeypatch):
+    attribute = metadata(endpoints)
+    monkeypatch.setattr(
+        cloud_tpu_cluster, "get_metadata", lambda key: (attribute(key), 200)
+    )
+    cluster = cloud_tpu_cluster.GceTpuCluster
+    address, index, count = seen_by(cluster, {}, monkeypatch)
+    found = find_meeting(count, {}, attribute)
+    assert (found.address, found.index) == (address, index)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +152,69 @@ def test_an_environment_that_does_not_fit_is_named(
         find_meeting(count, environment, root=tmp_path)
 
 
+class Metadata:
+    """A metadata server of this machine. `says`: (status, text), the last for ever."""
+
+    def __init__(self, *says):
+        self.asked, said = [], list(says)
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(handler):  # noqa: N805
+                flavor = handler.headers["Metadata-Flavor"]
+                self.asked.append((handler.path.rpartition("/")[2], flavor))
+                status, text = said.pop(0) if len(said) > 1 else said[0]
+                handler.send_response(status)
+                handler.send_header("Metadata-Flavor", "Google")
+                handler.end_headers()
+                handler.wfile.write(text.encode())
+
+            def log_message(handler, *_):  # noqa: N805
+                pass
+
+        self.server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self.server.server_port}"
+
+    def __enter__(self):
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def tpu_vm(root):
+    """Has a v6e's card in the machine whose files are in `root`."""
+    card = root / "sys/bus/pci/devices/0000:00:05.0"
+    card.mkdir(parents=True)
+    (card / "vendor").write_text("0x1ae0\n")
+    (card / "device").write_text("0x006f\n")
+
+
+@pytest.mark.parametrize("variable", ["GCE_METADATA_HOST", "GCE_METADATA_IP"])
+def test_a_booting_machines_server_is_asked_again(variable, tmp_path, monkeypatch):
+    monkeypatch.setattr(meeting, "AGAIN_S", 0.01)
+    tpu_vm(tmp_path)
+    says = [(503, ""), (500, ""), (200, "1"), (503, ""), (200, "10.0.0.4,10.0.0.5")]
+    with Metadata(*says) as server:
+        found = find_meeting(2, {variable: server.address}, root=tmp_path)
+    assert found == WorldAddress(address="10.0.0.4:8482", index=1)
+    asked = ["agent-worker-number"] * 3 + ["worker-network-endpoints"] * 2
+    assert server.asked == [(name, "Google") for name in asked]
+
+
+def test_what_a_server_does_not_have_is_no_tpu_vms(tmp_path):
+    tpu_vm(tmp_path)
+    with Metadata((404, "")) as server:
+        there = {"GCE_METADATA_HOST": server.address}
+        with pytest.raises(ConfigError, match=r"agent-worker-number.*404"):
+            find_meeting(2, there, root=tmp_path)
+        assert len(server.asked) == 1
+        with pytest.raises(ConfigError, match=r"TPU_WORKER_HOSTNAMES nor"):
+            find_meeting(2, there | {"TPU_SKIP_MDS_QUERY": "true"}, root=tmp_path)
+        assert len(server.asked) == 1
+
+
 def test_metadata_that_do_not_answer_or_do_not_fit_are_named():
     with pytest.raises(ConfigError, match="worker-network-endpoints here is of 3"):
         find_meeting(2, {}, metadata("a,b,c"))
@@ -85,28 +234,36 @@ def test_slurm_lists_begin_with_the_first_host(nodes, first):
     assert first_node(nodes) == first
 
 
-def test_jax_is_told_all_and_waits_as_long_as_starts_differ(monkeypatch):
-    told = {}
-
-    def initialize(**given):
-        told.update(given)
-        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: barrier")
-
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+def test_jax_is_told_all_once_every_host_is_there(monkeypatch):
+    done = []
+    monkeypatch.setattr(world, "await_all", lambda *asked: done.append(asked))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **told: done.append(told))
     monkeypatch.setattr(world.jax.config, "update", lambda *_: None)
     for name, value in GKE.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(
-        HostsError,
-        match=r"2 hosts .* at pod-0\.run:8482 within 1200 s .*hosts_budget_s",
-    ):
+    with pytest.raises(ConfigError, match=r"hosts = 2 .* this slice has 1"):
         join_world(WorldAddress(), 2, budget_s=10.0, meet_s=1200.0)
-    assert told == {
-        "coordinator_address": "pod-0.run:8482",
-        "num_processes": 2,
-        "process_id": 1,
-        "cluster_detection_method": "deactivate",
-        "initialization_timeout": 1200,
-        "heartbeat_timeout_seconds": 10,
-        "shutdown_timeout_seconds": 10,
-    }
+    assert done == [
+        (WorldAddress(address="pod-0.run:8482", index=1), 2, 1200.0),
+        {
+            "coordinator_address": "pod-0.run:8482",
+            "num_processes": 2,
+            "process_id": 1,
+            "cluster_detection_method": "deactivate",
+            "initialization_timeout": 60,
+            "heartbeat_timeout_seconds": 10,
+            "shutdown_timeout_seconds": 10,
+        },
+    ]
+
+
+def test_hosts_that_do_not_come_end_the_island_before_jax_aborts_it(monkeypatch):
+    def initialize(**_):
+        raise AssertionError("jax would end this process with SIGABRT")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    place = WorldAddress(address="nohost.invalid:8482", index=1)
+    with pytest.raises(
+        HostsError, match=r"2 hosts .* let host 1 in .*within 0\.1 s; .*hosts_budget_s"
+    ):
+        join_world(place, 2, budget_s=10.0, meet_s=0.1)

@@ -12,12 +12,11 @@ from diloco_jax.config import IslandConfig, SyncConfig
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.island.arrivals import Arrival, Arrivals
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import make_mesh, param_shardings
+from diloco_jax.island.mailbox import Arrival, Arrivals
 from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary, Goal
-from diloco_jax.protocol.island.decision import Adoption, Decision
+from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision, Goal
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
 from diloco_jax.protocol.values import Version
 

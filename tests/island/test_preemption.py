@@ -7,10 +7,10 @@ import time
 import coordinator_says as says
 import pytest
 
-from diloco_jax.island import preemption
+from diloco_jax.island import metadata, preemption
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.preemption import Preemption
-from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Status
 
 WAIT_S = 60.0
@@ -65,7 +65,7 @@ def server():
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """However slow a server is, it is one."""
-    monkeypatch.setattr(preemption, "ANSWER_S", WAIT_S)
+    monkeypatch.setattr(metadata, "ANSWER_S", WAIT_S)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import IslandConfig, RunConfig, SyncConfig
+from diloco_jax.config.loading import read_config
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Piece
 from diloco_jax.core.payload import Coverage, Part, PayloadLayout
@@ -31,9 +33,17 @@ pytestmark = [
     ),
 ]
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+REFERENCES = sorted(
+    {
+        ("12b", island.topology, island.mesh_data, island.mesh_fsdp)
+        for name in ("mixed_12b", "four_regions")
+        for island in read_config(CONFIGS / f"{name}.py").islands.values()
+    }
+)
+"""Islands of the reference configs: model, topology, mesh_data, mesh_fsdp."""
 ISLANDS = [
-    ("12b", "v5p:4x4x4", 4, 16),
-    ("12b", "v6e:16x16", 4, 64),
+    *REFERENCES,
     ("12b", "v6e:16x16", 1, 256),
     ("12b", "v6e:16x16", 16, 16),
     ("12b", "v5p:4x4x4", 1, 64),
@@ -42,6 +52,7 @@ ISLANDS = [
     ("1b", "v6e:4x4", 1, 16),
     ("1b", "v6e:4x4", 16, 1),
 ]
+SYNC = SyncConfig(steps_per_cycle=96, fragments=48)
 COLLECTIVE = re.compile(
     r"= \(?(\w+)\[[^=]* (all-gather|all-reduce|all-to-all|collective-permute"
     r"|reduce-scatter|send|recv|infeed|outfeed)(?:-start)?\("
@@ -58,9 +69,9 @@ def devices(topology: str) -> Any:
 @functools.cache
 def pieces_of(
     model: str, topology: str, data: int, fsdp: int
-) -> tuple[RunConfig, FragmentPlan, dict[Piece, Kind]]:
-    sync = SyncConfig(steps_per_cycle=96, fragments=48)
-    run = RunConfig(model=preset(model), sync=sync, sequence_length=4096)
+) -> tuple[RunConfig, FragmentPlan, dict[Piece, Kind], dict[str, Any]]:
+    """The run, its plan, the kind of each piece, and the parameters without values."""
+    run = RunConfig(model=preset(model), sync=SYNC, sequence_length=4096)
     mesh = make_mesh(
         IslandConfig(
             topology=topology, batch_size=data * fsdp, mesh_data=data, mesh_fsdp=fsdp
@@ -78,7 +89,8 @@ def pieces_of(
     def leaf(piece: Piece) -> Any:
         return functools.reduce(lambda node, key: node[key], piece.path, like)
 
-    return run, plan, {p: kind_of(sync, p, leaf(p), "device") for p in plan.pieces}
+    kinds = {p: kind_of(SYNC, p, leaf(p), "device") for p in plan.pieces}
+    return run, plan, kinds, like
 
 
 def all_parts(plan: FragmentPlan, kinds: dict[Piece, Kind]) -> list[dict[int, Part]]:
@@ -88,9 +100,19 @@ def all_parts(plan: FragmentPlan, kinds: dict[Piece, Kind]) -> list[dict[int, Pa
     ]
 
 
+@pytest.mark.parametrize("name", ["mixed_12b", "four_regions"])
+def test_islands_of_the_reference_configs_are_among_these(name):
+    config = read_config(CONFIGS / f"{name}.py")
+    assert config.run.model == preset("12b")
+    assert config.run.sync.fragments == SYNC.fragments
+    assert all(island.mesh_tensor == 1 for island in config.islands.values())
+
+
 @pytest.mark.parametrize(("model", "topology", "data", "fsdp"), ISLANDS)
 def test_hosts_fetch_each_byte_once(model, topology, data, fsdp):
-    run, plan, kinds = pieces_of(model, topology, data, fsdp)
+    """Of publishes and of anchors, as a join fetches them; bands too."""
+    run, plan, kinds, _ = pieces_of(model, topology, data, fsdp)
+    assert any(piece.bands for piece in plan.pieces)
     codec = get_codec(run.sync.codec_down)
     loads = dict.fromkeys({d.process_index for d in devices(topology)}, 0)
     assert len(loads) == data * fsdp // 4
@@ -109,9 +131,27 @@ def test_hosts_fetch_each_byte_once(model, topology, data, fsdp):
     assert max(loads.values()) <= 1.02 * mean
 
 
+@pytest.mark.parametrize(("model", "topology", "data", "fsdp"), REFERENCES)
+def test_a_band_is_taken_and_adopted_where_it_lies(model, topology, data, fsdp):
+    """Without a collective; the parameter is written in place, and at most copied as a
+    whole on the way."""
+    _, plan, kinds, like = pieces_of(model, topology, data, fsdp)
+    band = next(piece for piece in plan.pieces if piece.bands)
+    kind, leaf = kinds[band], like["embedding"]
+    assert kind.piece.spec == kind.encoded.spec
+    shard = 4 * math.prod(leaf.sharding.shard_shape(leaf.shape))
+    own = 4 * math.prod(kind.piece.shard_shape(band.shape))
+    lowered = kind.lower(SYNC, band, leaf)
+    for name in ("take", "adopt", "reset"):
+        assert collectives(lowered[name]) == [], name
+        memory = lowered[name].compile().memory_analysis()
+        assert memory.temp_size_in_bytes <= 1.1 * shard + 8 * own, name
+        assert (memory.alias_size_in_bytes >= shard) == (name != "take"), name
+
+
 @pytest.mark.parametrize(("model", "topology", "data", "fsdp"), ISLANDS[:3])
 def test_tiles_move_as_bytes_over_the_interconnect(model, topology, data, fsdp):
-    run, _, kinds = pieces_of(model, topology, data, fsdp)
+    run, _, kinds, _ = pieces_of(model, topology, data, fsdp)
     codec, seen = get_codec(run.sync.codec_down), set()
     for piece, kind in kinds.items():
         if (piece.shape, kind.encoded) in seen or not kind.spread.moved:

@@ -158,7 +158,11 @@ def test_text_is_copied_before_a_process_starts(config):
         pod = (
             pod["template"]["spec"] if "template" in pod else job_and_pod(made[key])[2]
         )
-        (copy,) = pod["initContainers"]
+        copy, manifests = pod["initContainers"]
+        read = f"diloco manifest --missing {copy['command'][-1]} || true"
+        assert manifests["command"] == ["/bin/bash", "-c", read]
+        assert manifests["image"] == pod["containers"][0]["image"]
+        assert manifests["volumeMounts"] == copy["volumeMounts"]
         assert copy["command"][-2] == "gs://bucket/text"
         (mount,) = copy["volumeMounts"]
         assert mount in pod["containers"][0]["volumeMounts"]

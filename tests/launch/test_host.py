@@ -22,8 +22,12 @@ echo "docker $*" >>"$TOOLS/calls"
 [ "$1" != login ] || cat >"$TOOLS/password"
 case "$*" in
   *"print-access-token"*) echo token ;;
-  *"secrets versions access"*) cp "$TOOLS/secret.tar" "${!#}" ;;
-  *"--name diloco"*) exit "${EXIT:-0}" ;;
+  *"--out-file"*) cp "$TOOLS/secret.tar" "${!#}" ;;
+  *"--secret hub-token"*) printf 'two\nlines\n' ;;
+  *" manifest --missing "*) exit 2 ;;
+  *"--name diloco"*)
+    printf '%s' "${HF_TOKEN-none}" >"$TOOLS/token"
+    exit "${EXIT:-0}" ;;
 esac
 [ ! -e "$TOOLS/broken" ] || [[ $* != *"$(cat "$TOOLS/broken")"* ]] || exit 2
 """
@@ -169,6 +173,39 @@ def test_what_fails_before_is_tried_again(tmp_path, config, broken):
     (machine.tools / "broken").unlink()
     assert machine.start("run") == 0
     assert any("rsync --recursive gs://bucket/text" in c for c in machine.calls)
+
+
+def test_manifests_are_made_before_a_process_starts(tmp_path, config):
+    launch = dataclasses.replace(config.launch, data="gs://bucket/text")
+    config = dataclasses.replace(config, launch=launch)
+    for name in ("two-v5p.sh", "coordinator.sh"):
+        machine = Machine(tmp_path / name, config, name)
+        machine.start("boot")
+        # A bad file is `diloco`'s own to tell, with the exit code that means it.
+        assert machine.start("run", EXIT="2") == 2
+        made, ran = machine.calls[-2:]
+        data = "/var/lib/diloco/data"
+        assert made.endswith(f"/diloco/diloco:1 manifest --missing {data}")
+        assert "--name diloco" in ran
+
+
+def test_variables_reach_the_process_and_secrets_no_argument(tmp_path, config):
+    launch = dataclasses.replace(
+        config.launch,
+        environment={"HF_HOME": "/a b", "v5p:XLA_FLAGS": "--a=1 --b=2"},
+        secrets={"HF_TOKEN": "hub-token"},
+    )
+    config = dataclasses.replace(config, launch=launch)
+    for name, flags in (("two-v5p.sh", True), ("coordinator.sh", False)):
+        machine = Machine(tmp_path / name, config, name)
+        machine.start("boot")
+        assert machine.start("run") == 0, machine.errors
+        calls = machine.calls
+        assert "--env=HF_HOME=/a b " in calls[-1]
+        assert ("--env=XLA_FLAGS=--a=1 --b=2 " in calls[-1]) == flags
+        assert "--env HF_TOKEN " in calls[-1]
+        assert (machine.tools / "token").read_text() == "two\nlines"
+        assert not any("lines" in call for call in calls)
 
 
 def test_a_coordinator_begins_a_run_on_its_new_disk(coordinator):

@@ -59,7 +59,7 @@ def test_the_image_is_built_from_a_file_that_is_there():
 
 def test_what_launches_is_launched_and_the_rest_reads_what_comes_of_it():
     commands = [line[1] for line in of("diloco")]
-    assert set(commands) == {"launch", "eval", "plan"}
+    assert set(commands) == {"launch", "eval", "plan", "manifest"}
     (plan,) = [line for line in of("diloco") if line[1] == "plan"]
     assert plan[2] == LAUNCHES[0][2]
 
@@ -68,6 +68,16 @@ def test_what_launches_is_launched_and_the_rest_reads_what_comes_of_it():
 def test_every_launch_works(line, cloud, configs, capsys):
     again = ["--yes"] if "--dry-run" not in line else []
     assert cli.main([*line[1:], *again]) == 0, capsys.readouterr().err
+
+
+def test_the_text_gets_its_manifests_as_the_page_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (line,) = [line for line in of("diloco") if line[1] == "manifest"]
+    folder = tmp_path / line[2]
+    folder.mkdir()
+    (folder / "a.txt").write_text("a small file")
+    assert cli.main(line[1:]) == 0
+    assert "1 files below 16 MB need none" in capsys.readouterr().err
 
 
 def test_the_results_are_evaluated_as_the_page_says(configs, capsys):

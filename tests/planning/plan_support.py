@@ -66,7 +66,9 @@ def island(
         hbm_traffic_bytes=hbm_bytes if fits else None,
         collectives=list(collectives) if fits else None,
         exchange=[
-            ExchangePlan(piece="embedding", pieces=1, aligned=True, collectives={})
+            ExchangePlan(
+                piece="embedding", pieces=1, aligned=True, collectives={}, seconds=0.0
+            )
         ],
         roofline=roofline(
             found,

@@ -65,10 +65,16 @@ def test_the_reference_cases_pass_every_check(name, link):
             "disk speed",
             {"launch.coordinator_disk_gb": 100, "sync.steps_per_cycle": 64},
             5.0,
-            "to a disk of 100 GB, which takes 168",
+            "to a disk of 100 GB, which takes 176",
         ),
         ("restart", {"placement.outage_budget_s": 60.0}, 5.0, "have data for 60"),
-        ("places", {"placement.bulk_channels": 64}, 5.0, "a service has 4915"),
+        (
+            "egress",
+            {"launch.coordinator_machine": "n2-highmem-4", "sync.steps_per_cycle": 20},
+            50.0,
+            "n2-highmem-4 sends 10 at most",
+        ),
+        ("places", {"placement.bulk_channels": 64}, 5.0, "has places for 4096"),
     ],
 )
 def test_each_check_refuses_and_its_change_helps(mixed, check, change, link, said):
@@ -155,15 +161,28 @@ def test_memory_is_the_state_and_little_more(mixed):
     assert 4.0 * params < plan.memory - fixed < 5.5 * params
 
 
+def test_a_small_machine_slows_its_disk(mixed):
+    """Then a larger disk does not help, and a larger machine does."""
+    few = {"launch.coordinator_machine": "n2-standard-2", "sync.steps_per_cycle": 64}
+    terms = changed(mixed, few)
+    assert terms.disk.write_bytes_per_s == 240 * 2**20
+    found = {refusal.check: refusal for refusal in refusals(terms)}
+    assert "which takes 252" in found["disk speed"].text
+    change = found["disk speed"].change
+    assert set(change) == {"launch.coordinator_machine"}
+    assert machine_of(change["launch.coordinator_machine"]).disk_mib_per_s > 240
+
+
 def test_unknown_machines_are_refused_with_the_known_ones():
-    assert disk_bytes_per_s(10**6) == 1200e6
+    assert disk_bytes_per_s(10**6) == 1200 * 2**20
     with pytest.raises(ConfigError, match=r"'n9-huge'.*n2-highmem-48"):
         machine_of("n9-huge")
 
 
 def test_a_price_is_the_users(mixed):
     prices = parse_prices("v5p=4.5,v6e=2.5,coordinator=3")
-    assert price_per_hour(mixed.config, prices) == 64 * 4.5 + 256 * 2.5 + 3
+    parts = {"v5p": 64 * 4.5, "v6e": 256 * 2.5, "coordinator": 3.0}
+    assert price_per_hour(mixed.config, prices) == parts
 
 
 @pytest.mark.parametrize("text", ["v9=1", "v5p", "v5p=-1", "v5p=nan"])
@@ -182,7 +201,9 @@ def test_arithmetic_needs_no_libtpu_and_says_what_it_is(monkeypatch, capsys):
     assert cli.main(["plan", path, "--arithmetic", *prices]) == 0
     shown = capsys.readouterr().err
     assert "arithmetic, nothing compiled, HBM not checked" in shown
-    assert "price per hour: 1,539.00" in shown
+    assert "price per hour: 1,539.00 (v5p 512.00, v6e 1,024.00, coordina" in shown
+    assert "by your --price" in shown
+    assert "constant: `python benchmarks/merging.py`" in shown
 
 
 def test_what_arithmetic_refuses_ends_with_2(capsys):
@@ -205,4 +226,4 @@ def test_a_trillion_parameters_are_too_many_for_one_coordinator():
     found = {refusal.check: refusal for refusal in refusals(terms)}
     assert found["memory"].change == found["places"].change == {}
     assert "link" not in found
-    assert checks.MOST_THREADS < 2 * 4 * 64 * 512
+    assert checks.MOST_PLACES < 2 * 4 * 64 * 512

@@ -29,8 +29,8 @@ def plan(tmp_path, monkeypatch):
         monkeypatch.setattr(command.metadata, "version", lambda name: "1.2.3")
         asked = []
 
-        def compile_islands(config, report):
-            asked.extend(config.islands)
+        def compile_islands(config, report, names=()):
+            asked.extend(names or config.islands)
             return {name: dataclasses.asdict(made) for name, made in compiled.items()}
 
         monkeypatch.setattr(command, "compile_islands", compile_islands)
@@ -119,12 +119,14 @@ def test_what_does_not_fit_is_shown_with_by_how_much_and_ends_with_2(plan, capsy
         "big": plan_support.island("v6e:4x4", flops=FLOPS["big"], hbm=full),
         "small": plan_support.island("v5p:2x2x1", flops=FLOPS["small"]),
     }
-    code, _ = plan(CONFIG, **made)
+    code, asked = plan(CONFIG, **made)
     shown = capsys.readouterr()
     assert code == 2
     assert shown.out == ""
     assert "NO, 3.00 GB missing" in shown.err
-    assert "set remat = 'full', now 'none'" in shown.err.replace("\n", " ")
+    assert "no setting that was tried helps" in shown.err.replace("\n", " ")
+    # Of the island that does not fit: once, and once for each remedy.
+    assert asked == ["big", "small", *["big"] * 4]
 
 
 # ---- processes -------------------------------------------------------------------
@@ -143,7 +145,7 @@ import json, os, sys
 name = sys.argv[2]
 print(json.dumps({"doing": "step", "done": 1, "parts": 4}), flush=True)
 flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-print(json.dumps({"plan": {"name": name, "flags": flags}}))
+print(json.dumps({"result": {"name": name, "flags": flags}}))
 """
 
 

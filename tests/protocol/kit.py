@@ -165,7 +165,7 @@ class Driver:
     def feed(self, event: Event) -> list[Effect]:
         """One event; the books must balance after it."""
         self.state, effects = decide.step(self.config, self.state, event, self.now)
-        assert ledger.check(self.config, self.state) == []
+        assert ledger.check(self.state) == []
         self.ignored += of(effects, Ignored)
         effects = [effect for effect in effects if not isinstance(effect, Ignored)]
         self.effects += effects
@@ -260,7 +260,7 @@ class Driver:
         records but the first `skip`."""
         state = initial(self.config) if snapshot is None else snapshot
         self.state = recover(self.config, state, self.log[skip:], self.now)
-        assert ledger.check(self.config, self.state) == []
+        assert ledger.check(self.state) == []
 
     # ---- an island's part -------------------------------------------------------
 

@@ -89,9 +89,9 @@ def note_traffic(path: Path) -> None:
     """Writes what this host sent and received, as JSON, and in FILE.fetched each fetch:
     fragment, number of publishes (0: the anchor), bytes on the wire."""
     from diloco_jax.island.host import Host
-    from diloco_jax.wire.client import Client
+    from diloco_jax.wire.transfers import Transfers
 
-    close, fetch = Host.close, Client.fetch
+    close, fetch = Host.close, Transfers.fetch
     fetches: list[tuple[int, int, int]] = []
 
     def fetched(self, request, **options):
@@ -104,7 +104,7 @@ def note_traffic(path: Path) -> None:
         path.with_suffix(".fetched").write_text(json.dumps(fetches))
         close(self)
 
-    Client.fetch, Host.close = fetched, noted
+    Transfers.fetch, Host.close = fetched, noted
 
 
 def be_late(rng: random.Random) -> None:

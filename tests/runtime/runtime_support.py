@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,12 +28,16 @@ from diloco_jax.config import (
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.island.device.build import build_trainer
+from diloco_jax.island.host import Host
+from diloco_jax.island.joined_host import JoinedHost
 from diloco_jax.island.main import LeadingHost
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.values import FIRST_VERSION, Record
 from diloco_jax.wire import bulk
 from diloco_jax.wire.client import Client
@@ -103,21 +107,32 @@ def coordinator(
         service.close()
 
 
-def run_scripted(config: Config, workdir: Path) -> list[dict]:
-    """The whole run with every island on the oracle's script; returns the tape."""
+def run_scripted(
+    config: Config,
+    workdir: Path,
+    own: Mapping[str, Callable[[LeadingHost, Config], Ending]] | None = None,
+) -> list[dict]:
+    """The whole run with every island on the oracle's script; returns the tape. own:
+    loops of islands that join, by name."""
     # A lease that runs out begins the schedule anew, which no script follows.
     config = placed(config, time_budget_s=PATIENCE_S)
     sync = config.run.sync
     with coordinator(config, workdir) as service:
         failures: list[str] = []
         # One after the other, so that all are there before the first tick.
+        own = own or {}
         islands = [
-            LeadingHost(config, name, service.address, workdir / name, 1)
+            LeadingHost(
+                joined_host(config, name, service.address)
+                if name in own
+                else Host(config, name, service.address, workdir / name),
+                1,
+            )
             for name in config.islands
         ]
         ready = threading.Barrier(len(islands))
 
-        def live(island: LeadingHost) -> None:
+        def live(name: str, island: LeadingHost) -> None:
             script = ScriptedDecisions(
                 island.mailbox,
                 steps_per_cycle=sync.steps_per_cycle,
@@ -128,7 +143,8 @@ def run_scripted(config: Config, workdir: Path) -> list[dict]:
             try:
                 island.start(script)
                 ready.wait(PATIENCE_S)
-                ending = island.run()
+                run = own.get(name)
+                ending = run(island, config) if run else island.loop.run()
                 if ending.exit_code:
                     failures.append(ending.text)
                 island.stop(ending)
@@ -136,13 +152,22 @@ def run_scripted(config: Config, workdir: Path) -> list[dict]:
             except Exception as error:
                 failures.append(repr(error))
 
-        threads = [threading.Thread(target=live, args=(i,)) for i in islands]
+        threads = [
+            threading.Thread(target=live, args=pair)
+            for pair in zip(config.islands, islands, strict=True)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(3 * PATIENCE_S)
         assert not failures, failures
     return list(read_tape(workdir / "tape.jsonl"))
+
+
+def joined_host(config: Config, name: str, address: str) -> JoinedHost:
+    """An island whose steps are a test's, of the config's own model."""
+    model, trainer = build_trainer(config.run, config.islands[name])
+    return JoinedHost(config, name, address, trainer.zeros(), model.axes)
 
 
 # ---- an island that is nothing but its messages ----------------------------------
@@ -231,7 +256,7 @@ def answer(
     stream.send(report(steps, took(take, seq=seq, steps=steps)))
     size = service.store.layouts_up[take.fragment].total_bytes
     start = upload_start(who, stream.welcome.run_id, take, size)
-    island.upload(start, bytes(size))
+    island.transfers.upload(start, bytes(size))
 
 
 def await_state(

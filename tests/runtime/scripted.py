@@ -8,7 +8,7 @@ import time
 from msgspec.structs import replace
 
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.protocol.island.decision import Adoption, Decision
+from diloco_jax.protocol.island.boundary import Adoption, Decision
 from diloco_jax.protocol.messages import TakeRequest
 
 
@@ -39,6 +39,7 @@ class ScriptedDecisions:
         self._overlap_steps = overlap_steps
         self._patience_s = patience_s
         self._next_tick = 1
+        self._stop = False
         self._requested: dict[int, TakeRequest] = {}
         """By tick."""
         self._arrived: dict[int, Adoption] = {}
@@ -84,6 +85,7 @@ class ScriptedDecisions:
         self._mailbox.wait(timeout_s)
 
     def _keep(self, decision: Decision) -> None:
+        self._stop = decision.stop
         for take in decision.takes:
             # The script says when, not the coordinator.
             self._requested[take.tick] = replace(take, after=0)
@@ -128,7 +130,7 @@ class ScriptedDecisions:
         for due, fragment in self._due:
             if due <= step or not stepping:
                 return f"arrival of fragment {fragment}"
-        if stepping and not self._mailbox.stop_asked:
+        if stepping and not self._stop:
             tick = self._next_tick
             if self._step_of(tick) <= step:
                 return f"take request of tick {tick}"

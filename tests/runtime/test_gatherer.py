@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,6 +44,8 @@ from diloco_jax.workdir import read_facts
 
 RUN_ID = "feedfacefeedface"
 TOKENS = 500
+FRAGMENTS = 8
+"""So many that both embeddings are cut into bands."""
 
 
 class Starting:
@@ -181,7 +184,7 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
             other.open_control(hello(config, "b", session="of a join"))
         payload = anchor(config, 0, 0.5)
         with pytest.raises(Refused, match="not asked for"):
-            at_a.upload(announced(a, 0, Version(1, 3), len(payload)), payload)
+            at_a.transfers.upload(announced(a, 0, Version(1, 3), len(payload)), payload)
         assert not workdir.exists(), "nothing is written before"
         to_b = at_b.open_control(b)
         for stream, at, who, version in (
@@ -191,9 +194,9 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
             asked = await_message(stream, messages.AnchorRequest)
             payload = anchor(config, asked.fragment, 0.5 + asked.fragment)
             with pytest.raises(Refused, match="not asked for"):
-                at.upload(announced(who, asked.fragment, None, 8), bytes(8))
+                at.transfers.upload(announced(who, asked.fragment, None, 8), bytes(8))
             start = announced(who, asked.fragment, version, len(payload))
-            at.upload(start, payload)
+            at.transfers.upload(start, payload)
         service = made.started()
         assert read_facts(workdir).run_id == RUN_ID
         (term,) = read_tape(workdir / "tape.jsonl")
@@ -221,7 +224,7 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
                 client(made.address, deadlines=OneAttempt(PATIENCE_S)) as other,
                 pytest.raises(ConnectionLost, match="not said hello in term 2"),
             ):
-                other.fetch(early, max_bytes=1 << 20)
+                other.transfers.fetch(early, max_bytes=1 << 20)
             back = open_when_up(at_a, a)
             assert (back.welcome.term, back.welcome.resumed) == (2, False)
             assert back.welcome.versions == (Version(2, 4), Version(2, 5))
@@ -242,7 +245,7 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
             payload = anchor(config, 0, 0.5)
             late = announced(a, 0, Version(1, 3), len(payload))
             with pytest.raises(Refused, match="has its state, and did not ask for"):
-                at_a.upload(late, payload)
+                at_a.transfers.upload(late, payload)
             later = offer(config, "b", term=3)
             with (
                 client(made.address) as other,
@@ -260,6 +263,31 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
         assert {f.accounts["a"].carried_tokens for f in state.fragments} == {
             8 * a.tokens_per_step
         }
+
+
+def test_anchors_of_bands_make_their_tensors_again(text, tmp_path):
+    config = make_config(text, fragments=FRAGMENTS, steps_per_cycle=FRAGMENTS)
+    config = placed(config, time_budget_s=PATIENCE_S)
+    plan, codec = plan_of(config), get_codec("f32")
+    assert {len(p.path) for p in plan.pieces if p.bands} == {1}, "both embeddings"
+    params = jax.device_get(build(config.run.model).init(jax.random.key(0)))
+    with (
+        starting(config, tmp_path / "run") as made,
+        client(made.address) as at_a,
+        client(made.address) as at_b,
+    ):
+        a = offer(config, "a", *range(1, FRAGMENTS + 1))
+        to_a = at_a.open_control(a)
+        at_b.open_control(offer(config, "b", *[0] * FRAGMENTS))
+        for _ in range(FRAGMENTS):
+            asked = await_message(to_a, messages.AnchorRequest).fragment
+            pieces = plan.fragments[asked]
+            encoded = [codec.encode(get_piece(params, piece)) for piece in pieces]
+            payload = bytes(PayloadLayout.of(codec, pieces).pack(encoded))
+            start = announced(a, asked, Version(1, asked + 1), len(payload))
+            at_a.upload(start, payload)
+        found = made.started().store.params()
+    jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
 def test_another_config_is_not_the_islands_fault(config, tmp_path):

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.observability.tape import Tape
+from diloco_jax.observability import segments
+from diloco_jax.observability.tape import Tape, remove_tape
 
 pytestmark = [pytest.mark.dist, pytest.mark.timing]
 
@@ -145,6 +147,16 @@ def test_the_killed_island_goes_on_with_its_moments(run):
     assert (moments["start"], 0 < moments["value"] <= 16) == (1, True)
 
 
+def write_tape(workdir: Path, records: list[dict[str, Any]]) -> None:
+    """Replace the tape by these records, in files of 10 kB."""
+    remove_tape(workdir / "tape.jsonl")
+    tape = Tape(workdir / "tape.jsonl", 10_000)
+    for record in records:
+        tape.append(record)
+    tape.close()
+    assert len(segments.closed(workdir / "tape.jsonl")) > 5
+
+
 def test_replay_gives_the_bits_of_every_merge(run, workdir):
     committed, prepared = (r for r in run.tape if r["kind"] == "recovered")
     merges = sum(version[1] for version in committed["snapshot_versions"])
@@ -152,6 +164,7 @@ def test_replay_gives_the_bits_of_every_merge(run, workdir):
     assert sum(version[1] for version in committed["versions"]) == KILL_COMMITTED
     assert prepared["discarded"] >= 1
     assert sum(version[1] for version in prepared["versions"]) == KILL_PREPARED - 1
+    write_tape(workdir, run.tape)
     code, printed, errors = replay(workdir, "--json")
     assert code == 0, errors
     outcome = json.loads(printed)
@@ -163,11 +176,7 @@ def test_replay_names_the_first_merge_that_differs(run, workdir):
     tape = [dict(record) for record in run.tape]
     fourth = [n for n, r in enumerate(tape) if r["kind"] == "merged"][3]
     tape[fourth]["digest"] = "feed"
-    (workdir / "tape.jsonl").unlink()
-    chained = Tape(workdir / "tape.jsonl")
-    for record in tape:
-        chained.append(record)
-    chained.close()
+    write_tape(workdir, tape)
     saved = workdir / "saved"
     code, printed, errors = replay(workdir, "--json", "--save", str(saved))
     assert code == 1, errors

@@ -37,16 +37,22 @@ def positions_by_island(tape) -> dict[str, np.ndarray]:
         {"codec_up": "int8", "codec_down": "int8", "adopt": "rebase"},
         {"codec_up": "f32", "codec_down": "f32", "adopt": "overwrite"},
         {"codec_up": "int4", "codec_down": "bf16", "adopt": "blend", "merge": "mean"},
+        # Both embeddings are cut into bands.
+        {"codec_up": "int8", "codec_down": "int8", "adopt": "keep", "fragments": 8},
     ],
     ids=lambda sync: f"{sync['adopt']}-{sync['codec_up']}-{sync['codec_down']}",
 )
 def test_the_runtime_gives_the_oracles_bits(sync, text, tmp_path):
-    config = make_config(text, cycles=CYCLES, **sync)
+    fragments = sync.get("fragments", 2)
+    steps = 2 * fragments
+    cycles = CYCLES * steps // 4  # Of which each has 4 steps there.
+    config = make_config(text, cycles=cycles, **{**sync, "steps_per_cycle": steps})
+    plan = build_plan(config.run, build(config.run))
+    assert any(piece.bands for piece in plan.pieces) == (fragments == 8)
     tape = run_scripted(config, tmp_path)
     merges = [r for r in tape if r["kind"] == "merged" and not r["final"]]
-    ticks = CYCLES * config.run.sync.fragments
-    expected = expected_history(config, positions_by_island(tape), ticks)
-    assert len(merges) >= len(expected) == CYCLES * 2
+    expected = expected_history(config, positions_by_island(tape), CYCLES * fragments)
+    assert len(merges) >= len(expected) == CYCLES * fragments
     for merge, wanted in zip(merges, expected, strict=False):
         assert (merge["tick"], merge["fragment"]) == (wanted.tick, wanted.fragment)
         assert [c["island"] for c in merge["contributions"]] == ["a", "b"]
@@ -54,7 +60,6 @@ def test_the_runtime_gives_the_oracles_bits(sync, text, tmp_path):
 
     # And what is loaded from its last snapshot is what the last merges made.
     params = load_params(tmp_path)
-    plan = build_plan(config.run, build(config.run))
     digests = "".join(
         digest_arrays(
             TileGrid.of(piece.shape).to_tiles(get_piece(params, piece))

@@ -33,6 +33,7 @@ from runtime_support import (
 from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.main import Coordinator
+from diloco_jax.island.host import Host
 from diloco_jax.island.main import LeadingHost
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
@@ -252,7 +253,7 @@ def test_a_delta_of_somebody_else_is_refused(undisturbed, start, fields, shown):
         client(undisturbed.service.address) as stranger,
         pytest.raises(Refused) as refused,
     ):
-        stranger.upload(wrong, bytes(wrong.length))
+        stranger.transfers.upload(wrong, bytes(wrong.length))
     for text in shown:
         assert text in refused.value.message
 
@@ -263,7 +264,7 @@ def test_a_delta_of_another_size_is_refused_before_it_is_stored(undisturbed, sta
         client(undisturbed.service.address) as stranger,
         pytest.raises(LocalProtocolError) as refused,
     ):
-        stranger.upload(wrong, bytes(wrong.length))
+        stranger.transfers.upload(wrong, bytes(wrong.length))
     expected = f"{wrong.total} bytes, expected {start.total}; start the island with"
     assert expected in str(refused.value)
 
@@ -290,7 +291,7 @@ def test_a_corrupted_chunk_is_refused_and_may_be_sent_again(served, start):
         error.details(),
     )
     with client(address) as island:
-        assert island.upload(start, bytes(start.total)) > start.total
+        assert island.transfers.upload(start, bytes(start.total)) > start.total
 
 
 def test_an_oversized_message_is_refused(undisturbed, start):
@@ -325,14 +326,14 @@ def test_a_delta_that_is_not_finite_is_not_merged(text, tmp_path, caplog):
 
         streams["b"].send(report(1, took(takes["b"], seq=1, steps=1)))
         start = upload_start(hellos["b"], run_id, takes["b"], total)
-        island.upload(start, b"\xff" * total)
+        island.transfers.upload(start, b"\xff" * total)
         verdict = await_message(streams["b"], messages.TakeVerdict)
         assert (verdict.verdict, verdict.reason) == ("refused", "non_finite")
         assert verdict.version == FIRST_VERSION
 
         streams["a"].send(report(2, took(takes["a"], seq=1, steps=2)))
         start = upload_start(hellos["a"], run_id, takes["a"], total)
-        island.upload(start, bytes(total))
+        island.transfers.upload(start, bytes(total))
         published = await_message(streams["a"], messages.Published)
         assert (published.verdict, published.version) == ("merged", (1, 1))
         told = await_message(streams["b"], messages.Published)
@@ -372,7 +373,8 @@ def test_wrong_and_missing_certificates_are_refused_at_both_ends(text, tmp_path)
                 time_budget_s=20.0,
                 outage_budget_s=4 * PATIENCE_S,
             )
-            island = LeadingHost(stranger, "b", service.address, tmp_path / "b", 1)
+            host = Host(stranger, "b", service.address, tmp_path / "b")
+            island = LeadingHost(host, 1)
             began = time.monotonic()
             with pytest.raises(SecurityError, match="diloco certs") as refused:
                 island.start()

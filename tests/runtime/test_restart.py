@@ -47,7 +47,7 @@ def test_a_killed_coordinator_comes_back_at_the_versions_it_published(text, tmp_
         take = await_message(stream, messages.TakeRequest)
         stream.send(report(2, took(take, seq=1, steps=2)))
         payload = encoded_delta(service.store, take.fragment)
-        island.upload(upload_start(own, run_id, take, len(payload)), payload)
+        island.transfers.upload(upload_start(own, run_id, take, len(payload)), payload)
         published = await_message(stream, messages.Published)
         versions = [published.version, begun[1]]
         before = anchors(service.store, versions)

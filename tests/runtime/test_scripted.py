@@ -6,8 +6,7 @@ import coordinator_says as says
 import pytest
 from scripted import ScriptedDecisions, ScriptError
 
-from diloco_jax.island.arrivals import Arrival
-from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.protocol.values import Version
 
 

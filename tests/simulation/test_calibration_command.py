@@ -13,7 +13,9 @@ from virtual_recording import config, record
 from diloco_jax import cli
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.roster import Roster
+from diloco_jax.observability import segments
 from diloco_jax.observability.tape import Tape, read_tape
+from diloco_jax.simulation.calibration import command
 from diloco_jax.simulation.calibration.command import calibrate_command
 from diloco_jax.simulation.calibration.fit import calibrate
 
@@ -68,12 +70,18 @@ def test_a_run_that_is_not_over_is_refused(copied, capsys):
     assert "calibrate on a run that has ended" in err
 
 
-def write_tape(path: Path, lines: list[dict]) -> None:
+def write_tape(path: Path, lines: list[dict], segment_bytes: int = 1 << 20) -> None:
     path.unlink()
-    tape = Tape(path)
+    tape = Tape(path, segment_bytes)
     for line in lines:
         tape.append(line)
     tape.close()
+
+
+def test_a_tape_in_many_files_gives_the_same_numbers(workdir, copied):
+    write_tape(copied / "tape.jsonl", list(read_tape(workdir / "tape.jsonl")), 10_000)
+    assert len(segments.closed(copied / "tape.jsonl")) > 3
+    assert calibrate(copied).transfer_s == calibrate(workdir).transfer_s
 
 
 def test_of_a_run_that_was_stopped_an_outage_is_guessed(workdir, copied):
@@ -167,7 +175,7 @@ def test_an_unknown_option_is_one_of_this_command(workdir, capsys):
     assert "dilocorun" not in err
 
 
-def test_it_tells_how_far_it_is(workdir, capsys):
+def test_it_tells_how_far_it_is(workdir, capsys, monkeypatch):
     shares = []
 
     @contextmanager
@@ -175,7 +183,8 @@ def test_it_tells_how_far_it_is(workdir, capsys):
         assert title == "calibrate"
         yield shares.append
 
-    assert calibrate_command([str(workdir), "--seeds", "2", "--json"], bar) == 0
+    monkeypatch.setattr(command, "bar", bar)
+    assert calibrate_command([str(workdir), "--seeds", "2", "--json"]) == 0
     assert shares == sorted(shares)
     assert len([share for share in shares if share < 0.5]) > 1
     assert {0.5, 1.0} <= set(shares)

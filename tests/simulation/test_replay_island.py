@@ -14,14 +14,13 @@ from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.arrivals import Arrival, Arrivals
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
+from diloco_jax.island.mailbox import Arrival, Arrivals
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary
-from diloco_jax.protocol.island.decision import Adoption, Decision
+from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
 from diloco_jax.protocol.values import Span, Version
 from diloco_jax.simulation.replay.island import ReplayedIsland

@@ -42,7 +42,7 @@ def spec(name: str, step_seconds: float = 1.0, lead: int = 0) -> IslandSpec:
 
 def totals(world: World) -> ledger.Totals:
     coordinator = world.coordinator
-    assert ledger.check(coordinator.config, coordinator.state) == []
+    assert ledger.check(coordinator.state) == []
     return ledger.run_totals(coordinator.config, coordinator.state)
 
 

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import types
 
 import pytest
 from wire_support import WAIT_S
 
+from diloco_jax.wire import server
 from diloco_jax.wire.errors import RemoteProtocolError
 
 
 def test_status(serve, connect):
     _, address = serve()
     assert connect(address).status(WAIT_S) == {"islands": {"a": {"state": "training"}}}
+
+
+def test_a_status_is_encoded_once_until_it_changes(
+    serve, connect, handlers, monkeypatch
+):
+    _, address = serve()
+    encoded, status = [], {"merges": 1}
+    original = json.dumps
+
+    def dumps(value):
+        encoded.append(value)
+        return original(value)
+
+    monkeypatch.setattr(server, "json", types.SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr(handlers, "status", lambda: status)
+    client = connect(address)
+    assert [client.status(WAIT_S) for _ in range(3)] == [{"merges": 1}] * 3
+    status = {"merges": 2}
+    assert client.status(WAIT_S) == {"merges": 2}
+    assert encoded == [{"merges": 1}, {"merges": 2}]
 
 
 def test_failing_status_points_to_the_log(serve, connect, handlers, monkeypatch):

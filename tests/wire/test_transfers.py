@@ -40,7 +40,7 @@ def test_upload_in_stripes(serve, connect, handlers, tls, secured):
     _, address = serve(tls=options["coordinator"])
     client = connect(address, tls=options["island"])
     payload = random_bytes(20 * MIB + 17)
-    sent = client.upload(upload_start(len(payload)), payload)
+    sent = client.transfers.upload(upload_start(len(payload)), payload)
     assert handlers.stored == payload
     assert len(payload) < sent < 1.001 * len(payload)
     lengths = sorted(handlers.next("stripe")[1] for _ in range(4))
@@ -52,7 +52,7 @@ def test_upload_in_stripes(serve, connect, handlers, tls, secured):
 def test_fetch_in_stripes(serve, connect, handlers, size):
     _, address = serve()
     handlers.published = random_bytes(size)
-    fetched = connect(address).fetch(fetch_request(), max_bytes=size)
+    fetched = connect(address).transfers.fetch(fetch_request(), max_bytes=size)
     assert fetched.payload == handlers.published
     assert (fetched.version, fetched.full) == (Version(1, 5), True)
     assert fetched.wire_bytes < 1.001 * size + 200
@@ -66,7 +66,7 @@ def test_what_lies_scattered_in_memory_is_fetched_row_by_row(serve, connect, han
     matrix = np.random.default_rng(0).integers(0, 256, (3000, 2000), np.uint8)
     handlers.scattered = [matrix[:, 500:].data, np.float32(1.5).reshape(()).data]
     expected = handlers.published + matrix[:, 500:].tobytes() + b"\0\0\xc0?"
-    fetched = connect(address).fetch(fetch_request(), max_bytes=len(expected))
+    fetched = connect(address).transfers.fetch(fetch_request(), max_bytes=len(expected))
     assert fetched.payload == expected
 
 
@@ -74,7 +74,7 @@ def test_fetch_over_tls(serve, connect, handlers, tls):
     _, address = serve(tls=tls["coordinator"])
     handlers.published = random_bytes(9 * MIB)
     client = connect(address, tls=tls["island"])
-    assert client.fetch(fetch_request(), max_bytes=9 * MIB).payload == (
+    assert client.transfers.fetch(fetch_request(), max_bytes=9 * MIB).payload == (
         handlers.published
     )
 
@@ -83,7 +83,7 @@ def test_array_is_uploaded_without_a_copy_of_its_own(serve, connect, handlers):
     _, address = serve()
     array = np.arange(1000, dtype=np.float32).reshape(10, 100)
     client = connect(address)
-    client.upload(upload_start(array.nbytes), memoryview(array))
+    client.transfers.upload(upload_start(array.nbytes), memoryview(array))
     assert np.array_equal(np.frombuffer(handlers.stored, np.float32), array.ravel())
 
 
@@ -118,7 +118,7 @@ def test_broken_chunk_is_refused_and_others_go_on(
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     stream.send(report(1))
     handlers.next("receive")
-    client.upload(upload_start(1000), payload)
+    client.transfers.upload(upload_start(1000), payload)
     assert handlers.stored == payload
 
 
@@ -157,7 +157,7 @@ def test_fetch_larger_than_allowed_is_refused_before_allocation(
     _, address = serve()
     handlers.published = bytes(3 * MIB)
     with pytest.raises(RemoteProtocolError, match=r"3145728 bytes .* at most 100"):
-        connect(address).fetch(fetch_request(), max_bytes=100)
+        connect(address).transfers.fetch(fetch_request(), max_bytes=100)
     assert len(handlers.requests) == 1
 
 
@@ -182,15 +182,15 @@ def test_what_the_handlers_refuse_reaches_the_uploader(
     )
     client = connect(address, deadlines=ONE_ATTEMPT)
     with pytest.raises(blamed, match=str(refusal)) as error:
-        client.upload(upload_start(10_000_000), bytes(10_000_000))
+        client.transfers.upload(upload_start(10_000_000), bytes(10_000_000))
     assert getattr(error.value, "code", None) == getattr(refusal, "code", None)
     handlers.refusal = None
-    client.upload(upload_start(10_000_000), bytes(10_000_000))
+    client.transfers.upload(upload_start(10_000_000), bytes(10_000_000))
 
 
 def test_announced_length_must_be_the_payloads(connect):
     with pytest.raises(LocalProtocolError, match="announces 10 bytes and has 9"):
-        connect("127.0.0.1:1").upload(upload_start(10), bytes(9))
+        connect("127.0.0.1:1").transfers.upload(upload_start(10), bytes(9))
 
 
 class Dribble:
@@ -219,7 +219,7 @@ def test_fetch_resumes_at_the_byte_after_the_server_comes_back(
     fetched = []
     fetching = threading.Thread(
         target=lambda: fetched.append(
-            client.fetch(fetch_request(), max_bytes=22 * MIB)
+            client.transfers.fetch(fetch_request(), max_bytes=22 * MIB)
         ),
         daemon=True,
     )
@@ -255,7 +255,7 @@ def test_version_that_goes_away_in_mid_fetch(serve, connect, handlers, monkeypat
 
     monkeypatch.setattr(handlers, "fetch", fetch_once)
     with pytest.raises(VersionGone, match="number=6"):
-        connect(address).fetch(fetch_request(), max_bytes=12 * MIB)
+        connect(address).transfers.fetch(fetch_request(), max_bytes=12 * MIB)
 
 
 def test_all_stripes_ask_for_the_version_of_the_first_answer(
@@ -272,7 +272,7 @@ def test_all_stripes_ask_for_the_version_of_the_first_answer(
 
     monkeypatch.setattr(handlers, "fetch", newest_at_first)
     request = fetch_request(want=Version(1, 4))
-    fetched = connect(address).fetch(request, max_bytes=12 * MIB)
+    fetched = connect(address).transfers.fetch(request, max_bytes=12 * MIB)
     assert fetched.version == Version(1, 5)
     assert fetched.payload == handlers.published
     assert {r.want for r in handlers.requests} == {Version(1, 5)}
@@ -282,7 +282,7 @@ def test_fetch_gives_up_at_its_deadline(connect):
     client = connect("127.0.0.1:1", deadlines=deadlines(pin_s=1.2))
     began = time.monotonic()
     with pytest.raises(ConnectionLost, match=r"given up at byte 0, 1\.2 s after"):
-        client.fetch(fetch_request(), max_bytes=1)
+        client.transfers.fetch(fetch_request(), max_bytes=1)
     assert time.monotonic() - began < WAIT_S
 
 
@@ -308,7 +308,7 @@ def test_client_breaks_off_a_stalled_upload(serve, connect, handlers, monkeypatc
     monkeypatch.setattr(handlers, "upload_end", lambda *_: hangs.wait(WAIT_S))
     client = connect(address, deadlines=deadlines(idle_s=0.5))
     with pytest.raises(ConnectionLost, match=r"not a chunk moved for 0\.5 s"):
-        client.upload(upload_start(10), bytes(10))
+        client.transfers.upload(upload_start(10), bytes(10))
     hangs.set()
 
 
@@ -322,7 +322,7 @@ def test_close_ends_running_transfers(serve, connect, handlers, monkeypatch):
 
     def fetch():
         try:
-            client.fetch(fetch_request(), max_bytes=12 * MIB)
+            client.transfers.fetch(fetch_request(), max_bytes=12 * MIB)
         except ConnectionLost as error:
             errors.append(error)
 
@@ -336,7 +336,7 @@ def test_close_ends_running_transfers(serve, connect, handlers, monkeypatch):
     assert errors
     dribble.gone.set()
     with pytest.raises(ConnectionLost, match="closed"):
-        client.fetch(fetch_request(), max_bytes=1)
+        client.transfers.fetch(fetch_request(), max_bytes=1)
 
 
 def test_stripes_tile_the_payload():

@@ -1,4 +1,4 @@
-"""Checks an adopt rule from outside the package on a tiny piece."""
+"""Check an adopt rule from outside the package on a tiny piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks a codec from outside the package on a tiny array."""
+"""Check a codec from outside the package on a tiny array."""
 
 from __future__ import annotations
 

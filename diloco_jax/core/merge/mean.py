@@ -10,6 +10,8 @@ from diloco_jax.core.merge.rule import WeightedSum
 class Mean(WeightedSum):
     """See `WeightedSum`."""
 
+    by_element = True
+
     def factors(
         self, weights: Sequence[float], squares: Sequence[float]
     ) -> Sequence[float]:

@@ -209,6 +209,11 @@ def rule_for(piece: Piece, rule: MergeRule, *, final: bool = False) -> MergeRule
     return MEAN if by_mean or (final and rule.flush_by_mean) else rule
 
 
+def may_cut(piece: Piece, rule: MergeRule) -> bool:
+    """Tell whether the bands of a piece are merged as the whole piece would be."""
+    return rule_for(piece, rule).by_element
+
+
 def start(rule: MergeRule, shape: Shape) -> State:
     """Return the state of a rule before the first merge of a piece."""
     if rule.needs == "fold" or rule.needs == "whole":

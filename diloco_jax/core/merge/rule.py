@@ -30,6 +30,9 @@ class Described(Protocol):
     """The facts that every rule states about itself."""
 
     needs: Literal["sum", "fold", "elementwise", "whole"]
+    by_element: bool = False
+    """True if an element of the merged delta depends on that element of the deltas
+    alone. A tensor that is larger than a fragment is then merged in bands."""
     keeps_length: bool = False
     """True if a merged delta is as long as the deltas, however little they agree; the
     presets of the outer optimizer depend on it."""
@@ -97,6 +100,7 @@ class Elementwise(Described, Protocol):
     """Merges blocks of `M` deltas; keeps no state."""
 
     needs: Literal["elementwise"] = "elementwise"
+    by_element: bool = True
 
     def merge(
         self, deltas: jax.Array, weights: jax.Array, share: jax.Array

@@ -1,4 +1,4 @@
-"""Checks an outer optimizer from outside the package on a tiny fragment."""
+"""Check an outer optimizer from outside the package on a tiny fragment."""
 
 from __future__ import annotations
 

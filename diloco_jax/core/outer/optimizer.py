@@ -146,10 +146,10 @@ def advance_by_piece(
     ]
 
 
-def is_elementwise(settings: OuterSettings) -> bool:
-    """Tell whether the optimizer treats each element by itself, so that a fragment can
-    be cut as one likes."""
-    return bool(getattr(OPTIMIZERS.find(settings.optimizer), "elementwise", False))
+def is_elementwise(optimizer: str) -> bool:
+    """Tell whether the named optimizer treats each element by itself, so that a
+    fragment can be cut as one likes."""
+    return bool(getattr(OPTIMIZERS.find(optimizer), "elementwise", False))
 
 
 def is_invertible(settings: OuterSettings) -> bool:

@@ -74,9 +74,14 @@ def join(
     """Make a model copy that begins at these anchors, by fragment, with the moments and
     residuals of a checkpoint, or fresh ones. `anchors` is emptied."""
     exchange.start(anchors, restored.residuals if restored else None)
-    params = trainer.zeros()
+    params = at_anchors(plan, exchange, trainer.zeros())
+    moments = restored.moments if restored else trainer.init_inner(params)
+    return Replica(trainer, exchange, TrainState(params, moments))
+
+
+def at_anchors(plan: FragmentPlan, exchange: Exchange, params: Params) -> Params:
+    """Return parameters equal to the anchors; `params`, which lie alike, are
+    donated."""
     for fragment in range(len(plan.fragments)):
         params = exchange.reset(fragment, params)
-    moments = restored.moments if restored else trainer.init_inner(params)
-    state = TrainState(params, moments)
-    return Replica(trainer, exchange, state)
+    return params

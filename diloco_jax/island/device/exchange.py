@@ -21,10 +21,10 @@ from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece
 from diloco_jax.core.payload import Box, Buffer, Part, PayloadLayout
-from diloco_jax.island.arrivals import Arrival
-from diloco_jax.island.device.kinds import bits_shape, index_of, kind_of
+from diloco_jax.island.device.kinds import alike, bits_shape, index_of, kind_of
 from diloco_jax.island.device.placing import abstract, in_turn, land, zeros
 from diloco_jax.island.device.spread import Spreads, Tiles, parts_by_host
+from diloco_jax.island.mailbox import Arrival
 
 
 class Exchange:
@@ -313,7 +313,7 @@ class Exchange:
         found: dict[tuple[Any, ...], Piece] = {}
         for piece in self._kinds:
             leaf = _leaf(params, piece.path)
-            found.setdefault((leaf.shape, leaf.sharding, piece.layer < 0), piece)
+            found.setdefault((leaf.shape, leaf.sharding, *alike(piece)), piece)
         return list(found.values())
 
     @property

@@ -1,10 +1,10 @@
 """The functions of takes and adoptions, compiled once per kind of tensor.
 
-They are the functions of `core/`, one piece at a time, with the index of a stacked
-layer traced. They work where the data lies: a shard of a piece makes its tiles, and
-tiles make their shard. Where a mesh axis cuts a piece inside its tiles (`mesh.py`), a
-take first gathers the delta along it, an adoption the anchor, and all its devices make
-the same tiles.
+They are the functions of `core/`, one piece at a time, with the indices of a stacked
+layer and of a band traced. They work where the data lies: a shard of a piece makes its
+tiles, and tiles make their shard. Where a mesh axis cuts a piece inside its tiles
+(`mesh.py`), a take first gathers the delta along it, an adoption the anchor, and all
+its devices make the same tiles.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.adopt import RULES
 from diloco_jax.core.adopt.rule import moved
+from diloco_jax.core.bands import Bands
 from diloco_jax.core.changes import adopt, apply_publish, delta
 from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
 from diloco_jax.core.fragments import Piece
@@ -29,10 +30,13 @@ from diloco_jax.island.device.mesh import tile_spec
 from diloco_jax.island.device.placing import abstract
 from diloco_jax.island.device.spread import Spread, spread_of
 
+Index = tuple[np.int32 | None, np.int32 | None]
+"""Layer of a stacked tensor, or None; number of a band, or None."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Functions from `jax.jit`; `index` is the layer of a stacked tensor, else None."""
+    """Functions from `jax.jit`; `index` is that of `index_of`."""
 
     piece: NamedSharding
     """Sharding of anchors, bases and residuals, f32[shape]: that of the parameter."""
@@ -119,10 +123,11 @@ def kind_of(
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
     spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
-    spec = spec[1:] if piece.layer >= 0 else spec
+    spec, mesh = spec[1:] if piece.layer >= 0 else spec, sharding.mesh.shape
+    at_work = tile_spec(spec, mesh, piece.shape)  # A band may not divide as the whole.
     grid = TileGrid.of(piece.shape)
-    tiles = tile_spec(spec, sharding.mesh.shape, grid.grid)
-    lies = _Lies(sharding, PartitionSpec(*spec), tiles, memory)  # type: ignore[no-untyped-call]
+    tiles = tile_spec(tuple(at_work), mesh, grid.grid)
+    lies = _Lies(sharding, at_work, tiles, memory, piece.bands, piece.shape)
     spread = spread_of(lies.on_tiles, grid.grid)
     return Kind(
         piece=lies.at_rest,
@@ -139,9 +144,15 @@ def kind_of(
     )
 
 
-def index_of(piece: Piece) -> np.int32 | None:
+def index_of(piece: Piece) -> Index:
     """Return the argument `index`."""
-    return None if piece.layer < 0 else np.int32(piece.layer)
+    layer, band = (None if n < 0 else np.int32(n) for n in (piece.layer, piece.band))
+    return layer, band
+
+
+def alike(piece: Piece) -> tuple[Any, ...]:
+    """Return a key: pieces of equal leaves with equal keys are of one kind."""
+    return piece.layer < 0, piece.bands, piece.shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +164,9 @@ class _Lies:
     """Spec of a piece."""
     tiles: PartitionSpec
     memory: AnchorMemory
+    bands: Bands | None
+    shape: tuple[int, ...]
+    """Shape of a piece."""
 
     @property
     def at_work(self) -> NamedSharding:
@@ -173,6 +187,40 @@ class _Lies:
         at_work = self.at_work
         return tuple(x if x is None else jax.device_put(x, at_work) for x in arrays)
 
+    def read(self, leaf: jax.Array, index: Any) -> jax.Array:
+        """Read a piece: a layer or a band of a tensor, or the whole of it."""
+        layer, band = index
+        if layer is not None:
+            leaf = jax.lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False)
+        if self.bands is None:
+            return leaf
+        striped = self.bands.striped(leaf)
+        rows = self.shape[self.bands.axis] // self.bands.stripes
+        own = jax.lax.dynamic_slice_in_dim(
+            striped, band * self.bands.rows, rows, self.bands.axis
+        )
+        piece: jax.Array = self.bands.joined(own)
+        return piece
+
+    def write(self, leaf: jax.Array, index: Any, value: jax.Array) -> jax.Array:
+        """Write a piece into its leaf, in place if that is donated."""
+        layer, band = index
+        if layer is None and band is None:
+            # As in a take: the anchor itself must not become the parameter.
+            return jnp.copy(value)
+        if self.bands is None:
+            new: jax.Array = jax.lax.dynamic_update_index_in_dim(leaf, value, layer, 0)
+            return new
+        striped, own = self.bands.striped(leaf), self.bands.striped(value)
+        starts = [0] * striped.ndim
+        starts[self.bands.axis] = band * self.bands.rows
+        if layer is not None:
+            own, starts[0] = own[None], layer
+        written: jax.Array = self.bands.joined(
+            jax.lax.dynamic_update_slice(striped, own, starts)
+        )
+        return written
+
 
 # jit compiles each function once per shape; results lie like the arguments.
 _kept = functools.lru_cache(maxsize=256)
@@ -184,7 +232,7 @@ def _take(lies: _Lies, codec: str) -> Any:
 
     def take(stacked: Any, index: Any, anchor: Any, residual: Any) -> Any:
         anchor, residual = lies.fetch(anchor, residual)
-        local = _read(stacked, index)
+        local = lies.read(stacked, index)
         change = _on(delta(anchor, local), on_tiles)
         if residual is None:
             encoded = up.encode(change)
@@ -241,9 +289,9 @@ def _adopt(lies: _Lies, name: str) -> Any:
         base, anchor = lies.fetch(base, anchor)
         # Without the barriers `blend` is fused with its surroundings, where its
         # products and sum are contracted, and rounded differently than in core.
-        local = _barrier(_read(stacked, index))
+        local = _barrier(lies.read(stacked, index))
         local = adopt(rule, local, base, anchor, alpha)
-        return _write(stacked, index, _barrier(local))
+        return lies.write(stacked, index, _barrier(local))
 
     return jax.jit(take_over, donate_argnums=0, out_shardings=lies.leaf)
 
@@ -259,7 +307,7 @@ def _move(lies: _Lies) -> Any:
 @_kept
 def _reset(lies: _Lies) -> Any:
     def reset(stacked: Any, index: Any, value: Any) -> jax.Array:
-        return _write(stacked, index, *lies.fetch(value))
+        return lies.write(stacked, index, *lies.fetch(value))
 
     return jax.jit(reset, donate_argnums=0, out_shardings=lies.leaf)
 
@@ -273,22 +321,6 @@ def _whole(lies: _Lies) -> Any:
         return f32.encode(_on(anchor, on_tiles))
 
     return jax.jit(whole, out_shardings=on_tiles)
-
-
-def _read(stacked: jax.Array, index: Any) -> jax.Array:
-    """Read layer `index` of a stacked tensor; None: the whole tensor."""
-    if index is None:
-        return stacked
-    layer: jax.Array = jax.lax.dynamic_index_in_dim(stacked, index, 0, keepdims=False)
-    return layer
-
-
-def _write(stacked: jax.Array, index: Any, value: jax.Array) -> jax.Array:
-    if index is None:
-        # As in a take: the anchor itself must not become the parameter.
-        return jnp.copy(value)
-    written: jax.Array = jax.lax.dynamic_update_index_in_dim(stacked, value, index, 0)
-    return written
 
 
 def _barrier(x: jax.Array) -> jax.Array:

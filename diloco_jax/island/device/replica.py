@@ -1,6 +1,8 @@
 """An island's model copy: parameters and moments, with the anchors they go by.
 
-It is the only holder of the train state: a step and an adoption donate its arrays.
+A replica is the only holder of its train state: a step and an adoption donate its
+arrays. Where the train loop is the user's, the loop holds its own moments, and lends
+the parameters for the time of a boundary.
 """
 
 from __future__ import annotations
@@ -9,34 +11,24 @@ from typing import Any, NamedTuple
 
 import jax
 
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.step import Trainer, TrainState
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Metrics, Params
 from diloco_jax.protocol.island.books import Outcome
 
 
-class Replica:
-    """`boundary.Arrays` with real arrays, and the inner step between boundaries."""
+class LentParams:
+    """`boundary.Arrays` with real arrays: parameters, and the anchors they go by."""
 
-    def __init__(self, trainer: Trainer, exchange: Exchange, state: TrainState) -> None:
-        self._trainer, self._exchange, self._state = trainer, exchange, state
-
-    @property
-    def params(self) -> Params:
+    def __init__(self, exchange: Exchange, params: Params) -> None:
+        self._exchange = exchange
+        self.params = params
         """Local parameters, until the next step or adoption."""
-        return self._state.params
 
     def trees(self) -> dict[str, Any]:
-        """Arrays that a checkpoint holds, until the next step or adoption."""
-        moments = jax.tree.leaves(self._state.opt_state)
-        return {"params": self.params, "moments": moments, **self._exchange.trees()}
-
-    def step(self, batch: Any, learning_rate: float) -> Metrics:
-        """Run one inner step on a batch of host arrays; return before it is done."""
-        placed = self._trainer.put_batch(batch)
-        self._state, metrics = self._trainer.step(self._state, placed, learning_rate)
-        return metrics
+        """Return the arrays that a checkpoint holds, until the next adoption."""
+        return {"params": self.params, **self._exchange.trees()}
 
     def take(self, fragment: int) -> tuple[jax.Array, ...]:
         """Return the fragment's encoded delta by piece, on its way to the host."""
@@ -44,7 +36,7 @@ class Replica:
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
         """Take over a published fragment in place."""
-        self._replace(self._exchange.adopt(arrival, self.params, keep=keep))
+        self.params = self._exchange.adopt(arrival, self.params, keep=keep)
 
     def judge(self, fragment: int, outcome: Outcome) -> None:
         """Carry out the verdict on the outstanding take."""
@@ -56,10 +48,28 @@ class Replica:
             case "dropped":
                 self._exchange.drop(fragment)
             case "reset":
-                self._replace(self._exchange.reset(fragment, self.params))
+                self.params = self._exchange.reset(fragment, self.params)
 
-    def _replace(self, params: Params) -> None:
-        self._state = self._state._replace(params=params)
+
+class Replica(LentParams):
+    """Parameters with their moments, and the inner step between boundaries."""
+
+    def __init__(self, trainer: Trainer, exchange: Exchange, state: TrainState) -> None:
+        super().__init__(exchange, state.params)
+        self._trainer, self._moments = trainer, state.opt_state
+
+    def trees(self) -> dict[str, Any]:
+        """Return the arrays that a checkpoint holds, until the next step or
+        adoption."""
+        return {**super().trees(), "moments": jax.tree.leaves(self._moments)}
+
+    def step(self, batch: Any, learning_rate: float) -> Metrics:
+        """Run one inner step on a batch of host arrays; return before it is done."""
+        placed = self._trainer.put_batch(batch)
+        state = TrainState(self.params, self._moments)
+        state, metrics = self._trainer.step(state, placed, learning_rate)
+        self.params, self._moments = state
+        return metrics
 
 
 class Restored(NamedTuple):

@@ -40,12 +40,13 @@ class Trainer:
         mesh: Mesh,
     ):
         """inner: its updates at learning rate 1. Raises ConfigError if the batch does
-        not divide over the mesh and accumulation rounds."""
+        not divide over the mesh and accumulation rounds, or if the model has no loss.
+        """
         check_batch(island)
         self.mesh = mesh
         self.anchor_memory = island.anchor_memory
         self.batch_size = island.batch_size
-        self._model = model
+        self._loss = model.require_loss()
         self._inner = inner
         self._accumulation = island.accumulation
         shapes = model.shapes()
@@ -64,7 +65,7 @@ class Trainer:
     def step(
         self, state: TrainState, batch: jax.Array, learning_rate: float
     ) -> tuple[TrainState, Metrics]:
-        """One update; return at once, the work goes on on the devices.
+        """Make one update; return at once, while the devices go on with it.
 
         Args:
           state: consumed.
@@ -81,12 +82,12 @@ class Trainer:
         return new, metrics
 
     def eval_step(
-        self, params: Params, tokens: np.ndarray, weights: np.ndarray
+        self, params: Params, tokens: Batch, weights: Batch
     ) -> tuple[jax.Array, jax.Array]:
         """Return the sum of losses (nats) and of weights, f32 scalars, not yet waited
         for.
 
-        tokens: int32 [B, T + 1]; weights: f32 [B, T].
+        tokens: int32 [B, T + 1]; weights: f32 [B, T]; or the host's own rows of both.
         """
         with jax.set_mesh(self.mesh):
             total, weight = self._eval(
@@ -203,7 +204,7 @@ class Trainer:
         self, params: Params, batch: jax.Array
     ) -> tuple[jax.Array, Params]:
         """Return the means over the batch, in A rounds."""
-        differentiate = jax.value_and_grad(self._model.loss, has_aux=True)
+        differentiate = jax.value_and_grad(self._loss, has_aux=True)
         rounds = self._accumulation
         if rounds == 1:
             (loss, _), grads = differentiate(params, batch)
@@ -225,7 +226,7 @@ class Trainer:
 
         def sums(tokens: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
             batch = {"tokens": tokens, "weights": weights}
-            loss, metrics = self._model.loss(params, batch)
+            loss, metrics = self._loss(params, batch)
             weight = metrics["tokens"]
             # A round of padding only has no mean.
             return jnp.where(weight > 0, loss * weight, 0.0), weight

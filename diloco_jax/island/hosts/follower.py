@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from pathlib import Path
 
 import msgspec
 
-from diloco_jax.config import Config, ConfigError, differences
+from diloco_jax.config import ConfigError, differences
 from diloco_jax.faults import parse_faults
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts.following import (
@@ -25,7 +24,7 @@ from diloco_jax.island.hosts.following import (
 from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.loop import Loop
 from diloco_jax.models.plan import other_model
-from diloco_jax.protocol.island.decision import Ending
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.errors import Refused
@@ -34,20 +33,11 @@ logger = logging.getLogger(__name__)
 
 
 class Follower:
-    """Run one follower. `start`, `run`, `stop` and `close` are each called once, in
-    this order."""
+    """Run one follower: start, stop and close are called once, in this order; between
+    the first two, `loop` trains."""
 
-    def __init__(
-        self,
-        config: Config,
-        name: str,
-        coordinator_address: str,
-        workdir: Path,
-        hosts: Hosts,
-    ) -> None:
-        """Read the corpus; raises ConfigError or SecurityError."""
-        self._host = Host(config, name, coordinator_address, workdir)
-        self._hosts = hosts
+    def __init__(self, host: Host, hosts: Hosts) -> None:
+        self._host, self._hosts = host, hosts
         self._orders: OrderThread | None = None
         self._loop: Loop | None = None
         self._refused = False
@@ -92,10 +82,11 @@ class Follower:
         )
         host.sender.start()
 
-    def run(self) -> Ending:
-        """Train until host 0 ends it."""
+    @property
+    def loop(self) -> Loop:
+        """The train loop, which host 0 ends, once it has started."""
         assert self._loop is not None
-        return self._loop.run()
+        return self._loop
 
     @property
     def ended_together(self) -> bool:

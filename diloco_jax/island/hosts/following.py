@@ -16,16 +16,15 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.hosts.world import Hosts, HostsError
-from diloco_jax.island.mailbox import Decisions, Mailbox
-from diloco_jax.protocol.island.decision import Ahead, Decision
-from diloco_jax.protocol.island.fetching import Fetch
+from diloco_jax.island.mailbox import Arrival, Decisions, Mailbox
+from diloco_jax.protocol.island.boundary import Ahead, Decision
+from diloco_jax.protocol.island.fetching import Fetch, Part, agreed
 from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireError
 
@@ -71,10 +70,7 @@ Order = Fetch | ResendRequest
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Result of an order to fetch."""
 
-    outcome: Literal["done", "gone", "lost"]
-    """gone: the version is not kept any more; lost: the connection is lost."""
-    chain: int | None = None
-    """Publishes that came, see `Arrival.chain`."""
+    part: Part
     traffic: dict[str, int]
     """Bytes that this host counted since it started."""
 
@@ -95,7 +91,6 @@ class LeadDecisions:
         self._numbers = itertools.count(lead)
 
     def at(self, step: int, *, stepping: bool) -> Decision:
-        """See decisions.Decisions."""
         fresh, number = self._source.at(step, stepping=stepping), next(self._numbers)
         self._hosts.tell(f"decision/{number}", msgspec.msgpack.encode(fresh))
         if number % BATCH == 0:
@@ -139,7 +134,6 @@ class FollowDecisions:
         self._decode = msgspec.msgpack.Decoder(Decision).decode
 
     def at(self, step: int, *, stepping: bool) -> Decision:
-        """See decisions.Decisions."""
         if (ending := self._mailbox.ending) is not None:
             raise HostsError(ending.text)
         number = next(self._numbers)
@@ -182,12 +176,12 @@ class Orders:
 
         arrival: of this host; None if it has failed to get its part.
 
-        Raises VersionGone or ConnectionLost if a host could not get its part;
-        VersionGone if some hosts got publishes and others the anchor, since all adopt
-        together; HostsError if a host does not answer in time.
+        Raises VersionGone or ConnectionLost as the hosts' parts are `agreed`, and
+        HostsError if a host does not answer in time.
         """
-        outcomes = set()
-        chains = set() if arrival is None else {arrival.chain}
+        parts = {}
+        if arrival is not None:
+            parts[0] = Part(outcome="done", chain=arrival.chain)
         for host in self._hosts.others:
             key = f"answer/{number}/{host}"
             told = self._hosts.hear(key, self._patience_s)
@@ -198,19 +192,17 @@ class Orders:
             self._hosts.forget(key)
             answer = msgspec.msgpack.decode(told, type=Answer)
             self._mailbox.count_of(host, answer.traffic)
-            outcomes.add(answer.outcome)
-            if answer.outcome == "done":
-                chains.add(answer.chain)
+            parts[host] = answer.part
         self._forget_through(number)
-        if "gone" in outcomes:
-            raise VersionGone("a host of this island could not fetch its part any more")
-        if "lost" in outcomes:
-            raise ConnectionLost("a host of this island lost the coordinator")
-        if len(chains) > 1:
+        outcome = agreed(list(parts.values()))
+        if outcome == "gone":
+            got = {host: part.chain for host, part in parts.items()}
             raise VersionGone(
-                f"the hosts of this island got unlike things ({chains} publishes, None "
-                f"is the anchor): the coordinator dropped some while they fetched"
+                f"the coordinator dropped publishes while the hosts of this island "
+                f"fetched them (publishes by host, None: not any more, {got})"
             )
+        if outcome == "lost":
+            raise ConnectionLost("a host of this island lost the coordinator")
 
     def _forget_through(self, number: int) -> None:
         """Forget the keys of old orders. Orders are done in turn: a host that answers
@@ -265,22 +257,19 @@ class OrderThread:
         if isinstance(order, ResendRequest):
             self._resend(order.fragment, order.tick)
             return
-        outcome: Literal["done", "gone", "lost"] = "done"
-        chain = None
         try:
             arrival = self._fetch(order)
         except VersionGone:
-            outcome = "gone"
+            part = Part(outcome="gone")
         except Refused:
             raise
         except WireError as error:
             logger.debug("fragment %d not fetched: %s", order.fragment, error)
-            outcome = "lost"
+            part = Part(outcome="lost")
         else:
             self._mailbox.arrivals.drop_after(order.fragment, order.accepted)
             self._mailbox.arrivals.put(arrival)
-            chain = arrival.chain
-        traffic = self._mailbox.traffic()
-        answer = Answer(outcome=outcome, chain=chain, traffic=traffic)
+            part = Part(outcome="done", chain=arrival.chain)
+        answer = Answer(part=part, traffic=self._mailbox.traffic())
         key = f"answer/{number}/{self._hosts.index}"
         self._hosts.tell(key, msgspec.msgpack.encode(answer))

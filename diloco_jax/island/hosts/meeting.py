@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import urllib.request
+import time
+import urllib.error
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from diloco_jax.config import ConfigError
 from diloco_jax.island.environment import generation_here
+from diloco_jax.island.metadata import HOST, ask
 
-METADATA_HOST = "metadata.google.internal"
 TPU_PORT = 8482
 """Port of `jax.distributed` on TPUs, which `diloco launch` opens; jax's own default."""
-ANSWER_S = 5.0
+TRIES, AGAIN_S, NOT_FOUND = 6, 0.5, 404
 PORT = "JAX_COORDINATOR_PORT"
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 
@@ -75,8 +76,9 @@ def find_meeting(
         # Ephemeral, and another one for another job on the same machine.
         port = 61440 + _number(environment, "SLURM_JOB_ID", None, nodes) % 4096
         return _at(first_node(environment[nodes]), index, environment, port)
-    if generation_here(root) or metadata is not None:
-        return _of_tpu_vm(count, environment, metadata or _ask(environment))
+    asks = "TPU_SKIP_MDS_QUERY" not in environment and generation_here(root)
+    if asks or metadata is not None:
+        return _of_tpu_vm(count, environment, metadata or _attribute(environment))
     raise ConfigError(
         f"hosts = {count} in the island's config, but nothing here says where they "
         f"meet: neither {ADDRESS}, TPU_WORKER_HOSTNAMES nor SLURM_STEP_NODELIST is "
@@ -98,7 +100,7 @@ def _of_tpu_vm(
     number, endpoints = "agent-worker-number", "worker-network-endpoints"
     try:
         index, workers = attribute(number), attribute(endpoints).split(",")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"hosts = {count} in the island's config, but this TPU VM's metadata does "
             f"not say where they meet ({number}, {endpoints}: {error}); give every "
@@ -145,18 +147,22 @@ def _require(count: int, found: int, name: str) -> None:
         )
 
 
-def _ask(environment: Mapping[str, str]) -> Lookup:
-    host = environment.get("GCE_METADATA_HOST", METADATA_HOST)
+def _attribute(environment: Mapping[str, str]) -> Lookup:
+    # The names that Google's libraries and jax know.
+    known = ("GCE_METADATA_HOST", "GCE_METADATA_IP")
+    host = next((environment[n] for n in known if n in environment), HOST)
 
     def attribute(name: str) -> str:
-        request = urllib.request.Request(
-            f"http://{host}/computeMetadata/v1/instance/attributes/{name}",
-            headers={"Metadata-Flavor": "Google"},
-        )
-        # Never by way of a proxy: the server is this machine's own.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=ANSWER_S) as answer:
-            text: str = answer.read().decode()
-        return text
+        # While a machine boots, its server may not answer yet.
+        for _ in range(TRIES - 1):
+            try:
+                return ask(f"attributes/{name}", host)[0]
+            except urllib.error.HTTPError as error:
+                if error.code == NOT_FOUND:
+                    raise
+            except OSError:
+                pass
+            time.sleep(AGAIN_S)
+        return ask(f"attributes/{name}", host)[0]
 
     return attribute

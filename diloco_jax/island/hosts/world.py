@@ -20,9 +20,12 @@ import jax
 
 from diloco_jax.config import ConfigError
 from diloco_jax.island.hosts.meeting import WorldAddress, find_meeting
+from diloco_jax.island.hosts.roll_call import await_all
 
 logger = logging.getLogger(__name__)
 
+TOGETHER_S = 60.0
+"""Seconds in which hosts that have all come make their world."""
 MEETING_POLL_S = 1.0
 """Seconds between two looks, by a waiting host, if it is to end."""
 
@@ -108,27 +111,26 @@ def join_world(
       ConfigError: there is no meeting place, or one for another number of hosts.
       HostsError: the others do not come.
     """
-    # jax's handler swallows SIGTERM, with which an island is asked to say goodbye.
-    jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call]
     place = where if where.address else find_meeting(count, os.environ)
     try:
-        jax.distributed.initialize(
-            coordinator_address=place.address,
-            num_processes=count,
-            process_id=place.index,
-            # With it jax asks its own detectors in spite of these three, and on TPUs
-            # those join slices that an inherited MEGASCALE_ variable names.
-            cluster_detection_method="deactivate",
-            initialization_timeout=max(1, int(meet_s)),
-            heartbeat_timeout_seconds=max(1, int(budget_s)),
-            shutdown_timeout_seconds=max(1, int(budget_s)),
-        )
-    except jax.errors.JaxRuntimeError as error:
+        await_all(place, count, meet_s)
+    except (OSError, TimeoutError) as error:
         raise HostsError(
-            f"the {count} hosts of this island did not meet at {place.address} within "
-            f"{meet_s:g} s ({_first_line(error)}); look into the log of the host that "
-            f"is missing, or raise placement.hosts_budget_s"
+            f"the {count} hosts of this island did not meet: {error}"
         ) from error
+    # jax's handler swallows SIGTERM, with which an island is asked to say goodbye.
+    jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call]
+    jax.distributed.initialize(
+        coordinator_address=place.address,
+        num_processes=count,
+        process_id=place.index,
+        # With it jax asks its own detectors in spite of these three, and on TPUs
+        # those join slices that an inherited MEGASCALE_ variable names.
+        cluster_detection_method="deactivate",
+        initialization_timeout=int(TOGETHER_S),
+        heartbeat_timeout_seconds=max(1, int(budget_s)),
+        shutdown_timeout_seconds=max(1, int(budget_s)),
+    )
     found = jax.process_count()
     if found != count:
         raise ConfigError(

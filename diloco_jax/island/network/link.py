@@ -18,8 +18,8 @@ from typing import Protocol
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.conversation import Errand, Wanted
-from diloco_jax.protocol.island.decision import Ending
 from diloco_jax.protocol.island.reporting import Reporting, Status
 from diloco_jax.protocol.messages import (
     MAX_TEXT,
@@ -77,7 +77,7 @@ class _Connection:
 
 
 class Link:
-    """`connect`, then `start`, at the end `close`.
+    """Call `connect`, then `start`, and `close` at the end.
 
     make_hello: the Hello of this process, given the island's state.
     """
@@ -137,20 +137,27 @@ class Link:
     def close(self, ending: Ending, timeout_s: float) -> None:
         """Report what is left, say goodbye and hang up. Never raises."""
         self._closing.set()
+        # Wakes the reporting thread; the end of the stream wakes the other one.
+        self._mailbox.end(ending.exit_code, ending.text, ending.reason)
         # At once: the threads may take a while to end, and the machine may be gone.
         first = self._connection
-        said = first is not None and self._say_goodbye(first, ending)
+        said = first is not None and self._hang_up(first, ending, timeout_s)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(timeout_s)
         last = self._connection
-        if last is None:
-            return
-        if last is not first:  # Connected again meanwhile.
-            said = self._say_goodbye(last, ending)
-        if not said:
+        if last is not None and last is not first:  # Connected again meanwhile.
+            said = self._hang_up(last, ending, timeout_s)
+        if last is not None and not said:
             logger.warning("left without a goodbye: the coordinator is away")
-        last.stream.close(timeout_s)
+
+    def _hang_up(
+        self, connection: _Connection, ending: Ending, timeout_s: float
+    ) -> bool:
+        """Say the last words and end the stream; return True if they were sent."""
+        said = self._say_goodbye(connection, ending)
+        connection.stream.close(timeout_s)
+        return said
 
     def _say_goodbye(self, connection: _Connection, ending: Ending) -> bool:
         """Say the last words on this stream."""
@@ -187,7 +194,7 @@ class Link:
             self._mailbox.end(EXIT_FAILED, f"the control stream failed: {error!r}")
 
     def _given_up(self, error: WireError) -> bool:
-        """True if the two ends do not understand each other, which no connection
+        """Tell if the two ends do not understand each other, which no connection
         cures."""
         assert self._connection is not None
         lasted_s = time.monotonic() - self._connection.began

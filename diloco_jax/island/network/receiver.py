@@ -8,19 +8,18 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
 
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_FAILED
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.hosts.following import Orders
-from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.protocol.island.conversation import MAX_CHAIN
 from diloco_jax.protocol.island.fetching import JOIN_FETCHES, Fetch, Fetching
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import FetchRequest, Identity
 from diloco_jax.wire.errors import Refused, VersionGone, WireError
+from diloco_jax.wire.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -167,21 +166,17 @@ class Receiver:
         logger.log(level, "fragment %d not fetched: %s", fragment, error)
 
 
-class Fetches(Protocol):
-    """Calls of a `wire.Client` that the fetcher needs."""
-
-    def fetch(self, request: FetchRequest, *, max_bytes: int) -> Any:
-        """Return a `Fetched`: version, full, count, payload, wire_bytes."""
-        ...
-
-
 class Fetcher:
     """Fetch this host's part of versions. Any thread may call it."""
 
     def __init__(
-        self, client: Fetches, identity: Identity, exchange: Exchange, mailbox: Mailbox
+        self,
+        transfers: Transfers,
+        identity: Identity,
+        exchange: Exchange,
+        mailbox: Mailbox,
     ) -> None:
-        self._client, self._identity = client, identity
+        self._transfers, self._identity = transfers, identity
         self._exchange, self._mailbox = exchange, mailbox
 
     def fetch(self, fetch: Fetch) -> Arrival:
@@ -193,7 +188,7 @@ class Fetcher:
         exchange, fragment = self._exchange, fetch.fragment
         part = exchange.part_down(fragment)
         size = exchange.layouts_down[fragment].part_bytes(part)
-        fetched = self._client.fetch(
+        fetched = self._transfers.fetch(
             FetchRequest(
                 **self._identity.fields(),
                 fragment=fragment,

@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,19 +24,12 @@ from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import Identity, UploadStart
 from diloco_jax.wire.errors import Refused, WireError
+from diloco_jax.wire.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
 TOLD_FROM = 4
 """Failures in a row to send one delta from which on a warning is logged."""
-
-
-class Uploads(Protocol):
-    """Calls of a `wire.Client` that the sender needs."""
-
-    def upload(self, start: UploadStart, payload: Any) -> int:
-        """Send a payload; return the bytes on the wire."""
-        ...
 
 
 @dataclasses.dataclass
@@ -62,14 +55,14 @@ class Sender:
 
     def __init__(
         self,
-        client: Uploads,
+        transfers: Transfers,
         identity: Identity,
         layouts: Sequence[PayloadLayout],
         layouts_whole: Sequence[PayloadLayout],
         mailbox: Mailbox,
         deadlines: Deadlines,
     ) -> None:
-        self._client = client
+        self._transfers = transfers
         self._identity = identity
         self._layouts = {False: layouts, True: layouts_whole}
         """Layouts of deltas, and of anchors."""
@@ -169,7 +162,7 @@ class Sender:
         backoff = Backoff(self._deadlines)
         for attempt in itertools.count(1):
             try:
-                nbytes = self._client.upload(start, parcel.payload)
+                nbytes = self._transfers.upload(start, parcel.payload)
             except Refused as refused:
                 # The verdict, or a request to send again, comes as a message.
                 logger.warning(

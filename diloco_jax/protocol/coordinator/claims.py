@@ -1,4 +1,4 @@
-"""Checks an island's claims about its steps against the coordinator's leases: an island
+"""Check an island's claims about its steps against the coordinator's leases: an island
 makes no step without data, and all of its data was leased to it.
 
 A claim that cannot be true is a corrupt counter or worse. If it were believed, it could

@@ -215,7 +215,7 @@ def _arrived(
         return state, [*drops, ignored("island", "gone", "bytes")]
     before = state.fragments[event.fragment]
     fragment, effects = takes.arrived(
-        config, before, event.island, event.tick, event.refusal, now
+        before, event.island, event.tick, event.refusal, now
     )
     if state.phase == "flushing" and fragment is not before:
         # Every delta that arrives renews the wait for the next one.

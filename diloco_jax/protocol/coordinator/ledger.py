@@ -122,28 +122,80 @@ def open_account(fragment: Fragment, island: Island, *, carrying: bool) -> Fragm
     return with_account(fragment, island.name, fresh)
 
 
+class Sums(msgspec.Struct, kw_only=True):
+    """One island's accounts, added up over the fragments. Tokens are multiplied by the
+    fragments' parameters."""
+
+    merged: int = 0
+    carried: int = 0
+    lost: dict[str, int] = msgspec.field(default_factory=dict)
+    merges_in: int = 0
+    merges_alive: int = 0
+
+    def add(self, account: Account, size: int, times: int = 1) -> None:
+        """Add the account of a fragment of `size` parameters; -1 times takes it out."""
+        weight = times * size
+        self.merged += weight * account.merged_tokens
+        self.carried += weight * account.carried_tokens
+        for reason, tokens in account.lost_tokens.items():
+            self.lost[reason] = self.lost.get(reason, 0) + weight * tokens
+        self.merges_in += times * account.merges_in
+        self.merges_alive += times * account.merges_alive
+
+    def totals(self, config: PolicyConfig, computed: int) -> Totals:
+        """Return the totals of an island that has computed so many tokens."""
+        merged = self.merged // config.parameters
+        carried = self.carried // config.parameters
+        lost = {r: value // config.parameters for r, value in self.lost.items()}
+        lost = {reason: value for reason, value in lost.items() if value}
+        return Totals(
+            computed=computed,
+            merged=merged,
+            lost=lost,
+            carried=carried,
+            in_flight=computed - merged - carried - sum(lost.values()),
+        )
+
+
+class Tally:
+    """The sums of all islands, for one state after the other.
+
+    Accounts are immutable values, so only those that are not the ones of the state
+    before are added again. A status then costs what has changed, not islands times
+    fragments.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Sums] = {}
+        self._accounts: list[dict[str, Account]] = []
+        """Accounts in the sums, by fragment."""
+
+    def of(self, config: PolicyConfig, state: State) -> dict[str, Sums]:
+        """Return the sums by island. The next call changes them."""
+        if not self._accounts:
+            self._accounts = [{} for _ in state.fragments]
+        for fragment, size in zip(state.fragments, config.fragment_sizes, strict=True):
+            added = self._accounts[fragment.index]
+            if added is fragment.accounts:
+                continue
+            for name, account in fragment.accounts.items():
+                before = added.get(name)
+                if before is account:
+                    continue
+                sums = self._sums.setdefault(name, Sums())
+                if before is not None:
+                    sums.add(before, size, -1)
+                sums.add(account, size)
+            self._accounts[fragment.index] = fragment.accounts
+        return self._sums
+
+
 def island_totals(config: PolicyConfig, state: State, name: str) -> Totals:
     """Return one island's tokens over all its incarnations."""
-    computed = state.islands[name].computed_tokens
-    merged = carried = 0
-    lost: dict[str, int] = {}
+    sums = Sums()
     for fragment, size in zip(state.fragments, config.fragment_sizes, strict=True):
-        account = fragment.accounts[name]
-        merged += size * account.merged_tokens
-        carried += size * account.carried_tokens
-        for reason, tokens in account.lost_tokens.items():
-            lost[reason] = lost.get(reason, 0) + size * tokens
-    merged //= config.parameters
-    carried //= config.parameters
-    lost = {reason: value // config.parameters for reason, value in lost.items()}
-    lost = {reason: value for reason, value in lost.items() if value}
-    return Totals(
-        computed=computed,
-        merged=merged,
-        lost=lost,
-        carried=carried,
-        in_flight=computed - merged - carried - sum(lost.values()),
-    )
+        sums.add(fragment.accounts[name], size)
+    return sums.totals(config, state.islands[name].computed_tokens)
 
 
 def run_totals(config: PolicyConfig, state: State) -> Totals:
@@ -169,14 +221,9 @@ def run_totals(config: PolicyConfig, state: State) -> Totals:
 
 def merged_by_fragment(state: State, name: str = "") -> list[int]:
     """Return the merged tokens of every fragment, of one island or of all."""
-    return [
-        sum(
-            account.merged_tokens
-            for island, account in fragment.accounts.items()
-            if name in ("", island)
-        )
-        for fragment in state.fragments
-    ]
+    if name:
+        return [f.accounts[name].merged_tokens for f in state.fragments]
+    return [sum(a.merged_tokens for a in f.accounts.values()) for f in state.fragments]
 
 
 def trained_tokens(config: PolicyConfig, state: State) -> int:
@@ -199,7 +246,7 @@ def progress_tokens(config: PolicyConfig, state: State) -> int:
     return computed - lost // config.parameters
 
 
-def check(config: PolicyConfig, state: State) -> list[str]:
+def check(state: State) -> list[str]:
     """List the errors in the books, as text; empty if the books balance."""
     wrong = []
     for fragment in state.fragments:

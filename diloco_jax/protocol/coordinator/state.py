@@ -121,6 +121,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     carried_tokens: int = 0
     """Tokens of steps that are in the books of earlier terms."""
     lost_tokens: dict[str, int] = msgspec.field(default_factory=dict)
+    """By reason, of which `reasons.py` names them all."""
     merges_in: int = 0
     merges_alive: int = 0
     missed_merges: int = 0
@@ -198,6 +199,7 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens computed by earlier incarnations."""
     joins: int = 1
     leases: tuple[Lease, ...] = ()
+    """Grants of steps from the last merged one on; merges keep them few."""
     sequences_granted: int = 0
 
     @property
@@ -244,9 +246,13 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     reunion_until: float = 0.0
     """Time until which ticks wait for absent islands (see `schedule.reunite`)."""
     islands: dict[str, Island] = msgspec.field(default_factory=dict)
+    """By name: one entry for all incarnations. Only admitted names are let in."""
     fragments: tuple[Fragment, ...] = ()
     next_position: int = 0
     free_spans: tuple[Span, ...] = ()
+    """Positions to grant again. They are granted first, so there are no more than what
+    ended incarnations had left.
+    """
 
 
 def initial(config: PolicyConfig) -> State:

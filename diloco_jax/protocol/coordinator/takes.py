@@ -126,12 +126,7 @@ def pending(fragment: Fragment, name: str) -> list[Effect]:
 
 
 def arrived(
-    config: PolicyConfig,
-    fragment: Fragment,
-    name: str,
-    tick: int,
-    refusal: Refusal,
-    now: float,
+    fragment: Fragment, name: str, tick: int, refusal: Refusal, now: float
 ) -> Step:
     """Note that a delta's bytes have arrived, or proved unfit."""
     account = fragment.accounts[name]

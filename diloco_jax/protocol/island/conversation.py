@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from diloco_jax.protocol.island.decision import Adoption, Decision, Ending
+from diloco_jax.protocol.island.boundary import Adoption, Decision, Ending
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import (
     AnchorRequest,

@@ -2,13 +2,16 @@
 
 A join fetches every fragment in full, JOIN_FETCHES at a time. After the join, fetches
 run one at a time, the fragment that lags most first. A fetch continues from the
-island's version, or is in full if the coordinator no longer keeps that chain.
+island's version, or is in full if the coordinator no longer keeps that chain. Every
+host fetches its part; `agreed` tells what became of the whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import msgspec
 
 from diloco_jax.protocol.values import Version
 
@@ -26,6 +29,33 @@ class Fetch(NamedTuple):
     """The version to continue from; None: in full."""
     accepted: Version | None
     """The newest version that all hosts have; publishes after it must not be used."""
+
+
+Outcome = Literal["done", "gone", "lost"]
+"""gone: the version is not kept any more; lost: the connection is lost."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a fetch on one host."""
+
+    outcome: Outcome
+    chain: int | None = None
+    """Publishes that came, if it is done; None: the anchor in full."""
+
+
+def agreed(parts: Sequence[Part]) -> Outcome:
+    """Return what became of a fetch on the island, whose hosts adopt together.
+
+    If the coordinator drops publishes while hosts fetch them, some get the anchor in
+    their place. These forms of a version are adopted by different programs, so it is
+    gone: all hosts fetch again, in full.
+    """
+    outcomes = {part.outcome for part in parts}
+    if "gone" in outcomes:
+        return "gone"
+    if "lost" in outcomes:
+        return "lost"
+    return "done" if len({part.chain for part in parts}) <= 1 else "gone"
 
 
 class Fetching:

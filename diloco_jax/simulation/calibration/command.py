@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from diloco_jax import run_files
@@ -19,14 +16,12 @@ from diloco_jax.config.fields import positional, setting
 from diloco_jax.config.loading import read_config
 from diloco_jax.options import NoOptions, parse_known, parse_with_config
 from diloco_jax.simulation.calibration.fit import Calibration, calibrate
+from diloco_jax.simulation.output import bar, or_dash, show, table
 from diloco_jax.simulation.progress import Progress, nobody, part
 
 RUN_FIELDS = ("goodput", "compute_goodput", "uptime", "wall_seconds", "merges")
 ISLAND_FIELDS = ("median_step_seconds", "steps", "tokens_merged", "participation")
 """Fields of `summary.json` that are predicted."""
-
-Bar = Callable[[str], AbstractContextManager[Progress]]
-"""Callback that shows a progress bar with that title."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +57,7 @@ class Row:
         return self.predicted / self.measured - 1 if self.measured else None
 
 
-def calibrate_command(arguments: Sequence[str], bar: Bar) -> int:
+def calibrate_command(arguments: Sequence[str]) -> int:
     """Run `diloco simulate calibrate`.
 
     Raises ConfigError if a workdir or config cannot be used.
@@ -85,20 +80,11 @@ def calibrate_command(arguments: Sequence[str], bar: Bar) -> int:
     measured = against.summary if against is not None else None
     with bar("calibrate") as progress:
         rows = predict(calibration, config, options.seeds, measured, progress)
-    if options.json:
-        values = {
-            "fitted": {
-                what: dataclasses.asdict(one) for what, one in calibration.fitted()
-            },
-            "predicted": [
-                {**dataclasses.asdict(row), "error": row.error} for row in rows
-            ],
-        }
-        print(json.dumps(values))
-    else:
-        console = Console(stderr=True, markup=False)
-        for table in (_fitted_table(calibration), _prediction_table(rows)):
-            console.print(table, highlight=False, soft_wrap=True)
+    fitted = {what: dataclasses.asdict(one) for what, one in calibration.fitted()}
+    predicted = [{**dataclasses.asdict(row), "error": row.error} for row in rows]
+    values = {"fitted": fitted, "predicted": predicted}
+    tables = (_fitted_table(calibration), _prediction_table(rows))
+    show(options.json, values, *tables)
     return 0
 
 
@@ -166,27 +152,17 @@ def _config(
 
 
 def _fitted_table(calibration: Calibration) -> Table:
-    table = _table("fitted, seconds", "value", "from", "to", "observed")
+    shown = table("fitted, seconds", "value", "from", "to", "observed")
     for what, one in calibration.fitted():
         seen = str(one.observed) if one.observed else "0: a guess"
-        table.add_row(what, *(f"{s:.4f}" for s in (one.value, one.low, one.high)), seen)
-    return table
+        shown.add_row(what, *(f"{s:.4f}" for s in (one.value, one.low, one.high)), seen)
+    return shown
 
 
 def _prediction_table(rows: Sequence[Row]) -> Table:
-    table = _table("predicted", "value", "from", "to", "measured", "error")
+    shown = table("predicted", "value", "from", "to", "measured", "error")
     for row in rows:
-        table.add_row(
-            row.what,
-            *(f"{n:.4g}" for n in (row.predicted, row.low, row.high)),
-            "-" if row.measured is None else f"{row.measured:.4g}",
-            "-" if row.error is None else f"{row.error:+.1%}",
-        )
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    return table
+        numbers = (row.predicted, row.low, row.high)
+        measured, error = or_dash(row.measured, ".4g"), or_dash(row.error, "+.1%")
+        shown.add_row(row.what, *(f"{n:.4g}" for n in numbers), measured, error)
+    return shown

@@ -178,16 +178,13 @@ class _Attendance(Attendance):
         world.diaries = self.diaries
 
     def usual_steps(self, name: str, chance: np.random.Generator) -> Iterator[float]:
-        """See Attendance."""
         return self._steps[name].draw(chance)
 
     def join_seconds(self, name: str, incarnation: int) -> float:
-        """See Attendance."""
         first = incarnation == 1
         return self._calibration.of("join_s", name) if first else self._rejoin_s
 
     def compile_seconds(self, name: str, incarnation: int) -> float:
-        """See Attendance."""
         return min(
             self._calibration.of("compile_s", name),
             self.join_seconds(name, incarnation),
@@ -195,7 +192,6 @@ class _Attendance(Attendance):
 
     @property
     def down_seconds(self) -> float:
-        """See Attendance."""
         return self._calibration.away_s.value - self._rejoin_s + self._delay_s
 
 
@@ -206,7 +202,6 @@ class _Counted(NoBody):
         self._clock, self._diary = clock, diary
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
-        """See Body."""
         self._diary.step_began.append(self._clock.now)
         self._diary.learning_rates.append(learning_rate)
         self._diary.losses.append(math.nan)

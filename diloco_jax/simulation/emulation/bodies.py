@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,10 +21,10 @@ from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragment_merge import Squares, is_fit
 from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.device.step import Trainer
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.coordinator.events import Merge
@@ -46,6 +46,10 @@ class EncodedDelta(NamedTuple):
 
     layout: PayloadLayout
     pieces: tuple[jax.Array, ...]
+
+
+Packed = tuple[npt.NDArray[np.uint8], Squares]
+"""A delta's payload, and how long each piece is."""
 
 
 class SharedFetch:
@@ -101,7 +105,6 @@ class TrainedBody:
         self._replica: Replica
 
     def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
-        """See Body."""
         anchors = {}
         for fragment, part in fetched.items():
             self._diary.bytes_join += part.nbytes
@@ -109,7 +112,6 @@ class TrainedBody:
         self._replica = join(self._plan, self._trainer, self._exchange, anchors)
 
     def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
-        """See Body."""
         published: SharedFetch = fetched.data
         version = fetched.version
         if published.source.full:
@@ -122,7 +124,6 @@ class TrainedBody:
         return Arrival(fragment=fragment, version=version, publishes=publishes)
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
-        """See Body."""
         self._diary.step_began.append(self._clock.now)
         self._diary.learning_rates.append(learning_rate)
         metrics = self._replica.step(self._windows.batch(positions), learning_rate)
@@ -134,20 +135,17 @@ class TrainedBody:
                 column[-2] = float(column[-2])
 
     def take(self, fragment: int) -> EncodedDelta:
-        """See Arrays."""
         layout = self._exchange.layouts_up[fragment]
         self._diary.took(fragment, self._clock.now)
         self._diary.bytes_up += layout.total_bytes
         return EncodedDelta(layout, self._replica.take(fragment))
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
-        """See Arrays."""
         version = arrival.version.number
         self._diary.adopted(arrival.fragment, version, self._clock.now)
         self._replica.adopt(arrival, keep=keep)
 
     def judge(self, fragment: int, outcome: Outcome) -> None:
-        """See Arrays."""
         self._replica.judge(fragment, outcome)
 
     def _anchor(self, fragment: int, published: SharedFetch) -> tuple[jax.Array, ...]:
@@ -170,8 +168,6 @@ class StoreMerging:
     ) -> None:
         self._store = store
         self._tell_arrived, self._tell_committed = arrived, committed
-        self._payloads: dict[DeltaKey, npt.NDArray[np.uint8]] = {}
-        self._squares: dict[DeltaKey, Squares] = {}
         self._computed: dict[int, tuple[Merge, ComputedMerge]] = {}
         self._fetched: dict[int, dict[Version | None, VirtualFetch]] = (
             collections.defaultdict(dict)
@@ -179,37 +175,20 @@ class StoreMerging:
         """Fetches of the current version, by fragment and by the version held already.
         """
 
-    def put(self, key: DeltaKey, encoded: EncodedDelta) -> Refusal:
-        """See Merging."""
+    def receive(self, key: DeltaKey, encoded: EncodedDelta) -> tuple[Packed, Refusal]:
         self._tell_arrived(key)
-        packed = encoded.layout.pack(encoded.pieces)
-        payload = self._payloads[key] = np.frombuffer(packed, np.uint8)
-        squares = self._squares[key] = self._store.squares(key.fragment, payload)
-        return "" if is_fit(squares) else "non_finite"
+        payload = np.frombuffer(encoded.layout.pack(encoded.pieces), np.uint8)
+        squares = self._store.squares(key.fragment, payload)
+        return (payload, squares), "" if is_fit(squares) else "non_finite"
 
-    def drop(self, key: DeltaKey) -> None:
-        """See Merging."""
-        self._payloads.pop(key, None)
-        self._squares.pop(key, None)
-
-    def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
-        """See Merging."""
-        for key in [k for k in self._payloads if k.island == island]:
-            if key.incarnation < before and key not in kept:
-                self.drop(key)
-
-    def compute(self, merge: Merge) -> Prepared:
-        """See Merging."""
-        keys = [
-            DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
-            for c in merge.contributions
-        ]
+    def compute(self, merge: Merge, deltas: Sequence[Packed]) -> Prepared:
+        payloads, squares = zip(*deltas, strict=True)
         merged = self._store.merge(
             merge.fragment,
             merge.version,
             merge.contributions,
-            [self._payloads[key] for key in keys],
-            [self._squares[key] for key in keys],
+            payloads,
+            squares,
             share=merge.share,
             final=merge.final,
         )
@@ -219,14 +198,12 @@ class StoreMerging:
         )
 
     def commit(self, fragment: int, version: Version) -> None:
-        """See Merging."""
         merge, merged = self._computed.pop(fragment)
         self._store.commit(fragment, merged)
         self._fetched[fragment].clear()
         self._tell_committed(merge, merged)
 
     def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
-        """See Merging."""
         fetched = self._fetched[fragment]
         if have not in fetched:
             source = self._store.fetch(fragment, want, have)

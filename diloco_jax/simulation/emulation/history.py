@@ -82,7 +82,7 @@ class Diary:
     ended: float | None = None
     end: str = ""
     steps: int = 0
-    """Completed steps; there may be one more in the columns."""
+    """Completed steps; the columns may have one more, which has begun."""
     step_began: list[float] = dataclasses.field(default_factory=list)
     step_seconds: list[float] = dataclasses.field(default_factory=list)
     losses: list[SupportsFloat] = dataclasses.field(default_factory=list)

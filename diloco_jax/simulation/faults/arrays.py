@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
-from diloco_jax.island.arrivals import Arrival
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.island.books import AdoptTraits, Outcome
 from diloco_jax.protocol.reasons import NON_FINITE, Refusal
@@ -53,7 +53,7 @@ class Anchor(NamedTuple):
 
 
 class Anchors:
-    """`merging.Merging`: a coordinator's anchors and the deltas that it holds."""
+    """`merging.Merging`: a coordinator's anchors."""
 
     def __init__(self, anchors: tuple[Anchor, ...]) -> None:
         self.anchors = list(anchors)
@@ -61,31 +61,17 @@ class Anchors:
             deque(maxlen=RETAINED_PUBLISHES) for _ in anchors
         ]
         self._computed: dict[int, bytes] = {}
-        self._deltas: dict[DeltaKey, Delta] = {}
 
-    def put(self, key: DeltaKey, encoded: Delta) -> Refusal:
-        """See Merging."""
-        self._deltas[key] = encoded
-        return "" if encoded.finite else NON_FINITE
+    def receive(self, key: DeltaKey, encoded: Delta) -> tuple[Delta, Refusal]:
+        return encoded, "" if encoded.finite else NON_FINITE
 
-    def drop(self, key: DeltaKey) -> None:
-        """See Merging."""
-        self._deltas.pop(key, None)
-
-    def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
-        """See Merging."""
-        for key in [k for k in self._deltas if k.island == island]:
-            if key.incarnation < before and key not in kept:
-                del self._deltas[key]
-
-    def compute(self, merge: Merge) -> Prepared:
-        """See Merging."""
-        deltas = [
-            self._deltas[DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)]
-            for c in merge.contributions
-        ]
+    def compute(self, merge: Merge, deltas: Sequence[Delta]) -> Prepared:
         publish = digest(
-            merge.version, merge.contributions, deltas, merge.share, merge.final
+            merge.version,
+            merge.contributions,
+            list(deltas),
+            merge.share,
+            merge.final,
         )
         self._computed[merge.fragment] = publish
         return Prepared(digest=publish.hex(), payload_bytes=len(publish))
@@ -95,7 +81,6 @@ class Anchors:
         return self._computed[fragment]
 
     def commit(self, fragment: int, version: Version) -> None:
-        """See Merging."""
         self.replay(fragment, version, self._computed.pop(fragment))
 
     def replay(self, fragment: int, version: Version, publish: bytes) -> None:
@@ -104,7 +89,6 @@ class Anchors:
         self._publishes[fragment].append((version, publish))
 
     def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
-        """See Merging."""
         anchor = self.anchors[fragment]
         chain = [p for v, p in self._publishes[fragment] if have and v > have]
         missed = anchor.version.number - have.number if have else 0
@@ -149,13 +133,11 @@ class DigestBody:
         self._steps = 0
 
     def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
-        """See Body."""
         for fragment, whole in fetched.items():
             self._locals[fragment] = _Local(whole.data)
             self._adopted(fragment, whole.data, kept=False)
 
     def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
-        """See Body."""
         if isinstance(fetched.data, Anchor):
             return Arrival(
                 fragment=fragment, version=fetched.version, anchor=(fetched.data,)
@@ -171,12 +153,10 @@ class DigestBody:
         return self._locals[fragment].anchor
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
-        """See Body."""
         self._trained(self._steps, positions)
         self._steps += 1
 
     def take(self, fragment: int) -> Delta:
-        """See Arrays."""
         local = self._locals[fragment]
         finite, self.finite = self.finite, True
         delta = Delta(local.start, self._steps, local.anchor.version, finite)
@@ -184,7 +164,6 @@ class DigestBody:
         return delta
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
-        """See Arrays."""
         local = self._locals[arrival.fragment]
         if arrival.anchor is not None:
             local.anchor = arrival.anchor[0]
@@ -198,7 +177,6 @@ class DigestBody:
         self._adopted(arrival.fragment, local.anchor, kept=keep)
 
     def judge(self, fragment: int, outcome: Outcome) -> None:
-        """See Arrays."""
         local = self._locals[fragment]
         if outcome == "reopened":
             local.start = local.start_before

@@ -19,7 +19,7 @@ class DrawnFault(
     tag_field="kind",
     tag=_tag,
 ):
-    """A fault of any kind. at_s: seconds from the begin of the run.
+    """A fault of any kind. at_s: seconds from the start of the run.
 
     Each kind has `strike(world)`, which does or arms the fault, and returns False if
     there is nothing to strike just now. It calls `world.begun` once the fault really

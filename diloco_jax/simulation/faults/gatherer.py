@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from diloco_jax.coordinator.engine import Engine
+from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Timer
 from diloco_jax.protocol.coordinator.events import Event as CoordinatorEvent
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
@@ -26,7 +27,6 @@ from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.faults.arrays import Anchor
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.connection import Connection
-from diloco_jax.simulation.virtual.coordinator import Peers
 from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 
@@ -45,7 +45,6 @@ class Opened:
 class VirtualGatherer:
     """A coordinator that gathers anchors.
 
-    postponed: called with connections that it ends so that islands come again.
     done: called once, with the new term, or with None if it gave up.
     """
 
@@ -56,17 +55,18 @@ class VirtualGatherer:
         config: PolicyConfig,
         names: frozenset[str],
         clock: Clock,
-        postponed: Callable[[Connection], None],
         done: Callable[[Opened | None], None],
     ) -> None:
         self.config = config
         self._clock, self._done = clock, done
-        self._peers = Peers(postponed)
+        self._sessions = Sessions()
+        self._connections: dict[str, Connection] = {}
+        """Newest connections by session."""
         self._engine: Engine[gathering.Gathering, Event] = Engine(
             gathering.step,
             config,
             gathering.begin(config, names, clock.now),
-            sender=self._peers,
+            sender=self._sessions,
             gatherer=self,
         )
         self._anchors: dict[int, Anchor] = {}
@@ -76,13 +76,15 @@ class VirtualGatherer:
 
     def hello(self, hello: Hello, peer: Connection) -> None:
         """Take in the offer of an island on a new connection."""
-        self._peers.arrived(peer)
+        self._sessions.arrived(peer)
+        self._connections[hello.session] = peer
         self._step(Offered(hello=hello))
 
     def disconnected(self, peer: Connection) -> None:
         """Note that a connection broke and this end noticed."""
-        if self._peers.gone(peer):
-            self._step(Disconnected(island=peer.name, session=peer.session))
+        if self._sessions.gone(peer):
+            hello = peer.hello
+            self._step(Disconnected(island=hello.island, session=hello.session))
 
     def hear(self, event: CoordinatorEvent) -> None:
         """Hear a sign of life; its content comes again. A goodbye ends the stream."""
@@ -90,8 +92,8 @@ class VirtualGatherer:
             return
         if not isinstance(event.message, Goodbye):
             self._step(event)
-        elif (peer := self._peers.serving.pop(event.session, None)) is not None:
-            self._step(Disconnected(island=peer.name, session=peer.session))
+        elif (peer := self._connections.get(event.session)) is not None:
+            self.disconnected(peer)
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """Ignore a delta."""
@@ -123,7 +125,6 @@ class VirtualGatherer:
         """See engine.Gatherer. Keeps the anchor, which the next one overwrites."""
 
     def open(self, opened: Open) -> None:
-        """See engine.Gatherer."""
         got = [self._anchors[f] for f in range(self.config.fragments)]
         state = self._engine.state
         stayed = {
@@ -146,7 +147,6 @@ class VirtualGatherer:
         )
 
     def give_up(self, reason: GiveUp) -> None:
-        """See engine.Gatherer."""
         self._done(None)
 
     def _step(self, event: Event) -> None:

@@ -200,7 +200,6 @@ class FullDisk(DrawnFault, frozen=True):
     for_s: float
 
     def strike(self, world: FaultyWorld) -> bool:
-        """See DrawnFault."""
         world.fill_disk(self.for_s)
         return world.begun(self, self.for_s)
 

@@ -50,15 +50,15 @@ def takes_within_s(schedule: Schedule) -> float:
 def over_within_s(schedule: Schedule) -> float:
     """Bound the time from the last fault to the end of the run.
 
-    What a run computes counts unless it is lost, and under every adopt rule deltas that
-    are late again and again can be refused, and their steps lost, again and again. Sure
-    is what a merge promises: it has K deltas, each with all that its island did since
-    its last take. An island whose take is still open is not asked, but its next delta
-    is the longer for it, and a take is settled by the second merge: so the steps of K
-    islands, the slowest at worst, count in at least every other cycle. If islands
-    lose what they did between take and adoption, one step may be all that is left,
-    and waiting makes no delta longer: one step in the cycles in which a take is open,
-    and one more.
+    Steps whose deltas always come late may all be lost, under every adopt rule. So only
+    a merge's own promise counts: it has K deltas, each with all steps of its island
+    since its last take. An island with an open take is not asked, but its next delta is
+    longer, and the second merge settles the take. So the steps of K islands, the
+    slowest at worst, count in at least every other cycle.
+
+    Under a rule that loses the steps between take and adoption, a delta may hold one
+    step, however long it waits. Then one step counts in the cycles in which a take is
+    open, and one more cycle.
     """
     rates = sorted(plan.batch_size / plan.step_s for plan in schedule.islands.values())
     tokens_per_s = SEQUENCE_LENGTH * sum(rates[: schedule.quorum])
@@ -107,10 +107,10 @@ def expect_end(clock: Clock, within_s: float) -> None:
 
 
 def _agreed_s(schedule: Schedule) -> float:
-    """The time that hosts of an island need to agree on a take and an adoption."""
+    """Return the time in which hosts of an island agree on a take and an adoption."""
     return 2 * max(p.lead for p in schedule.islands.values()) * schedule.slowest_s
 
 
 def _merged_s(schedule: Schedule) -> float:
-    """A step of the slowest island, a transfer and a merge."""
+    """Return the time of a step of the slowest island, a transfer and a merge."""
     return schedule.slowest_s + schedule.transfer_s + schedule.merge_s

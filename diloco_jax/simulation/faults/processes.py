@@ -5,82 +5,68 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.protocol.coordinator.events import Commit, Event, Merge
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.records import Durable
-from diloco_jax.protocol.values import Prepared
+from diloco_jax.protocol.coordinator.events import Commit, Event
+from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
 from diloco_jax.simulation.faults.disk import DiskError
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.virtual.connection import Connection
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
 
+if TYPE_CHECKING:
+    from diloco_jax.simulation.faults.world import FaultyWorld
+
 
 class FaultyCoordinator(VirtualCoordinator):
-    """One life of a coordinator.
-
-    survives: asked before every effect; False ends this life.
-    disk_failed: called when a record could not be written, which ends this life.
-    """
+    """One life of a coordinator. Its world may end it before any effect."""
 
     def __init__(
-        self,
-        config: PolicyConfig,
-        clock: Clock,
-        state: State,
-        anchors: Anchors,
-        *,
-        persist: Callable[[Durable], None],
-        written: Callable[[Merge, Prepared], bool],
-        merge_seconds: Callable[[Merge], float],
-        clock_offset: float,
-        monitor: Monitor,
-        survives: Callable[[], bool],
-        disk_failed: Callable[[], None],
+        self, world: FaultyWorld, state: State, anchors: Anchors, clock_offset: float
     ) -> None:
         super().__init__(
-            config,
-            clock,
+            world.config,
+            world.clock,
             state,
             anchors,
-            persist,
-            merge_seconds=merge_seconds,
+            world.persist,
+            merge_seconds=lambda merge: world.schedule.merge_s,
             clock_offset=clock_offset,
-            written=written,
+            written=functools.partial(world.write, anchors),
         )
-        self.anchors = anchors
-        self._monitor = monitor
-        self._survives, self._disk_failed = survives, disk_failed
+        self.anchors, self._world = anchors, world
 
     def decide(self, event: Event, now: float) -> list[AnyEffect]:
-        """See Engine."""
         effects = super().decide(event, now)
-        self._monitor.decided(self.state, effects)
+        self._world.monitor.decided(self.state, effects)
         return effects
 
     def carry_out(self, effect: AnyEffect) -> None:
-        """See Engine."""
-        if not self._survives():
+        if not self._world.survives():
             return
-        self._monitor.carrying_out(effect)
+        self._world.monitor.carrying_out(effect)
         try:
             super().carry_out(effect)
         except DiskError:
-            self._disk_failed()
+            self._world.disk_failed()
         if isinstance(effect, Commit):
             anchor = self.anchors.anchors[effect.fragment]
-            self._monitor.published(effect.fragment, anchor)
+            self._world.monitor.published(effect.fragment, anchor)
 
 
 class FaultyIsland(VirtualIsland):
-    """One incarnation. refused: called if the coordinator refuses it or puts it out."""
+    """One incarnation.
+
+    refused: called if the coordinator refuses it or puts it out. postponed: called with
+    a connection that the coordinator ends so that the island comes again.
+    """
 
     def __init__(
         self,
@@ -91,6 +77,7 @@ class FaultyIsland(VirtualIsland):
         report_s: float,
         monitor: Monitor,
         refused: Callable[[FaultyIsland], None],
+        postponed: Callable[[Connection], None],
     ) -> None:
         self.who = (spec.name, incarnation)
         self.body = DigestBody(
@@ -100,11 +87,10 @@ class FaultyIsland(VirtualIsland):
         )
         self.takes: Counter[int] = Counter()
         """Takes by fragment."""
-        self._monitor, self._refused = monitor, refused
+        self._monitor, self._refused, self._postponed = monitor, refused, postponed
         super().__init__(spec, incarnation, run, clock, self.body, report_s)
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
-        """See boundary.Outgoing."""
         assert self.boundary is not None
         self.takes[fragment] += 1
         for take in self.boundary.books.outstanding():
@@ -113,7 +99,6 @@ class FaultyIsland(VirtualIsland):
         super().put(fragment, tick, encoded)
 
     def send_anchor(self, fragment: int) -> None:
-        """See VirtualIsland."""
         line, gatherer = self.line, self._coordinator
         if line is None or not isinstance(gatherer, VirtualGatherer):
             return
@@ -121,9 +106,11 @@ class FaultyIsland(VirtualIsland):
         line.upload(0, lambda: gatherer.anchor(self.who, fragment, anchor))
 
     def turned_away(self, reason: str) -> None:
-        """See VirtualIsland."""
         super().turned_away(reason)
         self._refused(self)
+
+    def postponed(self, connection: Connection) -> None:
+        self._postponed(connection)
 
     def _seen(
         self, observe: Callable[..., None], *observation: Any, **facts: Any

@@ -57,7 +57,7 @@ class LedgerExact(Invariant):
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
         if state.fragments is not self._seen:
             self._seen = state.fragments
-            wrong = ledger.check(self.config, state)
+            wrong = ledger.check(state)
             self.hold(not wrong, "; ".join(wrong))
 
     def persisted(self, record: Durable) -> None:

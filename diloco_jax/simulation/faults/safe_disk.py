@@ -22,11 +22,9 @@ class PreparedFirst(Invariant):
         self._prepared: dict[tuple[int, Version], str] = {}
 
     def prepared(self, fragment: int, version: Version, digest: str) -> None:
-        """See Invariant."""
         self._prepared[fragment, version] = digest
 
     def persisted(self, record: Durable) -> None:
-        """See Invariant."""
         if isinstance(record, Merged):
             found = self._prepared.get((record.fragment, record.version))
             self.hold(
@@ -44,12 +42,10 @@ class _Committed(Invariant):
         self._versions = [Version()] * config.fragments
 
     def persisted(self, record: Durable) -> None:
-        """See Invariant."""
         if isinstance(record, Merged):
             self._versions[record.fragment] = record.version
 
     def opened(self, opened: Opened) -> None:
-        """See Invariant."""
         self._versions = [fragment.version for fragment in opened.state.fragments]
 
 
@@ -66,7 +62,6 @@ class ChainsKept(_Committed):
         saved: Sequence[Version],
         published: Mapping[Version, bytes],
     ) -> None:
-        """See Invariant."""
         committed, version = self._versions[fragment], saved[0]
         while version < committed:
             version = version.next()
@@ -85,7 +80,6 @@ class RestoredExactly(_Committed):
     name = "restored"
 
     def restored(self, fragment: int, anchor: Anchor) -> None:
-        """See Invariant."""
         committed = self._versions[fragment]
         self.hold(
             anchor.version == committed,

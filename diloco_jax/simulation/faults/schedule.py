@@ -16,7 +16,6 @@ from diloco_jax.config.fields import (
     within,
 )
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.core.adopt import RULES
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.families import check_member
 from diloco_jax.protocol.coordinator.state import PolicyConfig
@@ -78,7 +77,7 @@ class Schedule(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """Everything that a played run depends on. Times count from its begin."""
+    """Everything that a played run depends on. Times count from its start."""
 
     islands: dict[str, DrawnIsland]
     faults: tuple[AnyFault, ...] = ()
@@ -191,7 +190,7 @@ def _check_values(schedule: Schedule) -> None:
             f"--schedule has fragment_sizes {schedule.fragment_sizes}; each must be at "
             f"least 1"
         )
-    check_member("adopt", RULES, schedule.adopt)
+    check_member("adopt", ADOPT_RULES, schedule.adopt)
     within(schedule, AT_LEAST_1, "total_tokens", "steps_per_cycle")
     within(schedule, NOT_NEGATIVE, "overlap_steps", "max_staleness")
     within(schedule, BELOW_1, "grace")

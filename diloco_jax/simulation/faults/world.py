@@ -166,19 +166,8 @@ class FaultyWorld(Links):
         for fragment, anchor in enumerate(merging.anchors):
             self.monitor.restored(fragment, anchor)
             self.monitor.published(fragment, anchor)
-        self.coordinator = FaultyCoordinator(
-            self.config,
-            self.clock,
-            state,
-            merging,
-            persist=self._persist,
-            written=functools.partial(self._write, merging),
-            merge_seconds=lambda merge: self.schedule.merge_s,
-            clock_offset=clock_s - self.clock.now,
-            monitor=self.monitor,
-            survives=self._survives,
-            disk_failed=self._disk_failed,
-        )
+        offset_s = clock_s - self.clock.now
+        self.coordinator = FaultyCoordinator(self, state, merging, offset_s)
 
     @property
     def new_term_within_s(self) -> float:
@@ -198,12 +187,11 @@ class FaultyWorld(Links):
             self.config,
             frozenset(self.schedule.islands),
             self.clock,
-            self._postponed,
             self._gathered,
         )
 
     def _postponed(self, peer: Connection) -> None:
-        island = self.islands[peer.name]
+        island = self.islands[peer.hello.island]
         if island.line is peer.line:
             self.lose_connection(island, RETRY_S)
 
@@ -227,7 +215,7 @@ class FaultyWorld(Links):
         start = functools.partial(self._start_coordinator, self.clock.now)
         self.clock.after(restart_s, start)
 
-    def _write(self, merging: Anchors, merge: Merge, prepared: Prepared) -> bool:
+    def write(self, merging: Anchors, merge: Merge, prepared: Prepared) -> bool:
         """Write the publish of a computed merge; False if the disk is full."""
         fragment, version = merge.fragment, merge.version
         written = self.disk.prepare(fragment, version, merging.publish(fragment))
@@ -235,7 +223,8 @@ class FaultyWorld(Links):
             self.monitor.prepared(fragment, version, prepared.digest)
         return written
 
-    def _persist(self, record: records.Durable) -> None:
+    def persist(self, record: records.Durable) -> None:
+        """Append a record to the log."""
         try:
             self.disk.append(records.line(record))
         except DiskError as failure:
@@ -266,7 +255,8 @@ class FaultyWorld(Links):
         self._crash, self._effects_left = (fault, restart), effects
         return True
 
-    def _survives(self) -> bool:
+    def survives(self) -> bool:
+        """Tell whether the coordinator lives to carry out its next effect."""
         if self._crash is None:
             return True
         self._effects_left -= 1
@@ -287,7 +277,8 @@ class FaultyWorld(Links):
         self.disk.fails_in, self.disk.written_share = appends, written_share
         return True
 
-    def _disk_failed(self) -> None:
+    def disk_failed(self) -> None:
+        """End the coordinator, which could not write a record."""
         assert self._disk_failure is not None
         (fault, restart), self._disk_failure = self._disk_failure, None
         self.crash_coordinator(restart)
@@ -351,6 +342,7 @@ class FaultyWorld(Links):
             REPORT_S,
             self.monitor,
             self._refused,
+            self._postponed,
         )
         self.processes = [p for p in self.processes if p.ended is None]
         self.processes.append(island)

@@ -1,4 +1,4 @@
-"""Checks that refuse bad numbers of a simulation with a message that names them."""
+"""Refusals of bad numbers of a simulation, each with a message that names them."""
 
 from __future__ import annotations
 

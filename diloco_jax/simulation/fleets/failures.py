@@ -3,11 +3,11 @@
 An island is made of equal slices. Interruptions are Poisson, at the rate of its working
 chips over the mean time between interruptions (MTBI) of one chip; stopped chips are not
 interrupted. An interruption stops the island for `down_seconds`; it goes on with one
-slice less. The slice is back `return_seconds` after the interruption. A stop of
-`up_seconds`, or any other stop that ends later, takes it in. A step that a stop
-interrupts goes on after it: the work that a real island repeats is part of the stop. An
-island that loses its last slice has nothing left to reconfigure: it is lost, and comes
-back with the slice.
+slice less. The slice is back `return_seconds` after the interruption. The next stop
+that ends after this moment takes it in, or else a stop of `up_seconds` for that alone.
+A step that a stop interrupts goes on after it: the work that a real island repeats is
+part of the stop. An island that loses its last slice has nothing left to reconfigure:
+it is lost, and comes back with the slice.
 
 There is one event per stop, so a day of a million chips is some thousand events.
 """

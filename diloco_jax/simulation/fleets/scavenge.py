@@ -1,7 +1,7 @@
 """`diloco simulate scavenge`: extra islands for a part of the token budget.
 
-The part lies in the middle of the budget: extra islands join at its begin and leave at
-its end. The published training times (arXiv 2604.21428), relative to the same run
+The part lies in the middle of the budget: extra islands join when it begins and leave
+when it ends. The published training times (arXiv 2604.21428), relative to the same run
 without them, are for half of the budget. The same tokens at a speed higher by a share x
 take at best 0.5 + 0.5 / (1 + x).
 """

@@ -6,6 +6,8 @@ carried out alone, at its step, and the books must write down that same record a
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -14,17 +16,16 @@ from diloco_jax.config import RunConfig
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.windows import Windows
-from diloco_jax.island.arrivals import Arrival
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.observability.logs import log_refused
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary
-from diloco_jax.protocol.island.decision import Adoption, Decision
+from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
 from diloco_jax.protocol.reasons import NON_FINITE
 from diloco_jax.protocol.values import Record, Span, Verdict, Version
-from diloco_jax.simulation.replay.pipe import BeginCopy, RemoteReplica, Worker
+from diloco_jax.simulation.replay.pipe import RemoteReplica, Worker
 from diloco_jax.simulation.replay.published import PublishedVersions
 from diloco_jax.simulation.replay.recording import Life
 
@@ -49,27 +50,23 @@ class ReplayedIsland:
         """Inner steps done."""
         versions = life.begins()
         self._life, self._windows, self._published = life, windows, published
-        self._moments: dict[int, list[bytes]] = {}
+        self._moments: dict[int, list[npt.NDArray[Any]]] = {}
         self._books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         self._books.begin()
-        begin = BeginCopy(
-            who=life.who,
-            island=life.config,
-            anchors=[self._anchor(f, version) for f, version in enumerate(versions)],
-        )
+        anchors = [self._anchor(f, version) for f, version in enumerate(versions)]
+        moments, residuals = None, None
         restored = life.restored()
         if restored is not None:
             assert source is not None
             self._books.restored(
                 restored.who.incarnation, restored.steps, restored.fragments
             )
-            begin = msgspec.structs.replace(
-                begin,
-                moments=source.moments(restored.steps),
-                residuals={f: source.residual(f) for f in restored.fragments},
-            )
+            moments = source.moments(restored.steps)
+            residuals = {f: source.residual(f) for f in restored.fragments}
         self._next = len(self._books.drain())
-        self._replica = RemoteReplica(worker, begin)
+        self._replica = RemoteReplica(
+            worker, life.who, life.config, anchors, moments, residuals
+        )
         self._positions = LeasedPositions()
         goal = goal_of(run, life.config.batch_size)
         self._boundary = Boundary(
@@ -94,7 +91,7 @@ class ReplayedIsland:
             self._repeat(line, record)
         return np.frombuffer(self._deltas[fragment, tick], np.uint8)
 
-    def moments(self, steps: int) -> list[bytes]:
+    def moments(self, steps: int) -> list[npt.NDArray[Any]]:
         """Return the inner optimizer's state after `steps` steps: see `Life.saves`."""
         while steps not in self._moments:
             if self._next == len(self._life.records):
@@ -123,15 +120,12 @@ class ReplayedIsland:
         self._replica.end()
 
     def put(self, fragment: int, tick: int, encoded: bytes) -> None:
-        """See boundary.Outgoing."""
         self._deltas[fragment, tick] = encoded
 
     def forget(self, fragment: int, tick: int) -> None:
-        """See boundary.Outgoing."""
         del self._deltas[fragment, tick]
 
     def pick(self, fragment: int, version: Version) -> Arrival:
-        """See boundary.Incoming."""
         try:
             payloads = self._published.chain(
                 fragment, self._books.version(fragment), version

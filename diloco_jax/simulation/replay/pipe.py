@@ -1,20 +1,20 @@
-"""Messages of both ends of `replay_worker`, and the end that sends commands.
+"""Processes that repeat islands (`worker.py`), and the pipes to them.
 
-Commands are carried out in order; `Setup`, `TakeDelta`, `Moments` and `Residual` are
-answered. Islands of several hosts are repeated by as many processes: each gets every
-command, and the first process answers for all.
+A call names a model copy and one of its methods. Calls are carried out in order, and
+pickled: both ends are processes of one replay. Islands of several hosts are repeated by
+as many processes: each gets every call, and the first process answers for all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import subprocess
 import sys
 from multiprocessing import Pipe
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,9 +22,8 @@ from diloco_jax.cluster.commands import free_port, island_environment
 from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.coordinator.notes import Environment
-from diloco_jax.island.arrivals import Arrival
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.island.books import Outcome
-from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.replay.recording import Who, environment_like
 
 STDERR = 2
@@ -35,13 +34,17 @@ ANSWERS_WITHIN_S = 3600.0
 the compiler.
 """
 
+Call = Literal["begin", "step", "take", "adopt", "judge", "moments", "residual", "end"]
+"""Calls for one model copy; `take`, `moments` and `residual` are answered."""
+
 
 class WorkerError(RuntimeError):
     """A worker ended before its work was done; standard error has the reason."""
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """First command; answered with the facts of `environment.describe`, as JSON.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """First message; answered with the facts of `environment.describe`.
 
     hosts, index, address: place in the world of processes, if there are several.
     """
@@ -50,81 +53,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     hosts: int = 1
     index: int = 0
     address: str = ""
-
-
-class PipeCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """Command to the model copy of one incarnation."""
-
-    who: Who
-
-
-class BeginCopy(PipeCommand, frozen=True, kw_only=True, tag=True):
-    """Join with these anchors, in full, by fragment."""
-
-    island: IslandConfig
-    anchors: list[bytes]
-    moments: list[bytes] = []
-    """Moments of a checkpoint, as `Moments` returns them; empty for fresh ones."""
-    residuals: dict[int, bytes] = {}
-    """Residuals of a checkpoint, as `Residual` returns them, by fragment; zeros
-    elsewhere.
-    """
-
-
-class MakeStep(PipeCommand, frozen=True, kw_only=True, tag=True):
-    """Do one inner step; batch: int32 [B, T + 1], row-major, little-endian."""
-
-    batch: bytes
-    learning_rate: float
-
-
-class TakeDelta(PipeCommand, frozen=True, kw_only=True, tag=True):
-    """Take a fragment; answered with its encoded delta, as it is uploaded."""
-
-    fragment: int
-
-
-class Adopt(PipeCommand, frozen=True, kw_only=True, tag=True):
-    """Adopt a version by its encoded publishes, oldest first.
-
-    keep: see `boundary.Arrays`.
-    """
-
-    fragment: int
-    version: Version
-    publishes: list[bytes]
-    keep: bool
-
-
-class Judge(PipeCommand, frozen=True, kw_only=True, tag=True):
-    """Apply the outcome of the outstanding take: see `boundary.Arrays`."""
-
-    fragment: int
-    outcome: Outcome
-
-
-class Moments(PipeCommand, frozen=True, kw_only=True, tag=True):
-    """Return the inner optimizer's state, by leaf, encoded by msgpack."""
-
-
-class Residual(PipeCommand, frozen=True, kw_only=True, tag=True):
-    """Return the fragment's residual as if no take were outstanding.
-
-    It has the form of an anchor in full, and is empty without error feedback.
-    """
-
-    fragment: int
-
-
-class End(PipeCommand, frozen=True, kw_only=True, tag=True):
-    """Drop the incarnation, which is not needed any more."""
-
-
-AnyCommand = (
-    Setup | BeginCopy | MakeStep | TakeDelta | Adopt | Judge | Moments | Residual | End
-)
-
-decode = msgspec.msgpack.Decoder(AnyCommand).decode
 
 
 class Worker:
@@ -138,10 +66,9 @@ class Worker:
         self._processes = [_Process(environment) for _ in range(hosts)]
         address = f"127.0.0.1:{free_port()}" if hosts > 1 else ""
         for index, process in enumerate(self._processes):
-            self._send_to(
-                process, Setup(run=run, hosts=hosts, index=index, address=address)
-            )
-        self.environment: Environment = msgspec.json.decode(self._answer())
+            setup = Setup(run=run, hosts=hosts, index=index, address=address)
+            self._send_to(process, setup)
+        self.environment: Environment = self._answer()
 
     def __enter__(self) -> Worker:
         return self
@@ -163,27 +90,27 @@ class Worker:
                 process.child.kill()
                 process.child.wait()
 
-    def send(self, command: AnyCommand) -> None:
-        """Send a command; return before it is carried out. Raises WorkerError."""
+    def send(self, who: Who, call: Call, *arguments: Any) -> None:
+        """Send a call; return before it is carried out. Raises WorkerError."""
         for process in self._processes:
-            self._send_to(process, command)
+            self._send_to(process, (who, call, *arguments))
 
-    def ask(self, command: AnyCommand) -> bytes:
-        """Send a command and wait for the answer. Raises WorkerError."""
-        self.send(command)
+    def ask(self, who: Who, call: Call, *arguments: Any) -> Any:
+        """Send a call and wait for the answer. Raises WorkerError."""
+        self.send(who, call, *arguments)
         return self._answer()
 
-    def _send_to(self, process: _Process, command: AnyCommand) -> None:
+    def _send_to(self, process: _Process, message: Any) -> None:
         try:
-            process.connection.send_bytes(msgspec.msgpack.encode(command))
+            process.connection.send(message)
         except OSError as error:
             raise self._ended() from error
 
-    def _answer(self) -> bytes:
+    def _answer(self) -> Any:
         connection = self._processes[0].connection
         try:
             if connection.poll(ANSWERS_WITHIN_S):
-                return connection.recv_bytes()
+                return connection.recv()
         except (EOFError, OSError) as error:
             raise self._ended() from error
         raise self._ended()
@@ -217,47 +144,56 @@ class _Process:
 
 
 class RemoteReplica:
-    """Model copy of one incarnation, in a worker; also `boundary.Arrays`."""
+    """Model copy of one incarnation, in a worker; also `boundary.Arrays`.
 
-    def __init__(self, worker: Worker, begin: BeginCopy) -> None:
-        self._worker, self._who = worker, begin.who
-        worker.send(begin)
+    anchors: in full, by fragment. moments, residuals: of a checkpoint, as the methods
+    return them; without them the moments are fresh and the residuals zeros.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        who: Who,
+        island: IslandConfig,
+        anchors: list[bytes],
+        moments: list[npt.NDArray[Any]] | None = None,
+        residuals: dict[int, bytes] | None = None,
+    ) -> None:
+        self._worker, self._who = worker, who
+        worker.send(who, "begin", island, anchors, moments, residuals)
 
     def step(self, batch: npt.NDArray[np.int32], learning_rate: float) -> None:
         """Do one inner step on int32 [B, T + 1]."""
-        octets = batch.astype("<i4").tobytes()
-        self._send(MakeStep, batch=octets, learning_rate=learning_rate)
+        self._worker.send(self._who, "step", batch, learning_rate)
 
     def take(self, fragment: int) -> bytes:
-        """Return the fragment's encoded delta."""
-        return self._worker.ask(TakeDelta(who=self._who, fragment=fragment))
+        """Return the fragment's encoded delta, as it is uploaded."""
+        delta: bytes = self._worker.ask(self._who, "take", fragment)
+        return delta
 
-    def moments(self) -> list[bytes]:
+    def moments(self) -> list[npt.NDArray[Any]]:
         """Return the inner optimizer's state, by leaf."""
-        answer = self._worker.ask(Moments(who=self._who))
-        return msgspec.msgpack.decode(answer, type=list[bytes])
+        moments: list[npt.NDArray[Any]] = self._worker.ask(self._who, "moments")
+        return moments
 
     def residual(self, fragment: int) -> bytes:
-        """Return the fragment's residual, as if no take were outstanding."""
-        return self._worker.ask(Residual(who=self._who, fragment=fragment))
+        """Return the fragment's residual, as if no take were outstanding.
+
+        It has the form of an anchor in full, and is empty without error feedback.
+        """
+        residual: bytes = self._worker.ask(self._who, "residual", fragment)
+        return residual
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
-        """See Arrays; each publish is given as its payload."""
-        self._send(
-            Adopt,
-            fragment=arrival.fragment,
-            version=arrival.version,
-            publishes=[payload for (payload,) in arrival.publishes],
-            keep=keep,
+        """Adopt a version whose publishes are given as their payloads."""
+        payloads = [bytes(payload) for (payload,) in arrival.publishes]
+        self._worker.send(
+            self._who, "adopt", arrival.fragment, arrival.version, payloads, keep
         )
 
     def judge(self, fragment: int, outcome: Outcome) -> None:
-        """See Arrays."""
-        self._send(Judge, fragment=fragment, outcome=outcome)
+        self._worker.send(self._who, "judge", fragment, outcome)
 
     def end(self) -> None:
         """Drop the model copy, which is not needed any more."""
-        self._send(End)
-
-    def _send(self, command: type[Any], **fields: Any) -> None:
-        self._worker.send(command(who=self._who, **fields))
+        self._worker.send(self._who, "end")

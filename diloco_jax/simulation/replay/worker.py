@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from jax.experimental.multihost_utils import process_allgather
@@ -25,7 +24,6 @@ from jax.experimental.multihost_utils import process_allgather
 from diloco_jax import compilation, environment
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.island.arrivals import Arrival
 from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,
@@ -37,21 +35,12 @@ from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.hosts.meeting import WorldAddress
 from diloco_jax.island.hosts.world import Hosts, join_world, leave_world
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Metrics, Model
 from diloco_jax.models.plan import build_plan
-from diloco_jax.simulation.replay.pipe import (
-    Adopt,
-    AnyCommand,
-    BeginCopy,
-    End,
-    Judge,
-    MakeStep,
-    Moments,
-    Residual,
-    Setup,
-    TakeDelta,
-    decode,
-)
+from diloco_jax.protocol.island.books import Outcome
+from diloco_jax.protocol.values import Version
+from diloco_jax.simulation.replay.pipe import Call, Setup
 from diloco_jax.simulation.replay.recording import Who
 
 LOST_AFTER_S = 60.0
@@ -60,7 +49,7 @@ COMPILED_WITHIN_S = 3600.0
 
 
 def serve(connection: Connection) -> None:
-    """Carry out commands until the other end is closed or this process is asked to end.
+    """Carry out calls until the other end is closed or this process is asked to end.
 
     Both are the regular end, so neither is reported.
     """
@@ -69,7 +58,7 @@ def serve(connection: Connection) -> None:
 
 
 def _serve(connection: Connection) -> None:
-    setup = decode(connection.recv_bytes())
+    setup = connection.recv()
     assert isinstance(setup, Setup)
     compilation.use_cache(compilation.of_user())
     hosts = None
@@ -78,18 +67,18 @@ def _serve(connection: Connection) -> None:
         hosts = join_world(
             where, setup.hosts, budget_s=LOST_AFTER_S, meet_s=10 * LOST_AFTER_S
         )
-    described = msgspec.json.encode(environment.describe())
+    described = environment.describe()
     if setup.index == 0:
-        connection.send_bytes(described)
+        connection.send(described)
     copies = Copies(setup.run, hosts)
     while True:
         try:
-            command = decode(connection.recv_bytes())
+            call = connection.recv()
         except EOFError:
             break
-        answer = copies.carry_out(command)
+        answer = copies.carry_out(*call)
         if answer is not None and setup.index == 0:
-            connection.send_bytes(answer)
+            connection.send(answer)
     if hosts is not None:
         leave_world()
 
@@ -98,36 +87,25 @@ class Copies:
     """Model copies of all incarnations that this process repeats."""
 
     def __init__(self, run: RunConfig, hosts: Hosts | None = None) -> None:
-        """hosts: this process among several, which are all given the same commands."""
+        """hosts: this process among several, which are all given the same calls."""
         self._run, self._hosts = run, hosts
         self._trainer_of = functools.cache(self._make_trainer)
         self._copies: dict[Who, _Copy] = {}
 
-    def carry_out(self, command: AnyCommand) -> bytes | bytearray | None:
-        """Carry out one command; return the answer, if it has one."""
-        match command:
-            case BeginCopy(who=who):
-                # Islands that compute alike share compiled programs.
-                alike = dataclasses.replace(
-                    command.island, step_seconds=0.0, stands_for=""
-                )
-                model, trainer = self._trainer_of(alike)
-                self._copies[who] = _Copy(self._run, model, trainer, command)
-            case MakeStep(who=who):
-                self._copies[who].step(command)
-            case TakeDelta(who=who):
-                return self._copies[who].take(command.fragment)
-            case Adopt(who=who):
-                self._copies[who].adopt(command)
-            case Judge(who=who):
-                self._copies[who].replica.judge(command.fragment, command.outcome)
-            case Moments(who=who):
-                return self._copies[who].moments()
-            case Residual(who=who):
-                return self._copies[who].residual(command.fragment)
-            case End(who=who):
-                del self._copies[who]
+    def carry_out(self, who: Who, call: Call, *arguments: Any) -> Any:
+        """Carry out a call for one copy; return the answer, or None if it has none."""
+        if call == "begin":
+            self._begin(who, *arguments)
+        elif call == "end":
+            del self._copies[who]
+        else:
+            return getattr(self._copies[who], call)(*arguments)
         return None
+
+    def _begin(self, who: Who, island: IslandConfig, *begun: Any) -> None:
+        # Islands that compute alike share compiled programs.
+        alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
+        self._copies[who] = _Copy(self._run, *self._trainer_of(alike), *begun)
 
     def _make_trainer(self, island: IslandConfig) -> tuple[Model, Trainer]:
         """Compile on all hosts before one of them runs the program, as in
@@ -143,62 +121,70 @@ class Copies:
 
 
 class _Copy:
-    """Model copy of one incarnation."""
+    """Model copy of one incarnation, as `pipe.RemoteReplica` calls it."""
 
     def __init__(
-        self, run: RunConfig, model: Model, trainer: Trainer, begin: BeginCopy
+        self,
+        run: RunConfig,
+        model: Model,
+        trainer: Trainer,
+        anchors: list[bytes],
+        moments: list[npt.NDArray[Any]] | None,
+        residuals: dict[int, bytes] | None,
     ) -> None:
-        self._sequences = trainer.batch_size
         self._exchange, _ = build_exchange(run, model, trainer)
-        placed = {f: self._put(f, anchor) for f, anchor in enumerate(begin.anchors)}
+        placed = {f: self._put(f, anchor) for f, anchor in enumerate(anchors)}
         restored = None
-        if begin.moments:
+        if moments:
             restored = Restored(
                 incarnation=0,
                 steps=0,
-                moments=_placed_moments(trainer, begin.moments),
+                moments=_placed_moments(trainer, moments),
                 residuals={
                     f: self._exchange.gather(f, self._put(f, r))
-                    for f, r in sorted(begin.residuals.items())
+                    for f, r in sorted((residuals or {}).items())
                 },
             )
         plan = build_plan(run, model)
-        self.replica = join(plan, trainer, self._exchange, placed, restored)
+        self._replica = join(plan, trainer, self._exchange, placed, restored)
         self._last_metrics: Metrics | None = None
 
-    def step(self, step: MakeStep) -> None:
-        batch = np.frombuffer(step.batch, "<i4").reshape(self._sequences, -1)
-        metrics = self.replica.step(batch, step.learning_rate)
+    def step(self, batch: npt.NDArray[np.int32], learning_rate: float) -> None:
+        metrics = self._replica.step(batch, learning_rate)
         # As in the loop: at most one step ahead of the device.
         jax.block_until_ready(self._last_metrics)  # type: ignore[no-untyped-call]
         self._last_metrics = metrics
 
     def take(self, fragment: int) -> bytearray:
-        arrays = [_whole(array) for array in self.replica.take(fragment)]
+        arrays = [_whole(array) for array in self._replica.take(fragment)]
         return self._exchange.layouts_up[fragment].pack(arrays)
 
-    def moments(self) -> bytes:
-        leaves = self.replica.trees()["moments"]
-        return msgspec.msgpack.encode([_whole(leaf).tobytes() for leaf in leaves])
+    def moments(self) -> list[npt.NDArray[Any]]:
+        return [_whole(leaf) for leaf in self._replica.trees()["moments"]]
 
     def residual(self, fragment: int) -> bytes:
-        residuals = self.replica.trees()["residuals"]
+        residuals = self._replica.trees()["residuals"]
         tiles = (
             TileGrid.of(array.shape).to_tiles(_whole(array))
             for array in residuals[fragment]
         )
         return _joined(tiles)
 
-    def adopt(self, adopt: Adopt) -> None:
-        fragment, exchange = adopt.fragment, self._exchange
+    def adopt(
+        self, fragment: int, version: Version, publishes: list[bytes], keep: bool
+    ) -> None:
+        exchange = self._exchange
         layout, part = exchange.layouts_down[fragment], exchange.part_down(fragment)
-        parts = [_joined(layout.cut(p, part)) for p in adopt.publishes]
+        parts = [_joined(layout.cut(publish, part)) for publish in publishes]
         arrival = Arrival(
             fragment=fragment,
-            version=adopt.version,
+            version=version,
             publishes=tuple(exchange.put_publish(fragment, p) for p in parts),
         )
-        self.replica.adopt(arrival, keep=adopt.keep)
+        self._replica.adopt(arrival, keep=keep)
+
+    def judge(self, fragment: int, outcome: Outcome) -> None:
+        self._replica.judge(fragment, outcome)
 
     def _put(self, fragment: int, octets: bytes) -> tuple[jax.Array, ...]:
         """Place this process's share of all pieces, given as f32 tiles."""
@@ -220,11 +206,10 @@ def _joined(arrays: Iterable[npt.NDArray[Any]]) -> bytes:
     return b"".join(array.tobytes() for array in arrays)
 
 
-def _placed_moments(trainer: Trainer, octets: list[bytes]) -> Any:
+def _placed_moments(trainer: Trainer, values: list[npt.NDArray[Any]]) -> Any:
     like, structure = jax.tree.flatten(trainer.abstract_state().opt_state)
     leaves = [
-        place(np.frombuffer(raw, leaf.dtype).reshape(leaf.shape), leaf.sharding)
-        for leaf, raw in zip(like, octets, strict=True)
+        place(value, leaf.sharding) for leaf, value in zip(like, values, strict=True)
     ]
     return jax.tree.unflatten(structure, leaves)
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from diloco_jax.island.arrivals import Arrival
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.island.boundary import Arrays
 from diloco_jax.simulation.virtual.merging import VirtualFetch
@@ -29,21 +29,15 @@ class Body(Arrays, Protocol):
 class NoBody:
     """A body without arrays."""
 
-    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
-        """See Body."""
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None: ...
 
     def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
-        """See Body."""
         return Arrival(fragment=fragment, version=fetched.version)
 
-    def train(self, positions: np.ndarray, learning_rate: float) -> None:
-        """See Body."""
+    def train(self, positions: np.ndarray, learning_rate: float) -> None: ...
 
-    def take(self, fragment: int) -> None:
-        """See Arrays."""
+    def take(self, fragment: int) -> None: ...
 
-    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
-        """See Arrays."""
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None: ...
 
-    def judge(self, fragment: int, outcome: Outcome) -> None:
-        """See Arrays."""
+    def judge(self, fragment: int, outcome: Outcome) -> None: ...

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from diloco_jax.protocol.coordinator.events import Event
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.island.reporting import Status
-from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused
+from diloco_jax.protocol.messages import FromCoordinator, Hello
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.virtual.line import Line
 from diloco_jax.simulation.virtual.merging import VirtualFetch
+from diloco_jax.wire.errors import Refused, WireError
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.virtual.island import VirtualIsland
@@ -46,27 +46,22 @@ class VirtualService(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Connection:
-    """`coordinator.Peer`: an incarnation, reached on one line."""
+    """A control stream between an incarnation and the coordinator's `Sessions`."""
 
     island: VirtualIsland
     line: Line
-    status: Status
-    """Status with which the incarnation said hello."""
+    hello: Hello
 
-    @property
-    def name(self) -> str:
-        """See Peer."""
-        return self.island.name
+    def send(self, message: FromCoordinator) -> None:
+        """Send a message on its way to the island."""
+        self.line.send_down(lambda: self.island.received(message))
 
-    @property
-    def session(self) -> str:
-        """See Peer."""
-        return self.island.session
-
-    def receive(self, message: FromCoordinator) -> None:
-        """See Peer."""
-        if isinstance(message, Refused):
-            reason = f"refused: {message.message}"
+    def close(self, refused: Refused | None = None) -> None:
+        """Turn the island away if it is refused; otherwise it was replaced."""
+        if refused is not None:
+            reason = f"refused: {refused.message}"
             self.line.send_down(lambda: self.island.turned_away(reason))
-        else:
-            self.line.send_down(lambda: self.island.received(message))
+
+    def fail(self, error: WireError) -> None:
+        """End the connection; the island comes again."""
+        self.island.postponed(self)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.holder import WRITE_AGAIN_S
+from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.protocol.coordinator import decide, takes
 from diloco_jax.protocol.coordinator.events import (
     Commit,
@@ -27,75 +28,12 @@ from diloco_jax.protocol.coordinator.events import (
     Timer,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused, Welcome
+from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.records import Durable, Noted
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.simulation.virtual.clock import Clock, Due
+from diloco_jax.simulation.virtual.connection import Connection
 from diloco_jax.simulation.virtual.merging import Merging, VirtualFetch
-
-
-class Peer(Protocol):
-    """Connection by which an incarnation is reached."""
-
-    @property
-    def name(self) -> str:
-        """Name of the island."""
-
-    @property
-    def session(self) -> str:
-        """Session of the incarnation's process."""
-
-    def receive(self, message: FromCoordinator) -> None:
-        """Send a message on its way to the island."""
-
-
-class Peers:
-    """The `Sender` of an engine in virtual time.
-
-    postponed: called with a connection that is ended so that the island comes again.
-    """
-
-    def __init__(self, postponed: Callable[[Any], None] = lambda peer: None) -> None:
-        self.serving: dict[str, Peer] = {}
-        """Connections by session."""
-        self._joining: dict[str, Peer] = {}
-        self._postponed = postponed
-
-    def arrived(self, peer: Peer) -> None:
-        """Note a peer that is about to be judged by its hello."""
-        self._joining[peer.session] = peer
-
-    def gone(self, peer: Peer) -> bool:
-        """Forget a broken connection; return True if it served."""
-        if self.serving.get(peer.session) is not peer:
-            return False
-        del self.serving[peer.session]
-        return True
-
-    def tell(self, session: str, message: FromCoordinator) -> None:
-        """See engine.Sender."""
-        joining = self._joining.get(session)
-        if isinstance(message, Refused):
-            peer = joining or self.serving.get(session)
-            if peer is not None:
-                peer.receive(message)
-            return
-        if isinstance(message, Welcome) and joining is not None:
-            replaced = [s for s, p in self.serving.items() if p.name == joining.name]
-            for old in replaced:
-                del self.serving[old]
-            self.serving[session] = self._joining.pop(session)
-        if (peer := self.serving.get(session)) is not None:
-            peer.receive(message)
-
-    def postpone(self, session: str, message: str) -> None:
-        """See engine.Sender."""
-        self._postponed(self._joining.pop(session))
-
-    def judged(self, peer: Peer) -> None:
-        """Note that the hello of a peer has been answered."""
-        if self._joining.get(peer.session) is peer:
-            del self._joining[peer.session]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,17 +44,13 @@ class VirtualLog:
     tell: Callable[[str], None]
 
     def persist(self, record: Durable) -> None:
-        """See engine.Log."""
         self.write(record)
 
-    def note(self, record: Noted) -> None:
-        """See engine.Log."""
+    def note(self, record: Noted) -> None: ...
 
-    def ignored(self, ignored: Ignored) -> None:
-        """See engine.Log."""
+    def ignored(self, ignored: Ignored) -> None: ...
 
     def alert(self, text: str) -> None:
-        """See engine.Log."""
         self.tell(text)
 
 
@@ -144,17 +78,18 @@ class VirtualCoordinator(Engine[State, Event]):
         clock_offset: float = 0.0,
         written: Callable[[Merge, Prepared], bool] = lambda merge, prepared: True,
     ) -> None:
-        self.peers = Peers()
+        self._sessions = Sessions()
         super().__init__(
             decide.step,
             config,
             state,
-            sender=self.peers,
+            sender=self._sessions,
             log=VirtualLog(persist, alert),
             holder=self,
         )
         self.clock, self.merging = clock, merging
         self._written = written
+        self._deltas: dict[DeltaKey, Any] = {}
         self._prepared: dict[int, Merge] = {}
         """Merges that are ordered and not committed, by fragment."""
         self._merge_seconds, self.clock_offset = merge_seconds, clock_offset
@@ -173,23 +108,23 @@ class VirtualCoordinator(Engine[State, Event]):
 
     # ---- what comes in --------------------------------------------------------------
 
-    def hello(self, hello: Hello, peer: Peer) -> None:
+    def hello(self, hello: Hello, peer: Connection) -> None:
         """Judge an island on a new connection."""
-        self.peers.arrived(peer)
+        self._sessions.arrived(peer)
         self.hear(hello)
-        self.peers.judged(peer)
 
-    def disconnected(self, peer: Peer) -> None:
+    def disconnected(self, peer: Connection) -> None:
         """Note that a connection broke and this end noticed."""
-        if self.peers.gone(peer):
-            self.hear(Disconnected(island=peer.name, session=peer.session))
+        if self._sessions.gone(peer):
+            hello = peer.hello
+            self.hear(Disconnected(island=hello.island, session=hello.session))
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """Take in a delta, all of whose bytes have arrived."""
         fragment = self.state.fragments[key.fragment]
         if not takes.is_awaited(fragment, key.island, key.incarnation, key.tick):
             return
-        refusal = self.merging.put(key, encoded)
+        self._deltas[key], refusal = self.merging.receive(key, encoded)
         self.hear(DeltaArrived(**key._asdict(), refusal=refusal))
 
     def fetch(self, fragment: int, have: Version | None) -> VirtualFetch:
@@ -211,27 +146,26 @@ class VirtualCoordinator(Engine[State, Event]):
         """See engine.Holder. Computes at once: the deltas may be dropped before the
         result is due.
         """
-        prepared = self.merging.compute(merge)
+        deltas = [self._deltas[key] for key in _keys(merge)]
+        prepared = self.merging.compute(merge, deltas)
         self._prepared[merge.fragment] = merge
         self.clock.after(
             self._merge_seconds(merge), lambda: self._prepare(merge, prepared)
         )
 
     def commit(self, commit: Commit) -> None:
-        """See engine.Holder."""
         merge = self._prepared.pop(commit.fragment)
         self.merging.commit(commit.fragment, commit.version)
-        for c in merge.contributions:
-            key = DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
-            self.merging.drop(key)
+        for key in _keys(merge):
+            self._deltas.pop(key, None)
 
     def drop(self, drop: Drop) -> None:
-        """See engine.Holder."""
-        self.merging.drop(drop.delta)
+        self._deltas.pop(drop.delta, None)
 
     def forget(self, forget: Forget) -> None:
-        """See engine.Holder."""
-        self.merging.drop_island(forget.island, forget.before, forget.kept)
+        for key in [key for key in self._deltas if key.island == forget.island]:
+            if key.incarnation < forget.before and key not in forget.kept:
+                del self._deltas[key]
 
     def _prepare(self, merge: Merge, prepared: Prepared) -> None:
         """Write the publish and say so; try again if the disk is full."""
@@ -271,3 +205,11 @@ class VirtualCoordinator(Engine[State, Event]):
     def _ring(self) -> None:
         self._timer = None
         self.hear(Timer())
+
+
+def _keys(merge: Merge) -> list[DeltaKey]:
+    """Return the keys of a merge's deltas, in their order."""
+    return [
+        DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
+        for c in merge.contributions
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
-from diloco_jax.island.arrivals import Arrival, Arrivals
+from diloco_jax.island.mailbox import Arrival, Arrivals
 from diloco_jax.protocol.island.conversation import Conversation
 from diloco_jax.protocol.island.fetching import Fetching
 from diloco_jax.protocol.values import Version

@@ -18,9 +18,8 @@ from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.observability.logs import log_refused
 from diloco_jax.protocol.coordinator.events import Said
 from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.boundary import Ahead, Boundary
 from diloco_jax.protocol.island.conversation import Conversation, Wanted
-from diloco_jax.protocol.island.decision import Ahead
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import (
     FromCoordinator,
@@ -96,7 +95,7 @@ class VirtualIsland:
         self._measures = Measures()
         self._stepping = False
         self._next: Due | None = None
-        """Begin or end of a step that is due."""
+        """Start or end of a step that is due."""
 
     # ---- its life ---------------------------------------------------------------
 
@@ -113,9 +112,8 @@ class VirtualIsland:
             sequences_per_step=self.spec.batch_size,
             lead=self.spec.lead,
         )
-        status = self._conversation.status()
-        said = hello(who, status)
-        self.peer = peer = Connection(self, line, status)
+        said = hello(who, self._conversation.status())
+        self.peer = peer = Connection(self, line, said)
         line.send_up(lambda: coordinator.hello(said, peer))
 
     def disconnect(self) -> None:
@@ -164,6 +162,10 @@ class VirtualIsland:
         """End, because the coordinator refused the island or put it out."""
         self.die(reason)
 
+    def postponed(self, connection: Connection) -> None:
+        """Lose a connection that the coordinator ended; here no coordinator does."""
+        raise AssertionError(f"{self.name} is to come again")
+
     def received(self, message: FromCoordinator) -> None:
         """Handle a message of the coordinator."""
         if self.ended is not None:
@@ -199,12 +201,10 @@ class VirtualIsland:
             self._at_boundary()
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
-        """See boundary.Outgoing."""
         self._outgoing[fragment, tick] = encoded
         self._send(fragment, tick)
 
     def forget(self, fragment: int, tick: int) -> None:
-        """See boundary.Outgoing."""
         self._outgoing.pop((fragment, tick), None)
 
     def send_anchor(self, fragment: int) -> None:

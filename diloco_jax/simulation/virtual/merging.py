@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from diloco_jax.protocol.coordinator.events import Merge
@@ -22,16 +22,10 @@ class VirtualFetch(NamedTuple):
 class Merging(Protocol):
     """Arrays of the coordinator."""
 
-    def put(self, key: DeltaKey, encoded: Any) -> Refusal:
-        """Keep a delta that arrived; return why it is unfit, or ""."""
+    def receive(self, key: DeltaKey, encoded: Any) -> tuple[Any, Refusal]:
+        """Return a delta that arrived as merges need it; and why it is unfit, or ""."""
 
-    def drop(self, key: DeltaKey) -> None:
-        """Forget a delta that is not needed any more; ignore unknown ones."""
-
-    def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
-        """Drop deltas of an island's incarnations below `before`, except `kept`."""
-
-    def compute(self, merge: Merge) -> Prepared:
+    def compute(self, merge: Merge, deltas: Sequence[Any]) -> Prepared:
         """Compute a merge and keep it; return what it is once its publish is on
         disk."""
 
@@ -52,25 +46,15 @@ class NoArrays:
     def __init__(self, bytes_down: tuple[int, ...], bytes_full: tuple[int, ...]):
         self._bytes_down, self._bytes_full = bytes_down, bytes_full
 
-    def put(self, key: DeltaKey, encoded: Any) -> Refusal:
-        """See Merging."""
-        return ""
+    def receive(self, key: DeltaKey, encoded: Any) -> tuple[Any, Refusal]:
+        return None, ""
 
-    def drop(self, key: DeltaKey) -> None:
-        """See Merging."""
-
-    def drop_island(self, island: str, before: int, kept: Collection[DeltaKey]) -> None:
-        """See Merging."""
-
-    def compute(self, merge: Merge) -> Prepared:
-        """See Merging."""
+    def compute(self, merge: Merge, deltas: Sequence[Any]) -> Prepared:
         return Prepared(digest="", payload_bytes=self._bytes_down[merge.fragment])
 
-    def commit(self, fragment: int, version: Version) -> None:
-        """See Merging."""
+    def commit(self, fragment: int, version: Version) -> None: ...
 
     def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
-        """See Merging."""
         if have is None or have.term != want.term:
             return VirtualFetch(want, self._bytes_full[fragment], None)
         behind = want.number - have.number

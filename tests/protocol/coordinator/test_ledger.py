@@ -66,6 +66,53 @@ def test_totals_balance_exactly() -> None:
     assert ledger.merged_by_fragment(d.state, "b") == [30, 0]
 
 
+def test_a_tally_follows_the_books_and_adds_only_what_changed(monkeypatch) -> None:
+    added = []
+    original = ledger.Sums.add
+
+    def add(sums, account, size, times=1):
+        added.append(account)
+        original(sums, account, size, times)
+
+    monkeypatch.setattr(ledger.Sums, "add", add)
+    d, tally = (
+        Driver(fragment_sizes=(7, 3), grace=1.0, overlap_steps=10),
+        ledger.Tally(),
+    )
+
+    def told(accounts: int) -> None:
+        """The sums are right, and no more accounts than that were added or taken."""
+        added.clear()
+        sums = tally.of(d.config, d.state)
+        assert len(added) <= accounts
+        for name, island in d.state.islands.items():
+            found = sums[name].totals(d.config, island.computed_tokens)
+            assert found == d.totals(name)
+            books = [f.accounts[name] for f in d.state.fragments]
+            assert sums[name].merges_in == sum(a.merges_in for a in books)
+            assert sums[name].merges_alive == sum(a.merges_alive for a in books)
+
+    d.join("a", "b", "c")
+    d.report("b", 1)
+    told(6)
+    d.report("a", 1)
+    d.report("c", 1)
+    told(0)  # Steps are in no account.
+    d.report("a", 2)
+    d.take("b", 0, 3)
+    d.take("c", 0, 2)
+    d.merge(0, a=2)
+    told(6)  # Three accounts of one fragment, each taken out and added.
+    d.report("a", 5)
+    d.hello("a", 2)
+    d.report("a", 4)
+    d.goodbye("b")
+    told(12)
+    d.crash()
+    told(12)
+    assert tally.of(d.config, d.state)["a"].lost["died"] > 0
+
+
 def test_the_parameters_are_trained_on_what_is_merged() -> None:
     d = worked()
     merged = ledger.run_totals(d.config, d.state).merged
@@ -91,7 +138,7 @@ def test_progress_never_goes_back() -> None:
 
 def test_check_finds_books_that_do_not_balance() -> None:
     d = worked()
-    assert ledger.check(d.config, d.state) == []
+    assert ledger.check(d.state) == []
     fragment = d.fragment(0)
     account = d.account("b", 0)
     for wrong in (
@@ -100,15 +147,15 @@ def test_check_finds_books_that_do_not_balance() -> None:
         account.lose(1, "nowhere"),
     ):
         state = with_fragment(d.state, with_account(fragment, "b", wrong))
-        lines = ledger.check(d.config, state)
+        lines = ledger.check(state)
         assert lines
         assert all("fragment 0, island b" in line for line in lines)
     unsaid = replace(fragment, lost_in_all=fragment.lost_in_all + 1)
-    (line,) = ledger.check(d.config, with_fragment(d.state, unsaid))
+    (line,) = ledger.check(with_fragment(d.state, unsaid))
     assert "fragment 0: its accounts have lost" in line
     ahead = replace(account, start=9, merged_tokens=90)
     state = with_fragment(d.state, with_account(fragment, "b", ahead))
-    assert "settled to step 9 of 3" in ledger.check(d.config, state)[0]
+    assert "settled to step 9 of 3" in ledger.check(state)[0]
 
 
 def test_a_single_token_can_be_lost() -> None:

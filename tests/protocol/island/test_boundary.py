@@ -6,9 +6,15 @@ import pytest
 
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary, Goal
+from diloco_jax.protocol.island.boundary import (
+    Adoption,
+    Ahead,
+    Boundary,
+    Decision,
+    Ending,
+    Goal,
+)
 from diloco_jax.protocol.island.conversation import Conversation
-from diloco_jax.protocol.island.decision import Adoption, Ahead, Decision, Ending
 from diloco_jax.protocol.messages import Measures, TakeRequest
 from diloco_jax.protocol.values import Span, Version
 

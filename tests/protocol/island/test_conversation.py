@@ -3,8 +3,8 @@
 import coordinator_says as says
 import pytest
 
+from diloco_jax.protocol.island.boundary import Adoption, Ending
 from diloco_jax.protocol.island.conversation import MAX_CHAIN, Conversation, Wanted
-from diloco_jax.protocol.island.decision import Adoption, Ending
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import Published, ResendRequest
 from diloco_jax.protocol.values import Record, Span, Version
@@ -152,6 +152,30 @@ def test_progress_is_no_news(told):
     assert told.has_news
     told.decide()
     assert not told.has_news
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        lambda told: says.take(told, 0, 1),
+        lambda told: says.judge(told, 0, 1),
+        lambda told: says.grant(told, Span(0, 8)),
+        lambda told: says.anchor(told, 0),
+        lambda told: says.stop(told),
+        lambda told: says.finished(told),
+        lambda told: says.welcome(told, 2),
+        lambda told: told.arrived(0, Version(1, 1), 1),
+        lambda told: told.leave(),
+        lambda told: told.end(Ending(1, "a failure")),
+    ],
+    ids=range(10),
+)
+def test_a_loop_that_waits_is_woken_by(told, tell):
+    says.welcome(told, 1)
+    told.decide()
+    assert not told.has_news
+    tell(told)
+    assert told.has_news
 
 
 def test_a_new_term_makes_what_was_asked_and_judged_before_it_void(told):

@@ -1,6 +1,8 @@
 """The order of fetches, and the version that each goes on from."""
 
-from diloco_jax.protocol.island.fetching import JOIN_FETCHES, Fetching
+import pytest
+
+from diloco_jax.protocol.island.fetching import JOIN_FETCHES, Fetching, Part, agreed
 from diloco_jax.protocol.values import Version
 
 V = [Version(1, n) for n in range(20)]
@@ -84,3 +86,26 @@ def test_what_failed_or_was_cut_off_comes_again():
     assert fetching.next() == first
     fetching.disconnected()
     assert fetching.next() == first
+
+
+def part(outcome="done", chain=None):
+    return Part(outcome=outcome, chain=chain)
+
+
+@pytest.mark.parametrize(
+    ("parts", "outcome"),
+    [
+        ([part(chain=2), part(chain=2)], "done"),
+        ([part(), part()], "done"),
+        ([part(chain=1)], "done"),
+        ([], "done"),
+        # Some got publishes and others the anchor, or more of them.
+        ([part(chain=2), part()], "gone"),
+        ([part(chain=2), part(chain=1)], "gone"),
+        ([part(chain=2), part("gone"), part("lost")], "gone"),
+        ([part("lost"), part(chain=2), part()], "lost"),
+    ],
+)
+def test_hosts_adopt_together_or_fetch_again(parts, outcome):
+    assert agreed(parts) == outcome
+    assert agreed(parts[::-1]) == outcome

@@ -1,0 +1,266 @@
+"""A train loop of the user's own as an island: `join`, then a boundary at each step.
+
+It is the product's island with another loop: decisions, takes, adoptions, network and
+ledger are the same code. What a loop keeps to itself are its step, its moments and its
+data; what it lends at a boundary are its parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, suggest
+from diloco_jax.config.loading import from_builtins
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
+from diloco_jax.island.joined_host import JoinedHost, JoinedLoop
+from diloco_jax.island.main import LeadingHost
+from diloco_jax.island.network.link import ending_of
+from diloco_jax.models.model import Axes
+from diloco_jax.protocol.island.boundary import Ending
+from diloco_jax.wire.client import Client
+from diloco_jax.wire.errors import Refused
+from diloco_jax.wire.tls import TlsFiles
+
+
+class IslandEndedError(RuntimeError):
+    """The island ended before the run did: says why."""
+
+
+def join(
+    address: str,
+    *,
+    name: str,
+    like: Any,
+    tokens_per_step: int,
+    incarnation: int,
+    certificates: str | Path = "",
+    axes: Axes | None = None,
+    every: int = 1,
+    insecure: bool = False,
+) -> JoinedIsland:
+    """Make this process an island of the run that a coordinator serves.
+
+    ```
+    with join("coordinator:7000", name="v6e", like=params, ...) as island:
+        params = island.params
+        while not island.over:
+            params, ... = step(params, ..., island.learning_rate)
+            params = island.boundary(params)
+    ```
+
+    Args:
+      address: HOST:PORT of the coordinator, whose config decides everything else.
+      name: of the island; the run's config names it, or `placement.admit` does.
+      like: the parameters, or arrays of their shapes that lie as they will: any pytree
+        of f32 arrays on devices of this process. Their values are not used.
+      tokens_per_step: of one step of the loop, over all its devices.
+      incarnation: number of this attempt, higher than any before; from 1.
+      certificates: folder with `ca.pem`, `island.pem` and `island.key`.
+      axes: names of the parameters' axes, as the run's model has them; None: none.
+      every: steps of the loop between two boundaries, for steps of milliseconds.
+      insecure: let it speak to other machines without TLS.
+
+    Raises:
+      ConfigError: something does not fit the run: names the field, both values and the
+        remedy. SecurityError or ConnectionLost: no coordinator that can be trusted.
+    """
+    if incarnation < 1:
+        raise ConfigError(f"incarnation = {incarnation}: attempts are counted from 1")
+    if every < 1:
+        raise ConfigError(f"every = {every}; a boundary follows one step or more")
+    config = _of_coordinator(address, str(certificates), insecure)
+    island = _described(config, name, tokens_per_step * every)
+    config = dataclasses.replace(config, islands={**config.islands, name: island})
+    return JoinedIsland(
+        JoinedHost(config, name, address, like, axes), incarnation, every
+    )
+
+
+class JoinedIsland:
+    """An island whose train loop is the user's. Use it as a context manager.
+
+    Leaving the block before the run is over is a goodbye that loses nothing that was
+    taken; an exception in the block leaves at once.
+    """
+
+    def __init__(self, host: JoinedHost, incarnation: int, every: int) -> None:
+        self._host, self._every = host, every
+        self._lead = LeadingHost(host, incarnation)
+        self._ending: Ending | None = None
+        self._calls = 0
+        self.restarted = incarnation > 1
+        """True if an earlier attempt was part of the run: fresh moments are due."""
+        self.learning_rate = 0.0
+        """Rate of the next step, from the run's schedule and its progress."""
+        self.positions: np.ndarray = np.zeros(0, np.int64)
+        """int64 [sequences of a step]: which rows of the run's data the next step is
+        to use, for a loop whose data can be read by position; no island is given the
+        same."""
+
+    def __enter__(self) -> Self:
+        """Join; return when the first step can be made.
+
+        Raises IslandEndedError if the coordinator refuses the island, and any error of
+        the wire.
+        """
+        try:
+            self._lead.start()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+            refused = ending_of(error) if isinstance(error, Refused) else None
+            self._close(refused or Ending(EXIT_FAILED, text))
+            if refused is not None:
+                raise IslandEndedError(refused.text) from error
+            raise
+        self._prepare()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._close(Ending(EXIT_FAILED, f"{type(error).__name__}: {error}"))
+        else:
+            self._close(self._ending or self._leave())
+
+    @property
+    def params(self) -> Any:
+        """The parameters that the next step begins with, sharded as `like` is."""
+        return self._host.as_tree(self._loop.replica.params)
+
+    @property
+    def over(self) -> bool:
+        """True once no step is to follow: the run has its tokens."""
+        return self._ending is not None
+
+    @property
+    def final(self) -> Any:
+        """The run's parameters, as far as this island has heard of them: after the
+        end, those of the flush."""
+        return self._host.global_params()
+
+    @property
+    def step(self) -> int:
+        """Number of boundaries so far."""
+        return self._loop.done
+
+    def boundary(self, params: Any, loss: Any = None) -> Any:
+        """Return the parameters for the next step, with what has come in adopted.
+
+        Call it after every step, on the thread that launches the steps. It waits until
+        at most one step is under way, and for nobody else. At the end it returns when
+        the run is over.
+
+        Args:
+          params: the step's result, as `like` in structure, shapes and sharding; it is
+            consumed.
+          loss: a scalar of the step, for the run's metrics; it is read one step later.
+
+        Raises:
+          ValueError: `params` differ from `like`.
+          IslandEndedError: the coordinator put the island out, or is gone for longer
+            than an island waits.
+        """
+        if self.over:
+            raise IslandEndedError(f"no step is to follow: {self._ending}")
+        self._calls += 1
+        if self._calls % self._every:
+            return params
+        self._loop.stepped(self._host.as_named(params), loss)
+        self._prepare()
+        return self.params
+
+    def _prepare(self) -> None:
+        """Prepare the next step, or note that there is none."""
+        self._ending = self._loop.until_step()
+        if self._ending is None:
+            self.learning_rate, self.positions = self._loop.begin_step()
+        elif self._ending.exit_code != EXIT_DONE:
+            raise IslandEndedError(self._ending.text)
+
+    def _leave(self) -> Ending:
+        """Have everything that is open taken and sent, and return how it ended."""
+        mailbox, deadlines = self._host.mailbox, self._host.deadlines
+
+        def let_go() -> None:
+            mailbox.leave()
+            mailbox.wait_to_leave(deadlines.stop_s)
+            mailbox.end(EXIT_DONE, "its train loop left the run", "stopped")
+
+        threading.Thread(target=let_go, name="leaving", daemon=True).start()
+        while (ending := self._loop.until_step()) is None:
+            pass  # It has not heard yet that it is to leave.
+        return ending
+
+    def _close(self, ending: Ending) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._lead.close)
+            self._lead.stop(ending)
+
+    @property
+    def _loop(self) -> JoinedLoop:
+        return self._lead.loop
+
+
+def _of_coordinator(address: str, certificates: str, insecure: bool) -> Config:
+    """Return the run's config with this process's way to the coordinator."""
+    deadlines = Deadlines(Placement().time_budget_s)
+    client = Client(
+        address,
+        tls=TlsFiles.load(certificates, "island") if certificates else None,
+        deadlines=deadlines,
+        bulk_channels=1,
+        insecure=insecure,
+    )
+    try:
+        config = from_builtins(client.config(deadlines.connect_s), address)
+    finally:
+        client.close()
+    placement = dataclasses.replace(
+        config.placement, certificates=certificates, insecure=insecure
+    )
+    return dataclasses.replace(config, placement=placement)
+
+
+def _described(config: Config, name: str, tokens_per_step: int) -> IslandConfig:
+    """Return what the run says of this island; raise ConfigError where that is not
+    so."""
+    length = config.run.sequence_length
+    sequences, rest = divmod(tokens_per_step, length)
+    if rest or sequences < 1:
+        raise ConfigError(
+            f"tokens_per_step = {tokens_per_step} of island {name!r} is no multiple of "
+            f"the run's sequence_length = {length}, in which its data is counted"
+        )
+    island = config.islands.get(name)
+    if island is None:
+        if name in config.placement.admit:
+            return IslandConfig(batch_size=sequences)
+        known = (*config.islands, *config.placement.admit)
+        raise ConfigError(
+            f"no island {name!r} in the run{suggest(name, known)}; it has "
+            f"{', '.join(known)}, and placement.admit of its config lets others in"
+        )
+    if island.batch_size != sequences:
+        raise ConfigError(
+            f"tokens_per_step = {tokens_per_step}: that is {sequences} sequences of "
+            f"{length}, but the run's config has islands.{name}.batch_size = "
+            f"{island.batch_size}; make them the same"
+        )
+    if island.hosts > 1:
+        raise ConfigError(
+            f"the run's config has islands.{name}.hosts = {island.hosts}; a loop that "
+            f"joins has one process, with all of its devices"
+        )
+    return island

@@ -1,0 +1,93 @@
+"""The parts of one host process that do not depend on who makes its steps."""
+
+from __future__ import annotations
+
+import abc
+from typing import Generic, TypeVar
+
+import jax
+
+from diloco_jax.config import Config
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.faults import Faults
+from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.hosts.world import Hosts
+from diloco_jax.island.mailbox import Decisions, Mailbox
+from diloco_jax.island.network.receiver import Fetcher
+from diloco_jax.island.network.sender import Sender
+from diloco_jax.island.stepping import Stepping
+from diloco_jax.protocol.values import Version
+from diloco_jax.wire.bulk import Identity
+from diloco_jax.wire.client import Client
+from diloco_jax.wire.tls import TlsFiles
+
+L = TypeVar("L", bound=Stepping)
+
+
+class Parts(abc.ABC, Generic[L]):
+    """Make it, `build`, `compile`, `loop`, at the end `close`."""
+
+    compile_seconds = 0.0
+
+    def __init__(
+        self, config: Config, name: str, coordinator_address: str, plan: FragmentPlan
+    ) -> None:
+        """Raise ConfigError or SecurityError."""
+        placement = config.placement
+        certificates = placement.certificates
+        self.config, self.name, self.island = config, name, config.island(name)
+        self.plan, self.deadlines = plan, placement.deadlines
+        self.mailbox = Mailbox()
+        self.client = Client(
+            coordinator_address,
+            tls=TlsFiles.load(certificates, "island") if certificates else None,
+            deadlines=self.deadlines,
+            bulk_channels=placement.bulk_channels,
+            insecure=placement.insecure,
+        )
+
+    @abc.abstractmethod
+    def build(self, identity: Identity, hosts: Hosts | None) -> None:
+        """Build everything that needs a device. hosts: those of the island, if it has
+        several; all of them must call it."""
+
+    @abc.abstractmethod
+    def compile(self) -> None:
+        """Run everything once, so that nothing compiles later. All hosts of an island
+        must call it. Raises ConfigError for what does not compile."""
+
+    @abc.abstractmethod
+    def loop(self, versions: list[Version], decisions: Decisions, faults: Faults) -> L:
+        """Begin at the anchors of these versions, by fragment; they have arrived in
+        full."""
+
+    def save_due(self) -> bool:
+        """Tell if a checkpoint is to be written now."""
+        return False
+
+    def close(self) -> None:
+        """Free sockets and threads."""
+        self.client.close()
+
+    def _connect(self, identity: Identity, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self.fetcher = Fetcher(self.client.transfers, identity, exchange, self.mailbox)
+        self.sender = Sender(
+            self.client.transfers,
+            identity,
+            exchange.layouts_up,
+            exchange.layouts_whole,
+            self.mailbox,
+            self.deadlines,
+        )
+
+    def _anchors(self, versions: list[Version]) -> dict[int, tuple[jax.Array, ...]]:
+        """Return the anchors of these versions, which have arrived in full."""
+        incoming = self.mailbox.arrivals
+        return {
+            fragment: incoming.pick(fragment, version).anchor or ()
+            for fragment, version in enumerate(versions)
+        }
+
+    def _send_anchor(self, fragment: int, version: Version) -> None:
+        self.sender.put_anchor(fragment, version, self._exchange.anchor(fragment))

@@ -1,0 +1,181 @@
+"""What happens between two steps of an island, whoever makes the steps.
+
+`loop.py` makes the product's own; `joined.py` leaves them to a train loop of the
+user's. Both ask `until_step` before each one, which acts on what came in and never
+waits for the network while there is data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from diloco_jax.config import Config
+from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
+from diloco_jax.island.checkpoints import Checkpoints
+from diloco_jax.island.mailbox import Decisions, Mailbox
+from diloco_jax.island.pace import Pace
+from diloco_jax.island.timing import Timing
+from diloco_jax.observability.logs import log_refused
+from diloco_jax.protocol.island.boundary import Boundary, Decision, Ending
+from diloco_jax.protocol.values import Version
+
+DATA_POLL_S = 0.05
+"""Longest wait for data in seconds before the mailbox is looked at again."""
+
+
+class Leased(Protocol):
+    """Leased data, as far as the time of a step depends on it."""
+
+    @property
+    def ready(self) -> bool:
+        """True if the leases fill another batch."""
+
+    @property
+    def consumed(self) -> int:
+        """Number of sequences handed out so far."""
+
+
+class Copy(Protocol):
+    """A model copy, as far as checkpoints need it."""
+
+    def trees(self) -> dict[str, Any]:
+        """Return the arrays that a checkpoint holds."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Stepping:
+    """One incarnation's boundaries. Steps are counted in `done`."""
+
+    config: Config
+    name: str
+    replica: Copy
+    boundary: Boundary
+    data: Leased
+    mailbox: Mailbox
+    decisions: Decisions
+    pace: Pace
+    timing: Timing
+    send_anchor: Callable[[int, Version], None]
+    """Sends a fragment's anchor at that version to a coordinator that lost its
+    state."""
+    checkpoints: Checkpoints | None = None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._deadlines = self.config.placement.deadlines
+        self._patience_s = 3 * self.config.placement.outage_budget_s
+        self.done = 0
+        """Steps made so far."""
+        self._seen = Decision()
+        """The last decision."""
+        self._waiting: tuple[tuple[str, int], float] | None = None
+        """Reason of the wait, answers seen when it began, and its start time."""
+
+    def until_step(self) -> Ending | None:
+        """Return None once the next step is to be made, or how this incarnation
+        ends."""
+        while True:
+            stepping = self._at_boundary()
+            if self._seen.ending is not None:
+                if self._seen.ending.exit_code != EXIT_REFUSED:
+                    self._save(final=True)
+                return self._seen.ending
+            if self._seen.finished:
+                return Ending(EXIT_DONE, "the run is over", "finished")
+            if not stepping:
+                overdue = self._wait_for_end()
+            elif not self.data.ready:
+                overdue = self._wait_for_data()
+            else:
+                self._waiting = None
+                return None
+            if overdue is not None:
+                return overdue
+
+    def learning_rate(self) -> float:
+        """Return the rate of the next step; call it once for each."""
+        rate = self.pace.learning_rate(self.done, self.boundary.others_tokens)
+        self.timing.learning_rate = rate
+        return rate
+
+    @property
+    def ended_together(self) -> bool:
+        """True if all hosts of the island ended at this boundary, which was decided."""
+        return self._seen.finished or self._seen.ending is not None
+
+    def _read_metrics(self) -> None:
+        """Read what is left of the last step, before a wait without steps."""
+
+    # ---- a boundary -------------------------------------------------------------
+
+    def _at_boundary(self) -> bool:
+        """Act on what came in; return True if a step follows."""
+        again = True
+        while again:
+            self._post()
+            stepping = self.boundary.may_step(self.done)
+            self._seen = self.decisions.at(self.done, stepping=stepping)
+            log_refused(self.boundary.act(self._seen, self.done))
+            for fragment in self._seen.anchors:
+                self.send_anchor(fragment, self.boundary.books.version(fragment))
+            if self._seen.save or self._seen.leaving:
+                self._save(final=self._seen.leaving)
+            again = self._seen.again
+        self._post()
+        return self.boundary.may_step(self.done)
+
+    def _save(self, *, final: bool = False) -> None:
+        if self.checkpoints is None:
+            return
+        self.checkpoints.save(
+            self.replica.trees(),
+            steps=self.done,
+            versions=self.boundary.books.versions(),
+            outstanding=self._in_doubt(),
+            sequences=self.data.consumed,
+            final=final,
+        )
+
+    def _in_doubt(self) -> list[int]:
+        """Return fragments with a take that may be merged after this incarnation's
+        end."""
+        books = self.boundary.books
+        if self._seen.leaving:
+            return list(range(len(books.versions())))  # All are about to be taken.
+        return [take.fragment for take in books.outstanding()]
+
+    def _post(self) -> None:
+        status = self.boundary.status(self.done, self.timing.measures())
+        self.mailbox.post(status, self.boundary.books.drain())
+
+    # ---- ends and waits ---------------------------------------------------------
+
+    def _wait_for_data(self) -> Ending | None:
+        self.decisions.wait(DATA_POLL_S)
+        return self._overdue("no data was granted")
+
+    def _wait_for_end(self) -> Ending | None:
+        self._read_metrics()
+        self.decisions.wait(self._deadlines.report_s)
+        self.timing.restart()
+        if self._seen.leaving:
+            return None  # What made it leave ends it in time.
+        waits = "the run did not finish" if self._seen.stop else "no end was announced"
+        return self._overdue(waits, self._seen.heard)
+
+    def _overdue(self, what: str, heard: int = 0) -> Ending | None:
+        """End once it has waited longer than the patience. heard: the coordinator's
+        answers, if they make the time begin anew: its last merges may take long."""
+        now, waiting = self.clock(), (what, heard)
+        if self._waiting is None or self._waiting[0] != waiting:
+            self._waiting = waiting, now
+        if now - self._waiting[1] < self._patience_s:
+            return None
+        return Ending(
+            EXIT_FAILED,
+            f"{what} for {self._patience_s:g} s at step {self.done}; is the "
+            f"coordinator running? Start it again, then this island",
+        )

@@ -1,0 +1,183 @@
+"""Rates of this machine as a coordinator, measured by the product's own code.
+
+`python -m diloco_jax.planning.measuring CONFIG_JSON FOLDER` prints the lines of
+`workers`, with a coordinator's environment. The disk is that of FOLDER. Figures of
+cores are process CPU seconds, so what else the machine does hardly counts; those of the
+disk are seconds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from diloco_jax import files, sealed
+from diloco_jax.cluster.commands import coordinator_environment
+from diloco_jax.config import Config, ConfigError, RunConfig
+from diloco_jax.config.loading import read_config, write_config_json
+from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.core.codecs import CODECS
+from diloco_jax.machine import cores
+from diloco_jax.planning import wire_rate
+from diloco_jax.planning.merge_rate import ELEMENTS, time_merges
+from diloco_jax.planning.rates import DiskRates, MachineRates
+from diloco_jax.planning.workers import Progress, Workers, last_lines, tell
+
+WORKER = "diloco_jax.planning.measuring"
+DEADLINE_S = 600.0
+"""Seconds for all of it; it takes less than one minute on two cores."""
+FEW, MANY = 2, 8
+"""Deltas of the two merges through which the line is drawn."""
+REPETITIONS = 5
+WIRE_BYTES, WIRE_REPETITIONS = 64 << 20, 5
+DISK_BYTES, DISK_FILES = 128 << 20, 4
+DISK_S = 8.0
+"""Seconds after which a slow disk is given no further file."""
+Report = Callable[[str, int, int], None]
+"""Callback (current work, parts done, parts in all)."""
+
+
+def measure(config: Config, folder: str, progress: Progress) -> MachineRates:
+    """Measure in a process of its own. folder: one on the disk of the workdir.
+
+    Raises ConfigError, also if the measurement fails.
+    """
+    files.require_writable(Path(folder), "the disk is measured in")
+    with tempfile.TemporaryDirectory(prefix="diloco-measure-") as scratch:
+        path, log = Path(scratch) / "config.json", Path(scratch) / "log"
+        write_config_json(config, path)
+        result, code = Workers().run(
+            WORKER,
+            [str(path), folder],
+            environment=os.environ | coordinator_environment(),
+            log=log,
+            deadline_s=DEADLINE_S,
+            progress=progress,
+        )
+        if result is None:
+            raise ConfigError(
+                f"measuring this machine ended with code {code} and no result; plan "
+                f"without --measure for the constants; it said:\n{last_lines(log)}"
+            )
+    return msgspec.convert(result, MachineRates)
+
+
+def measure_here(run: RunConfig, folder: Path, report: Report) -> MachineRates:
+    """Measure in this process. run: with a resolved outer optimizer."""
+    codecs = list(CODECS.table)
+    parts = len(codecs) + 2
+    merging, per_delta, copies = {}, {}, []
+    for done, codec in enumerate(codecs):
+        report(f"merges, {codec}", done, parts)
+        few, many = (
+            time_merges(run, codec, islands, REPETITIONS) for islands in (FEW, MANY)
+        )
+        copies += [few.copy, many.copy]
+        slope = max(0.0, (many.merge - few.merge) / (MANY - FEW))
+        each = 1e9 / ELEMENTS
+        merging[codec] = (few.merge - FEW * slope) * each
+        per_delta[codec] = (slope + min(few.check, many.check)) * each
+    report("wire", len(codecs), parts)
+    up, down = wire_rate.core_seconds(WIRE_BYTES, WIRE_REPETITIONS)
+    report("disk", len(codecs) + 1, parts)
+    disk = disk_rates(folder)
+    whence = f"measured: `diloco plan --measure`, {_machine()}"
+    return MachineRates(
+        merge_core_seconds=merging,
+        delta_core_seconds=per_delta,
+        upload_core_seconds=up,
+        fetch_core_seconds=down,
+        copy_bytes_per_s=4 * ELEMENTS / min(copies),
+        disk=disk,
+        merge=run.sync.merge,
+        outer=str(run.outer.optimizer),
+        merges_from=whence,
+        wire_from=whence,
+        disk_from=f"{whence}, in {folder}",
+    )
+
+
+def disk_rates(folder: Path) -> DiskRates:
+    """Write sealed files, as snapshots and publishes are, and read them again.
+
+    Files are on disk when they count as written. The system is asked to forget them
+    before they are read, which it does unless they lie in memory (tmpfs).
+    """
+    block = np.random.default_rng(0).integers(0, 255, DISK_BYTES, np.uint8)
+    into = np.empty_like(block)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="diloco-measure-") as scratch:
+        count = _files_that_fit(Path(scratch))
+        paths = [Path(scratch) / f"{number}" for number in range(count)]
+        began = time.perf_counter()
+        for number, path in enumerate(paths):
+            sealed.write(path, {}, [block])
+            if time.perf_counter() - began > DISK_S:
+                paths = paths[: number + 1]
+                break
+        wrote = time.perf_counter() - began
+        for path in paths:
+            _forget(path)
+        began = time.perf_counter()
+        for path in paths:
+            sealed.read(path, [into])
+        took = time.perf_counter() - began
+    size = len(paths) * DISK_BYTES
+    return DiskRates(write_bytes_per_s=size / wrote, read_bytes_per_s=size / took)
+
+
+def _files_that_fit(folder: Path) -> int:
+    free = shutil.disk_usage(folder).free
+    if free < 2 * DISK_BYTES:
+        raise ConfigError(
+            f"{folder.parent} has {free / 1e6:.0f} MB free, and measuring its disk "
+            f"takes {2 * DISK_BYTES / 1e6:.0f}; free some, or give --workdir on another"
+        )
+    return min(DISK_FILES, free // DISK_BYTES - 1)
+
+
+def _forget(path: Path) -> None:
+    if not hasattr(os, "posix_fadvise"):  # macOS
+        return
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _machine() -> str:
+    found = Path("/proc/cpuinfo")
+    lines = found.read_text().splitlines() if found.exists() else []
+    models = [
+        line.partition(": ")[2] for line in lines if line.startswith("model name")
+    ]
+    processor = models[0] if models else platform.machine()
+    now = datetime.datetime.now(datetime.UTC)
+    return f"{cores()} cores, {processor}, {now:%Y-%m-%d %H:%M} UTC"
+
+
+def main(arguments: list[str]) -> None:
+    """Print the lines that the module's docstring describes."""
+    path, folder = arguments
+
+    def report(doing: str, done: int, parts: int) -> None:
+        tell({"doing": doing, "done": done, "parts": parts})
+
+    try:
+        run = resolve_outer(read_config(path)).run
+        rates: Any = msgspec.to_builtins(measure_here(run, Path(folder), report))
+        tell({"result": rates})
+    except ConfigError as error:
+        tell({"config_error": str(error)})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,111 @@
+"""Times of the coordinator's merges: its own store, a fragment of one large piece."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco_jax.config import RunConfig
+from diloco_jax.coordinator.store import RETAINED_PUBLISHES, Store
+from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.core.tiles import TileGrid
+from diloco_jax.protocol.values import Contribution, Version
+
+SIDE = 4096
+ELEMENTS = SIDE * SIDE
+"""16 Mi: more than caches hold."""
+PIN_S = 60.0
+
+
+class MergeTimes(NamedTuple):
+    """Core seconds, the least of several repetitions."""
+
+    copy: float
+    """A numpy copy of `ELEMENTS` in f32, measured between the others."""
+    check: float
+    """The pass over one delta on its arrival."""
+    merge: float
+    """All that follows, with all deltas."""
+
+
+def time_merges(
+    run: RunConfig, codec: str, islands: int, repetitions: int
+) -> MergeTimes:
+    """Merge so many deltas of `ELEMENTS` elements, with the rule and the outer
+    optimizer of `run` (resolved), one codec both ways."""
+    store = store_of(run, codec, {"w": (SIDE, SIDE)}, 1)
+    payload = encoded_delta(store, codec, 0, 0)
+    # Each its own memory, as deltas of islands have.
+    payloads = [payload, *(payload.copy() for _ in range(islands - 1))]
+    parts = contributions(islands)
+    squares = [store.squares(0, payload)] * islands
+    source = np.ones(ELEMENTS, np.float32)
+    target = np.ones_like(source)
+    best: dict[str, float] = {}
+
+    def note(what: str, work: Callable[[], Any]) -> None:
+        began = time.process_time()
+        work()
+        best[what] = min(best.get(what, np.inf), time.process_time() - began)
+
+    def merge() -> None:
+        merged = store.merge(0, Version(1, 1), parts, payloads, squares, final=False)
+        store.commit(0, merged)
+
+    for _ in range(RETAINED_PUBLISHES + 1):  # Until memory is that of older versions.
+        merge()
+    for _ in range(repetitions):
+        note("copy", lambda: np.copyto(target, source))
+        note("check", lambda: store.squares(0, payload))
+        note("copy", lambda: np.copyto(target, source))
+        note("merge", merge)
+    return MergeTimes(**best)
+
+
+def store_of(
+    run: RunConfig, codec: str, shapes: Mapping[str, tuple[int, ...]], fragments: int
+) -> Store:
+    """Return a store of matrices with random values, one codec both ways."""
+    sync = dataclasses.replace(
+        run.sync, fragments=fragments, codec_up=codec, codec_down=codec
+    )
+    rng = np.random.default_rng(0)
+    params = {
+        name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()
+    }
+    plan = plan_fragments(
+        dict(shapes), dict.fromkeys(shapes, ("embed", "mlp")), fragments
+    )
+    return Store(dataclasses.replace(run, sync=sync), plan, params, PIN_S)
+
+
+def encoded_delta(
+    store: Store, codec: str, fragment: int, seed: int
+) -> npt.NDArray[np.uint8]:
+    """Return a random delta of a fragment of one piece, as it would arrive."""
+    rng = np.random.default_rng(seed)
+    (piece,) = store.plan.fragments[fragment]
+    tiles = rng.standard_normal(TileGrid.of(piece.shape).in_order, np.float32)
+    return np.asarray(get_codec(codec).encode_tiles(1e-3 * tiles)).reshape(-1)
+
+
+def contributions(islands: int) -> list[Contribution]:
+    """Return contributions of that many islands, with unequal tokens."""
+    return [
+        Contribution(
+            island=f"{i:02}",
+            incarnation=1,
+            tick=1,
+            start=0,
+            end=4,
+            tokens=100 + i,
+            base=Version(),
+        )
+        for i in range(islands)
+    ]

@@ -1,0 +1,124 @@
+"""Rates of the coordinator's machine: constants of this package, or measured.
+
+`diloco plan CONFIG --measure --machine FILE` measures them with the product's own code
+and writes a file that `--machine FILE` alone reads, so that a coordinator's machine is
+measured once and planned with elsewhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from diloco_jax import files
+from diloco_jax.errors import ConfigError
+
+
+class DiskRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bytes per second of sealed files, written to disk and read from it."""
+
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+
+
+class MachineRates(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """Work that a core does, and the rates of disk and memory."""
+
+    merge_core_seconds: dict[str, float]
+    """Core seconds per 1e9 parameters of a merge, whatever its deltas: the outer step
+    and the encoded publish. By codec of the publish."""
+    delta_core_seconds: dict[str, float]
+    """Core seconds per 1e9 parameters of each delta, its check on arrival included. By
+    codec of the deltas."""
+    upload_core_seconds: float
+    """Core seconds of the coordinator per GB that arrives, with mutual TLS."""
+    fetch_core_seconds: float
+    """The same per GB that is fetched from it."""
+    copy_bytes_per_s: float
+    """Bytes that one core copies per second. It tells how machines compare: merges are
+    bound by memory."""
+    disk: DiskRates | None
+    """None: the published rate of the config's disk."""
+    merge: str
+    """`sync.merge` of the measured merges."""
+    outer: str
+    """`outer.optimizer` of the measured merges."""
+    merges_from: str
+    """Command, machine and date of the merges' figures and of the copy."""
+    wire_from: str
+    """The same of the wire's."""
+    disk_from: str
+    """The same of the disk's, if there are any."""
+
+    def merging(self, codec: str) -> float:
+        """Return `merge_core_seconds`; the dearest if this codec was not measured."""
+        return _or_dearest(self.merge_core_seconds, codec)
+
+    def per_delta(self, codec: str) -> float:
+        """Return `delta_core_seconds`; the dearest if this codec was not measured."""
+        return _or_dearest(self.delta_core_seconds, codec)
+
+    def told(self) -> list[str]:
+        """Return lines for people: each rate, and where it is from."""
+        merges = ", ".join(f"{k} {v:.3g}" for k, v in self.merge_core_seconds.items())
+        deltas = ", ".join(f"{k} {v:.3g}" for k, v in self.delta_core_seconds.items())
+        lines = [
+            f"merges, core seconds per 1e9 parameters ({self.merge}, {self.outer}): "
+            f"{merges}; each delta {deltas}; a copy {_gb(self.copy_bytes_per_s)}"
+            f" [{self.merges_from}]",
+            f"wire with TLS, core seconds per GB: {self.upload_core_seconds:.3g} up, "
+            f"{self.fetch_core_seconds:.3g} down [{self.wire_from}]",
+        ]
+        if self.disk:
+            write, read = self.disk.write_bytes_per_s, self.disk.read_bytes_per_s
+            lines.append(
+                f"disk: {_gb(write)} written, {_gb(read)} read [{self.disk_from}]"
+            )
+        else:
+            lines.append("disk: as published for its size and machine (not measured)")
+        return lines
+
+
+CONSTANTS = MachineRates(
+    merge_core_seconds={"f32": 4.5, "int8": 5.7},
+    delta_core_seconds={"f32": 0.9, "int8": 0.44},
+    upload_core_seconds=1.62,
+    fetch_core_seconds=1.27,
+    copy_bytes_per_s=20.3e9,
+    disk=None,
+    merge="rda",
+    outer="nesterov",
+    merges_from="constant: `python benchmarks/merging.py`, 2 cores, AMD EPYC, "
+    "2026-11-24",
+    wire_from="constant: `python benchmarks/wire.py`, 2 cores, Intel Xeon, 2026-11-23",
+    disk_from="",
+)
+"""Merges: the line through 2 to 16 deltas of docs/results/merging.md. Wire: the
+coordinator's end in docs/results/wire.md."""
+
+
+def read_rates(path: str) -> MachineRates:
+    """Read a file that `write_rates` wrote. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=MachineRates)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"machine = {path!r}: it cannot be read ({error}); write it with `diloco "
+            f"plan CONFIG --measure --machine FILE` on the coordinator's machine"
+        ) from error
+
+
+def write_rates(rates: MachineRates, path: str) -> None:
+    """Write the rates of this machine, readable for people."""
+    files.write_json(msgspec.to_builtins(rates), path)
+
+
+def _or_dearest(rates: dict[str, float], codec: str) -> float:
+    return rates.get(codec, max(rates.values()))
+
+
+def _gb(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"

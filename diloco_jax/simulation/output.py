@@ -1,0 +1,59 @@
+"""Output of the simulations' commands: a bar, and then a table or one JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich import progress as bars
+from rich.console import Console
+from rich.table import Table
+
+from diloco_jax.simulation.progress import Progress
+
+
+@contextmanager
+def bar(title: str) -> Iterator[Progress]:
+    """Show a progress bar on a terminal; remove it at the end."""
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    with bars.Progress(console=console, transient=True, disable=hidden) as shown:
+        task = shown.add_task(title, total=1.0)
+        yield lambda share: shown.update(task, completed=share)
+
+
+def show(as_json: bool, values: dict[str, Any], *texts: Table | str) -> None:
+    """Print the values as JSON to standard output, or the texts for people."""
+    if as_json:
+        print(json.dumps(values))
+    else:
+        for text in texts:
+            tell(text)
+
+
+def tell(text: Table | str) -> None:
+    """Print to standard error."""
+    console = Console(stderr=True, markup=False)
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def table(*columns: str) -> Table:
+    """Return an empty table; all columns but the first hold numbers."""
+    made = Table(
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+        title_style="",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for i, name in enumerate(columns):
+        made.add_column(name, justify="right" if i else "left", no_wrap=True)
+    return made
+
+
+def or_dash(value: float | None, form: str) -> str:
+    """Return the formatted value, or a dash for None."""
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,85 @@
+"""Places for transfers: how many take place at once, and what becomes of the others.
+
+A transfer holds a thread, so there are at most `MOST_PLACES`, however many hosts
+connect. A transfer that finds none waits here for a while, then it is told Busy, pauses
+and comes again: an upload until `budget_s`, a fetch until `pin_s` (`transfers.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import threading
+from collections.abc import Iterator
+
+from diloco_jax.wire.errors import Busy
+
+logger = logging.getLogger(__name__)
+
+MOST_PLACES = 4096
+"""Transfers at once. With waiting ones and sessions of 64 islands, their threads are
+fewer than the 4,915 that a service of Linux may have (systemd's TasksMax)."""
+MOST_WAITING = 256
+"""Transfers that wait for a place. Those beyond are told Busy at once."""
+OTHER_FILES = 512
+"""Files that the process opens besides its connections."""
+
+
+class Places:
+    """The places of one server, for transfers in both directions."""
+
+    def __init__(self, wanted: int, wait_s: float) -> None:
+        """wanted: transfers that all peers may begin together. wait_s: longest wait for
+        a place."""
+        self.count = min(wanted, MOST_PLACES)
+        self.threads = self.count + MOST_WAITING
+        """Threads that hold or await a place."""
+        self._free = threading.Semaphore(self.count)
+        self._waiting = threading.Semaphore(MOST_WAITING)
+        self._wait_s = wait_s
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Hold a place; raise Busy if none is free in time."""
+        if not self._free.acquire(blocking=False):
+            self._wait()
+        try:
+            yield
+        finally:
+            self._free.release()
+
+    def _wait(self) -> None:
+        if not self._waiting.acquire(blocking=False):
+            raise Busy(
+                f"all {self.count} places for transfers are taken, and {MOST_WAITING} "
+                f"transfers wait for one"
+            )
+        try:
+            if not self._free.acquire(timeout=self._wait_s):
+                raise Busy(
+                    f"all {self.count} places for transfers were taken for "
+                    f"{self._wait_s:g} s"
+                )
+        finally:
+            self._waiting.release()
+
+
+def allow_connections(connections: int) -> None:
+    """Raise this process's limit on open files to that many connections, as far as it
+    may; say how many it lacks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit < wanted:
+        logger.warning(
+            "islands may open %d connections, and this process may open %d files: "
+            "connections beyond wait for one that ends, each for at most connect_s; "
+            "raise the limit (ulimit -Hn, LimitNOFILE=), or lower "
+            "placement.bulk_channels",
+            connections,
+            limit,
+        )

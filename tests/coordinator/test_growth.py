@@ -1,0 +1,203 @@
+"""Nothing that a coordinator or an island keeps in memory grows with a run's length."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from diloco_jax.config import Placement, RunConfig, SyncConfig
+from diloco_jax.coordinator.journal import Journal
+from diloco_jax.coordinator.roster import Roster
+from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.faults import parse_faults
+from diloco_jax.observability import segments
+from diloco_jax.observability.tape import Tape, read_tape
+from diloco_jax.protocol.coordinator.events import Said
+from diloco_jax.protocol.coordinator.ledger import Tally
+from diloco_jax.protocol.messages import Hello, Measures, Report
+from diloco_jax.simulation.virtual.island import IslandSpec
+from diloco_jax.simulation.virtual.line import LineSpeed
+from diloco_jax.simulation.virtual.merging import NoArrays
+from diloco_jax.simulation.virtual.world import World
+
+FRAGMENTS, STEPS_PER_CYCLE = 6, 6
+MERGES, WARM_UP, LOOKED_AT = 3000, 600, 50
+"""Merges in all; merges until every list has its length; merges between two looks."""
+STEP_S = {"a": 1.0, "b": 1.1, "c": 1.3, "slow": 7.0}
+SEGMENT_BYTES = 20_000
+OURS = ("diloco_jax.protocol", "diloco_jax.coordinator", "diloco_jax.data")
+
+
+def elements(thing: Any, seen: set[int] | None = None) -> int:
+    """Count what a value holds, down to its numbers: unlike its bytes, this does not
+    grow with the numbers themselves."""
+    seen = set() if seen is None else seen
+    inside = list(parts(thing))
+    if inside and id(thing) in seen:
+        return 0
+    seen.add(id(thing))
+    return 1 + sum(elements(part, seen) for part in inside)
+
+
+def parts(thing: Any) -> Iterator[Any]:
+    if isinstance(thing, dict):
+        yield from itertools.chain(thing.keys(), thing.values())
+    elif isinstance(thing, (list, tuple, set, frozenset, collections.deque)):
+        yield from thing
+    elif isinstance(thing, msgspec.Struct):
+        yield from (getattr(thing, name) for name in thing.__struct_fields__)
+    elif type(thing).__module__.startswith(OURS):
+        yield from vars(thing).values()
+
+
+class Run:
+    """Islands, of which one is killed now and then, and what the service keeps."""
+
+    def __init__(self, folder) -> None:
+        sync = SyncConfig(
+            steps_per_cycle=STEPS_PER_CYCLE, fragments=FRAGMENTS, quorum=2
+        )
+        run = RunConfig(sync=sync, sequence_length=10, total_tokens=1 << 60)
+        placement = Placement(time_budget_s=50.0, outage_budget_s=20.0)
+        sizes = (100,) * FRAGMENTS
+        self.config = policy_config(run, placement, "growth", sizes)
+        self.tape = Tape(folder / "tape.jsonl", SEGMENT_BYTES)
+        self.journal = Journal(
+            collections.deque(maxlen=1),  # A log, but for what it forgets.
+            self.tape,
+            faults=parse_faults((), {}),
+            merges=0,
+            slow_s=1e9,
+        )
+        self.roster, self.tally = Roster(), Tally()
+        self.world = World(
+            run,
+            self.config,
+            NoArrays(bytes_down=sizes, bytes_full=sizes),
+            report_s=5.0,
+            line_speed=LineSpeed(latency_s=0.01),
+            persist=self.journal.persist,
+            alert=self.journal.alert,
+            merge_seconds=lambda merge: 0.1,
+        )
+        self._decide = self.world.coordinator.decide
+        self.world.coordinator.decide = self.decide
+        for name in STEP_S:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        self.world.start(
+            IslandSpec(
+                name=name,
+                batch_size=1,
+                step_seconds=lambda _: STEP_S[name],
+                bytes_up=(100,) * FRAGMENTS,
+            )
+        )
+
+    def decide(self, event, now):
+        effects = self._decide(event, now)
+        for effect in effects:
+            if type(effect).__name__ == "Ignored":
+                self.journal.ignored(effect)
+        if isinstance(event, Hello):
+            self.roster.hello(event, now)
+        if isinstance(event, Said) and isinstance(event.message, Report):
+            steps = event.message.steps
+            measures = Measures(steps=steps, first_step_unix=now, last_step_unix=now)
+            self.roster.report(event.island, measures, event.message.records, now)
+        return effects
+
+    @property
+    def merges(self) -> int:
+        return sum(f.merges for f in self.world.coordinator.state.fragments)
+
+    def sizes(self) -> dict[str, int]:
+        """What each part holds now."""
+        state = self.world.coordinator.state
+        self.tally.of(self.config, state)
+        found = {
+            "state": elements(state),
+            "state, islands": elements(state.islands),
+            "tally": elements(self.tally),
+            "roster": elements(self.roster.members),
+            "alerts": elements(self.journal.alerts),
+            "ignored": elements(self.journal.ignored_messages),
+        }
+        for name, island in self.world.islands.items():
+            found[f"{name}: conversation"] = elements(island._conversation)
+            found[f"{name}: boundary"] = elements(island.boundary)
+            found[f"{name}: positions"] = elements(island.positions)
+        return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Run, list[dict[str, int]]]:
+    """A long run, and its sizes over time."""
+    run = Run(tmp_path_factory.mktemp("growth"))
+    looks, lives = [], 0
+    while run.merges < MERGES:
+        before = run.merges
+        run.world.run(run.world.clock.now + LOOKED_AT)
+        assert run.merges > before
+        looks.append(run.sizes())
+        if lives < run.merges // 200:
+            lives += 1
+            run.world.kill("b")
+            run.start("b")
+    run.tape.close()
+    assert lives >= 10
+    return run, looks
+
+
+def test_what_is_kept_does_not_grow_after_the_warm_up(run):
+    _, looks = run
+    warm = len(looks) * WARM_UP // MERGES
+    for name in looks[0]:
+        most = max(look[name] for look in looks[:warm])
+        later = max(look[name] for look in looks[warm:])
+        # Its length depends on the moment, but not on the age of the run.
+        assert later <= 1.1 * most + 10, (name, most, [look[name] for look in looks])
+
+
+def test_the_state_has_all_that_it_is_measured_by(run):
+    """Else a part that is not counted could grow."""
+    found, _ = run
+    state = found.world.coordinator.state
+    islands, fragments = len(state.islands), len(state.fragments)
+    assert (
+        elements(state)
+        > islands
+        * fragments
+        * len(state.fragments[0].accounts["a"].__struct_fields__)
+        / 2
+    )
+
+
+def test_the_tape_is_in_files_of_bounded_size(run):
+    found, _ = run
+    files = segments.closed(found.tape.path)
+    assert len(files) > 20
+    assert max(file.stat().st_size for file in files) < SEGMENT_BYTES + 5000
+    merged = sum(line["kind"] == "merged" for line in read_tape(found.tape.path))
+    assert merged == found.merges
+
+
+def test_growth_is_found():
+    """A list that gets one entry per merge."""
+
+    @dataclasses.dataclass
+    class Kept:
+        history: list[int] = dataclasses.field(default_factory=list)
+
+    Kept.__module__ = OURS[0]
+    kept = Kept()
+    before = elements(kept)
+    kept.history += range(1000, 1100)
+    assert elements(kept) == before + 100

@@ -1,0 +1,164 @@
+"""Environment variables reach the processes, and those that must not are refused."""
+
+import dataclasses
+import re
+from importlib import resources
+
+import pytest
+import yaml
+
+from diloco_jax import libtpu
+from diloco_jax.config import ConfigError
+from diloco_jax.launch.command import LaunchOptions, run
+from diloco_jax.launch.gke import deployment as on_gke
+from diloco_jax.launch.order import make_order
+from diloco_jax.launch.tpu_vm import deployment as on_tpu_vm
+from diloco_jax.launch.variables import OF_THE_LAUNCH, flag_notes, variables_of
+from diloco_jax.planning.processes import environment_of, flags_of
+
+OFF = "--xla_tpu_use_tc_device_shape_on_sc=false"
+GIVEN = {
+    "HF_HOME": "/var/lib/diloco/run/hf cache",
+    "LIBTPU_INIT_ARGS": "--xla_one=1",
+    "v6e.b:LIBTPU_INIT_ARGS": f"{OFF} --xla_two=2",
+    "coordinator:NPROC": "8",
+}
+SECRETS = {"HF_TOKEN": "hub-token", "v5p:WANDB_API_KEY": "wandb"}
+
+
+@pytest.fixture
+def given(config):
+    return changed(config, environment=GIVEN, secrets=SECRETS)
+
+
+def changed(config, **settings):
+    launch = dataclasses.replace(config.launch, **settings)
+    return dataclasses.replace(config, launch=launch)
+
+
+def test_a_part_has_everybodys_variables_and_its_own(given):
+    plain, secret = variables_of(given.launch, "v6e.b")
+    assert plain == {
+        "HF_HOME": "/var/lib/diloco/run/hf cache",
+        "LIBTPU_INIT_ARGS": f"{OFF} --xla_two=2",
+    }
+    assert secret == {"HF_TOKEN": "hub-token"}
+    plain, secret = variables_of(given.launch, "v5p")
+    assert plain["LIBTPU_INIT_ARGS"] == "--xla_one=1"
+    assert secret == {"HF_TOKEN": "hub-token", "WANDB_API_KEY": "wandb"}
+    assert variables_of(given.launch, "coordinator").plain["NPROC"] == "8"
+
+
+def test_pods_get_them(given):
+    order = make_order(given, "two.py", "gke")
+    files = on_gke(order, "certificates", "folder", 1).files
+    (jobset,) = yaml.safe_load_all(files["two-v5p.yaml"])
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    env = {entry["name"]: entry for entry in pod["containers"][0]["env"]}
+    assert env["HF_HOME"]["value"] == GIVEN["HF_HOME"]
+    assert env["JAX_PLATFORMS"]["value"] == "tpu,cpu"
+    key = env["WANDB_API_KEY"]["valueFrom"]["secretKeyRef"]
+    assert key == {"name": "wandb", "key": "WANDB_API_KEY"}
+    made = {
+        made["kind"]: made for made in yaml.safe_load_all(files["coordinator.yaml"])
+    }
+    (container,) = made["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+    assert {entry["name"]: entry.get("value") for entry in container["env"]} == {
+        "HF_HOME": GIVEN["HF_HOME"],
+        "LIBTPU_INIT_ARGS": "--xla_one=1",
+        "NPROC": "8",
+        "HF_TOKEN": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"environment": {"v7:A": "1"}}, "names 'v7', but the parts of the run are"),
+        ({"environment": {"1A": "1"}}, "'1A', which names no variable"),
+        ({"environment": {"JAX_PLATFORMS": "cpu"}}, "JAX_PLATFORMS, which `diloco la"),
+        ({"environment": {"MEGASCALE_NUM_SLICES": "2"}}, "an island is one slice"),
+        ({"environment": {"TPU_WORKER_ID": "0"}}, "another one on every host"),
+        ({"environment": {"HF_TOKEN": "hf_123"}}, "looks like a credential, .*secrets"),
+        ({"environment": {"v5p:A_KEY": "x"}}, "environment v5p:A_KEY looks like a"),
+        ({"environment": {"A": "1\n2"}}, "more than one line"),
+        ({"environment": {"XLA_FLAGS": "--a b"}}, "XLA_FLAGS has 'b', which is no fl"),
+        (
+            {"environment": {"LIBTPU_INIT_ARGS": "--a=1 --a=2"}},
+            "has --a=1 and --a=2; leave out one",
+        ),
+        (
+            {"environment": {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}},
+            r"count=8, and an island's devices are those of its mesh",
+        ),
+        ({"secrets": {"HF_TOKEN": "hf value"}}, "HF_TOKEN: its value cannot be"),
+        ({"secrets": {"ROOT": "name"}}, "ROOT, which `diloco launch` sets itself"),
+        (
+            {"environment": {"A": "1"}, "secrets": {"v5p:A": "name"}},
+            "both have A for v5p",
+        ),
+    ],
+)
+def test_what_must_not_be_given_is_refused(config, settings, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        make_order(changed(config, **settings), "two.py", "tpu_vm")
+    assert "hf_123" not in str(error.value)
+    assert "hf value" not in str(error.value)
+
+
+def test_a_path_to_a_credential_is_none(config):
+    given = {"GOOGLE_APPLICATION_CREDENTIALS": "/etc/key.json"}
+    make_order(changed(config, environment=given), "two.py", "tpu_vm")
+
+
+def test_no_secret_can_overwrite_a_setting_of_the_script():
+    script = resources.files("diloco_jax.launch").joinpath("host.sh").read_text()
+    names = set(re.findall(r"\$\{?#?([A-Z][A-Z_]+)|\b([A-Z][A-Z_]+)=", script))
+    found = {one or other for one, other in names}
+    systemd = {"ERR", "ROLE"} | {"BASH"}
+    assert found - systemd <= OF_THE_LAUNCH
+
+
+def test_a_flag_against_the_table_is_named_with_both_values(given, capsys):
+    notes = flag_notes(given)
+    assert notes == [
+        "note: island v6e.b: LIBTPU_INIT_ARGS has "
+        f"{OFF}, and the table for v6e, 0.0.42 has {OFF.replace('false', 'true')}: "
+        "the variable counts; leave the flag out to have the table's"
+    ]
+    given = changed(given, data="gs://bucket/text")
+    run(given, "two.py", LaunchOptions(on="gke", dry_run=True))
+    said = capsys.readouterr().err
+    assert notes[0] in said
+    assert "`diloco manifest FOLDER`" in said
+    run(given, "two.py", LaunchOptions(on="gke", dry_run=True, action="logs"))
+    assert "note:" not in capsys.readouterr().err
+
+
+def test_flags_of_the_table_and_of_the_launch_are_merged():
+    table = ("--a=true", "--b=1")
+    assert libtpu.clashes("--a=true --c=2", table, "v6e") == []
+    (clash,) = libtpu.clashes("--b=2 --c=2", table, "v6e, libtpu 0.0.42.1")
+    assert clash.startswith(
+        "LIBTPU_INIT_ARGS has --b=2, and the table for v6e, libtpu 0.0.42.1 has --b=1"
+    )
+
+
+def test_the_plan_compiles_with_the_launchs_flags(given, monkeypatch):
+    monkeypatch.setattr(libtpu, "installed_version", lambda: "0.0.42.1")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_of_this_machine=1")
+    flags = flags_of(given, "v6e.b")
+    assert flags != flags_of(given, "v5p")
+    environment = environment_of(given.islands["v6e.b"], flags)
+    told = environment["LIBTPU_INIT_ARGS"].split()
+    assert told[:2] == [OFF, "--xla_two=2"]
+    assert libtpu.SPARSE_CORE[0] in told
+    assert OFF.replace("false", "true") not in told
+
+
+@pytest.mark.parametrize("name", ["two-v5p.sh", "coordinator.sh"])
+def test_values_of_secrets_are_in_no_file(given, name):
+    order = make_order(given, "two.py", "tpu_vm")
+    text = on_tpu_vm(order, "certificates", "folder", 1).files[name]
+    assert "'--env=HF_HOME=/var/lib/diloco/run/hf cache'" in text
+    assert "SECRETS=(HF_TOKEN hub-token" in text

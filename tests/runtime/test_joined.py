@@ -1,0 +1,267 @@
+"""A train loop of the user's own is an island like any other."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+import tape_checks
+from oracle_support import expected_history
+from runtime_support import (
+    PATIENCE_S,
+    coordinator,
+    free_port,
+    make_config,
+    placed,
+    run_scripted,
+)
+from test_oracle import CYCLES, positions_by_island
+
+import diloco_jax
+from diloco_jax import IslandEndedError
+from diloco_jax.config import ConfigError
+from diloco_jax.data.corpus import load_checked_corpus
+from diloco_jax.data.windows import Windows
+from diloco_jax.island.device.build import build_trainer
+from diloco_jax.island.device.step import TrainState
+from diloco_jax.models.build import build
+from diloco_jax.observability.tape import read_tape
+from diloco_jax.workdir import read_config
+
+pytestmark = pytest.mark.dist
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "embed.md"
+DILOCO = (sys.executable, "-m", "diloco_jax.cli")
+TIMEOUT_S = 240.0
+
+
+# ---- the same bits as the product's own loop -----------------------------------------
+
+
+def own_loop(island, config):
+    """The product's step, in a loop of the test's."""
+    run, loop, host = config.run, island.loop, island._host
+    _, trainer = build_trainer(run, config.islands[host.name])
+    windows = Windows(
+        load_checked_corpus(run.data).train, run.sequence_length, run.seed
+    )
+    moments = trainer.init_inner(loop.replica.params)
+    while (ending := loop.until_step()) is None:
+        rate, positions = loop.begin_step()
+        batch = trainer.put_batch(windows.batch(positions))
+        state = TrainState(loop.replica.params, moments)
+        (params, moments), metrics = trainer.step(state, batch, rate)
+        loop.stepped(host.as_named(host.as_tree(params)), metrics["loss"])
+    return ending
+
+
+@pytest.mark.parametrize("own", ["a", "b", "ab"])
+def test_a_loop_that_joins_gives_the_oracles_bits(own, text, tmp_path):
+    config = make_config(text, cycles=CYCLES, adopt="rebase")
+    tape = run_scripted(config, tmp_path, dict.fromkeys(own, own_loop))
+    merges = [r for r in tape if r["kind"] == "merged" and not r["final"]]
+    ticks = CYCLES * config.run.sync.fragments
+    expected = expected_history(config, positions_by_island(tape), ticks)
+    assert len(merges) >= len(expected) == CYCLES * 2
+    for merge, wanted in zip(merges, expected, strict=False):
+        assert merge["digest"] == wanted.digest, f"tick {wanted.tick} differs"
+
+
+# ---- the example of the page ---------------------------------------------------------
+
+
+class Example:
+    """The page's files, its coordinator and its loops, as real processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.workdir = folder, folder / "run"
+        self.port = free_port()
+        for name, code in re.findall(
+            r"^```python file=(\S+)\n(.*?)^```$", PAGE.read_text(), re.M | re.S
+        ):
+            (folder / name).write_text(code)
+
+    def serve(self, *options: str) -> subprocess.Popen:
+        command = [*DILOCO, "coordinator", "run.py", "--workdir", str(self.workdir)]
+        command += ["--placement.bind", f"127.0.0.1:{self.port}", *options]
+        with (self.folder / "coordinator.log").open("ab") as log:
+            served = self._start(command, log)
+        deadline = time.monotonic() + PATIENCE_S
+        while not (self.workdir / "coordinator.address").exists():
+            assert served.poll() is None, "the coordinator ended"
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        return served
+
+    def train(self, name: str, attempt: int, pause_s: float) -> subprocess.Popen:
+        address = f"127.0.0.1:{self.port}"
+        command = [sys.executable, "train.py", address, name, str(attempt)]
+        return self._start([*command, str(pause_s)], subprocess.PIPE)
+
+    def _start(self, command: list[str], output) -> subprocess.Popen:
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        )
+
+    def until(self, condition) -> None:
+        """Wait until the condition holds of the tape."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition(list(read_tape(self.workdir / "tape.jsonl"))):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+
+def merges_of(tape, island: str, incarnation: int) -> int:
+    return sum(
+        (part["island"], part["incarnation"]) == (island, incarnation)
+        for record in tape
+        if record["kind"] == "merged"
+        for part in record["contributions"]
+    )
+
+
+def test_the_example_of_the_page_survives_kills_of_a_loop_and_of_the_coordinator(
+    tmp_path,
+):
+    example = Example(tmp_path)
+    served = example.serve("--init")
+    processes = [served]
+    try:
+        fast, slow = example.train("fast", 1, 0.1), example.train("slow", 1, 0.25)
+        processes += [fast, slow]
+        example.until(lambda tape: merges_of(tape, "slow", 1) >= 3)
+        slow.send_signal(signal.SIGKILL)
+        slow = example.train("slow", 2, 0.25)
+        processes.append(slow)
+        example.until(lambda tape: merges_of(tape, "slow", 2) >= 2)
+        served.send_signal(signal.SIGKILL)
+        served.wait(PATIENCE_S)
+        (example.workdir / "coordinator.address").unlink()
+        served = example.serve()
+        processes.append(served)
+        printed = [p.communicate(timeout=TIMEOUT_S)[0].decode() for p in (fast, slow)]
+        assert (fast.returncode, slow.returncode) == (0, 0), printed
+        assert served.wait(PATIENCE_S) == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    learnt = [re.search(r"learnt (\S+)$", text.strip())[1] for text in printed]
+    assert learnt[0] == learnt[1], "both have the flushed parameters"
+    summary = json.loads((example.workdir / "summary.json").read_bytes())
+    tape = list(read_tape(example.workdir / "tape.jsonl"))
+    assert {n: i["joins"] for n, i in summary["islands"].items()} == {
+        "fast": 1,
+        "slow": 2,
+    }
+    assert len(tape_checks.outage_seconds(tape)) == 1
+    sizes = support.fragment_sizes(read_config(example.workdir))
+    assert tape_checks.ledger_problems(summary, tape, sizes) == []
+    assert tape_checks.version_problems(tape) == []
+    assert set(summary["islands"]["slow"]["tokens_lost"]) <= {"died"}
+    assert summary["islands"]["fast"]["tokens_lost"] == {}
+
+
+# ---- its promises --------------------------------------------------------------------
+
+
+def joined(config, service, **changes):
+    """Island b of the config, joined with parameters of the config's model."""
+    shapes = build(config.run).shapes()
+    fields = {
+        "name": "b",
+        "like": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+        "tokens_per_step": 2 * config.run.sequence_length,
+        "incarnation": 1,
+        "axes": build(config.run).axes,
+    }
+    return diloco_jax.join(service.address, **(fields | changes))
+
+
+@pytest.fixture
+def alone(text):
+    """One island suffices for a merge."""
+    return placed(make_config(text, quorum=1), time_budget_s=20.0)
+
+
+def test_a_loop_that_leaves_early_loses_nothing(alone, tmp_path):
+    with coordinator(alone, tmp_path) as service:
+        with joined(alone, service) as island:
+            params = island.params
+            for _ in range(5):
+                params = jax.tree.map(lambda x: x + 0.01 * island.learning_rate, params)
+                params = island.boundary(params)
+            assert island.step == 5
+            assert not island.over
+        deadline = time.monotonic() + PATIENCE_S
+        while service.lead.state.islands["b"].status != "gone":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    summary = json.loads((tmp_path / "summary.json").read_bytes())["islands"]["b"]
+    assert summary["tokens_computed"] == 5 * 2 * alone.run.sequence_length
+    assert summary["tokens_lost"] == {}
+
+
+def test_an_exception_in_the_block_is_told(alone, tmp_path):
+    with (
+        coordinator(alone, tmp_path) as service,
+        pytest.raises(ZeroDivisionError),
+        joined(alone, service),
+    ):
+        _ = 1 / 0
+    (left,) = (r for r in read_tape(tmp_path / "tape.jsonl") if r["kind"] == "left")
+    assert left["reason"] == "failed"
+
+
+def test_what_does_not_fit_is_named(alone, tmp_path):
+    length = alone.run.sequence_length
+    with coordinator(alone, tmp_path) as service:
+        for changes, shown in (
+            ({"name": "bb"}, "no island 'bb' in the run; did you mean 'b'"),
+            ({"tokens_per_step": 2 * length + 1}, "no multiple of the run's sequence"),
+            ({"tokens_per_step": 3 * length}, r"islands.b.batch_size = 2; make them"),
+            ({"incarnation": 0}, "counted from 1"),
+            ({"every": 0}, "every = 0"),
+            ({"like": {"w": jnp.zeros(3, jnp.bfloat16)}, "axes": None}, "bfloat16"),
+            ({"like": jnp.zeros(3), "axes": None}, "leaf at the top"),
+        ):
+            with pytest.raises(ConfigError, match=shown):
+                joined(alone, service, **changes)
+        other = {"w": jnp.zeros((4, 4)), "v": jnp.zeros(4)}
+        with (
+            pytest.raises(IslandEndedError, match="names, shapes and fragments"),
+            joined(alone, service, like=other, axes=None),
+        ):
+            pass
+        with joined(alone, service) as island:
+            grown = jax.tree.map(lambda x: jnp.zeros((*x.shape, 2)), island.params)
+            with pytest.raises(ValueError, match="the island joined with float32"):
+                island.boundary(grown)
+            with pytest.raises(ValueError, match="give it the parameters alone"):
+                island.boundary((island.params, 1))
+
+
+def test_every_counts_steps_together(alone, tmp_path):
+    with coordinator(alone, tmp_path) as service:
+        length = alone.run.sequence_length
+        with joined(alone, service, every=2, tokens_per_step=length) as island:
+            params = island.params
+            for _ in range(6):
+                params = island.boundary(jax.tree.map(np.add, params, params))
+            assert island.step == 3

@@ -1,0 +1,85 @@
+"""The cores that a process may use, on large hosts and in small containers."""
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from diloco_jax import machine
+from diloco_jax.coordinator.holder import MERGES_AT_ONCE, merges_at_once
+from diloco_jax.machine import cores
+
+
+@pytest.fixture(autouse=True)
+def large(monkeypatch):
+    """A host of 200 cores, on all of which the process may run."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(200), raising=False)
+    monkeypatch.setattr(machine.sys, "platform", "linux")
+
+
+def group(root, inside, files, line="0::"):
+    """Has the process in a control group; `files`: by path below /sys/fs/cgroup."""
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    with (root / "proc/self/cgroup").open("a") as written:
+        written.write(f"{line}{inside}\n")
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_a_host_without_control_groups_has_all_its_cores(tmp_path):
+    assert cores(tmp_path) == machine.schedulable() == 200
+
+
+@pytest.mark.parametrize(
+    ("limit", "found"),
+    [
+        ("max 100000\n", 200),
+        ("200000 100000\n", 2),
+        ("250000 100000\n", 3),
+        ("10000 100000\n", 1),
+        ("40000000 100000\n", 200),
+    ],
+)
+def test_a_container_has_its_share(tmp_path, limit, found):
+    # A container's own group looks to it like the root.
+    group(tmp_path, "/", {"cpu.max": limit})
+    assert cores(tmp_path) == found
+
+
+def test_the_tightest_group_around_the_process_counts(tmp_path):
+    files = {
+        "a/cpu.max": "400000 100000",
+        "a/b/cpu.max": "max 100000",
+        "a/b/c/cpu.max": "800000 100000",
+        "other/cpu.max": "100000 100000",
+    }
+    group(tmp_path, "/a/b/c", files)
+    assert cores(tmp_path) == 4
+
+
+def test_the_first_version_of_control_groups_counts_too(tmp_path):
+    none = {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}
+    group(tmp_path, "/", {}, "4:memory:")
+    group(tmp_path, "/", none, "3:cpu,cpuacct:")
+    assert cores(tmp_path) == 200
+    own = {"cpu/pod/cpu.cfs_quota_us": "150000", "cpu/pod/cpu.cfs_period_us": "100000"}
+    group(tmp_path, "/pod", own, "3:cpu,cpuacct:")
+    assert cores(tmp_path) == math.ceil(1.5)
+
+
+def test_merges_follow_the_cores_up_to_their_memory():
+    assert [merges_at_once(n) for n in (1, 2, 8, 200)] == [1, 1, 2, MERGES_AT_ONCE]
+
+
+def test_nothing_else_counts_cores():
+    package = Path(machine.__file__).parent
+    counts = ("cpu_count", "getaffinity")
+    found = {
+        path.name
+        for path in package.rglob("*.py")
+        if any(count in path.read_text() for count in counts)
+    }
+    assert found == {"machine.py"}
