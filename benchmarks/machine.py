@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import importlib.metadata
 import os
@@ -116,9 +117,7 @@ class PeakUse(_Watch):
     def _look(self) -> None:
         for name, folder in _processes(self._workdir):
             with contextlib.suppress(OSError, StopIteration):
-                lines = (folder / "status").read_text().splitlines()
-                line = next(each for each in lines if each.startswith("VmHWM:"))
-                peak = int(line.split()[1]) * 1024
+                peak = 1024 * _number(folder / "status", "VmHWM:")
                 self.memory[name] = max(self.memory.get(name, 0), peak)
         self.disk = max(self.disk, sum(self._file_sizes()))
 
@@ -129,6 +128,64 @@ class PeakUse(_Watch):
             for name in files:
                 with contextlib.suppress(OSError):  # Renamed or removed meanwhile.
                     yield (Path(folder) / name).stat().st_blocks * 512
+
+
+@dataclasses.dataclass(kw_only=True)
+class Life:
+    """What a process came to, in bytes, and the seconds from its first sample until it
+    served."""
+
+    first: float
+    """Time of its first sample, in unix seconds."""
+    start: int = 0
+    """Peak of memory when it began to serve; 0 before."""
+    peak: int = 0
+    own: int = 0
+    """Most memory of its own (RssAnon), as sampled: without files that are mapped."""
+    read: int = 0
+    """Bytes that it had read when it began to serve."""
+    seconds: float = 0.0
+
+
+class CoordinatorLives(_Watch):
+    """The lives of a run's coordinator, one for each of its processes."""
+
+    pause_s = 0.1
+
+    def __init__(self, workdir: Path) -> None:
+        super().__init__()
+        self._workdir = workdir
+        self._found: dict[str, Life] = {}
+
+    @property
+    def lives(self) -> list[Life]:
+        """All lives, the first one first."""
+        return list(self._found.values())
+
+    def _look(self) -> None:
+        for name, folder in _processes(self._workdir):
+            if name != "coordinator":
+                continue
+            with contextlib.suppress(OSError, StopIteration):
+                self._sample(folder)
+
+    def _sample(self, folder: Path) -> None:
+        life = self._found.setdefault(folder.name, Life(first=time.time()))
+        life.peak = max(life.peak, 1024 * _number(folder / "status", "VmHWM:"))
+        life.own = max(life.own, 1024 * _number(folder / "status", "RssAnon:"))
+        address = self._workdir / run_files.ADDRESS
+        # A life that was killed leaves its address, which is older.
+        if not life.start and address.exists():
+            served = address.stat().st_mtime
+            if served > life.first:
+                life.start, life.seconds = life.peak, served - life.first
+                life.read = _number(folder / "io", "rchar:")
+
+
+def _number(path: Path, what: str) -> int:
+    """Return a number of a file of /proc. Raises StopIteration without it."""
+    lines = path.read_text().splitlines()
+    return int(next(each for each in lines if each.startswith(what)).split()[1])
 
 
 def _processes(workdir: Path) -> Iterator[tuple[str, Path]]:

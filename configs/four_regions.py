@@ -54,7 +54,6 @@ def config() -> Config:
             time_budget_s=60.0,
             merge_buffer_bytes=32 << 30,
             snapshot_every_s=400.0,
-            outage_budget_s=900.0,
         ),
         launch=LaunchConfig(
             name="four-regions",

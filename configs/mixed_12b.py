@@ -51,13 +51,12 @@ def config() -> Config:
                 remat="full",
             ),
         },
-        # Rounds of snapshots that the disk has time for, and leases that last through a
-        # restart of the coordinator, which reads 141 GB.
+        # Rounds of snapshots that the disk has time for. Leases last through a restart
+        # of the coordinator, which reads 141 GB, by themselves.
         placement=Placement(
             time_budget_s=60.0,
             merge_buffer_bytes=32 << 30,
             snapshot_every_s=400.0,
-            outage_budget_s=900.0,
         ),
         launch=LaunchConfig(
             name="mixed-12b",

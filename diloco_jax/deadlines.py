@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+SLOWEST_LINK_BITS_PER_S = 1e8
+"""Rate below which a link counts as broken."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Deadlines:
@@ -50,7 +53,8 @@ class Deadlines:
     @property
     def reunion_s(self) -> float:
         """Time within which islands that were cut off together are all back: the
-        longest pause, and as long again to get through."""
+        longest pause, and as long again to get through. Anchors that were being fetched
+        are kept for as long."""
         return 2 * self.retry_max_s
 
     @property
@@ -65,8 +69,12 @@ class Deadlines:
 
     @property
     def pin_s(self) -> float:
-        """Time for which a join may fetch the versions that it began with."""
+        """Time within which one fetch must end."""
         return 6 * self.budget_s
+
+    def join_s(self, octets: int) -> float:
+        """Time within which a join that fetches so many bytes is done."""
+        return self.pin_s + 8 * octets / SLOWEST_LINK_BITS_PER_S
 
 
 class Backoff:

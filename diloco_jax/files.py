@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -12,6 +14,49 @@ from typing import Any
 
 from diloco_jax.errors import ConfigError
 from diloco_jax.paths import naming
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a write that finds no space."""
+
+
+class Appended:
+    """A file to which bytes are appended whole, or not at all: an append that fails,
+    as on a full disk, leaves the file as it was and can be repeated."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, and make it if it is missing."""
+        self.path = path
+        with naming(path):
+            self._file = path.open("ab", buffering=0)
+        self._end = os.fstat(self._file.fileno()).st_size
+        self._torn = False
+
+    def append(self, data: bytes, *, sync: bool = False) -> None:
+        """Append these bytes. sync: they are on disk when this returns."""
+        with naming(self.path):
+            if self._torn:
+                self._cut()
+            self._torn = True
+            try:
+                left = memoryview(data)
+                while left:
+                    left = left[self._file.write(left) or 0 :]
+                if sync:
+                    os.fsync(self._file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):  # The next append tries again.
+                    self._cut()
+                raise
+            self._end, self._torn = self._end + len(data), False
+
+    def close(self) -> None:
+        """Close the file."""
+        with naming(self.path):
+            self._file.close()
+
+    def _cut(self) -> None:
+        os.ftruncate(self._file.fileno(), self._end)
+        self._torn = False
 
 
 def write_json(value: Mapping[str, Any], path: str | Path) -> None:

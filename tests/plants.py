@@ -51,6 +51,10 @@ class Plant(NamedTuple):
     broken: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+def _always(has_space: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda disk: True
+
+
 def _forgets_the_last_merge(recover: Callable[..., Any]) -> Callable[..., Any]:
     def broken(config: Any, snapshot: Any, records: Any, now: float) -> Any:
         merges = [i for i, r in enumerate(records) if isinstance(r, Merged)]
@@ -275,6 +279,9 @@ PLANTS = {
     ),
     "publishes_go_with_the_newest_snapshot": Plant(
         "chains", Disk, "forget", _forgets_all
+    ),
+    "a_record_without_space_counts_as_written": Plant(
+        "data", Disk, "has_space", _always
     ),
     "a_prepared_merge_is_restored": Plant(
         "restored", Disk, "restore", _counts_what_was_prepared

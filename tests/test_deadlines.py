@@ -15,3 +15,9 @@ def test_pauses_double_up_to_the_longest():
 def test_earlier_failures_count():
     assert Backoff(DEADLINES, failures=2).next_s() == 4.0
     assert Backoff(DEADLINES, failures=1000).next_s() == 10.0
+
+
+def test_a_join_has_the_time_that_its_bytes_take_on_the_slowest_link():
+    assert DEADLINES.join_s(0) == DEADLINES.pin_s
+    of_12b = DEADLINES.join_s(4 * 12 * 10**9) - DEADLINES.pin_s
+    assert of_12b == 48e9 * 8 / 0.1e9

@@ -57,8 +57,9 @@ class Placement:
         60.0,
         SOME_SECONDS,
         group=DEADLINES,
-        help="Seconds of data an island holds, to train through a coordinator's "
-        "outage.",
+        help="Least seconds of data that an island holds, to train through a "
+        "coordinator's outage; it is as long as a restart takes by the size of the "
+        "state and launch.coordinator_disk_gb, if that is longer.",
     )
     compile_budget_s: float = setting(
         600.0,
@@ -160,6 +161,17 @@ class Placement:
         help="Faults to inject, WHO@STEP:ACTION: v5p-a@40:kill, v5p-a@40:pause15, "
         "coordinator@12:kill (its step is a merge).",
     )
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds for which an island without data waits before it ends."""
+        return 3 * self.outage_budget_s
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds for which an island is there without a coordinator, at least: it
+        trains on the data that it holds, then it waits."""
+        return self.outage_budget_s + self.patience_s
 
     @property
     def deadlines(self) -> Deadlines:

@@ -122,6 +122,7 @@ class StoreHolder:
         payloads: Sequence[npt.NDArray[np.uint8]],
         squares: Sequence[Squares],
     ) -> None:
+        self._store.put_aside(merge.fragment, self._publishes.mapped)
         started = time.monotonic()
         merged = self._store.merge(
             merge.fragment,
@@ -178,6 +179,7 @@ class StoreHolder:
             version=merged.version,
             digest=digest_arrays(merged.state.theta),
         )
+        self._store.expire_pins()
         give_back()
         self._post(None, lambda: self._note(note))
 

@@ -17,12 +17,12 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from diloco_jax.config import ConfigError
-from diloco_jax.paths import naming
+from diloco_jax.files import Appended
 from diloco_jax.sealed import sync_folder
 
 logger = logging.getLogger(__name__)
@@ -43,29 +43,33 @@ Line = dict[str, Any]
 class RecordLog:
     """Append durable records to the newest segment of a folder."""
 
-    def __init__(self, folder: Path, after: int = -1) -> None:
-        """after: the number of a snapshot; segments of this log have higher numbers."""
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        after: int = -1,
+        repeat: Callable[[str, Callable[[], None]], None] = lambda what, write: write(),
+    ) -> None:
+        """after: the number of a snapshot; segments of this log have higher numbers.
+        repeat: calls a write until there is space for it (`DiskWait.until_written`).
+        """
+        self._folder, self._repeat = folder, repeat
         folder.mkdir(parents=True, exist_ok=True)
         self.segment = next_number(folder, after)
-        self._file = _path(folder, self.segment).open("ab")
-        for made in (folder, folder.parent):
-            sync_folder(made)
+        self._file = self._open(self.segment)
+        sync_folder(folder.parent)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write a record; it is on disk when this returns."""
-        with naming(_path(self._folder, self.segment)):
-            self._file.write(frame(record))
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        data = frame(record)
+        self._repeat("a record of the log", lambda: self._file.append(data, sync=True))
 
     def rotate(self) -> int:
-        """Start the next segment; return the number of the segment that ended."""
-        ended = self.segment
-        self._file.close()
-        self.segment += 1
-        self._file = _path(self._folder, self.segment).open("ab")
-        sync_folder(self._folder)
+        """Start the next segment; return the number of the segment that ended. Raises
+        OSError if the disk is full; nothing has changed then."""
+        ended, before = self.segment, self._file
+        self._file = self._open(ended + 1)
+        self.segment = ended + 1
+        before.close()
         return ended
 
     def forget(self, through: int) -> None:
@@ -76,8 +80,19 @@ class RecordLog:
 
     def close(self) -> None:
         """Close the newest segment."""
-        with naming(_path(self._folder, self.segment)):
-            self._file.close()
+        self._file.close()
+
+    def _open(self, segment: int) -> Appended:
+        path = _path(self._folder, segment)
+        file = Appended(path)
+        try:
+            sync_folder(self._folder)
+        except OSError:
+            # Beside it, an unfinished record of the segment before would be damage.
+            file.close()
+            path.unlink()
+            raise
+        return file
 
 
 def next_number(folder: Path, after: int) -> int:

@@ -17,12 +17,13 @@ from typing import Any
 
 import jax
 
-from diloco_jax import checkpoint, compilation, files, run_files, storage
+from diloco_jax import checkpoint, compilation, files, restart_time, run_files, storage
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import origin, summary, term
+from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
 from diloco_jax.coordinator.inbox import SPARED_BYTES, Inbox, Rooms
@@ -94,9 +95,8 @@ class Coordinator:
         self, config: Config, workdir: Path, *, init: bool, resume: bool = False
     ) -> None:
         """Prepare or find the run in `workdir`, once it is sure to be served."""
-        self._config, self._workdir = config, workdir
-        self._init, self._resume = init, resume
-        self._open = contextlib.ExitStack()
+        self._workdir = workdir
+        self._init, self._resume, self._open = init, resume, contextlib.ExitStack()
         placement = config.placement
         self._tls = (
             TlsFiles.load(placement.certificates, "coordinator")
@@ -112,6 +112,7 @@ class Coordinator:
             storage.require_access(self._folder)
         self._model = build(config.run)
         self._plan = build_plan(config.run, self._model)
+        self._config = config = restart_time.lasting(config, self._plan.total)
         # Islands need it: refuse a name that optax lacks before they start.
         build_inner(config.run, self._model)
         require_room(config, self._plan)
@@ -123,6 +124,7 @@ class Coordinator:
         else:
             self._facts = RunFacts(run_id="", begun_unix=time.time())
         self._deadlines = config.placement.deadlines
+        self._disk = DiskWait(config.placement.alone_s, lambda: self._interrupted)
         self._refreshed = 0.0
         self._end_by: float | None = None
         self._interrupted = False
@@ -149,20 +151,11 @@ class Coordinator:
         self._publishes = Publishes(workdir / run_files.PUBLISHES)
         found = self._snapshots.newest()
         if found is None and not self._init and gathered is None:
-            remedy = "start it with --init again: it ended before its first one"
-            if workdirs.has_begun(workdir):
-                remedy = (
-                    "bring that folder back, or begin a new run with --init in another "
-                    "--workdir"
-                )
-            raise ConfigError(
-                f"{workdir} holds run {self._facts.run_id} but no snapshot of it in "
-                f"{self._folder}, and without --init nothing is initialised; {remedy}"
-            )
+            raise origin.without_snapshot(workdir, self._facts.run_id, self._folder)
         if found is None and gathered is None:
             # Left by a start that failed: no run exists before the first snapshot.
             remove_tape(workdir / run_files.TAPE)
-        self._tape = Tape(workdir / run_files.TAPE)
+        self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
         self._open.callback(self._tape.close)
         state = self._make_state(gathered, found)
         self._saver = Saver(self.store, self._snapshots, self._publishes, self._log)
@@ -173,8 +166,7 @@ class Coordinator:
         self._over = self._roster.saved_unix() if state.phase == "done" else 0.0
         spared = SPARED_BYTES * self.policy_config.parameters
         rooms = Rooms(placement.merge_buffer_bytes, workdir, spared)
-        inbox = Inbox(self.store.layouts_up, rooms)
-        sessions = Sessions()
+        inbox, sessions = Inbox(self.store.layouts_up, rooms), Sessions()
         self.lead = Lead(
             self.policy_config,
             state,
@@ -201,7 +193,7 @@ class Coordinator:
             sessions=sessions,
             roster=self._roster,
             metrics=self._metrics,
-            status=lambda: self._status,
+            status=self._shown,
         )
         if gathered is not None:
             self._server.hand_over(service)
@@ -219,20 +211,20 @@ class Coordinator:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._asked_to_end)
         self.lead.run()
-        over = self.lead.finished or self._interrupted
-        return EXIT_DONE if over else EXIT_FAILED
+        return EXIT_DONE if self.lead.finished or self._interrupted else EXIT_FAILED
 
     def conclude(self) -> int:
         """Write the last snapshot and the summary; return the exit code. Not called
         after a failure: then only what was durable counts."""
         self._server.stop(self._deadlines.stop_s / 5)
-        self._roster.save()
         finished = self.lead.finished
+        write = self._disk.until_written if finished else self._disk.once
+        write("islands' measures", self._roster.save)
         if not finished:
             # The sender of a signal may not wait for a snapshot.
-            self._sum_up()
+            write("the summary", self._sum_up)
         if self._snapshots.wait(self._patience_s):
-            self._saver.save_all(self.lead.state)
+            write("a snapshot", self._save)
         else:
             logger.error(
                 "a snapshot has not ended within %g s: none is written at the end, and "
@@ -244,30 +236,25 @@ class Coordinator:
                 return EXIT_FAILED
         if finished:
             # The summary says that the run is over: nothing is left to do.
-            self._sum_up()
-        return EXIT_DONE
+            write("the summary", self._sum_up)
+        return EXIT_FAILED if self._disk.alerts else EXIT_DONE
+
+    def _save(self) -> None:
+        """Write the last snapshots; before the run is over, what there is time for."""
+        within_s = None if self.lead.finished else self._deadlines.stop_s / 2
+        self._saver.save_all(self.lead.state, within_s)
 
     def _sum_up(self) -> None:
         """Write the summary, unless the run was over before and left it."""
-        digest = self.store.digest()
-        left = workdirs.read_summary(self._workdir)
-        if self._over and left.get("parameters_digest") == digest:
-            return
-        now = self._over or time.time()
-        result = summary.summary(
-            self.policy_config,
-            self.lead.state,
+        summary.write(
+            self._workdir,
+            self._config,
+            self.lead,
             self._roster,
-            wall_seconds=now - self._facts.begun_unix,
-            alerts=[
-                *self.lead.journal.alerts,
-                *summary.missing(self._config, self._roster),
-            ],
-            now=now,
+            begun_unix=self._facts.begun_unix,
+            over_unix=self._over,
+            digest=self.store.digest(),
         )
-        result["parameters_digest"] = digest
-        result["ignored_messages"] = dict(self.lead.journal.ignored_messages)
-        files.write_json(result, self._workdir / run_files.SUMMARY)
 
     def close(self) -> None:
         """End service and close the files; also after a start that failed."""
@@ -340,7 +327,8 @@ class Coordinator:
         return state
 
     def _open_log(self, after: int) -> durable.RecordLog:
-        log = durable.RecordLog(self._workdir / run_files.LOG, after)
+        folder = self._workdir / run_files.LOG
+        log = durable.RecordLog(folder, after, self._disk.until_written)
         self._open.callback(log.close)
         return log
 
@@ -364,10 +352,14 @@ class Coordinator:
         if now - self._refreshed >= REFRESH_S:
             self._refreshed = now
             self._refresh(lead)
-            self._roster.save()
+            with self._disk.put_off("islands' measures"):
+                self._roster.save()
+        for waited in self._disk.over():
+            lead.journal.alert(waited)
         ending = lead.finished or self._interrupted
         if self._snapshots.due(now) and not ending:
-            self._saver.write_next(now, lead.state)
+            with self._disk.put_off("a snapshot"):
+                self._saver.write_next(now, lead.state)
         if ending:
             if self._end_by is None:
                 logger.info("ending, %s", "asked to" if self._interrupted else "done")
@@ -380,15 +372,21 @@ class Coordinator:
 
     def _refresh(self, lead: Lead) -> None:
         now = time.time()
+        own = [*self._snapshots.alerts(time.monotonic()), *self._metrics.alerts]
         self._status = summary.status(
             lead.config,
             lead.state,
             self._roster,
             seconds=now - self._facts.begun_unix,
-            alerts=[*lead.journal.alerts, *self._snapshots.alerts(time.monotonic())],
+            alerts=[*lead.journal.alerts, *own],
             now=now,
             tally=lead.tally,
         )
+
+    def _shown(self) -> dict[str, Any]:
+        """Return the status, with what holds up the next one: a full disk."""
+        shown = self._status
+        return {**shown, "alerts": [*self._disk.alerts, *shown["alerts"]]}
 
     def _patience_s(self) -> float:
         """Return the longest wait for the snapshot that is being written at the end."""

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from etils.epath import Path as Folder
 
 from diloco_jax import environment
-from diloco_jax.config import Config
+from diloco_jax import workdir as workdirs
+from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.publishes import Publishes
@@ -49,7 +51,7 @@ def initialise(
 
     workdir: of the run, for files of the time of the read."""
     run = config.run
-    pin_s = config.placement.deadlines.pin_s
+    pin_s = config.placement.deadlines.reunion_s
     # The draw is not kept beside its copy; files are read a piece at a time.
     began = time.monotonic()
     store = Store(run, plan, first_pieces(run, model, workdir), pin_s)
@@ -102,7 +104,7 @@ def recover(
         for record in log_records
         if isinstance(record, records.Merged)
     }
-    store = Store(config.run, plan, None, config.placement.deadlines.pin_s)
+    store = Store(config.run, plan, None, config.placement.deadlines.reunion_s)
     begins, behind = [], False
     for fragment in state.fragments:
         begin, replayed = _restore(
@@ -170,8 +172,23 @@ def _restore(
             fragment, version, committed.get((fragment, version))
         )
         store.replay(fragment, version, payload, final=final)
+        store.put_aside(fragment, publishes.mapped)
         moved |= not final
     return begin, moved
+
+
+def without_snapshot(workdir: Path, run_id: str, folder: Folder) -> ConfigError:
+    """Return the error of a run that has no snapshot in its folder."""
+    remedy = "start it with --init again: it ended before its first one"
+    if workdirs.has_begun(workdir):
+        remedy = (
+            "bring that folder back, or begin a new run with --init in another "
+            "--workdir"
+        )
+    return ConfigError(
+        f"{workdir} holds run {run_id} but no snapshot of it in {folder}, and without "
+        f"--init nothing is initialised; {remedy}"
+    )
 
 
 def _record(line: Mapping[str, Any], where: str) -> records.Durable:

@@ -79,6 +79,14 @@ class Publishes:
             raise _damaged(fragment, version, what)
         return made[0].data, bool(header["final"])
 
+    def mapped(self, fragment: int, version: Version) -> Buffer | None:
+        """Return a publish where it lies on the disk, which was read or written
+        before; None if it was deleted since."""
+        try:
+            return sealed.mapped(self._path(fragment, version))
+        except sealed.SealedError:
+            return None
+
     def versions(self, fragment: int) -> list[Version]:
         """Return the versions that are on disk, oldest first."""
         found = self._path(fragment, Version()).parent.glob("*.publish")

@@ -6,6 +6,8 @@ all of one moment. They are written on another thread.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 
 from diloco_jax.coordinator.log import RecordLog
@@ -13,6 +15,8 @@ from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.protocol.coordinator.state import State
+
+logger = logging.getLogger(__name__)
 
 
 class Saver:
@@ -32,21 +36,33 @@ class Saver:
         """Begin to write what is due: the fragment whose turn it is, and the state once
         in a round."""
         saves = []
-        for fragment in self._unsaved(state)[:1]:
-            self._snapshots.took_turn(fragment)
-            saves.append(self._fragment(fragment, state))
         if self._snapshots.state_due(now):
-            self._snapshots.took_state(now)
             saves.append(self._state(state))
+            self._snapshots.took_state(now)
+        for fragment in self._unsaved(state)[:1]:
+            saves.append(self._fragment(fragment, state))
+            self._snapshots.took_turn(fragment)
         if saves:
             self._snapshots.write(now, saves)
 
-    def save_all(self, state: State) -> None:
-        """Write every fragment that is in no snapshot yet, and the state; all of it is
-        durable when this returns."""
-        for fragment in self._unsaved(state):
-            self._fragment(fragment, state)()
+    def save_all(self, state: State, within_s: float | None) -> None:
+        """Write the state, then every fragment whose version is in no snapshot yet; all
+        of it is durable when this returns. within_s: seconds after which no other
+        fragment is begun: its publishes are on disk, and a restart goes on from them.
+        """
+        began = time.monotonic()
         self._state(state)()
+        unsaved = self._unsaved(state)
+        for written, fragment in enumerate(unsaved):
+            if within_s is not None and time.monotonic() - began >= within_s:
+                logger.info(
+                    "%d of %d fragments are in no snapshot of their newest version: "
+                    "they go on from what was published of them",
+                    len(unsaved) - written,
+                    len(state.fragments),
+                )
+                return
+            self._fragment(fragment, state)()
 
     def _unsaved(self, state: State) -> list[int]:
         return self._snapshots.unsaved([f.version for f in state.fragments])

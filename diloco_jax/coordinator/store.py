@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
+from diloco_jax.coordinator.pins import Pins, watch
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.spares import Spares
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragment_merge import (
-    Arrays,
     FragmentMerge,
     FragmentState,
     Squares,
@@ -48,9 +47,8 @@ from diloco_jax.wire.errors import VersionGone
 from diloco_jax.wire.server import FetchSource
 
 RETAINED_PUBLISHES = 4
-"""Encoded publishes kept per fragment, for islands that missed some."""
-PINNED_VERSIONS = 2
-"""Anchors kept per fragment for joins under way."""
+"""Encoded publishes kept per fragment, for islands that missed some: the newest one in
+memory, the others where they lie on the disk."""
 SPARE_ARRAYS = 3
 """Spare arrays of the largest fragment's size that are kept for the next merge: Theta,
 anchor and momentum; and a publish."""
@@ -82,12 +80,9 @@ class _Fragment:
     """`ComputedMerge.sample` of the last merge; empty if computed elsewhere."""
     digest: str
     publishes: deque[tuple[Version, Buffer]]
-    pins: dict[Version, tuple[Arrays, float]]
-    """Anchors that are being fetched in full, and the time when they expire."""
-
-    def expire_pins(self, now: float) -> None:
-        """Free the anchors that no island can be fetching any more."""
-        self.pins = {v: pin for v, pin in self.pins.items() if pin[1] > now}
+    on_disk: frozenset[Version]
+    """Versions of those publishes that are not in memory."""
+    pins: Pins
 
 
 class Store:
@@ -98,9 +93,9 @@ class Store:
         self, run: RunConfig, plan: FragmentPlan, params: Params | None, pin_s: float
     ) -> None:
         """Start every fragment at version (1, 0) with A = Theta = `params`. None: each
-        fragment is loaded before it is used."""
+        fragment is loaded before it is used. pin_s: seconds for which an anchor is kept
+        once nobody fetches it, for a stripe that broke and for other hosts."""
         self.plan = plan
-        self._pin_s = pin_s
         self._weighting = WEIGHTINGS.find(run.sync.weighting)
         self._spares = Spares()
         self._merges = [
@@ -131,7 +126,8 @@ class Store:
                     last=(),
                     digest="",
                     publishes=deque(maxlen=RETAINED_PUBLISHES),
-                    pins={},
+                    on_disk=frozenset(),
+                    pins=Pins(pin_s),
                 )
             )
 
@@ -210,8 +206,24 @@ class Store:
             current.version, current.state = merged.version, merged.state
             current.last, current.digest = merged.sample, ""
             current.publishes.append((merged.version, merged.payload))
-            current.expire_pins(time.monotonic())
+            current.pins.expire()
         self._spares.trim(self._spare_bytes)
+
+    def put_aside(
+        self, fragment: int, mapped: Callable[[int, Version], Buffer | None]
+    ) -> None:
+        """Free the memory of a fragment's retained publishes: another one is about to
+        come. mapped: returns the same bytes where they lie on the disk, if they are
+        there."""
+        current = self._fragments[fragment]
+        with self._lock:
+            held = [v for v, _ in current.publishes if v not in current.on_disk]
+        found = {v: p for v in held if (p := mapped(fragment, v)) is not None}
+        with self._lock:
+            kept = [(v, found.get(v, p)) for v, p in current.publishes]
+            current.publishes = deque(kept, maxlen=RETAINED_PUBLISHES)
+            versions = {v for v, _ in kept}
+            current.on_disk = (current.on_disk | found.keys()) & versions
 
     def replay(
         self, fragment: int, version: Version, payload: Buffer, *, final: bool
@@ -247,8 +259,22 @@ class Store:
             if have is not None and kept and _is_chain(have, want, len(kept)):
                 tiles = [box for p in kept for box in layout.cut(p, part)]
                 return _source(want, tiles, count=len(kept))
-            anchor = self._pinned(state, want)
-        return _source(want, layout.cut_values(anchor, part), count=0)
+            current = state.state.anchor if want == state.version else None
+            pin = state.pins.begin(want, current)
+        if pin is None:
+            raise VersionGone(
+                f"version {tuple(want)} is not kept any more, the current one is "
+                f"{tuple(state.version)}; fetch this fragment again"
+            )
+        source = _source(want, layout.cut_values(pin.anchor, part), count=0)
+        watch(pin, source)
+        return source
+
+    def expire_pins(self) -> None:
+        """Free the anchors that no island is fetching any more."""
+        with self._lock:
+            for fragment in self._fragments:
+                fragment.pins.expire()
 
     def params(self) -> Params:
         """Return the global parameters Theta as a nested dict (numpy, f32), in their
@@ -303,24 +329,6 @@ class Store:
             jax.tree.unflatten(rules, whole.get("merge", [])),
         )
         current.version, current.digest, current.last = version, "", ()
-
-    def _pinned(self, state: _Fragment, want: Version) -> Arrays:
-        now = time.monotonic()
-        state.expire_pins(now)
-        anchor: Arrays | None = None
-        if want == state.version:
-            anchor = state.state.anchor
-        elif want in state.pins:
-            anchor = state.pins[want][0]
-        if anchor is None:
-            raise VersionGone(
-                f"version {tuple(want)} is not kept any more, the current one is "
-                f"{tuple(state.version)}; fetch this fragment again"
-            )
-        state.pins[want] = (anchor, now + self._pin_s)
-        while len(state.pins) > PINNED_VERSIONS:
-            del state.pins[min(state.pins)]
-        return anchor
 
 
 def _as_lists(state: FragmentState) -> dict[str, list[Any]]:

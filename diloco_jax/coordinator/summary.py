@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
+from diloco_jax import run_files
+from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config
+from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.files import json_number
+from diloco_jax.files import json_number, write_json
 from diloco_jax.observability import measures
 from diloco_jax.protocol.coordinator import ending, ledger
 from diloco_jax.protocol.coordinator.ledger import Sums, Tally
@@ -49,6 +54,38 @@ def status(
         down: sum(island[down] for island in islands.values()),
         "islands": islands,
     }
+
+
+def write(
+    workdir: Path,
+    config: Config,
+    lead: Lead,
+    roster: Roster,
+    *,
+    begun_unix: float,
+    over_unix: float,
+    digest: str,
+) -> None:
+    """Write `summary.json`, unless the run was over before this life and left it.
+
+    over_unix: when the run was over; 0 if this life has ended it. digest: of the global
+    parameters.
+    """
+    left = workdirs.read_summary(workdir)
+    if over_unix and left.get("parameters_digest") == digest:
+        return
+    now = over_unix or time.time()
+    result = summary(
+        lead.config,
+        lead.state,
+        roster,
+        wall_seconds=now - begun_unix,
+        alerts=[*lead.journal.alerts, *missing(config, roster)],
+        now=now,
+    )
+    result["parameters_digest"] = digest
+    result["ignored_messages"] = dict(lead.journal.ignored_messages)
+    write_json(result, workdir / run_files.SUMMARY)
 
 
 def summary(

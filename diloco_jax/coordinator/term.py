@@ -60,7 +60,7 @@ def begin(
     """Make the state that the new term begins with: Theta = A, without momentum. The
     tape says so."""
     opened = gathered.opened
-    pin_s = config.placement.deadlines.pin_s
+    pin_s = config.placement.deadlines.reunion_s
     store = Store(config.run, plan, gathered.params, pin_s)
     for fragment, version in enumerate(opened.versions):
         store.load(fragment, store.arrays(fragment), version)

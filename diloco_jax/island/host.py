@@ -94,7 +94,8 @@ class Host(Parts[Loop]):
             compile_ahead(
                 trainer, self._exchange, self._zeros, self.config.run.sequence_length
             )
-            self._meet("compiled")
+            budget_s = self.config.placement.compile_budget_s
+            self._meet("compiled", budget_s, "placement.compile_budget_s")
         params, self._zeros = self._exchange.warm(self._zeros), {}
         batch = self._validation[0]
         if self.config.placement.evaluate_every_steps:
@@ -115,9 +116,9 @@ class Host(Parts[Loop]):
             self.plan, self._trainer, self._exchange, versions
         )
         # A join moves tiles between hosts, which may have read for unequal times.
-        self._meet("restored")
+        self._meet("restored", self.join_s, "placement.outage_budget_s")
         replica = join(self.plan, self._trainer, self._exchange, anchors, restored)
-        self._meet("ready")
+        self._meet("ready", self.join_s, "placement.outage_budget_s")
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()
         if restored is not None:
@@ -146,13 +147,11 @@ class Host(Parts[Loop]):
             faults=faults,
         )
 
-    def _meet(self, what: str) -> None:
+    def _meet(self, what: str, timeout_s: float, field: str) -> None:
+        """Meet the other hosts. field: setting to raise if that takes too long."""
         if self._hosts is not None:
-            self._hosts.meet(
-                what,
-                self.config.placement.compile_budget_s,
-                lambda: self.mailbox.ending is not None,
-            )
+            mailbox = self.mailbox
+            self._hosts.meet(what, timeout_s, lambda: mailbox.ending is not None, field)
 
     def save_due(self) -> bool:
         """Tell if a checkpoint is to be written now."""

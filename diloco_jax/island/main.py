@@ -237,7 +237,12 @@ class LeadingHost(Generic[L]):
             self._hosts,
         )
         self._receiver = receiver = Receiver(
-            host.fetcher, mailbox, self._deadlines, welcome.versions, self._orders
+            host.fetcher,
+            mailbox,
+            self._deadlines,
+            welcome.versions,
+            self._orders,
+            host.join_s,
         )
         mailbox.post(Status(phase="compiling"))
         self._link.start(Targets(want=receiver.want, resend=self._resend))

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 import jax
 
+from diloco_jax import restart_time
 from diloco_jax.config import Config
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.faults import Faults
@@ -33,6 +34,7 @@ class Parts(abc.ABC, Generic[L]):
         self, config: Config, name: str, coordinator_address: str, plan: FragmentPlan
     ) -> None:
         """Raise ConfigError or SecurityError."""
+        config = restart_time.lasting(config, plan.total)
         placement = config.placement
         certificates = placement.certificates
         self.config, self.name, self.island = config, name, config.island(name)
@@ -45,6 +47,13 @@ class Parts(abc.ABC, Generic[L]):
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,
         )
+
+    @property
+    def join_s(self) -> float:
+        """Longest wait of hosts for each other in a join, once all is compiled. The
+        coordinator may start again meanwhile."""
+        fetched_s = self.deadlines.join_s(4 * self.plan.total)
+        return self.config.placement.outage_budget_s + fetched_s
 
     @abc.abstractmethod
     def build(self, identity: Identity, hosts: Hosts | None) -> None:

@@ -66,7 +66,7 @@ class Stepping:
 
     def __post_init__(self) -> None:
         self._deadlines = self.config.placement.deadlines
-        self._patience_s = 3 * self.config.placement.outage_budget_s
+        self._patience_s = self.config.placement.patience_s
         self.done = 0
         """Steps made so far."""
         self._seen = Decision()

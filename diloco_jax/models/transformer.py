@@ -33,6 +33,7 @@ from diloco_jax.models.model import (
     split_batch,
     weighted_loss,
 )
+from diloco_jax.models.noise import normal
 from diloco_jax.models.rotary import frequencies, rotations
 from diloco_jax.models.stack import run_layers
 
@@ -167,7 +168,7 @@ def _init(tensors: dict[str, Any], key: jax.Array) -> Params:
     """
     leaves, structure = jax.tree.flatten(tensors, is_leaf=_is_tensor)
     sizes = [math.prod(t.shape) if t.std else 0 for t in leaves]
-    noise = jax.random.normal(key, (sum(sizes),), jnp.float32)
+    noise = normal(key, sum(sizes))
     parts = jnp.split(noise, list(itertools.accumulate(sizes))[:-1])
     values = [
         t.std * part.reshape(t.shape)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
+from diloco_jax.files import FULL
 from diloco_jax.observability.curves import Curves, Point
 from diloco_jax.observability.tape import JsonLines
 
+logger = logging.getLogger(__name__)
+
+MOST_WAITING = 100_000
+"""Lines that may wait for space on a full disk; beyond it, the oldest are left out."""
 CURVES = {
     "island": (
         *("loss", "eval_loss", "learning_rate"),
@@ -24,16 +31,37 @@ CURVES = {
 
 
 class Metrics:
-    """Lines of numbers with a kind and a time. Use from one thread at a time."""
+    """Lines of numbers with a kind and a time. Use from one thread at a time.
+
+    While the disk is full, lines wait in memory, and nobody waits for them."""
 
     def __init__(self, workdir: Path) -> None:
         self._lines = JsonLines(workdir / run_files.METRICS)
         self._curves = Curves(workdir / run_files.CURVES)
+        self._waiting: deque[Mapping[str, Any]] = deque()
+        self._left_out = 0
+
+    @property
+    def alerts(self) -> list[str]:
+        """What waits for the disk, and what was left out, for people."""
+        texts = []
+        if self._waiting:
+            texts.append(
+                f"{len(self._waiting)} lines wait for space on the disk of "
+                f"{self._lines.path}; free some there"
+            )
+        if self._left_out:
+            texts.append(
+                f"{self._lines.path} lacks {self._left_out} lines: the disk was full "
+                f"for too long"
+            )
+        return texts
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write a line, and a point of each of its curves: an island's curves over its
         own steps, a fragment's merges over versions."""
-        self._lines.append(record)
+        self._waiting.append(record)
+        self._write()
         kind = record["kind"]
         if kind == "island":
             name, step = record["island"], record["step"]
@@ -47,5 +75,25 @@ class Metrics:
 
     def close(self) -> None:
         """Close the files."""
+        self._write()
+        if lost := self._left_out + len(self._waiting):
+            logger.error(
+                "%s lacks %d lines: its disk is full or was", self._lines.path, lost
+            )
         self._lines.close()
         self._curves.close()
+
+    def _write(self) -> None:
+        """Write the lines that wait, as far as there is space."""
+        try:
+            while self._waiting:
+                self._lines.append(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if len(self._waiting) == 1:
+                logger.warning("%s has no space, its lines wait", self._lines.path)
+        while len(self._waiting) > MOST_WAITING:
+            self._waiting.popleft()
+            self._left_out += 1

@@ -16,12 +16,12 @@ import json
 import logging
 import os
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from diloco_jax.files import Appended
 from diloco_jax.observability import segments
-from diloco_jax.paths import naming
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +43,15 @@ class JsonLines:
     """A file to which JSON objects are appended, one flushed line each.
 
     A line that a crash left unfinished is cut off when the file is opened again;
-    `cut_bytes` is its length in bytes. Use from one thread at a time.
+    `cut_bytes` is its length in bytes. A line that cannot be written leaves nothing of
+    itself. Use from one thread at a time.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = self.path.open("ab")
         self.cut_bytes = _cut_torn_line(self.path)
+        self._file = Appended(self.path)
         if self.cut_bytes:
             logger.warning(
                 "%s ended in an unfinished line; its %d bytes are cut off",
@@ -64,13 +65,10 @@ class JsonLines:
 
     def close(self) -> None:
         """Close the file; appending afterwards is an error."""
-        with naming(self.path):
-            self._file.close()
+        self._file.close()
 
     def _write(self, line: bytes) -> None:
-        with naming(self.path):
-            self._file.write(line + b"\n")
-            self._file.flush()
+        self._file.append(line + b"\n")
 
 
 class Tape(JsonLines):
@@ -80,9 +78,14 @@ class Tape(JsonLines):
     """
 
     def __init__(
-        self, path: str | Path, segment_bytes: int = segments.SEGMENT_BYTES
+        self,
+        path: str | Path,
+        segment_bytes: int = segments.SEGMENT_BYTES,
+        repeat: Callable[[str, Callable[[], None]], None] = lambda what, write: write(),
     ) -> None:
+        """repeat: calls a write until there is space for it."""
         super().__init__(path)
+        self._repeat = repeat
         self._segment_bytes = segment_bytes
         self._bytes = self.path.stat().st_size
         self._prev = ""
@@ -96,19 +99,19 @@ class Tape(JsonLines):
         if "prev" in record:
             raise ValueError(f"a tape record cannot have a field 'prev': {record!r}")
         if self._bytes >= self._segment_bytes:
-            self._begin_segment()
+            self._repeat("a segment of the tape", self._begin_segment)
         line = _line({**record, "prev": self._prev})
-        self._write(line)
+        self._repeat("a line of the tape", lambda: self._write(line))
         self._bytes += len(line) + 1
         self._prev = _digest(line)
 
     def _begin_segment(self) -> None:
         # The file is not synced: on the thread of decisions, nothing waits for a disk
         # on behalf of the tape.
-        with naming(self.path):
-            self._file.close()
+        self._file.close()
+        if self.path.exists():  # It was put aside if this is another attempt.
             segments.put_aside(self.path)
-            self._file = self.path.open("ab")
+        self._file = Appended(self.path)
         self._bytes = 0
 
 
@@ -235,6 +238,8 @@ def _digest(line: bytes) -> str:
 
 
 def _cut_torn_line(path: Path) -> int:
+    if not path.exists():
+        return 0
     with path.open("rb+") as file:
         size = file.seek(0, os.SEEK_END)
         keep = _after_last_newline(file, size)

@@ -27,6 +27,7 @@ from diloco_jax.planning.machines import (
 from diloco_jax.planning.network import IslandNetwork, island_network
 from diloco_jax.planning.rates import CONSTANTS, DiskRates, MachineRates
 from diloco_jax.protocol.coordinator import schedule
+from diloco_jax.restart_time import outage_seconds
 from diloco_jax.wire.places import MOST_PLACES
 
 MOST_MEMORY = 0.95
@@ -224,19 +225,21 @@ def _egress(terms: Terms, needs: Needs) -> Check:
 def _join(terms: Terms, needs: Needs) -> Check:
     placement = terms.config.placement
     needed = max(network.join_seconds for network in needs.networks.values())
-    has = placement.deadlines.pin_s
+    octets = 4 * terms.fragments.total
+    has = placement.deadlines.join_s(octets)
 
     def changes() -> Iterator[dict[str, Any]]:
-        budget = math.ceil(placement.time_budget_s * needed / has)
+        missing = (needed - has) / placement.deadlines.pin_s
+        budget = math.ceil(placement.time_budget_s * (1 + missing))
         yield {"placement.time_budget_s": float(budget)}
 
     return Check(
         "join",
         needed,
         has,
-        f"a join takes {needed:.0f} s on a link of "
-        f"{terms.link_gbit_per_s:g} Gbit/s, and anchors are kept for it for {has:.0f} "
-        f"s (placement.time_budget_s = {placement.time_budget_s:g})",
+        f"a join of {octets / GB:.0f} GB takes {needed:.0f} s on a link of "
+        f"{terms.link_gbit_per_s:g} Gbit/s, and hosts wait for it for {has:.0f} s "
+        f"(placement.time_budget_s = {placement.time_budget_s:g})",
         changes,
     )
 
@@ -326,7 +329,7 @@ def _sizes(terms: Terms) -> Iterator[dict[str, Any]]:
 
 
 def _restart(terms: Terms, needs: Needs) -> Check:
-    has = terms.config.placement.outage_budget_s
+    has = outage_seconds(terms.config, terms.fragments.total)
 
     def changes() -> Iterator[dict[str, Any]]:
         yield {"placement.outage_budget_s": float(math.ceil(needs.restart_seconds))}
@@ -336,7 +339,9 @@ def _restart(terms: Terms, needs: Needs) -> Check:
         needs.restart_seconds,
         has,
         f"a restart of the coordinator takes {needs.restart_seconds:.0f} s and islands "
-        f"have data for {has:g} (placement.outage_budget_s)",
+        f"have data for {has:.0f} (placement.outage_budget_s = "
+        f"{terms.config.placement.outage_budget_s:g}, and more by the size of the "
+        f"state)",
         changes,
     )
 

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from diloco_jax import restart_time
 from diloco_jax.config import Placement, RunConfig
 from diloco_jax.coordinator.holder import merges_at_once
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.snapshots import BUSY_SHARE
-from diloco_jax.coordinator.store import RETAINED_PUBLISHES
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.merge import RULES, measures, merging
@@ -31,11 +31,11 @@ SNAPSHOT_COPIES = 1
 """Fragments that a snapshot holds while merges replace them."""
 FETCHES_PER_JOIN = 2
 """Fragments that a joining island pins at a time."""
-PROCESS_BYTES = 1 << 30
-"""The interpreter, its libraries and compiled programs."""
 PROCESS_S = 30.0
 """Seconds of a restart before the state is read: an assumption, for start and imports.
 """
+PROCESS_BYTES = 1 << 30
+"""The interpreter, its libraries and compiled programs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,9 @@ class CoordinatorPlan:
     merging: int
     """Spare buffers of the merges under way, and the memory of the rule."""
     publishes: int
-    """Encoded publishes, kept for islands that missed some."""
+    """Encoded publishes, the newest one of each fragment: older ones are read from the
+    disk for islands that missed some.
+    """
     joins: int
     """Anchors pinned for islands that join, if all join at once."""
     merge_buffer: int
@@ -111,8 +113,12 @@ class CoordinatorPlan:
         are half a round old on average, since fragments are written in turns.
         """
         state = self.theta + self.anchors + self.outer_state
-        read = (state + self.replayed_bytes) / disk_bytes_per_s
-        return PROCESS_S + read + self.replayed / 1e9 * self.replay_core_seconds
+        return PROCESS_S + restart_time.state_seconds(
+            state + self.replayed_bytes,
+            disk_bytes_per_s,
+            self.replayed,
+            self.replay_core_seconds,
+        )
 
 
 def plan_coordinator(
@@ -161,7 +167,7 @@ def plan_coordinator(
         ),
         "snapshots": SNAPSHOT_COPIES * held,
         "merging": at_once * (held + rule_bytes),
-        "publishes": RETAINED_PUBLISHES * sum(down),
+        "publishes": sum(down),
         "joins": min(islands * FETCHES_PER_JOIN * 4 * largest, 2 * params),
         "merge_buffer": min(islands * sum(up), placement.merge_buffer_bytes),
         "process": PROCESS_BYTES,

@@ -58,7 +58,7 @@ class Killed(BaseException):
 def test_killed_between_first_snapshot_and_log(config, monkeypatch, tmp_path):
     workdir = tmp_path / "run"
 
-    def killed(folder, after):
+    def killed(folder, after, repeat):
         raise Killed
 
     with monkeypatch.context() as patch:

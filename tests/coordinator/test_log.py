@@ -122,5 +122,4 @@ def test_a_full_disk_is_told_with_the_file(tmp_path):
     with pytest.raises(OSError, match="No space left") as failed:
         log.append({"kind": "joined"})
     assert failed.value.filename == str(segment)
-    with pytest.raises(OSError, match="No space left"):
-        log.close()
+    log.close()

@@ -1,11 +1,13 @@
 """A coordinator that comes back: what the log has must be of this version."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from etils import epath
 from msgspec.structs import replace
 
-from diloco_jax import checkpoint
+from diloco_jax import checkpoint, sealed
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -220,3 +222,44 @@ def test_a_record_of_another_version_is_named(recover, line):
         DurableError, match=f"'{line['kind']}'.* go on with the version"
     ):
         recover(line)
+
+
+def test_a_restart_reads_its_state_once(recover, merge, store, folder, monkeypatch):
+    """Each newest snapshot and each publish after it, and nothing else."""
+    read: Counter[str] = Counter()
+    read_into = sealed._read_into
+
+    def counted(file, block):
+        read[str(file.name)] += len(block)
+        return read_into(file, block)
+
+    monkeypatch.setattr(sealed, "_read_into", counted)
+    recover(records.line(JOINED), *(merge(number) for number in (1, 2)))
+    snapshots = {
+        str(fragment_path(folder, fragment, Version())): sum(
+            np.asarray(array).nbytes
+            for arrays in store.arrays(fragment).values()
+            for array in arrays
+        )
+        for fragment in range(len(store.plan.fragments))
+    }
+    publishes = {name: n for name, n in read.items() if name.endswith(".publish")}
+    assert read == snapshots | publishes
+    payload = store._merges[0].layout_down.total_bytes
+    assert sorted(publishes.values()) == [payload, payload]
+
+
+def test_publishes_that_a_restart_has_read_are_not_kept_in_memory(
+    recover, merge, store
+):
+    """They lie where they are on the disk, and serve all the same."""
+    lines = [merge(number) for number in (1, 2, 3)]
+    found, _, _ = recover(records.line(JOINED), *lines)
+    assert found._fragments[0].on_disk == {Version(1, n) for n in (1, 2, 3)}
+    for have, count in ((Version(1, 0), 3), (Version(1, 1), 2), (Version(1, 2), 1)):
+        sources = [s.fetch(0, Version(1, 3), have) for s in (found, store)]
+        assert [source.count for source in sources] == [count, count]
+        served, wanted = (
+            b"".join(bytes(buffer) for buffer in source.buffers) for source in sources
+        )
+        assert served == wanted

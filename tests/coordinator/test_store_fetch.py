@@ -10,8 +10,8 @@ import pytest
 from coordinator_support import PIN_S, arrays, load
 from store_support import merge_once
 
+from diloco_jax.coordinator.pins import PINNED_VERSIONS
 from diloco_jax.coordinator.store import (
-    PINNED_VERSIONS,
     RETAINED_PUBLISHES,
     Store,
 )
@@ -109,12 +109,51 @@ def test_of_too_many_versions_that_are_fetched_the_oldest_goes(store):
 def test_an_anchor_that_nobody_fetches_any_more_is_freed(store, monkeypatch):
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("diloco_jax.coordinator.store.time", clock)
+    monkeypatch.setattr("diloco_jax.coordinator.pins.time", clock)
     store.fetch(0, Version(1, 0), None)
     pinned = weakref.ref(store.arrays(0)["anchor"][0])
     merge_once(store, 0, Version(1, 1))
     assert pinned() is not None
     now[0] = PIN_S + 1.0
-    merge_once(store, 0, Version(1, 2))
+    store.expire_pins()
     gc.collect()
     assert pinned() is None
+
+
+def test_an_anchor_stays_while_it_is_fetched_however_long_that_takes(
+    store, monkeypatch
+):
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("diloco_jax.coordinator.pins.time", clock)
+    slow, quick = (store.fetch(0, Version(1, 0), None) for _ in range(2))
+    merge_once(store, 0, Version(1, 1))
+    del quick
+    now[0] = 10 * PIN_S
+    store.expire_pins()
+    assert store.fetch(0, Version(1, 0), None).full, "another stripe is under way"
+    del slow
+    gc.collect()
+    now[0] += 0.9 * PIN_S
+    store.expire_pins()
+    assert store.fetch(0, Version(1, 0), None).full, "a stripe may have broken"
+    now[0] += 1.1 * PIN_S
+    store.expire_pins()
+    with pytest.raises(VersionGone):
+        store.fetch(0, Version(1, 0), None)
+
+
+def test_publishes_on_the_disk_take_no_memory_and_are_served(store):
+    merged = merge_once(store, 0, Version(1, 1))
+    wanted, held = bytes(merged.payload), weakref.ref(merged.payload.obj)
+    del merged
+    store.put_aside(0, lambda fragment, version: None)
+    assert held() is not None, "its file is gone"
+    store.put_aside(0, lambda fragment, version: memoryview(wanted))
+    gc.collect()
+    assert held() is None
+    merge_once(store, 0, Version(1, 2))
+    source = store.fetch(0, Version(1, 2), Version(1, 0))
+    assert (source.full, source.count) == (False, 2)
+    served = b"".join(bytes(buffer) for buffer in source.buffers)
+    assert served.startswith(wanted)

@@ -20,6 +20,7 @@ from diloco_jax.protocol.values import Version
 from diloco_jax.wire.errors import VersionGone
 
 PATIENCE_S = 30.0
+FIELD = "placement.compile_budget_s"
 
 
 class Store:
@@ -67,17 +68,17 @@ def test_nobody_goes_on_before_all_are_here():
 
     def early(index):
         here.wait(PATIENCE_S)
-        Hosts(store, index, 3).meet("compiled", PATIENCE_S, never)
+        Hosts(store, index, 3).meet("compiled", PATIENCE_S, never, FIELD)
         return list(came)
 
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(early, index) for index in (0, 2)]
         with pytest.raises(HostsError, match="host 1 of this island"):
             # By then the early ones have come, too.
-            Hosts(store, 0, 3).meet("compiled", 0.1, never)
+            Hosts(store, 0, 3).meet("compiled", 0.1, never, FIELD)
         assert not any(one.done() for one in waiting)
         came.append("host 1")
-        Hosts(store, 1, 3).meet("compiled", PATIENCE_S, never)
+        Hosts(store, 1, 3).meet("compiled", PATIENCE_S, never, FIELD)
         assert [one.result(PATIENCE_S) for one in waiting] == [["host 1"]] * 2
 
 
@@ -86,13 +87,13 @@ def test_who_did_not_come_in_time_is_named_with_the_remedy():
         HostsError,
         match=r"host 1 .* 'compiled' within 0\.05 s of host 0.*compile_budget_s",
     ):
-        Hosts(Store(), 0, 2).meet("compiled", 0.05, never)
+        Hosts(Store(), 0, 2).meet("compiled", 0.05, never, FIELD)
 
 
 def test_an_island_that_must_end_does_not_wait_on():
     began = time.monotonic()
     with pytest.raises(HostsError):
-        Hosts(Store(), 0, 2).meet("ready", PATIENCE_S, lambda: True)
+        Hosts(Store(), 0, 2).meet("ready", PATIENCE_S, lambda: True, FIELD)
     assert time.monotonic() - began < PATIENCE_S / 2
 
 

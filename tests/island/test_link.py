@@ -228,7 +228,7 @@ def test_a_refused_delta_waits_for_its_verdict(coordinator, sender):
 @pytest.fixture
 def receiver(stack, client, mailbox):
     fetcher = Fetcher(client.transfers, IDENTITY, FakeExchange(), mailbox)
-    receiver = Receiver(fetcher, mailbox, DEADLINES, [Version(1, 0)])
+    receiver = Receiver(fetcher, mailbox, DEADLINES, [Version(1, 0)], None, 5.0)
     stack.callback(receiver.close, 5.0)
     return receiver
 

@@ -96,7 +96,12 @@ def fetched_by_threads() -> list[int]:
         return Arrival(fragment=request.fragment, version=request.want, anchor=())
 
     receiver = Receiver(
-        cast(Any, SimpleNamespace(fetch=fetch)), Mailbox(), Deadlines(WAIT_S), BEGIN
+        cast(Any, SimpleNamespace(fetch=fetch)),
+        Mailbox(),
+        Deadlines(WAIT_S),
+        BEGIN,
+        None,
+        WAIT_S,
     )
     receiver.fetch_all()
     joined.set()

@@ -70,8 +70,7 @@ class Follower:
         )
         self._orders.start()
         host.compile()
-        compile_s = config.placement.compile_budget_s
-        joined = self._hear_unless_refused("joined", compile_s)
+        joined = self._hear_unless_refused("joined", host.join_s)
         versions = msgspec.msgpack.decode(joined, type=list[Version])
         decisions = FollowDecisions(hosts, self.mailbox, begin.lead, deadlines.budget_s)
         faults = parse_faults(config.placement.faults, config.islands)

@@ -63,13 +63,16 @@ class Hosts:
             raise HostsError(_lost(error)) from error
         return heard
 
-    def meet(self, what: str, timeout_s: float, given_up: Callable[[], bool]) -> None:
+    def meet(
+        self, what: str, timeout_s: float, given_up: Callable[[], bool], field: str
+    ) -> None:
         """Return once every host of the island has come here. A collective waits for
         the others only as long as its transport allows, which no setting changes.
 
         Args:
           what: unique; a part of the key.
           given_up: asked now and then whether to wait no longer.
+          field: the setting from which `timeout_s` follows.
 
         Raises:
           HostsError: names the host that did not come in time.
@@ -82,7 +85,7 @@ class Hosts:
                     raise HostsError(
                         f"host {host} of this island was not {what!r} within "
                         f"{timeout_s:g} s of host {self.index}; look into its log, or "
-                        f"raise placement.compile_budget_s"
+                        f"raise {field}"
                     )
 
     def forget(self, key: str) -> None:

@@ -33,11 +33,13 @@ class Receiver:
         mailbox: Mailbox,
         deadlines: Deadlines,
         versions: Sequence[Version],
-        orders: Orders | None = None,
+        orders: Orders | None,
+        join_s: float,
     ) -> None:
-        """orders: for the other hosts of the island, if there are any."""
+        """orders: for the other hosts of the island, if there are any. join_s: time
+        within which each fragment of a join must come."""
         self._fetcher = fetcher
-        self._orders = orders
+        self._orders, self._join_s = orders, join_s
         self._mailbox = mailbox
         self._deadlines = deadlines
         self._fragments = len(versions)
@@ -57,8 +59,8 @@ class Receiver:
         """Fetch every fragment in full, at the newest version, and return it; for a
         join, before `start`.
 
-        Raises TimeoutError if a fragment does not come within the pins' lifetime,
-        Refused, or any WireError once the mailbox says that the island must end.
+        Raises TimeoutError if a fragment does not come within `join_s`, Refused, or any
+        WireError once the mailbox says that the island must end.
         """
         with ThreadPoolExecutor(JOIN_FETCHES) as pool:
             fragments = range(self._fragments)
@@ -116,7 +118,7 @@ class Receiver:
         with self._changed:
             fetch = self._fetching.next()
         assert fetch is not None, "more threads than fetches"
-        deadline = time.monotonic() + self._deadlines.pin_s
+        deadline = time.monotonic() + self._join_s
         backoff = Backoff(self._deadlines)
         while True:
             if self._mailbox.finished:
@@ -129,7 +131,7 @@ class Receiver:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
                         f"fragment {fetch.fragment} did not come within "
-                        f"{self._deadlines.pin_s:g} s ({error}); is the coordinator "
+                        f"{self._join_s:.0f} s ({error}); is the coordinator "
                         f"reachable on its advertised address?"
                     ) from error
                 self._pause(backoff.next_s())

@@ -50,15 +50,25 @@ class Disk:
         self.empty = False
         """True for an empty disk, such as a mount that did not come up."""
         self.full = False
-        """True while there is room for small records only."""
+        """True while there is no room for publishes and snapshots."""
+        self.brimful = False
+        """True while there is no room for small records either."""
         self.fails_in: int | None = None
         """Appends that succeed before one fails; None if none will fail."""
         self.written_share = 0.0
         """Share of the record that the failing append writes."""
         self._format(0)
 
+    def has_space(self) -> bool:
+        """Tell if there is room for a small record."""
+        return not self.brimful
+
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append like `RecordLog.append`. Raises DiskError."""
+        """Append like `RecordLog.append`: nothing without `has_space`. Raises
+        DiskError.
+        """
+        if self.brimful:
+            return
         data = durable.frame(record)
         newest = self._segments[max(self._segments)]
         if self.fails_in == 0:
@@ -78,7 +88,7 @@ class Disk:
 
     def begin(self, state: State, anchors: tuple[Anchor, ...]) -> None:
         """Begin a run or a term on an empty disk; the old contents never come back."""
-        self.empty = self.full = False
+        self.empty = self.full = self.brimful = False
         self._format(len(anchors))
         for fragment, anchor in enumerate(anchors):
             self._anchors[fragment][anchor.version] = anchor

@@ -153,7 +153,7 @@ def _uniform(low: float, high: float, digits: int = 2) -> DrawValue:
 
 def _full_disk(rng: random.Random, latest_s: float) -> AnyFault:
     at_s = round(rng.uniform(0, latest_s), 2)
-    return kinds.FullDisk(at_s=at_s, for_s=_seconds(rng))
+    return kinds.FullDisk(at_s=at_s, for_s=_seconds(rng), brimful=_coin(rng))
 
 
 CRASH: dict[str, DrawValue] = {"effects": _below(12), "restart": _restart}

@@ -195,12 +195,16 @@ class SnapshotFailure(DrawnFault, frozen=True):
 
 
 class FullDisk(DrawnFault, frozen=True):
-    """The disk has room for small records only, for a while."""
+    """The disk has room for small records only, for a while.
+
+    brimful: it has no room for these either.
+    """
 
     for_s: float
+    brimful: bool = False
 
     def strike(self, world: FaultyWorld) -> bool:
-        world.fill_disk(self.for_s)
+        world.fill_disk(self.for_s, brimful=self.brimful)
         return world.begun(self, self.for_s)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.protocol.coordinator.events import Commit, Event
+from diloco_jax.protocol.coordinator.events import Commit, Event, Persist
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
 from diloco_jax.simulation.faults.disk import DiskError
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 
 class FaultyCoordinator(VirtualCoordinator):
-    """One life of a coordinator. Its world may end it before any effect."""
+    """One life of a coordinator. Its world may end it before any effect.
+
+    While a record would find no space on the disk, the record's effects and all events
+    wait, as they do for the service's thread.
+    """
 
     def __init__(
         self, world: FaultyWorld, state: State, anchors: Anchors, clock_offset: float
@@ -42,6 +46,49 @@ class FaultyCoordinator(VirtualCoordinator):
             written=functools.partial(world.write, anchors),
         )
         self.anchors, self._world = anchors, world
+        self._effects: deque[AnyEffect] = deque()
+        """Decided effects that are not carried out yet."""
+        self._later: deque[Callable[[], None]] = deque()
+        """Events that came while a record waited for space."""
+
+    @property
+    def waits(self) -> bool:
+        """True while a record waits for space."""
+        return bool(self._effects)
+
+    def go_on(self) -> None:
+        """Go on after a wait, now that there is space."""
+        self._act()
+        while self._later and not self._effects and not self.dead:
+            self._later.popleft()()
+        if not self.dead and not self._effects:
+            self._set_timer()
+
+    def hear(self, event: Event) -> None:
+        """See VirtualCoordinator."""
+        if self._effects:
+            self._wait(event)
+        else:
+            super().hear(event)
+
+    def step(self, event: Event, now: float) -> None:
+        """See Engine."""
+        self._effects.extend(self.decide(event, now))
+        self._act()
+
+    def _act(self) -> None:
+        """Carry out what is decided, up to a record that finds no space."""
+        while self._effects and not self.dead:
+            if (
+                isinstance(self._effects[0], Persist)
+                and not self._world.disk.has_space()
+            ):
+                return
+            self.carry_out(self._effects.popleft())
+
+    def _wait(self, event: Event) -> None:
+        came = self.clock.now + self.clock_offset
+        self._later.append(lambda: self.step(event, came))
 
     def decide(self, event: Event, now: float) -> list[AnyEffect]:
         effects = super().decide(event, now)

@@ -288,13 +288,15 @@ class FaultyWorld(Links):
         """Arm a failure of the next snapshot."""
         self._snapshot_failures.append(fault)
 
-    def fill_disk(self, for_s: float) -> None:
-        """Leave room for small records only, for a while."""
-        self.disk.full = True
+    def fill_disk(self, for_s: float, *, brimful: bool) -> None:
+        """Leave room for small records only, or for nothing, for a while."""
+        self.disk.full, self.disk.brimful = True, brimful
         self.clock.after(for_s, self._free_disk)
 
     def _free_disk(self) -> None:
-        self.disk.full = False
+        self.disk.full = self.disk.brimful = False
+        if self.coordinator is not None:
+            self.coordinator.go_on()
 
     def _snapshot(self, fragment: int) -> None:
         """Write a fragment; after the last one, the state. The next has its turn."""
@@ -302,7 +304,7 @@ class FaultyWorld(Links):
         following = functools.partial(self._snapshot, (fragment + 1) % count)
         self.clock.after(SNAPSHOT_EVERY_S / count, following)
         coordinator = self.coordinator
-        if coordinator is None:
+        if coordinator is None or coordinator.waits:
             return
         anchor, state = coordinator.anchors.anchors[fragment], coordinator.state
         number = self.disk.rotate() if fragment == count - 1 else None

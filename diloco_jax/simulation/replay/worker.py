@@ -116,7 +116,9 @@ class Copies:
             exchange, params = build_exchange(self._run, model, trainer)
             compile_ahead(trainer, exchange, params, self._run.sequence_length)
             what = f"compiled {island}"
-            self._hosts.meet(what, COMPILED_WITHIN_S, lambda: False)
+            self._hosts.meet(
+                what, COMPILED_WITHIN_S, lambda: False, "COMPILED_WITHIN_S"
+            )
         return model, trainer
 
 

@@ -1,0 +1,106 @@
+"""Wait while a disk is full.
+
+Islands train on while the coordinator cannot write. A write that finds no space is
+therefore repeated for as long as islands hold out, and people are told. Other errors of
+a disk are not waited for: what is on it is unknown then.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from diloco_jax.files import FULL
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S = 0.5
+"""Pause before a write that found no space is repeated, in seconds."""
+
+
+class DiskWait:
+    """Repeats writes of small files. Any thread may read `alerts`."""
+
+    def __init__(self, patience_s: float, ended: Callable[[], bool]) -> None:
+        """patience_s: longest wait for one write. ended: asked between two attempts;
+        once it is true, nothing is waited for."""
+        self._patience_s, self._ended = patience_s, ended
+        self._waiting: dict[str, str] = {}
+        """What waits, by what is to be written."""
+        self._over: list[str] = []
+
+    @property
+    def alerts(self) -> list[str]:
+        """What cannot be written at the moment, for people."""
+        return list(self._waiting.values())
+
+    def over(self) -> list[str]:
+        """Return the waits that are over, each of them once, for people."""
+        over, self._over = self._over, []
+        return over
+
+    def until_written(self, what: str, write: Callable[[], None]) -> None:
+        """Call `write` until there is space for what it writes.
+
+        Raises OSError, naming the file, the deadline and the remedy, if there is none
+        within the patience; any other error of the disk at once.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                write()
+                break
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                waited_s = time.monotonic() - began
+                if self._ended() or waited_s >= self._patience_s:
+                    raise self._given_up(what, waited_s, error) from error
+                self._tell(
+                    what,
+                    f"{what} waits for space in {error.filename} ({error.strerror}), "
+                    f"and no merge ends meanwhile; islands train on. Free some space "
+                    f"there within {self._patience_s:g} s (4 * "
+                    f"placement.outage_budget_s), or the coordinator ends",
+                )
+            time.sleep(AGAIN_S)
+        if self._waiting.pop(what, None):
+            waited_s = time.monotonic() - began
+            self._over.append(f"{what} waited {waited_s:.1f} s for a full disk")
+
+    def once(self, what: str, write: Callable[[], None]) -> None:
+        """Call `write` once, see `put_off`."""
+        with self.put_off(what):
+            write()
+
+    @contextmanager
+    def put_off(self, what: str) -> Iterator[None]:
+        """Let the block fail for want of space: it comes again later."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._tell(
+                what,
+                f"{what} cannot be written to {error.filename} ({error.strerror}) and "
+                f"is tried again; free some space there",
+            )
+        else:
+            self._waiting.pop(what, None)
+
+    def _tell(self, what: str, text: str) -> None:
+        if what not in self._waiting:
+            logger.warning("%s", text)
+        self._waiting[what] = text
+
+    def _given_up(self, what: str, waited_s: float, error: OSError) -> OSError:
+        return OSError(
+            error.errno,
+            f"{what} found no space for {waited_s:.0f} s, of {self._patience_s:g} "
+            f"(4 * placement.outage_budget_s) in which islands wait for it; free some "
+            f"space and start the coordinator again",
+            error.filename,
+        )

@@ -1,0 +1,71 @@
+"""Anchors that are kept while islands fetch them in full.
+
+A fetch goes by stripes, which begin and break at times of their own, and the hosts of
+an island fetch parts of one version. So an anchor stays while a stripe is under way and
+some seconds longer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import weakref
+
+from diloco_jax.core.fragment_merge import Arrays
+from diloco_jax.protocol.values import Version
+
+PINNED_VERSIONS = 2
+"""Anchors kept per fragment for joins under way."""
+
+
+@dataclasses.dataclass
+class _Pin:
+    anchor: Arrays
+    begun: int = 0
+    """Stripes whose fetch began."""
+    newest: float = 0.0
+    """Time at which the newest of them began."""
+    ended: list[float] = dataclasses.field(default_factory=list)
+    """Times at which they ended. To append one takes no lock: the garbage collector may
+    do it at any moment."""
+
+    def holds(self, now: float, pin_s: float) -> bool:
+        """Tell if a stripe is under way, or was within the last `pin_s`."""
+        last = max([self.newest, *self.ended[-1:]])
+        return len(self.ended) < self.begun or now <= last + pin_s
+
+    def end(self) -> None:
+        """Note that a stripe ended."""
+        self.ended.append(time.monotonic())
+
+
+class Pins:
+    """The anchors of one fragment that are fetched. Calls need the store's lock."""
+
+    def __init__(self, pin_s: float) -> None:
+        """pin_s: seconds for which an anchor is kept once no stripe is under way."""
+        self._pin_s = pin_s
+        self._pins: dict[Version, _Pin] = {}
+
+    def begin(self, version: Version, current: Arrays | None) -> _Pin | None:
+        """Keep the anchor of this version for another stripe; None if it is gone.
+        current: the anchor, if the version is the fragment's current one."""
+        self.expire()
+        if current is not None:
+            self._pins.setdefault(version, _Pin(current))
+        pin = self._pins.get(version)
+        if pin is not None:
+            pin.begun, pin.newest = pin.begun + 1, time.monotonic()
+            while len(self._pins) > PINNED_VERSIONS:
+                del self._pins[min(self._pins)]
+        return pin
+
+    def expire(self) -> None:
+        """Free the anchors that no island is fetching any more."""
+        now = time.monotonic()
+        self._pins = {v: p for v, p in self._pins.items() if p.holds(now, self._pin_s)}
+
+
+def watch(pin: _Pin, source: object) -> None:
+    """End a stripe of the pin when nothing holds its source any more."""
+    weakref.finalize(source, pin.end).atexit = False

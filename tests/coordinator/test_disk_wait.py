@@ -1,0 +1,207 @@
+"""A write that finds no space is repeated while islands hold out, and people know."""
+
+import errno
+import os
+
+import pytest
+
+from diloco_jax.coordinator import disk_wait
+from diloco_jax.coordinator.disk_wait import DiskWait
+from diloco_jax.coordinator.log import RecordLog, read
+from diloco_jax.observability import metrics as metrics_module
+from diloco_jax.observability.metrics import Metrics
+from diloco_jax.observability.tape import JsonLines, Tape, read_tape
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    monkeypatch.setattr(disk_wait, "AGAIN_S", 0.0)
+    return DiskWait(PATIENCE_S, ended=lambda: False)
+
+
+def full(times, path="somewhere", code=errno.ENOSPC, seen=lambda: None):
+    """A write that finds no space so many times."""
+    left = [times]
+
+    def write():
+        if left[0]:
+            left[0] -= 1
+            seen()
+            raise OSError(code, os.strerror(code), path)
+
+    return write
+
+
+def test_a_write_is_repeated_until_there_is_space(disk):
+    during = []
+    write = full(3, seen=lambda: during.append(disk.alerts))
+    disk.until_written("a record", write)
+    assert during[0] == []
+    ((told,),) = during[1:2]
+    assert "a record waits for space in somewhere" in told
+    assert "islands train on" in told
+    assert "within 60 s (4 * placement.outage_budget_s)" in told
+    assert disk.alerts == []
+    (waited,) = disk.over()
+    assert "a record waited" in waited
+    assert disk.over() == [], "each is told once"
+
+
+@pytest.mark.parametrize(("patience_s", "ended"), [(0.0, False), (PATIENCE_S, True)])
+def test_the_wait_has_a_deadline_that_is_named(patience_s, ended):
+    disk = DiskWait(patience_s, ended=lambda: ended)
+    with pytest.raises(OSError, match=f"of {patience_s:g} .*outage_budget_s") as failed:
+        disk.until_written("a record", full(9))
+    assert (failed.value.errno, failed.value.filename) == (errno.ENOSPC, "somewhere")
+
+
+def test_a_broken_disk_is_not_waited_for(disk):
+    """What is on it is unknown: the next life finds out."""
+    write = full(1, code=errno.EIO)
+    with pytest.raises(OSError, match="Input/output"):
+        disk.until_written("a record", write)
+    with pytest.raises(OSError, match="Input/output"), disk.put_off("a snapshot"):
+        full(1, code=errno.EIO)()
+
+
+def test_what_can_come_later_is_put_off_and_told_until_it_came(disk):
+    write = full(2)
+    for _ in range(2):
+        disk.once("measures", write)
+        (told,) = disk.alerts
+        assert "measures cannot be written to somewhere" in told
+    disk.once("measures", write)
+    assert disk.alerts == []
+
+
+@pytest.fixture
+def no_space(monkeypatch):
+    """Files take this many bytes more, then none until it is changed."""
+    left = [0]
+    from diloco_jax import files
+
+    class Raw:
+        def __init__(self, file):
+            self._file = file
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+        def write(self, data):
+            room = min(len(data), left[0])
+            if not room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            left[0] -= room
+            return self._file.write(data[:room])
+
+    init = files.Appended.__init__
+
+    def wrapped(self, path):
+        init(self, path)
+        self._file = Raw(self._file)
+
+    monkeypatch.setattr(files.Appended, "__init__", wrapped)
+    return left
+
+
+def test_a_record_that_fits_in_part_is_in_the_log_once(disk, no_space, tmp_path):
+    log = RecordLog(tmp_path / "log", repeat=disk.until_written)
+    no_space[0] = 1000
+    log.append({"n": 0})
+    no_space[0] = 7
+    waits = disk.until_written
+
+    def free_after_one(what, write):
+        def attempt():
+            try:
+                write()
+            except OSError:
+                assert [r["n"] for r in read(tmp_path / "log", -1)] == [0]
+                no_space[0] = 1000
+                raise
+
+        waits(what, attempt)
+
+    log._repeat = free_after_one
+    log.append({"n": 1})
+    log.append({"n": 2})
+    log.close()
+    assert [r["n"] for r in read(tmp_path / "log", -1)] == [0, 1, 2]
+
+
+def test_a_segment_that_cannot_be_begun_leaves_the_one_before(tmp_path, monkeypatch):
+    """An empty later segment would make damage of an unfinished record."""
+    from diloco_jax.coordinator import log as durable
+
+    log = RecordLog(tmp_path)
+    log.append({"n": 0})
+    with monkeypatch.context() as patched:
+        patched.setattr(durable, "sync_folder", lambda _: full(1)())
+        with pytest.raises(OSError, match="No space"):
+            log.rotate()
+    log.append({"n": 1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log-000000.bin"]
+    assert log.rotate() == 0
+    log.append({"n": 2})
+    log.close()
+    assert [r["n"] for r in read(tmp_path, -1)] == [0, 1, 2]
+
+
+def test_the_tape_waits_and_its_chain_holds(disk, no_space, tmp_path):
+    path = tmp_path / "tape.jsonl"
+
+    def waits(what, write):
+        disk.until_written(what, lambda: freed(write))
+
+    def freed(write):
+        try:
+            write()
+        except OSError:
+            no_space[0] = 1000
+            raise
+
+    tape = Tape(path, waits)
+    for n in range(3):
+        no_space[0] = 5
+        tape.append({"kind": "x", "n": n})
+    tape.close()
+    assert [line["n"] for line in read_tape(path)] == [0, 1, 2]
+
+
+def test_lines_of_numbers_wait_in_memory_and_none_is_lost_untold(
+    no_space, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(metrics_module, "MOST_WAITING", 3)
+    monkeypatch.setattr(metrics_module, "CURVES", {"island": ()})
+    metrics = Metrics(tmp_path)
+
+    def line(n):
+        return {"kind": "island", "island": "a", "step": n, "time": 0.0}
+
+    for n in range(3):
+        metrics.append(line(n))
+    (told,) = metrics.alerts
+    assert "3 lines wait" in told
+    no_space[0] = 1000
+    metrics.append(line(3))
+    assert metrics.alerts == []
+    no_space[0] = 0
+    for n in range(4, 9):
+        metrics.append(line(n))
+    assert "lacks 2 lines" in metrics.alerts[-1]
+    no_space[0] = 1000
+    metrics.close()
+    assert "lacks 2 lines" in caplog.text
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 7
+
+
+def test_a_line_that_cannot_be_written_leaves_nothing_of_itself(no_space, tmp_path):
+    lines = JsonLines(tmp_path / "lines.jsonl")
+    no_space[0] = 4
+    with pytest.raises(OSError, match="No space left"):
+        lines.append({"n": 1})
+    assert (tmp_path / "lines.jsonl").read_bytes() == b""
+    lines.close()

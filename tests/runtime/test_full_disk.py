@@ -1,0 +1,138 @@
+"""Others fill the coordinator's disk to the last byte: merges wait, islands train on,
+and the run goes on when there is space again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import threading
+import time
+
+import pytest
+from runtime_support import PATIENCE_S, client, coordinator, make_config, placed
+
+from diloco_jax import run_files
+from diloco_jax.island.main import LeadingHost
+from diloco_jax.observability.tape import read_tape
+
+DISK = "160m"
+"""Publishes and snapshots leave 64 MB of it free."""
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)]
+    if subprocess.run(mounting, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder):
+    """Take all the space there is; return the file that takes it."""
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 20))
+        except OSError:
+            pass
+        try:
+            while True:
+                file.write(b"x")
+        except OSError:
+            pass
+    return ballast
+
+
+def await_that(holds, what):
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def test_a_full_disk_delays_merges_and_ends_nothing(text, small_disk, tmp_path):
+    config = placed(make_config(text, cycles=24), time_budget_s=PATIENCE_S)
+    islands = {
+        name: dataclasses.replace(island, step_seconds=0.05)
+        for name, island in config.islands.items()
+    }
+    config = dataclasses.replace(config, islands=islands)
+    workdir = small_disk / "run"
+    with (
+        coordinator(config, workdir) as service,
+        client(service.address) as observer,
+    ):
+        hosts = [
+            LeadingHost(config, name, service.address, tmp_path / name, 1)
+            for name in config.islands
+        ]
+        endings = {}
+
+        def live(host, name):
+            host.start()
+            endings[name] = host.run()
+            host.stop(endings[name])
+            host.close()
+
+        threads = [
+            threading.Thread(target=live, args=(host, name), daemon=True)
+            for host, name in zip(hosts, config.islands, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+
+        def merges():
+            return sum(f.merges for f in service.lead.state.fragments)
+
+        def steps():
+            return [host.mailbox.status().steps for host in hosts]
+
+        await_that(lambda: merges() >= 2, "no merge")
+        ballast = fill(small_disk)
+        assert os.statvfs(small_disk).f_bavail == 0
+
+        def waits():
+            alerts = observer.status(PATIENCE_S)["alerts"]
+            return [text for text in alerts if "waits for space in" in text]
+
+        await_that(waits, "nothing waits")
+        assert "placement.outage_budget_s" in waits()[0]
+        # None is under way any more, so none is missed by the count.
+        before, merged = steps(), merges()
+
+        def trained():
+            return [now - then for now, then in zip(steps(), before, strict=True)]
+
+        await_that(lambda: min(trained()) >= 5, "islands wait for the disk")
+        assert merges() == merged, "a merge without its record"
+        assert not endings
+        ballast.unlink()
+        await_that(lambda: merges() > merged, "no merge after the wait")
+        for thread in threads:
+            thread.join(2 * PATIENCE_S)
+        assert {name: e.exit_code for name, e in endings.items()} == {"a": 0, "b": 0}
+        await_that(lambda: service.lead.finished, "the run is not over")
+    summary = json.loads((workdir / run_files.SUMMARY).read_text())
+    assert summary["tokens_computed"] == (
+        summary["tokens_merged"]
+        + sum(summary["tokens_lost"].values())
+        + summary["tokens_in_flight"]
+    )
+    told = [
+        line["text"] for line in read_tape(workdir / run_files.TAPE) if "text" in line
+    ]
+    assert [text for text in told if "waited" in text and "full disk" in text]
+    lines = (workdir / run_files.METRICS).read_text().splitlines()
+    versions = [
+        (line["fragment"], line["version"])
+        for line in map(json.loads, lines)
+        if line["kind"] == "merge"
+    ]
+    assert len(versions) == len(set(versions)) == summary["merges"]

@@ -1,0 +1,54 @@
+"""Islands last as long as a restart of their coordinator takes."""
+
+import dataclasses
+
+import pytest
+
+from diloco_jax.config import Config, IslandConfig, LaunchConfig, Placement, RunConfig
+from diloco_jax.planning.rates import CONSTANTS
+from diloco_jax.restart_time import lasting, outage_seconds, state_seconds
+
+CONFIG = Config(
+    run=RunConfig(),
+    islands={"a": IslandConfig(batch_size=4)},
+    placement=Placement(outage_budget_s=60.0),
+    launch=LaunchConfig(coordinator_disk_gb=2000),
+)
+
+
+def test_a_restart_reads_the_state_and_decodes_publishes():
+    assert state_seconds(100e9, 1e9, 0, 5.7) == pytest.approx(100)
+    assert state_seconds(0, 1e9, 10e9, 5.7) == pytest.approx(57)
+
+
+def test_a_small_model_has_the_budget_that_is_set():
+    assert outage_seconds(CONFIG, 10**6) == 60
+    assert lasting(CONFIG, 10**6) == CONFIG
+    soon = dataclasses.replace(CONFIG, placement=Placement(outage_budget_s=0.5))
+    assert outage_seconds(soon, 10**6) == 0.5
+
+
+def test_every_wait_of_islands_follows_from_the_size_of_the_state():
+    lasts = lasting(CONFIG, 12 * 10**9).placement
+    # 144 GB of state and 72 of publishes at 700 MiB/s, 72e9 parameters decoded.
+    decoded_s = 72 * CONSTANTS.merging("int8")
+    read_s = 216e9 / (700 * 2**20)
+    assert lasts.outage_budget_s == pytest.approx(read_s + decoded_s, rel=1e-3)
+    assert lasts.patience_s == 3 * lasts.outage_budget_s
+    assert lasts.alone_s == 4 * lasts.outage_budget_s
+
+
+def test_a_faster_disk_is_waited_for_less():
+    faster = dataclasses.replace(CONFIG, launch=LaunchConfig(coordinator_disk_gb=3000))
+    assert outage_seconds(faster, 12 * 10**9) < outage_seconds(CONFIG, 12 * 10**9)
+
+
+def test_all_processes_of_a_run_find_the_same():
+    once = lasting(CONFIG, 12 * 10**9)
+    assert lasting(once, 12 * 10**9) == once
+
+
+def test_an_unknown_machine_is_no_obstacle_to_a_run():
+    """Only a plan needs to know it."""
+    own = dataclasses.replace(CONFIG, launch=LaunchConfig(coordinator_machine="mine"))
+    assert outage_seconds(own, 12 * 10**9) > 60
