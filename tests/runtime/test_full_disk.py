@@ -14,6 +14,7 @@ import pytest
 from runtime_support import PATIENCE_S, client, coordinator, make_config, placed
 
 from diloco_jax import run_files
+from diloco_jax.island.host import Host
 from diloco_jax.island.main import LeadingHost
 from diloco_jax.observability.tape import read_tape
 
@@ -70,14 +71,14 @@ def test_a_full_disk_delays_merges_and_ends_nothing(text, small_disk, tmp_path):
         client(service.address) as observer,
     ):
         hosts = [
-            LeadingHost(config, name, service.address, tmp_path / name, 1)
+            LeadingHost(Host(config, name, service.address, tmp_path / name), 1)
             for name in config.islands
         ]
         endings = {}
 
         def live(host, name):
             host.start()
-            endings[name] = host.run()
+            endings[name] = host.loop.run()
             host.stop(endings[name])
             host.close()
 

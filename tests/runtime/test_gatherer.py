@@ -285,7 +285,7 @@ def test_anchors_of_bands_make_their_tensors_again(text, tmp_path):
             encoded = [codec.encode(get_piece(params, piece)) for piece in pieces]
             payload = bytes(PayloadLayout.of(codec, pieces).pack(encoded))
             start = announced(a, asked, Version(1, asked + 1), len(payload))
-            at_a.upload(start, payload)
+            at_a.transfers.upload(start, payload)
         found = made.started().store.params()
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
