@@ -4,7 +4,8 @@ The count covers the matrix products of the traced program, before any compiler,
 the body of a loop once per iteration; `Compiled.cost_analysis` counts a loop's body
 once. Attention of the bundled model counts by the plain formula over the whole square
 of positions: the TPU kernel leaves out masked scores, and computes scores twice more in
-the backward pass, which about cancels. Elementwise operations are left out.
+the backward pass, which about cancels. That is too much for layers with a window, whose
+kernel leaves out more. Elementwise operations are left out.
 """
 
 from __future__ import annotations

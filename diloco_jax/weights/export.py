@@ -90,8 +90,8 @@ def _config_json(written: dict[str, Any], source: Path, dtype: str) -> str:
     kept: dict[str, Any] = {}
     if (source / CONFIG).is_file():
         kept = dict(families.text_config(files.read_json(source / CONFIG)))
-        # Said by the older keys.
-        kept.pop("rope_parameters", None)
+        for key in ("rope_parameters", "_sliding_window_pattern", "dtype"):
+            kept.pop(key, None)  # Older keys say the same.
         lengths = (kept, written)
         written = written | {
             "max_position_embeddings": max(

@@ -114,8 +114,13 @@ def keep_source(weights: str, workdir: Path) -> None:
 
 
 def fill(params: Params, piece: Piece, value: np.ndarray) -> None:
-    """Write a piece into arrays that are there already."""
-    np.copyto(get_piece(params, piece), value, casting="same_kind")
+    """Write a piece into arrays, or views of arrays, that are there already."""
+    place = get_piece(params, dataclasses.replace(piece, band=-1, bands=None))
+    if piece.bands is not None:
+        # Splitting an axis makes a view, as joining the band's part would not.
+        place = piece.bands.striped(place)[piece.bands.index(piece.band)]
+        value = piece.bands.striped(value)
+    np.copyto(place, value, casting="same_kind")
 
 
 def _read_run(

@@ -43,7 +43,7 @@ def open_speaker(source: Path, dtype: str = "float32") -> Speaker:
     if workdirs.holds_run(source):
         model = workdirs.read_config(source).run.model
         params, beside = load_params(source), source / run_files.SOURCE
-        spells_bytes = not model.weights
+        spells_bytes = not model.weights or model.vocab_size == of_bytes.VOCAB_SIZE
     else:
         found = read_json(source / CONFIG)
         model = families.read(found, str(source / CONFIG))

@@ -21,11 +21,13 @@ from diloco_jax.config import (
 )
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import main
+from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.evaluation import load_params
 from diloco_jax.models.build import build
+from diloco_jax.models.plan import build_plan
 from diloco_jax.weights import families, files
 from diloco_jax.weights.export import export
-from diloco_jax.weights.first import first_params, started_from
+from diloco_jax.weights.first import fill, first_params, started_from
 from diloco_jax.workdir import read_config
 
 FAMILIES = Path(__file__).parents[1] / "models" / "families"
@@ -72,11 +74,20 @@ def assert_same(found: dict[str, np.ndarray], there: dict[str, np.ndarray]) -> N
         np.testing.assert_array_equal(found[name], array)
 
 
+@pytest.mark.parametrize("fragments", [3, 60])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_run_starts_from_is_what_it_gives_back(name, config, tmp_path):
-    """Bit for bit, through a coordinator's snapshot, and a second time."""
+def test_what_a_run_starts_from_is_what_it_gives_back(
+    name, fragments, config, tmp_path
+):
+    """Bit for bit, through a coordinator's snapshot, and a second time; with many
+    fragments most matrices are in bands."""
+    sync = SyncConfig(fragments=fragments, merge="mean")
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, sync=sync))
     source = FAMILIES / name
     workdir = begun(config, f"hf:{source}", tmp_path / "run")
+    run = read_config(workdir).run
+    banded = {p.path for p in build_plan(run, build(run)).pieces if p.bands}
+    assert ("layers", "mlp", "down") in banded or fragments == 3
     out = tmp_path / "out"
     export(read_config(workdir), workdir, out, dtype="bfloat16")
     assert_same(in_files(out), in_files(source))
@@ -324,3 +335,16 @@ def test_commands_take_over_the_model_of_the_weights(command, runs, monkeypatch)
 def test_a_run_that_goes_on_takes_no_weights(capsys):
     assert cli.main(["run", QUICKSTART, "--resume", "w", "--init", "hf:d"]) == 2
     assert "leave one of them out" in capsys.readouterr().err
+
+
+def test_a_piece_in_stripes_is_written_in_place():
+    """Into a transposed view, as an export's is."""
+    values = np.random.default_rng(0).normal(size=(512, 16)).astype(np.float32)
+    plan = plan_fragments(
+        {"w": values}, {"w": ("mlp", "embed")}, 4, may_cut=lambda piece: True
+    )
+    assert max(piece.bands.stripes for piece in plan.pieces) > 1
+    array = np.zeros((16, 512), np.float32)
+    for piece in plan.pieces:
+        fill({"w": array.T}, piece, get_piece({"w": values}, piece))
+    np.testing.assert_array_equal(array.T, values)

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.skipif(
 )
 PROMPTS = {
     "The capital of France is": " Paris",
-    "def fibonacci(n):\n": "    if n",
-    "Water boils at": " ",
+    "def fibonacci(n):\n": "\ndef fibonacci(n):",
+    "Water boils at": "",
 }
 CONTINUED = 12
 
