@@ -162,7 +162,7 @@ def test_the_tape_waits_and_its_chain_holds(disk, no_space, tmp_path):
             no_space[0] = 1000
             raise
 
-    tape = Tape(path, waits)
+    tape = Tape(path, repeat=waits)
     for n in range(3):
         no_space[0] = 5
         tape.append({"kind": "x", "n": n})
