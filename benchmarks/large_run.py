@@ -181,7 +181,7 @@ def plan_of(run: support.Run) -> CoordinatorPlan:
 
 
 DISK_BYTES_PER_S = 1e9
-"""Of this machine's disk, for the plan: at most a bound on a round of snapshots."""
+"""Rate of this machine's disk, for the plan: a bound on a round of snapshots."""
 
 
 def bounds(

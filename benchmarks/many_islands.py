@@ -58,7 +58,7 @@ GOODPUT_MIN = 0.95
 STATUS_BYTES_MAX = 1000
 """Per island."""
 LEAD_SHARE_MAX = 0.05
-"""Of a core, for the thread of decisions."""
+"""Share of a core, for the thread of decisions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,12 +28,12 @@ class DiskWait:
         once it is true, nothing is waited for."""
         self._patience_s, self._ended = patience_s, ended
         self._waiting: dict[str, str] = {}
-        """What waits, by what is to be written."""
+        """Waits, by the name of the data to be written."""
         self._over: list[str] = []
 
     @property
     def alerts(self) -> list[str]:
-        """What cannot be written at the moment, for people."""
+        """Name the data that cannot be written at the moment, for people."""
         return list(self._waiting.values())
 
     def over(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What happens between two steps of an island, whoever makes the steps.
+"""The time between two steps of an island, whoever makes the steps.
 
 `loop.py` makes the product's own; `joined.py` leaves them to a train loop of the
 user's. Both ask `until_step` before each one, which acts on what came in and never

@@ -43,7 +43,7 @@ class Metrics:
 
     @property
     def alerts(self) -> list[str]:
-        """What waits for the disk, and what was left out, for people."""
+        """Count the lines that wait for the disk or were left out, for people."""
         texts = []
         if self._waiting:
             texts.append(

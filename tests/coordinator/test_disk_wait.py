@@ -58,7 +58,7 @@ def test_the_wait_has_a_deadline_that_is_named(patience_s, ended):
 
 
 def test_a_broken_disk_is_not_waited_for(disk):
-    """What is on it is unknown: the next life finds out."""
+    """Its contents are unknown: the next life finds out."""
     write = full(1, code=errno.EIO)
     with pytest.raises(OSError, match="Input/output"):
         disk.until_written("a record", write)

@@ -119,7 +119,7 @@ class Run:
         return sum(f.merges for f in self.world.coordinator.state.fragments)
 
     def sizes(self) -> dict[str, int]:
-        """What each part holds now."""
+        """Elements that each part holds now."""
         state = self.world.coordinator.state
         self.tally.of(self.config, state)
         found = {

@@ -20,7 +20,7 @@ POD = {
     "KUBERNETES_SERVICE_HOST": "10.0.0.1",
     "HOSTNAME": "run-hosts-0-1",
 }
-"""What Kubernetes gives to every pod of an indexed Job, such as a JobSet's."""
+"""Variables of every pod of an indexed Job on Kubernetes, such as a JobSet's."""
 GKE = {
     **POD,
     "TPU_WORKER_HOSTNAMES": "pod-0.run,pod-1.run",
@@ -29,7 +29,7 @@ GKE = {
     "TPU_TOPOLOGY": "2x4",
     "TPU_SKIP_MDS_QUERY": "true",
 }
-"""What GKE adds in pods that ask for TPUs of a slice with several hosts."""
+"""Variables that GKE adds in pods that ask for TPUs of a slice with several hosts."""
 SLURM = {
     "SLURM_JOB_ID": "4097",
     "SLURM_JOB_NODELIST": "tpu[01-12]",
@@ -41,7 +41,7 @@ SLURM = {
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "1",
 }
-"""What `srun` gives to each task of a step."""
+"""Variables that `srun` gives to each task of a step."""
 
 
 def metadata(endpoints, number="1"):

@@ -25,11 +25,11 @@ class Compiler:
     state_gb: float = 32.0
     """Parameters and optimizer of one copy of the model."""
     activations_gb: float = 4.0
-    """Of one sequence, without remat."""
+    """HBM of one sequence, without remat."""
     remat: float = 0.3
     """Share of them that is left with it."""
     flops: float = 918e12
-    """Of one sequence, on a chip of v6e in a second."""
+    """Operations of one sequence: a second on a chip of v6e."""
     weights_gb: float = 0.0
     """Traffic with HBM that does not depend on the batch."""
     links_gb: float = 0.0

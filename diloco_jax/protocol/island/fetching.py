@@ -36,7 +36,7 @@ Outcome = Literal["done", "gone", "lost"]
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a fetch on one host."""
+    """Outcome of a fetch on one host."""
 
     outcome: Outcome
     chain: int | None = None
