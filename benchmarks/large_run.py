@@ -201,8 +201,7 @@ def bounds(
         ),
         support.none_of("versions", tape_checks.version_problems(tape)),
     ]
-    # Of what is sent up, a part is sent again after each kill.
-    for way in ("bytes_down", "bytes_join"):
+    for way in ("bytes_up", "bytes_down", "bytes_join"):
         ratio = islands["two-hosts"][way] / islands["one-host"][way]
         checks.append(support.at_most(f"{way}, two hosts over one", ratio, BYTES_MAX))
     for name, island in islands.items():

@@ -132,7 +132,7 @@ class PeakUse(_Watch):
 
 @dataclasses.dataclass(kw_only=True)
 class Life:
-    """What a process came to, in bytes, and the seconds from its first sample until it
+    """Use of one process, in bytes, and the seconds from its first sample until it
     served."""
 
     first: float

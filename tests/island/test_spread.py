@@ -110,7 +110,7 @@ def test_islands_of_the_reference_configs_are_among_these(name):
 
 @pytest.mark.parametrize(("model", "topology", "data", "fsdp"), ISLANDS)
 def test_hosts_fetch_each_byte_once(model, topology, data, fsdp):
-    """Of publishes and of anchors, as a join fetches them; bands too."""
+    """So do publishes, anchors as a join fetches them, and bands."""
     run, plan, kinds, _ = pieces_of(model, topology, data, fsdp)
     assert any(piece.bands for piece in plan.pieces)
     codec = get_codec(run.sync.codec_down)
