@@ -95,6 +95,8 @@ class JoinedIsland:
         self._host, self._every = host, every
         self._lead = LeadingHost(host, incarnation)
         self._ending: Ending | None = None
+        self._lacking: list[int] = []
+        """Fragments whose last versions did not come, once the run is over."""
         self._calls = 0
         self.restarted = incarnation > 1
         """True if an earlier attempt was part of the run: fresh moments are due."""
@@ -147,7 +149,16 @@ class JoinedIsland:
     @property
     def final(self) -> Any:
         """The run's parameters, as far as this island has heard of them: after the
-        end, those of the flush."""
+        end, those of the flush, as they were sent (`sync.codec_down`).
+
+        Raises IslandEndedError if the run ended while this island could not hear of it.
+        """
+        if self._lacking:
+            raise IslandEndedError(
+                f"the run is over, but its last versions of fragments {self._lacking} "
+                f"did not come to this island; the coordinator's workdir has them, see "
+                f"`diloco export`"
+            )
         return self._host.global_params()
 
     @property
@@ -188,6 +199,8 @@ class JoinedIsland:
             self.learning_rate, self.positions = self._loop.begin_step()
         elif self._ending.exit_code != EXIT_DONE:
             raise IslandEndedError(self._ending.text)
+        elif self._ending.reason == "finished":
+            self._lacking = self._loop.catch_up()
 
     def _leave(self) -> Ending:
         """Have everything that is open taken and sent, and return how it ended."""

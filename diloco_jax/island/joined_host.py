@@ -26,7 +26,7 @@ from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.mailbox import Decisions
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.parts import Parts
-from diloco_jax.island.stepping import Stepping
+from diloco_jax.island.stepping import DATA_POLL_S, Stepping
 from diloco_jax.island.timing import Timing
 from diloco_jax.models.model import Axes, Model, Params, named, plain_axes
 from diloco_jax.models.plan import build_plan
@@ -182,6 +182,18 @@ class JoinedLoop(Stepping):
         self._step.close()
         self.done += 1
         self.replica.params, self._loss = params, loss
+
+    def catch_up(self) -> list[int]:
+        """Adopt what was published until the run's end; return the fragments of which
+        it did not come while a coordinator that is done waits for its islands; all, if
+        the island heard too late that the run is over."""
+        if not self._seen.finished:
+            return list(range(len(self.boundary.books.versions())))
+        deadline = self.clock() + self._deadlines.stop_s
+        while self.mailbox.lacking() and self.clock() < deadline:
+            self.decisions.wait(DATA_POLL_S)
+        self._at_boundary()
+        return self.mailbox.lacking()
 
     def _read_metrics(self) -> None:
         if self._loss is not None:

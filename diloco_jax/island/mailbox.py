@@ -112,6 +112,11 @@ class Mailbox:
             self._changed.notify_all()
             return True
 
+    def lacking(self) -> list[int]:
+        """Return the fragments of which a version was published that has not come."""
+        with self._lock:
+            return self._conversation.lacking()
+
     def forget_records(self) -> None:
         """Drop the records: another host of the island reports them."""
         with self._lock:

@@ -37,6 +37,7 @@ from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.models.build import build
 from diloco_jax.observability.tape import read_tape
+from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.workdir import read_config
 
 pytestmark = pytest.mark.dist
@@ -216,6 +217,52 @@ def test_a_loop_that_leaves_early_loses_nothing(alone, tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_bytes())["islands"]["b"]
     assert summary["tokens_computed"] == 5 * 2 * alone.run.sequence_length
     assert summary["tokens_lost"] == {}
+
+
+def train_to_the_end(island):
+    params = island.params
+    while not island.over:
+        params = jax.tree.map(lambda x: x + 0.01 * island.learning_rate, params)
+        params = island.boundary(params)
+
+
+def test_final_has_the_last_merge_however_late_it_comes(text, tmp_path):
+    config = placed(make_config(text, quorum=1, codec_down="f32"), time_budget_s=20.0)
+    with coordinator(config, tmp_path) as service, joined(config, service) as island:
+        fetcher, mailbox = island._host.fetcher, island._host.mailbox
+        fetch = fetcher.fetch
+
+        def late(wanted):
+            deadline = time.monotonic() + 1
+            while not mailbox.finished and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return fetch(wanted)
+
+        fetcher.fetch = late
+        train_to_the_end(island)
+        final = island.final
+    expected = diloco_jax.load_params(tmp_path)
+    off = jax.tree.map(lambda a, b: float(abs(a - b).max()), final, expected)
+    print(off)
+    assert max(jax.tree.leaves(off)) <= 1e-6
+
+
+def test_final_is_refused_where_the_last_merge_did_not_come(alone, tmp_path):
+    short = placed(alone, time_budget_s=2.0)
+    with coordinator(short, tmp_path) as service, joined(short, service) as island:
+        fetcher, mailbox = island._host.fetcher, island._host.mailbox
+        fetch = fetcher.fetch
+
+        def broken(wanted):
+            if mailbox.finished:
+                raise ConnectionLost("by the test")
+            time.sleep(0.3)
+            return fetch(wanted)
+
+        fetcher.fetch = broken
+        train_to_the_end(island)
+        with pytest.raises(IslandEndedError, match="did not come to this island"):
+            _ = island.final
 
 
 def test_an_exception_in_the_block_is_told(alone, tmp_path):

@@ -60,6 +60,7 @@ class Conversation:
         self._waiting: dict[int, int] = {}
         """Publishes that wait for the loop, by fragment."""
         self._arrived: dict[int, Version] = {}
+        self._published: dict[int, Version] = {}
         self._verdicts: list[TakeVerdict] = []
         self._grants: list[Span] = []
         self._granted = self._next_position = 0
@@ -96,10 +97,10 @@ class Conversation:
                             version=version,
                         )
                     )
-                return (Wanted(fragment, version),)
+                return (self._want(fragment, version),)
             case TakeVerdict():
                 self._judge(message)
-                return (Wanted(message.fragment, message.version),)
+                return (self._want(message.fragment, message.version),)
             case Granted():
                 self._grant(message.offset, message.span)
             case Progress():
@@ -199,6 +200,11 @@ class Conversation:
         """Return the records after that number."""
         return tuple(r for r in self._records if r.seq > sent_through)
 
+    def lacking(self) -> list[int]:
+        """Return the fragments of which a version was published that has not come."""
+        have = self.status().versions
+        return [f for f, newest in self._published.items() if have[f] < newest]
+
     def forget_records(self) -> None:
         """Drop the records: another host of the island reports them."""
         self._records = []
@@ -213,7 +219,11 @@ class Conversation:
             self._takes, self._verdicts = {}, []
             self.stop, self.has_news = False, True
         self._run_id, self._term = welcome.run_id, max(self._term, welcome.term)
-        return tuple(Wanted(f, v) for f, v in enumerate(welcome.versions))
+        return tuple(self._want(f, v) for f, v in enumerate(welcome.versions))
+
+    def _want(self, fragment: int, version: Version) -> Wanted:
+        self._published[fragment] = max(version, self._published.get(fragment, version))
+        return Wanted(fragment, version)
 
     def _request(self, request: TakeRequest) -> None:
         """Note a take request unless a newer one for its fragment came before: requests
