@@ -15,7 +15,8 @@ from diloco_jax.core.merge.measures import (
     sample,
     sample_bytes,
 )
-from diloco_jax.core.merge.merging import Encoded, Plain, merge_piece
+from diloco_jax.core.merge.deltas import Encoded, Plain
+from diloco_jax.core.merge.merging import merge_piece
 from diloco_jax.core.tiles import TileGrid
 
 SHAPES = [(6, 5), (7,)]

@@ -1,6 +1,6 @@
-"""Binds the compiled passes of `merge.c`, the merge route "native".
+"""Binds the compiled functions of `merge.c`.
 
-A pass goes over some tiles of a piece, f32[tiles, elements], in one call that holds no
+Each goes over some tiles of a piece, f32[tiles, elements], in one call that holds no
 lock of the interpreter: callers may divide the tiles among threads. It makes the bits
 that the functions compiled by XLA make (`fragment_merge.py`, `merging.py`).
 """
@@ -16,13 +16,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-SOURCE = Path(__file__).with_name("merge.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("merge.c", "codec.h"))
+"""The file to compile, and what it includes."""
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-"""Flags of the compiler on which the bits depend, or the speed."""
+"""Flags of the compiler on which the bits depend, and the speed."""
 CODECS = ("f32", "bf16", "int8", "int4")
-"""Codecs that the passes know, as `merge.c` numbers them."""
+"""Codecs that the functions know, as `codec.h` numbers them."""
 STEPS = ("keep", "flush", "sgd", "nesterov", "guarded_nesterov")
-"""Outer steps that a pass takes, as `merge.c` numbers them. "keep": none."""
+"""Outer steps, as `merge.c` numbers them. "keep": none."""
 
 StepKind = Literal["keep", "flush", "sgd", "nesterov", "guarded_nesterov"]
 Values = npt.NDArray[np.float32]
@@ -31,8 +32,9 @@ Octets = npt.NDArray[np.uint8]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """An outer step: theta' = theta - rate (d + mu b'), b' = mu b + d, of the delta d =
-    guard * factor * the sum; "sgd" without b, "flush" theta - factor * the sum."""
+    """An outer step: theta' = theta - rate (g + momentum b'), b' = momentum b + g, with
+    g = guard * factor * the sum of the deltas. "sgd" has no b, and "flush" subtracts
+    factor * the sum. "guarded_nesterov" rounds as the optimizer with a norm guard."""
 
     kind: StepKind
     factor: float = 1.0
@@ -42,7 +44,8 @@ class Step:
 
 
 class Kernels:
-    """The passes of one compiled library. Arrays are contiguous."""
+    """The functions of one compiled library. Arrays are contiguous; ValueError if not,
+    or if their shapes or dtypes do not agree."""
 
     def __init__(self, path: Path) -> None:
         """Load it; OSError if that is no library of this machine."""
@@ -63,12 +66,13 @@ class Kernels:
 
     def squares(self, codec: str, encoded: Octets, elements: int) -> list[float]:
         """Decode uint8[tiles, tile_bytes]; return the sum of each tile's squares."""
-        halved = np.empty((len(encoded), _odd(elements)))
+        tiles = len(encoded)
+        halved = np.empty((tiles, _odd(elements)))
         self._call(
             self._squares,
-            CODECS.index(codec),
-            *(len(encoded), elements),
-            *map(_at, (encoded, halved)),
+            *(CODECS.index(codec), tiles, elements),
+            _at(encoded, np.uint8, (tiles, tile_bytes(codec, elements))),
+            _at(halved, np.float64, halved.shape),
         )
         return _summed(halved)
 
@@ -83,12 +87,15 @@ class Kernels:
         f32[tiles, elements]; return the sum of the squares of each tile of it."""
         tiles, elements = total.shape
         halved = np.empty((tiles, _odd(elements)))
-        places = (ctypes.c_void_p * len(encoded))(*map(_at, encoded))
+        shape = tiles, tile_bytes(codec, elements)
+        places = [_at(array, np.uint8, shape) for array in encoded]
         self._call(
             self._sum,
-            CODECS.index(codec),
-            *(len(encoded), tiles, elements),
-            *(places, *map(_at, (factors, total, halved))),
+            *(CODECS.index(codec), len(encoded), tiles, elements),
+            (ctypes.c_void_p * len(encoded))(*places),
+            _at(factors, np.float32, (len(encoded),)),
+            _at(total, np.float32, total.shape),
+            _at(halved, np.float64, halved.shape),
         )
         return _summed(halved)
 
@@ -116,12 +123,15 @@ class Kernels:
           new_trace, new_anchor, encoded: the results; encoded: uint8[tiles,
             tile_bytes].
         """
+        tiles, elements = theta.shape
+        values = old, trace, anchor, theta, new_trace, new_anchor
         self._call(
             self._finish,
             *(CODECS.index(codec), STEPS.index(step.kind)),
             *(step.factor, step.guard, step.momentum, step.rate),
-            *theta.shape,
-            *map(_at, (old, trace, anchor, theta, new_trace, new_anchor, encoded)),
+            *(tiles, elements),
+            *(v if v is None else _at(v, np.float32, theta.shape) for v in values),
+            _at(encoded, np.uint8, (tiles, tile_bytes(codec, elements))),
         )
 
     def _call(self, function: Any, *arguments: Any) -> None:
@@ -129,12 +139,23 @@ class Kernels:
             raise MemoryError("no memory for a tile of a merge")
 
 
-def _at(array: npt.NDArray[Any] | None) -> int | None:
-    """Return the address of a contiguous array."""
-    if array is None:
-        return None
-    if not array.flags.c_contiguous:
-        raise ValueError(f"an array of strides {array.strides} is not contiguous")
+def tile_bytes(codec: str, elements: int) -> int:
+    """Return the bytes of an encoded tile, as `codec.h` has it."""
+    whole = {"f32": 4 * elements, "bf16": 2 * elements}
+    if codec in whole:
+        return whole[codec]
+    if codec == "int8":
+        return elements - 2 * (-elements // 256)
+    return -(-elements // 2) - 2 * (-elements // 32)
+
+
+def _at(array: npt.NDArray[Any], dtype: npt.DTypeLike, shape: tuple[int, ...]) -> int:
+    """Return the address of an array."""
+    if (array.dtype, array.shape) != (dtype, shape) or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{array.dtype}{list(array.shape)} with strides {array.strides} was given "
+            f"for a contiguous {np.dtype(dtype)}{list(shape)}"
+        )
     return array.ctypes.data
 
 
