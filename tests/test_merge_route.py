@@ -61,15 +61,11 @@ def test_a_compiled_library_needs_no_compiler(tmp_path, monkeypatch) -> None:
 
 
 def test_a_library_cut_off_by_a_crash_is_compiled_anew(tmp_path) -> None:
-    passes_of("native")
-    merge_route._passes.cache_clear()
-    # Another file: the one that is loaded must not change.
-    whole = library(tmp_path)
-    octets = whole.read_bytes()
-    whole.unlink()
-    whole.write_bytes(octets[:100])
+    folder = tmp_path / "diloco_jax" / "merge"
+    folder.mkdir(parents=True)
+    (folder / f"{merge_route._key()}.so").write_bytes(b"\x7fELF\x02\x01\x01")
     assert route_of(passes_of("native")) == "native"
-    assert library(tmp_path).stat().st_size == len(octets)
+    assert library(tmp_path).stat().st_size > 1000
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch) -> None:

@@ -60,5 +60,5 @@ def piece_step(
         return PieceStep(step, None, None, scalars.after)
     (trace,) = kept
     new_trace = empty(trace.shape, np.float32)
-    own = jax.tree.unflatten(structure, [new_trace])
-    return PieceStep(step, trace, new_trace, {**scalars.after, "optimizer": own})
+    scalars.after["optimizer"] = jax.tree.unflatten(structure, [new_trace])
+    return PieceStep(step, trace, new_trace, scalars.after)

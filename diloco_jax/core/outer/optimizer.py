@@ -121,8 +121,9 @@ def step_scalars(settings: OuterSettings, state: Any, norm: np.float32) -> StepS
     guard, rate, after = _scalars(
         settings, {k: v for k, v in state.items() if k != "optimizer"}, norm
     )
-    after = {**state, **jax.tree.map(np.asarray, after)}
-    return StepScalars(float(guard), float(rate), after)
+    whole = state.copy()
+    whole.update(jax.tree.map(np.asarray, after))
+    return StepScalars(float(guard), float(rate), whole)
 
 
 @functools.partial(jax.jit, static_argnums=0)
