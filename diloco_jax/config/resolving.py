@@ -29,11 +29,13 @@ def resolve(
     run = config.run
     if text_is_here or not run.data.digest:
         from diloco_jax.data import corpus as text
+        from diloco_jax.data.tokenizers.opening import require_tokenizer
 
         corpus = text.load_checked_corpus(run.data, copied=copied)
         text.require_window(len(corpus.train), run.sequence_length)
         text.require_prediction(len(corpus.validation))
         text.require_vocabulary(corpus, run.model)
+        require_tokenizer(run.data.tokenizer, run.model)
         data = dataclasses.replace(run.data, digest=corpus.digest)
         run = dataclasses.replace(run, data=data)
     return resolve_outer(dataclasses.replace(config, run=run))
@@ -66,7 +68,11 @@ def with_absolute_paths(config: Config) -> Config:
         checkpoints=absolute(config.placement.checkpoints),
     )
     run = config.run
-    data = dataclasses.replace(run.data, paths=tuple(map(absolute, run.data.paths)))
+    data = dataclasses.replace(
+        run.data,
+        paths=tuple(map(absolute, run.data.paths)),
+        tokenizer=absolute(run.data.tokenizer),
+    )
     run = dataclasses.replace(
         run,
         data=data,
