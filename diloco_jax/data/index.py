@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import grain
-import numpy as np
 
 from diloco_jax.data.source import Field, Row, Source
 
