@@ -60,7 +60,12 @@ def test_the_reference_cases_pass_every_check(name, link):
             5.0,
             "needs 3 cores and n2-highmem-2 has 2",
         ),
-        ("disk bytes", {"launch.coordinator_disk_gb": 300}, 5.0, "a disk of 300 GB, of"),
+        (
+            "disk bytes",
+            {"launch.coordinator_disk_gb": 300},
+            5.0,
+            "a disk of 300 GB, of",
+        ),
         (
             "disk speed",
             {"launch.coordinator_disk_gb": 100, "sync.steps_per_cycle": 64},

@@ -59,7 +59,7 @@ def steps_tiles_alike(optimizer: OuterOptimizer) -> bool:
     fragment; so, too, the deltas that the optimizer finds for these updates."""
     rng = np.random.default_rng(0)
     # Tiles differ in length, so that what is scaled by a length differs.
-    lengths = (np.logspace(0, 1, 64)[:, None], 1.0)
+    lengths = np.logspace(0, 1, SHAPES[0][0])[:, None], np.ones(())
     theta, *deltas = (
         tuple(
             jnp.asarray(rng.standard_normal(shape) * length, jnp.float32)
