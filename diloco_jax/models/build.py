@@ -12,6 +12,7 @@ import numpy as np
 from diloco_jax.config import ConfigError, IslandConfig, RunConfig
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.members import load, said
+from diloco_jax.data.source import WEIGHTS
 from diloco_jax.models import transformer
 from diloco_jax.models.layout import Layout
 from diloco_jax.models.model import Model
@@ -103,10 +104,13 @@ def _check(model: Model, run: RunConfig, island: IslandConfig, layout: Layout) -
         raise ConfigError(f"axes do not name those of init: {error}") from error
     if model.loss is None:
         return
-    rows = island.batch_size // island.accumulation
-    tokens = jnp.zeros((rows, run.sequence_length + 1), jnp.int32)
-    weights = jnp.ones((rows, run.sequence_length), jnp.float32)
-    for batch in (tokens, {"tokens": tokens, "weights": weights}):
+    rows, length = island.batch_size // island.accumulation, run.sequence_length
+    fields = model.fields(run.data.arrays)
+    for taken in (fields, {**fields, "weights": WEIGHTS}):
+        batch = {
+            name: jax.ShapeDtypeStruct((rows, *field.shape_of(length)), field.dtype)
+            for name, field in taken.items()
+        }
         with jax.set_mesh(layout.mesh):
             result: Any = jax.eval_shape(model.loss, shapes, batch)
         _check_loss(result)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from diloco_jax.config import IslandConfig, ModelConfig, RunConfig
 from diloco_jax.models.build import build
@@ -67,6 +66,11 @@ def _products(run: RunConfig, island: IslandConfig) -> float:
     if not run.model.factory:
         island = dataclasses.replace(island, attention="dot_product")
     model = build(run, island)
-    tokens = jnp.zeros((1, run.sequence_length + 1), jnp.int32)
+    batch = {
+        name: jax.ShapeDtypeStruct(
+            (1, *field.shape_of(run.sequence_length)), field.dtype
+        )
+        for name, field in model.fields(run.data.arrays).items()
+    }
     differentiate = jax.value_and_grad(model.require_loss(), has_aux=True)
-    return product_flops(jax.make_jaxpr(differentiate)(model.shapes(), tokens).jaxpr)
+    return product_flops(jax.make_jaxpr(differentiate)(model.shapes(), batch).jaxpr)
