@@ -33,6 +33,8 @@ class Attend(Protocol):
         ...
 
 
+Mix = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""`Attend` with window and segments bound."""
 ATTENDED = "attended"
 """Name of attention's results for checkpoint policies."""
 

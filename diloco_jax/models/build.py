@@ -15,7 +15,7 @@ from diloco_jax.core.members import load, said
 from diloco_jax.data.source import WEIGHTS
 from diloco_jax.models import transformer
 from diloco_jax.models.layout import Layout
-from diloco_jax.models.model import Model
+from diloco_jax.models.model import Model, abstract_batch
 
 Factory = Callable[[RunConfig, IslandConfig, Layout], Model]
 """Type of the function that `model.factory` names."""
@@ -107,10 +107,7 @@ def _check(model: Model, run: RunConfig, island: IslandConfig, layout: Layout) -
     rows, length = island.batch_size // island.accumulation, run.sequence_length
     fields = model.fields(run.data.arrays)
     for taken in (fields, {**fields, "weights": WEIGHTS}):
-        batch = {
-            name: jax.ShapeDtypeStruct((rows, *field.shape_of(length)), field.dtype)
-            for name, field in taken.items()
-        }
+        batch = abstract_batch(taken, rows, length)
         with jax.set_mesh(layout.mesh):
             result: Any = jax.eval_shape(model.loss, shapes, batch)
         _check_loss(result)

@@ -111,6 +111,18 @@ def named(tree: Any) -> Params:
     return params
 
 
+def abstract_batch(
+    fields: Fields, rows: int, sequence_length: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return a batch without values, of so many rows. sequence_length: T."""
+    return {
+        name: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            (rows, *field.shape_of(sequence_length)), field.dtype
+        )
+        for name, field in fields.items()
+    }
+
+
 def split_batch(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return inputs and targets, int32 [B, T], and weights, f32 [B, T].
 

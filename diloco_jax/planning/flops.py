@@ -16,6 +16,7 @@ import jax
 
 from diloco_jax.config import IslandConfig, ModelConfig, RunConfig
 from diloco_jax.models.build import build
+from diloco_jax.models.model import abstract_batch
 from diloco_jax.planning.products import product_flops
 
 
@@ -66,11 +67,6 @@ def _products(run: RunConfig, island: IslandConfig) -> float:
     if not run.model.factory:
         island = dataclasses.replace(island, attention="dot_product")
     model = build(run, island)
-    batch = {
-        name: jax.ShapeDtypeStruct(
-            (1, *field.shape_of(run.sequence_length)), field.dtype
-        )
-        for name, field in model.fields(run.data.arrays).items()
-    }
+    batch = abstract_batch(model.fields(run.data.arrays), 1, run.sequence_length)
     differentiate = jax.value_and_grad(model.require_loss(), has_aux=True)
     return product_flops(jax.make_jaxpr(differentiate)(model.shapes(), batch).jaxpr)

@@ -20,7 +20,7 @@ from diloco_jax.data.source import DERIVED, WEIGHTS, Fields
 from diloco_jax.data.stream import Batch, OwnRows
 from diloco_jax.island.device.mesh import batch_sharding, param_shardings, replicated
 from diloco_jax.island.device.placing import abstract, place, zeros
-from diloco_jax.models.model import Metrics, Model, Params
+from diloco_jax.models.model import Metrics, Model, Params, abstract_batch
 
 Placed = Mapping[str, jax.Array]
 """Arrays of a batch by name, [B, ...], on the devices."""
@@ -197,12 +197,8 @@ class Trainer:
 
     def _abstract_batch(self, fields: Fields, sequence_length: int) -> Any:
         rows = batch_sharding(self.mesh)
-        return {
-            name: abstract(
-                (self.batch_size, *field.shape_of(sequence_length)), field.dtype, rows
-            )
-            for name, field in fields.items()
-        }
+        batch = abstract_batch(fields, self.batch_size, sequence_length)
+        return {name: leaf.update(sharding=rows) for name, leaf in batch.items()}
 
     def _update(
         self, state: TrainState, batch: Placed, learning_rate: jax.Array
