@@ -17,6 +17,13 @@ class DataConfig:
         help="Text files or folders, or .npy files of tokens; empty = the sources of "
         "the Python standard library.",
     )
+    tokenizer: str = setting(
+        "",
+        local=True,
+        help="The tokenizer that the data was made with: tokenizer.json, a *.model of "
+        "SentencePiece, or a folder that has one; empty = bytes, or tokens of an "
+        "unknown one.",
+    )
     validation_fraction: float = setting(
         0.02, BETWEEN, help="Share of the documents held out for validation."
     )

@@ -30,9 +30,11 @@ def resolve(
     run = config.run
     if text_is_here or not run.data.digest:
         from diloco_jax.data.loading import load_data, require_vocabulary
+        from diloco_jax.data.tokenizers.opening import require_tokenizer
 
         found = load_data(run, copied=copied)
         require_vocabulary(found, run)
+        require_tokenizer(run.data.tokenizer, run.model)
         data = dataclasses.replace(run.data, digest=found.digest, arrays=found.arrays)
         run = dataclasses.replace(run, data=data)
     return resolve_outer(dataclasses.replace(config, run=run))
@@ -65,7 +67,11 @@ def with_absolute_paths(config: Config) -> Config:
         checkpoints=absolute(config.placement.checkpoints),
     )
     run = config.run
-    data = dataclasses.replace(run.data, paths=tuple(map(absolute, run.data.paths)))
+    data = dataclasses.replace(
+        run.data,
+        paths=tuple(map(absolute, run.data.paths)),
+        tokenizer=absolute(run.data.tokenizer),
+    )
     run = dataclasses.replace(
         run,
         data=data,

@@ -21,7 +21,7 @@ from flax import nnx
 
 from diloco_jax.config import ConfigError, ModelConfig, suggest
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS
-from diloco_jax.data.tokenizer import VOCAB_SIZE
+from diloco_jax.data.tokenizers.of_bytes import VOCAB_SIZE
 from diloco_jax.models.attention import ATTENDED, ATTENTION
 from diloco_jax.models.layers import Layer, first_scale, rms_norm
 from diloco_jax.models.layout import Layout

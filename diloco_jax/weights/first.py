@@ -19,12 +19,18 @@ from diloco_jax import run_files
 from diloco_jax.config import (
     Config,
     ConfigError,
+    DataConfig,
     ModelConfig,
     RunConfig,
     differences,
     shared_fields,
 )
 from diloco_jax.core.fragments import Piece, get_piece
+from diloco_jax.data.tokenizers.opening import (
+    find_tokenizer,
+    kept_name,
+    open_tokenizer,
+)
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model, Params
 from diloco_jax.paths import absolute
@@ -111,6 +117,17 @@ def keep_source(weights: str, workdir: Path) -> None:
         (workdir / run_files.SOURCE).mkdir(exist_ok=True)
         for path in found:
             shutil.copyfile(path, workdir / run_files.SOURCE / path.name)
+
+
+def keep_tokenizer(data: DataConfig, workdir: Path) -> None:
+    """Keep the files of the data's tokenizer in its workdir, for exports, unless the
+    folder that the run started from had one."""
+    folder = workdir / run_files.SOURCE
+    if not data.tokenizer or (folder.is_dir() and find_tokenizer(folder) is not None):
+        return
+    folder.mkdir(exist_ok=True)
+    for path in open_tokenizer(data.tokenizer).files:
+        shutil.copyfile(path, folder / kept_name(path))
 
 
 def fill(params: Params, piece: Piece, value: np.ndarray) -> None:
