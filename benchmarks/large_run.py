@@ -97,6 +97,7 @@ def main() -> int:
             "summary": run.summary,
             "planned": dataclasses.asdict(planned),
             "memory_bytes": peaks.memory,
+            "own_memory_bytes": peaks.own,
             "disk_bytes": peaks.disk,
             "stall_s": stall.longest_s,
             "outages_s": tape_checks.outage_seconds(run.tape),

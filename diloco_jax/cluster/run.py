@@ -23,6 +23,7 @@ from diloco_jax.cluster.resume import (
     ReplacedFiles,
     finished,
     resumed_config,
+    tell_extended,
     tell_resumed,
 )
 from diloco_jax.cluster.status import status_client
@@ -70,7 +71,7 @@ def run(
             if workdir.is_dir():
                 whole.enter_context(workdirs.held(workdir, "another `diloco run`"))
             config = resumed_config(config, workdir)
-            if not finished(workdir):
+            if not finished(config, workdir):
                 config = resolve(config, text_is_here=True)
             begun = None
         else:
@@ -93,12 +94,12 @@ def _run(
     console.print(f"{len(config.islands)} islands, workdir {workdir}", highlight=False)
     cluster = Cluster(config, workdir, resume=resume)
     with Interrupt() as interrupt:
-        if resume and finished(workdir):
+        if resume and finished(config, workdir):
             console.print("the run in it is finished", highlight=False)
             code = EXIT_DONE
         else:
             code = _processes(cluster, console, interrupt, begun)
-            if resume and finished(workdir):
+            if resume and finished(config, workdir):
                 # The run only had to end: its islands were refused, or not started.
                 code = EXIT_DONE
         summary = workdirs.read_summary(workdir)
@@ -133,6 +134,8 @@ def _processes(
 ) -> int:
     """Start, watch and stop everything; return the exit code of the run so far."""
     resume = begun is None
+    if resume:
+        tell_extended(cluster.config, cluster.workdir, console)
     change = ReplacedFiles(cluster.config, cluster.workdir) if resume else None
     try:
         cluster.start(interrupt)

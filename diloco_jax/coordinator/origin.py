@@ -71,6 +71,7 @@ def initialise(
                 run_id=policy.run_id,
                 fingerprint=policy.fingerprint,
                 plan=plan.digest(),
+                total_tokens=run.total_tokens,
                 environment=environment.describe(),
             )
         )

@@ -194,9 +194,12 @@ def tells_of_the_end(path: Path) -> bool:
     """Return True if the run is over: then the tape only records leaving islands."""
     newest = itertools.islice(_newest_first(path), LAST_LINES)
     try:
-        return any(line["kind"] == "finished" for line in newest)
+        kinds = (line["kind"] for line in newest)
+        # A run that was extended is over once more, or not yet.
+        last = next((k for k in kinds if k in ("finished", "extended")), "")
     except FileNotFoundError:
         return False
+    return last == "finished"
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -137,6 +137,7 @@ class Lived:
             who=Who("a", 1),
             config=dataclasses.replace(ISLAND, step_seconds=0.3),
             environment={},
+            total_tokens=RUN.total_tokens,
             records=[
                 TapedRecord(n, record) for n, record in enumerate(self.records, start=1)
             ],

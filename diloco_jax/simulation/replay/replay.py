@@ -258,8 +258,9 @@ class Replay(contextlib.ExitStack):
                 )
             restored = life.restored()
             source = self._island(restored.who) if restored else None
+            run = dataclasses.replace(self._run, total_tokens=life.total_tokens)
             self._islands[who] = ReplayedIsland(
-                life, self._run, self._windows, self._published, worker, source
+                life, run, self._windows, self._published, worker, source
             )
             if restored is not None:
                 self._release(restored.who)
