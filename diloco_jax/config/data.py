@@ -32,3 +32,8 @@ class DataConfig:
         help="Digest of the corpus; empty = computed when the run is created. A corpus "
         "with another digest is refused.",
     )
+    arrays: tuple[str, ...] = setting(
+        ("tokens",),
+        help="Arrays that each row of the data has: tokens; segments where rows are "
+        "packed; weights. Found together with the digest, and needed before to plan.",
+    )

@@ -17,7 +17,8 @@ T = TypeVar("T", bound=Any)
 def resolve(
     config: Config, *, text_is_here: bool = False, copied: bool = False
 ) -> Config:
-    """Fill in the corpus digest and the outer optimizer, and make paths absolute.
+    """Fill in the data's digest and arrays and the outer optimizer, and make paths
+    absolute.
 
     Fields that are set are left alone, so resolving twice changes nothing. Reads the
     corpus if its digest is unknown or the corpus must be on this machine. Raises
@@ -28,15 +29,13 @@ def resolve(
     config = with_absolute_paths(config)
     run = config.run
     if text_is_here or not run.data.digest:
-        from diloco_jax.data import corpus as text
+        from diloco_jax.data.loading import load_data, require_vocabulary
         from diloco_jax.data.tokenizers.opening import require_tokenizer
 
-        corpus = text.load_checked_corpus(run.data, copied=copied)
-        text.require_window(len(corpus.train), run.sequence_length)
-        text.require_prediction(len(corpus.validation))
-        text.require_vocabulary(corpus, run.model)
+        found = load_data(run, copied=copied)
+        require_vocabulary(found, run)
         require_tokenizer(run.data.tokenizer, run.model)
-        data = dataclasses.replace(run.data, digest=corpus.digest)
+        data = dataclasses.replace(run.data, digest=found.digest, arrays=found.arrays)
         run = dataclasses.replace(run, data=data)
     return resolve_outer(dataclasses.replace(config, run=run))
 
