@@ -5,19 +5,17 @@ from __future__ import annotations
 import collections
 import itertools
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from diloco_jax.data.prepared.contents import Prepared, Split
-from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, Field, Row
-from diloco_jax.errors import ConfigError
+from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, Fields, Row
 
 MOST_OPEN = 256
 """Files that are open at a time."""
-FIELDS: Mapping[str, Field] = {
+FIELDS: Fields = {
     "tokens": TOKENS,
     "segments": SEGMENTS,
     "weights": WEIGHTS,
@@ -73,14 +71,3 @@ class PreparedRows:
             while len(self._open) > MOST_OPEN:
                 self._open.popitem(last=False)
             return found
-
-
-def require_length(folder: Path, prepared: Prepared, sequence_length: int) -> None:
-    """Raise ConfigError if the rows of a folder have another length than the run's."""
-    if prepared.sequence_length != sequence_length:
-        raise ConfigError(
-            f"sequence_length = {sequence_length}, but the rows of {folder} have "
-            f"{prepared.sequence_length} predicted tokens; set it to "
-            f"{prepared.sequence_length}, or prepare the data again with "
-            f"--sequence-length {sequence_length}"
-        )
