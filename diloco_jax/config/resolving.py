@@ -33,7 +33,12 @@ def resolve(
 
         found = load_data(run, copied=copied)
         require_vocabulary(found, run)
-        data = dataclasses.replace(run.data, digest=found.digest, arrays=found.arrays)
+        data = dataclasses.replace(
+            run.data,
+            digest=found.digest,
+            arrays=found.arrays,
+            weights=found.weights or run.data.weights,
+        )
         run = dataclasses.replace(run, data=data)
     return resolve_outer(dataclasses.replace(config, run=run))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.core.members import load, said
@@ -11,6 +10,7 @@ from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.index import GlobalIndex
 from diloco_jax.data.mixture import Mixture, Together
 from diloco_jax.data.prepared.opening import are_prepared, open_folders, tokenizer_of
+from diloco_jax.data.shares import Shares
 from diloco_jax.data.source import Rows, Source
 from diloco_jax.data.tokenizers.opening import require_tokenizer
 from diloco_jax.data.windows import ValidationWindows, Windows
@@ -29,8 +29,10 @@ class Data:
     """Highest token."""
     bytes_per_token: float | None
     """Bytes of the validation text for each token predicted; None if unknown."""
-    mixed: Callable[[int], Rows] | None = None
-    """Makes the index of a mixture out of the seed; None: that of `train` alone."""
+    mixed: tuple[Source, ...] = ()
+    """The sources that `train` has one after the other, if each has its own share."""
+    weights: tuple[float, ...] = ()
+    """Shares of `mixed`, in any scale."""
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -39,7 +41,9 @@ class Data:
 
     def index(self, seed: int) -> Rows:
         """Return the training rows by position of the global index."""
-        return self.mixed(seed) if self.mixed else GlobalIndex(self.train, seed)
+        if self.mixed:
+            return Mixture(self.mixed, Shares(self.weights), seed)
+        return GlobalIndex(self.train, seed)
 
 
 def load_data(run: RunConfig, *, copied: bool = False) -> Data:
@@ -78,14 +82,14 @@ def _corpus(run: RunConfig, copied: bool) -> Data:
 def _prepared(run: RunConfig) -> Data:
     """Return the rows of prepared folders."""
     found = open_folders(run)
-    shares, sources = found.shares, found.train
     return Data(
-        train=Together(sources),
+        train=Together(found.train),
         validation=Together(found.validation),
         digest=found.digest,
         largest=found.vocab_size - 1,
         bytes_per_token=found.bytes_per_token,
-        mixed=shares and (lambda seed: Mixture(sources, shares, seed)),
+        mixed=found.train if found.weights else (),
+        weights=found.weights,
     )
 
 

@@ -18,7 +18,7 @@ from diloco_jax.data.prepared.contents import (
     require_whole,
 )
 from diloco_jax.data.prepared.source import PreparedRows
-from diloco_jax.data.shares import Shares
+from diloco_jax.data.shares import slots_of
 from diloco_jax.data.tokenizers.opening import open_tokenizer, require_digest
 
 
@@ -27,8 +27,8 @@ class Folders(NamedTuple):
 
     train: tuple[PreparedRows, ...]
     validation: tuple[PreparedRows, ...]
-    shares: Shares | None
-    """None: there is one folder."""
+    weights: tuple[float, ...]
+    """Shares of several folders; none for one."""
     digest: str
     vocab_size: int
     bytes_per_token: float
@@ -71,8 +71,8 @@ def open_folders(run: RunConfig) -> Folders:
             str(path),
             f"that of {paths[0]}",
         )
-    shares = _shares(data, [prepared.train.counts.rows for prepared in found])
-    digest = _digest(found, shares)
+    weights = _weights(data, [prepared.train.counts.rows for prepared in found])
+    digest = _digest(found, weights)
     if data.digest and data.digest != digest:
         raise ConfigError(
             f"data.digest = {data.digest} in the run's config, but the data here "
@@ -87,7 +87,7 @@ def open_folders(run: RunConfig) -> Folders:
         tuple(
             PreparedRows(p, f, f.validation) for p, f in zip(paths, found, strict=True)
         ),
-        shares,
+        weights,
         digest,
         found[0].tokenizer.vocab_size,
         sum(c.text_bytes for c in counts) / sum(c.predicted for c in counts),
@@ -110,9 +110,9 @@ def tokenizer_of(data: DataConfig) -> str | None:
     return str(folder / tokens.file) if tokens.file else ""
 
 
-def _shares(data: DataConfig, rows: Sequence[int]) -> Shares | None:
-    """Return the shares of several folders, by their rows if no weights are given."""
-    weights = data.weights or rows
+def _weights(data: DataConfig, rows: Sequence[int]) -> tuple[float, ...]:
+    """Return the shares of several folders, by their rows if none are given."""
+    weights = data.weights or tuple(map(float, rows))
     if len(weights) != len(rows):
         raise ConfigError(
             f"data.weights has {len(weights)} numbers, data.paths {len(rows)} folders; "
@@ -120,22 +120,23 @@ def _shares(data: DataConfig, rows: Sequence[int]) -> Shares | None:
         )
     if not all(0 < weight < math.inf for weight in weights):
         raise ConfigError(
-            f"data.weights = {tuple(weights)}; each has to be above 0, and finite"
+            f"data.weights = {weights}; each has to be above 0, and finite"
         )
     try:
-        return Shares(weights) if len(rows) > 1 else None
+        slots_of(weights)
     except ValueError as error:
         raise ConfigError(
             f"data.weights: {error}; raise it, or leave its folder out"
         ) from error
+    return weights if len(rows) > 1 else ()
 
 
-def _digest(found: Sequence[Prepared], shares: Shares | None) -> str:
+def _digest(found: Sequence[Prepared], weights: Sequence[float]) -> str:
     """Return the digest of one folder, or of several and their shares."""
-    if shares is None:
+    if not weights:
         return found[0].digest
     parts = [prepared.digest for prepared in found]
-    return hashlib.sha256(f"{parts}:{shares.slots}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{parts}:{slots_of(weights)}".encode()).hexdigest()[:16]
 
 
 def _require_length(path: Path, prepared: Prepared, sequence_length: int) -> None:
