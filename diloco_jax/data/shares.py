@@ -52,7 +52,7 @@ class Shares:
 
     def drawn(self, start: int, stop: int) -> list[int]:
         """Return the number of draws of each source at positions [start, stop)."""
-        return (self._until(stop) - self._until(start)).tolist()
+        return [int(n) for n in self._until(stop) - self._until(start)]
 
     def _until(self, position: int) -> np.ndarray:
         period, slot = divmod(position, self.period)

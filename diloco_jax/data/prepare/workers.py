@@ -16,6 +16,7 @@ from pathlib import Path
 
 from diloco_jax.data.prepare.parts import Part, SourceFile
 from diloco_jax.data.prepare.writing import Recipe, done_path, write_part
+from diloco_jax.data.tokenizers.of_bytes import Bytes
 from diloco_jax.data.tokenizers.opening import open_tokenizer
 from diloco_jax.errors import ConfigError
 
@@ -64,7 +65,7 @@ def do_parts(
     context = multiprocessing.get_context("spawn")
     counter: Synchronized[int] = context.Value("q", before)
     files = recipe.tokenizer.files
-    bare = dataclasses.replace(recipe, tokenizer=None)
+    bare = dataclasses.replace(recipe, tokenizer=Bytes())  # A stand-in, until opened.
     work = _Work(folder, sources, bare, str(files[0]) if files else "", counter)
     with concurrent.futures.ProcessPoolExecutor(
         min(workers, len(left)), context, _begin, (work, os.getpid())
