@@ -42,10 +42,15 @@ ensure_environment() {
   [ "$status" -eq 0 ] || fail "'$python' does not run (exit code $status)"
   read -r version hash <<<"$probed"
 
-  # The test extra contains the plain installation, and libtpu is beside all that.
-  for stamp in "$extra" test test,tpu; do
-    [ "$stamp" != test ] || [ "$extra" != test,tpu ] || continue
-    [ "$(cat "$VENV/installed-$stamp" 2>/dev/null)" != "$hash" ] || return 0
+  # What was installed with more extras will do as well.
+  local wanted has enough
+  for stamp in "$VENV"/installed-*; do
+    [ "$(cat "$stamp" 2>/dev/null)" = "$hash" ] || continue
+    has=,${stamp##*/installed-}, enough=yes
+    for wanted in ${extra//,/ }; do
+      [[ $has == *,$wanted,* ]] || enough=no
+    done
+    [ "$enough" = no ] || return 0
   done
 
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||

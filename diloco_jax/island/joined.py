@@ -25,6 +25,7 @@ from diloco_jax.island.main import LeadingHost
 from diloco_jax.island.network.link import ending_of
 from diloco_jax.models.model import Axes
 from diloco_jax.protocol.island.boundary import Ending
+from diloco_jax.wire import principal
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import Refused
 from diloco_jax.wire.tls import TlsFiles
@@ -63,7 +64,7 @@ def join(
         of f32 arrays on devices of this process. Their values are not used.
       tokens_per_step: of one step of the loop, over all its devices.
       incarnation: number of this attempt, higher than any before; from 1.
-      certificates: folder with `ca.pem`, `island.pem` and `island.key`.
+      certificates: folder with `ca.pem`, `island.NAME.pem` and `.key`.
       axes: names of the parameters' axes, as the run's model has them; None: none.
       every: steps of the loop between two boundaries, for steps of milliseconds.
       insecure: let it speak to other machines without TLS.
@@ -76,7 +77,7 @@ def join(
         raise ConfigError(f"incarnation = {incarnation}: attempts are counted from 1")
     if every < 1:
         raise ConfigError(f"every = {every}; a boundary follows one step or more")
-    config = _of_coordinator(address, str(certificates), insecure)
+    config = _of_coordinator(address, name, str(certificates), insecure)
     island = _described(config, name, tokens_per_step * every)
     config = dataclasses.replace(config, islands={**config.islands, name: island})
     return JoinedIsland(
@@ -226,12 +227,14 @@ class JoinedIsland:
         return self._lead.loop
 
 
-def _of_coordinator(address: str, certificates: str, insecure: bool) -> Config:
+def _of_coordinator(
+    address: str, name: str, certificates: str, insecure: bool
+) -> Config:
     """Return the run's config with this process's way to the coordinator."""
     deadlines = Deadlines(Placement().time_budget_s)
     client = Client(
         address,
-        tls=TlsFiles.load(certificates, "island") if certificates else None,
+        tls=TlsFiles.load_given(certificates, principal.island(name)),
         deadlines=deadlines,
         bulk_channels=1,
         insecure=insecure,

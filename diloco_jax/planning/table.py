@@ -183,7 +183,8 @@ def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ..
         f"coordinator: {_size(plan.memory)} of memory ({_size(plan.joins)} of it while "
         f"islands join), {plan.cores} cores, back {restart_seconds:.0f} s after it "
         f"dies",
-        f"its disk: {_size(disk.bytes)}, log {disk.log_bytes_per_s / 1e6:.3g} MB/s; "
+        f"its disk: {_size(disk.expected)} expected, {_size(disk.reserve)} in reserve, "
+        f"log {disk.log_bytes_per_s / 1e6:.3g} MB/s; "
         f"snapshots to the {where}: {_size(disk.snapshots)}, "
         f"{disk.snapshot_bytes_per_s / 1e6:.3g} MB/s",
     )

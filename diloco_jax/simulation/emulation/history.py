@@ -26,17 +26,19 @@ Table = dict[str, np.ndarray]
 class History:
     """Tables of an emulation. Rows about an island or fragment name it.
 
-    islands: names, in the order of the columns of matrices.
-    merges: time, tokens (of the run, not lost, as far as reported), fragment, version,
-      final (of the flush), contributions (tokens by island, 0 = not in it), share (of
-      all tokens per second that is in it), norm (of the merged delta), digest (of
-      Theta's fragment).
-    steps: island, incarnation, step, began, time (its end), loss (nats per token),
-      learning_rate. Completed ones only.
-    takes: island, incarnation, fragment, time, arrived (NaN = never).
-    adoptions: island, incarnation, fragment, version, time.
-    lives: island, incarnation, began, first_step (NaN = none), ended, steps, end (why).
-    evaluations: time, tokens, loss: of the global parameters.
+    Attributes:
+      islands: names, in the order of the columns of matrices.
+      merges: time, tokens (of the run, not lost, as far as reported), fragment,
+        version, final (of the flush), contributions (tokens by island, 0 = not in it),
+        share (of all tokens per second that is in it), norm (of the merged delta),
+        digest (of Theta's fragment).
+      steps: island, incarnation, step, began, time (its end), loss (nats per token),
+        learning_rate. Completed ones only.
+      takes: island, incarnation, fragment, time, arrived (NaN = never).
+      adoptions: island, incarnation, fragment, version, time.
+      lives: island, incarnation, began, first_step (NaN = none), ended, steps, end
+        (why).
+      evaluations: time, tokens, loss: of the global parameters.
     """
 
     islands: tuple[str, ...]
