@@ -33,6 +33,7 @@ class BatchReader:
                     f"{field}; change Model.batch or the data (docs/models.md)"
                 )
         self.fields, self._rows = fields, rows
+        self._derived = set(fields) - set(rows.fields)
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: field.shape_of(sequence_length) for name, field in fields.items()
         }
@@ -57,12 +58,13 @@ class BatchReader:
         row = self._rows[number]
         for name, array in into.items():
             value = row.get(name)
-            if value is None:
+            if name in self._derived:
                 array[place] = 1
-            elif value.shape != array.shape[1:]:
+            elif value is None or value.shape != array.shape[1:]:
+                found = "no" if value is None else f"{value.shape} as shape of"
                 raise ValueError(
-                    f"row {number} has {name!r} of shape {value.shape}, and its source "
-                    f"says {array.shape[1:]}"
+                    f"row {number} has {found} {name!r}, and its source says "
+                    f"{array.shape[1:]}"
                 )
             else:
                 array[place] = value

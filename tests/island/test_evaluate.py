@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from diloco_jax.config import IslandConfig
-from diloco_jax.data.source import TOKENS
+from diloco_jax.data.source import SEGMENTS, TOKENS
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import ValidationWindows
 from diloco_jax.island.device.mesh import make_mesh
@@ -75,6 +75,31 @@ def test_a_batch_that_trains_in_rounds_is_evaluated_in_rounds():
         assert loss == pytest.approx(0.5 * TEXT[1:].mean(), rel=1e-6)
         assert set(seen) == {(1, length)}
         seen.clear()
+
+
+class Packed:
+    """Rows of two documents each, some of which end in padding."""
+
+    fields = {"tokens": TOKENS, "segments": SEGMENTS}  # noqa: RUF012
+    segments = np.array([[1, 1, 1, 2, 2], [1, 1, 2, 0, 0], [1, 2, 2, 2, 0]])
+
+    def __len__(self):
+        return len(self.segments)
+
+    def __getitem__(self, row):
+        tokens = np.arange(5) + 10 * row
+        return {"tokens": tokens, "segments": self.segments[row]}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_packed_rows_are_validated_within_their_documents(accumulation):
+    trainer = make_trainer(accumulation)
+    params = trainer.place_params({"scale": np.float32(1.0)})
+    packed = Packed()
+    validation = ValidationBatches(packed, 2, packed.fields, 4, bytes_per_token=4.0)
+    loss, bits = evaluate_all(trainer, params, validation)
+    assert loss == pytest.approx(np.mean([1, 2, 4, 11, 22, 23]))
+    assert bits == pytest.approx(loss / math.log(2) / 4)
 
 
 def test_a_pass_goes_one_batch_per_call(trainer):

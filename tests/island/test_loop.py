@@ -400,5 +400,7 @@ def test_steps_that_changed_nothing_are_counted_and_told(loop, caplog):
     loop.run()
     measures = network.mailbox.status().measures
     assert (measures.steps, measures.skipped_steps) == (STEPS, 3)
+    # Metrics are read one step late, and it ended without a wait.
+    assert measures.tokens_predicted == (STEPS - 1) * BATCH * LENGTH
     told = [r.getMessage()[:10] for r in caplog.records if "not finite" in r.message]
     assert told == ["1 of 4 ste", "2 of 5 ste"], "not again at every one"

@@ -14,6 +14,7 @@ from diloco_jax.core.inner import make_inner
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.index import GlobalIndex
 from diloco_jax.data.reader import BatchReader
+from diloco_jax.data.source import TOKENS, Field
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.device.mesh import (
     MESH_AXES,
@@ -90,6 +91,53 @@ def test_accumulation_equals_one_big_batch(accumulation):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *results
     )
+
+
+@pytest.mark.parametrize("accumulation", [2, 8])
+def test_rounds_count_by_their_weights(accumulation):
+    # Whole rounds of padding among them, which have no mean (NaN).
+    weights = np.random.default_rng(1).random((8, 16)).astype(np.float32)
+    weights[::accumulation] = 0
+    batch = {**rows(), "weights": weights}
+    results = []
+    for rounds in (1, accumulation):
+        trainer = make_trainer(accumulation=rounds)
+        state, metrics = trainer.step(start(trainer), trainer.put_batch(batch), 1.0)
+        assert float(metrics["skipped"]) == 0
+        np.testing.assert_allclose(metrics["tokens"], weights.sum(), rtol=1e-6)
+        results.append(host((state.params, metrics)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *results
+    )
+
+
+def test_a_model_trains_on_arrays_of_its_own():
+    """Pictures, cut into rounds like tokens; what compiles ahead is what runs."""
+    picture = Field("uint8", None, (2, 3))
+    plain = linear_model()
+
+    def loss(params, batch):
+        assert batch["picture"].shape == (4, 2, 3)
+        mean, metrics = plain.loss(params, batch)
+        light = jnp.mean(batch["picture"].astype(jnp.float32))
+        return mean + light * params["table"][0, 0], metrics
+
+    model = plain._replace(loss=loss, batch={"tokens": TOKENS, "picture": picture})
+    with pytest.raises(ConfigError, match="the model needs 'picture'"):
+        make_trainer(model)
+    config = IslandConfig(batch_size=8, accumulation=2)
+    arrays, mesh = ("tokens", "picture"), make_mesh(config)
+    trainer = Trainer(model, optax.sgd(1.0), config, mesh, arrays)
+    lowered = trainer.lower(16)
+    assert lowered.args_info[0][1]["picture"].shape == (8, 2, 3)
+    batch = {**rows(), "picture": np.full((8, 2, 3), 9, np.uint8)}
+    state = start(trainer)
+    dark = make_trainer(batch_size=8)
+    moved, _ = trainer.step(state, trainer.put_batch(batch), 1.0)
+    other, _ = dark.step(start(dark), dark.put_batch(rows()), 1.0)
+    difference = host(other.params)["table"] - host(moved.params)["table"]
+    np.testing.assert_allclose(difference[0, 0], 9, rtol=1e-5)
+    np.testing.assert_allclose(difference.ravel()[1:], 0, atol=1e-6)
 
 
 def test_the_step_compiles_once_whatever_the_learning_rate():

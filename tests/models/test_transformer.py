@@ -171,7 +171,8 @@ def test_the_gradient_of_a_common_token_is_as_exact_in_bfloat16():
         for dtype in ("bfloat16", "float32")
     )
     params = transformer.build(config).init(jax.random.key(0))
-    found, expected = (grad(params, few)[0]["embedding"] for grad in (low, plain))
+    batch = {"tokens": few}
+    found, expected = (grad(params, batch)[0]["embedding"] for grad in (low, plain))
     assert relative_difference(found, expected) < 0.03
 
 

@@ -198,7 +198,9 @@ class Trainer:
     def _abstract_batch(self, fields: Fields, sequence_length: int) -> Any:
         rows = batch_sharding(self.mesh)
         batch = abstract_batch(fields, self.batch_size, sequence_length)
-        return {name: leaf.update(sharding=rows) for name, leaf in batch.items()}
+        return {
+            name: abstract(leaf.shape, leaf.dtype, rows) for name, leaf in batch.items()
+        }
 
     def _update(
         self, state: TrainState, batch: Placed, learning_rate: jax.Array

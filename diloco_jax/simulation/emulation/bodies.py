@@ -129,7 +129,12 @@ class TrainedBody:
         self._diary.learning_rates.append(learning_rate)
         metrics = self._replica.step(self._reader.batch(positions), learning_rate)
         diary = self._diary
-        for name, column in (("loss", diary.losses), ("skipped", diary.skipped)):
+        columns = {
+            "loss": diary.losses,
+            "skipped": diary.skipped,
+            "tokens": diary.predicted,
+        }
+        for name, column in columns.items():
             column.append(metrics[name])
             if len(column) > 1:
                 # One step late: the devices have the new step to do meanwhile.
