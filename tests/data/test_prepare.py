@@ -25,7 +25,7 @@ from diloco_jax.data.corpus import is_validation
 from diloco_jax.data.prepare import parts as parts_module
 from diloco_jax.data.prepare.examples import Reader
 from diloco_jax.data.prepare.packing import Tokenised, pack
-from diloco_jax.data.prepare.parts import Kind, find_sources, make_parts
+from diloco_jax.data.prepare.parts import SourceKind, find_sources, make_parts
 from diloco_jax.data.prepare.reading import read
 from diloco_jax.data.prepare.work import prepare
 from diloco_jax.data.prepare.writing import Recipe
@@ -314,11 +314,11 @@ def test_lines_are_read_once_wherever_parts_end(tmp_path_factory, sizes, limit):
     objects = [{"text": f"{n}:" + "x" * size} for n, size in enumerate(sizes)]
     write_lines(path, [{"text": ""}, *objects])
     (source,) = find_sources((str(path),))
-    assert source.kind is Kind.LINES
+    assert source.kind is SourceKind.LINES
     cuts = sorted({0, source.size, *(source.size * i // limit for i in range(limit))})
     found = []
     for start, stop in itertools.pairwise(cuts):
-        piece = parts_module.Slice(0, start, stop, stop - start)
+        piece = parts_module.SourceSlice(0, start, stop, stop - start)
         found += [d.example.spans[0].text for d in read(source, piece, Reader())]
     assert found == ["", *(o["text"] for o in objects)]
 

@@ -17,7 +17,7 @@ ROLES = {"gemma3": {"assistant": "model"}}
 ASSISTANT = "assistant"
 
 
-class Span(NamedTuple):
+class Passage(NamedTuple):
     """A part of a document. `learned`: the prediction of its tokens counts."""
 
     text: str
@@ -28,7 +28,7 @@ class Example(NamedTuple):
     """A document. `ends`: it is followed by the token that ends documents; the last
     turn of a chat has an end of its own."""
 
-    spans: list[Span]
+    spans: list[Passage]
     ends: bool = True
 
 
@@ -65,10 +65,10 @@ class Reader:
     def read(self, found: Mapping[str, Any]) -> Example:
         """Return the document of an object; raise ValueError if it is none of these."""
         if isinstance(text := found.get(self.text_field), str):
-            return Example([Span(text, True)])
+            return Example([Passage(text, True)])
         prompt, completion = found.get("prompt"), found.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
-            return Example([Span(prompt, False), Span(completion, True)])
+            return Example([Passage(prompt, False), Passage(completion, True)])
         if isinstance(messages := found.get("messages"), list):
             spoken = [span for message in messages for span in self._spoken(message)]
             return Example(spoken, ends=False)
@@ -77,7 +77,7 @@ class Reader:
             f"{self.text_field!r}, or 'prompt' and 'completion', or 'messages'"
         )
 
-    def _spoken(self, message: Any) -> list[Span]:
+    def _spoken(self, message: Any) -> list[Passage]:
         role = message.get("role") if isinstance(message, dict) else None
         content = message.get("content") if isinstance(message, dict) else None
         if not isinstance(role, str) or not isinstance(content, str):
@@ -85,5 +85,5 @@ class Reader:
         name = ROLES.get(self.turn, {}).get(role, role)
         head, tail = self._turn.replace("{role}", name).split("{content}")
         if role != ASSISTANT:
-            return [Span(head + content + tail, False)]
-        return [Span(head, False), Span(content + tail, True)]
+            return [Passage(head + content + tail, False)]
+        return [Passage(head, False), Passage(content + tail, True)]

@@ -22,7 +22,7 @@ DOCUMENT_BYTES = 1 << 20
 FIELD = "SOURCES"
 
 
-class Kind(enum.StrEnum):
+class SourceKind(enum.StrEnum):
     """What a source file has."""
 
     TEXT = enum.auto()
@@ -36,10 +36,10 @@ class Kind(enum.StrEnum):
 
 
 ENDINGS = {
-    ".jsonl": Kind.LINES,
-    ".ndjson": Kind.LINES,
-    ".jsonl.gz": Kind.PACKED_LINES,
-    ".parquet": Kind.TABLE,
+    ".jsonl": SourceKind.LINES,
+    ".ndjson": SourceKind.LINES,
+    ".jsonl.gz": SourceKind.PACKED_LINES,
+    ".parquet": SourceKind.TABLE,
 }
 """Kinds by the end of a file's name; any other is text."""
 
@@ -50,12 +50,12 @@ class SourceFile(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Relative to the path that was given."""
     path: str
-    kind: Kind
+    kind: SourceKind
     size: int
     changed_ns: int
 
 
-class Slice(msgspec.Struct, frozen=True):
+class SourceSlice(msgspec.Struct, frozen=True):
     """A range of one source: bytes, or groups of rows of a table."""
 
     source: int
@@ -64,7 +64,7 @@ class Slice(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-Part = tuple[Slice, ...]
+Part = tuple[SourceSlice, ...]
 
 
 def find_sources(paths: tuple[str, ...]) -> list[SourceFile]:
@@ -74,7 +74,9 @@ def find_sources(paths: tuple[str, ...]) -> list[SourceFile]:
     for name, path in find_documents(paths, FIELD):
         encoded(name, path, FIELD)
         status = path.stat()
-        kind = next((k for end, k in ENDINGS.items() if name.endswith(end)), Kind.TEXT)
+        kind = next(
+            (k for end, k in ENDINGS.items() if name.endswith(end)), SourceKind.TEXT
+        )
         if status.st_size:
             found.append(
                 SourceFile(
@@ -106,7 +108,7 @@ def make_parts(
     total = sum(source.size for source in sources)
     limit = max(part_bytes, -(-total // MOST_PARTS))
     parts: list[Part] = []
-    current: list[Slice] = []
+    current: list[SourceSlice] = []
     size = 0
     for number, source in enumerate(sources):
         for piece in _slices(number, source, limit):
@@ -118,25 +120,25 @@ def make_parts(
     return [*parts, tuple(current)] if current else parts
 
 
-def _slices(number: int, source: SourceFile, limit: int) -> Iterator[Slice]:
-    if source.kind is Kind.PACKED_LINES:
-        yield Slice(number, 0, source.size, source.size)
-    elif source.kind is Kind.TABLE:
+def _slices(number: int, source: SourceFile, limit: int) -> Iterator[SourceSlice]:
+    if source.kind is SourceKind.PACKED_LINES:
+        yield SourceSlice(number, 0, source.size, source.size)
+    elif source.kind is SourceKind.TABLE:
         yield from _groups(number, source)
     else:
         step = limit
-        if source.kind is Kind.TEXT:
+        if source.kind is SourceKind.TEXT:
             # Cuts of text are those of its documents, wherever a part ends.
             step = max(limit // DOCUMENT_BYTES, 1) * DOCUMENT_BYTES
         for start in range(0, source.size, step):
             stop = min(start + step, source.size)
-            yield Slice(number, start, stop, stop - start)
+            yield SourceSlice(number, start, stop, stop - start)
 
 
-def _groups(number: int, source: SourceFile) -> Iterator[Slice]:
+def _groups(number: int, source: SourceFile) -> Iterator[SourceSlice]:
     from diloco_jax.data.prepare.tables import open_table
 
     with open_table(source.path) as table:
         for group in range(table.num_row_groups):
             nbytes = table.metadata.row_group(group).total_byte_size
-            yield Slice(number, group, group + 1, nbytes)
+            yield SourceSlice(number, group, group + 1, nbytes)

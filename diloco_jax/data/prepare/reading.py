@@ -9,13 +9,13 @@ import zlib
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
-from diloco_jax.data.prepare.examples import Example, Reader, Span
+from diloco_jax.data.prepare.examples import Example, Passage, Reader
 from diloco_jax.data.prepare.parts import (
     DOCUMENT_BYTES,
     FIELD,
-    Kind,
-    Slice,
     SourceFile,
+    SourceKind,
+    SourceSlice,
 )
 from diloco_jax.errors import ConfigError
 
@@ -33,20 +33,20 @@ class Document(NamedTuple):
     """Bytes that were read for it."""
 
 
-def read(source: SourceFile, part: Slice, reader: Reader) -> Iterator[Document]:
+def read(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Document]:
     """Yield the documents that begin in a slice.
 
     Raises ConfigError, naming file and place, for what is not as its name says.
     """
-    if source.kind is Kind.TEXT:
+    if source.kind is SourceKind.TEXT:
         yield from _texts(source, part)
-    elif source.kind is Kind.TABLE:
+    elif source.kind is SourceKind.TABLE:
         yield from _table(source, part, reader)
     else:
         yield from _lines(source, part, reader)
 
 
-def _texts(source: SourceFile, part: Slice) -> Iterator[Document]:
+def _texts(source: SourceFile, part: SourceSlice) -> Iterator[Document]:
     with open(source.path, "rb") as file:
         begin = _cut(file, part.start, source.size)
         for nominal in range(part.start, part.stop, DOCUMENT_BYTES):
@@ -67,7 +67,7 @@ def _texts(source: SourceFile, part: Slice) -> Iterator[Document]:
                 )
             number = nominal // DOCUMENT_BYTES
             key = f"{source.name}#{number}" if number else source.name
-            yield Document(key, Example([Span(text, True)]), len(data))
+            yield Document(key, Example([Passage(text, True)]), len(data))
             begin = end
 
 
@@ -84,8 +84,8 @@ def _cut(file: BinaryIO, at: int, size: int) -> int:
     return at + next((i for i, byte in enumerate(data) if byte & 0xC0 != 0x80), 0)
 
 
-def _lines(source: SourceFile, part: Slice, reader: Reader) -> Iterator[Document]:
-    packed = source.kind is Kind.PACKED_LINES
+def _lines(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Document]:
+    packed = source.kind is SourceKind.PACKED_LINES
     with gzip.open(source.path) if packed else open(source.path, "rb") as file:
         at = part.start
         if at:
@@ -119,7 +119,7 @@ def _document(line: bytes, reader: Reader, where: str, nbytes: int) -> Document:
         ) from error
 
 
-def _table(source: SourceFile, part: Slice, reader: Reader) -> Iterator[Document]:
+def _table(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Document]:
     from diloco_jax.data.prepare.tables import open_table, rows
 
     with open_table(source.path) as table:

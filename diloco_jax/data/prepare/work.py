@@ -28,9 +28,9 @@ from diloco_jax.data.prepare.writing import PartDone, Recipe, done_path
 from diloco_jax.data.prepared.contents import (
     FORMAT,
     NAME,
+    Contents,
     Counts,
     Origin,
-    Prepared,
     Split,
     Tokens,
 )
@@ -45,7 +45,7 @@ Report = Callable[[float], None]
 """Function that is told the share that is done."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What decides about every byte of the result."""
 
     format: int
@@ -66,7 +66,7 @@ def prepare(
     workers: int,
     report: Report = lambda share: None,
     part_bytes: int = PART_BYTES,
-) -> Prepared:
+) -> Contents:
     """Make a prepared folder of source files, and return its manifest.
 
     Args:
@@ -87,7 +87,7 @@ def prepare(
         raise ConfigError(f"OUT: there is no folder {out.parent}; make it first")
     sources = find_sources(paths)
     tokenizer = recipe.tokenizer
-    plan = Plan(
+    plan = WorkPlan(
         format=FORMAT,
         tokenizer=Tokens(
             digest=tokenizer.digest,
@@ -129,19 +129,19 @@ def _alone(scratch: Path) -> Iterator[None]:
         yield
 
 
-def _begin(scratch: Path, plan: Plan) -> None:
+def _begin(scratch: Path, plan: WorkPlan) -> None:
     """Write the plan; raise ConfigError if what was begun there had another one."""
     path = scratch / PLAN
     if not any((scratch / "parts").glob("*.json")):
         files.write_text(msgspec.json.encode(plan).decode(), path)
         return
     try:
-        begun = msgspec.json.decode(path.read_bytes(), type=Plan)
+        begun = msgspec.json.decode(path.read_bytes(), type=WorkPlan)
     except msgspec.DecodeError as error:
         raise ConfigError(
             f"OUT: {path} cannot be read ({error}); delete {scratch} and begin again"
         ) from error
-    for name in Plan.__struct_fields__:
+    for name in WorkPlan.__struct_fields__:
         then, now = getattr(begun, name), getattr(plan, name)
         if then != now:
             if name == "sources":
@@ -162,8 +162,8 @@ def _first_difference(
 
 
 def _finish(
-    scratch: Path, out: Path, plan: Plan, parts: Sequence[Part], recipe: Recipe
-) -> Prepared:
+    scratch: Path, out: Path, plan: WorkPlan, parts: Sequence[Part], recipe: Recipe
+) -> Contents:
     """Write the manifest of the parts, leave out what was needed for the work alone,
     and give the folder its name."""
     done = [
@@ -174,7 +174,7 @@ def _finish(
     for part, result in zip(parts, done, strict=True):
         for piece, digest in zip(part, result.digests, strict=True):
             digests[piece.source].update(digest.encode())
-    prepared = Prepared(
+    prepared = Contents(
         sequence_length=plan.sequence_length,
         row_bytes=recipe.records.nbytes,
         validation_fraction=plan.validation_fraction,
@@ -204,7 +204,7 @@ def _finish(
     return prepared
 
 
-def _require_both_sides(scratch: Path, prepared: Prepared) -> None:
+def _require_both_sides(scratch: Path, prepared: Contents) -> None:
     """Raise ConfigError, and leave nothing, if a side has no row."""
     train, validation = prepared.train.counts, prepared.validation.counts
     if not train.rows or not validation.rows:

@@ -14,7 +14,7 @@ import numpy as np
 
 from diloco_jax import files
 from diloco_jax.data.corpus import is_validation
-from diloco_jax.data.prepare.examples import Reader, Span
+from diloco_jax.data.prepare.examples import Passage, Reader
 from diloco_jax.data.prepare.packing import Tokenised, pack
 from diloco_jax.data.prepare.parts import Part, SourceFile, require_unchanged
 from diloco_jax.data.prepare.reading import Document, read
@@ -144,10 +144,10 @@ def _tokenised(some: Sequence[Document], recipe: Recipe) -> Iterator[Tokenised]:
         yield Tokenised(np.concatenate(tokens), np.concatenate(flags).astype(bool))
 
 
-def _joined(spans: Sequence[Span]) -> list[Span]:
+def _joined(spans: Sequence[Passage]) -> list[Passage]:
     """Return neighbours of one kind as one span, as they are one text for a reader."""
     return [
-        Span("".join(span.text for span in group), learned)
+        Passage("".join(span.text for span in group), learned)
         for learned, group in itertools.groupby(spans, lambda span: span.learned)
     ]
 

@@ -81,7 +81,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
-class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """The manifest of a folder."""
 
     format: int = FORMAT
@@ -113,11 +113,11 @@ def is_prepared(folder: str | Path) -> bool:
     return (Path(folder) / NAME).is_file()
 
 
-def read_manifest(folder: Path) -> Prepared:
+def read_manifest(folder: Path) -> Contents:
     """Read a folder's manifest; raise ConfigError, naming it, if it cannot be read."""
     path = folder / NAME
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Prepared)
+        found = msgspec.json.decode(path.read_bytes(), type=Contents)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"data.paths: {path} cannot be read ({error}); copy it again, or make the "
@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> Prepared:
 
 def require_whole(
     folder: Path,
-    prepared: Prepared,
+    prepared: Contents,
     samples: int = SAMPLES,
     draw: Callable[[range, int], list[int]] = random.sample,
 ) -> None:

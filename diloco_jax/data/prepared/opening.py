@@ -12,7 +12,7 @@ from diloco_jax.config import ConfigError, DataConfig, RunConfig
 from diloco_jax.data.prepared.contents import (
     NAME,
     SAMPLES,
-    Prepared,
+    Contents,
     is_prepared,
     read_manifest,
     require_whole,
@@ -131,7 +131,7 @@ def _weights(data: DataConfig, rows: Sequence[int]) -> tuple[float, ...]:
     return weights if len(rows) > 1 else ()
 
 
-def _digest(found: Sequence[Prepared], weights: Sequence[float]) -> str:
+def _digest(found: Sequence[Contents], weights: Sequence[float]) -> str:
     """Return the digest of one folder, or of several and their shares."""
     if not weights:
         return found[0].digest
@@ -139,7 +139,7 @@ def _digest(found: Sequence[Prepared], weights: Sequence[float]) -> str:
     return hashlib.sha256(f"{parts}:{slots_of(weights)}".encode()).hexdigest()[:16]
 
 
-def _require_length(path: Path, prepared: Prepared, sequence_length: int) -> None:
+def _require_length(path: Path, prepared: Contents, sequence_length: int) -> None:
     if prepared.sequence_length != sequence_length:
         raise ConfigError(
             f"sequence_length = {sequence_length}, but the rows of {path} have "

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from diloco_jax.data.prepared.contents import Prepared, Split
+from diloco_jax.data.prepared.contents import Contents, Split
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, Fields, Row
 
 MOST_OPEN = 256
@@ -29,7 +29,7 @@ class PreparedRows:
 
     fields = FIELDS
 
-    def __init__(self, folder: Path, prepared: Prepared, split: Split) -> None:
+    def __init__(self, folder: Path, prepared: Contents, split: Split) -> None:
         self._folder, self._records = folder, prepared.records
         self._shards = split.shards
         self._ends = np.array(
