@@ -358,6 +358,11 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "CONFIG --on tpu_vm|gke [--action create|run|logs|stop|delete] [--dry-run]",
         "makes and starts what runs CONFIG on TPU slices",
     ),
+    "data": (
+        _of("diloco_jax.data.prepare.command", "data_command"),
+        "prepare OUT SOURCES... [--tokenizer PATH] [--sequence-length T]",
+        "packed rows of tokens out of text, JSON lines and Parquet",
+    ),
     "manifest": (
         _of("diloco_jax.data.manifest_command", "manifest_command"),
         "PATH [--missing]",

@@ -14,8 +14,19 @@ class DataConfig:
     paths: tuple[str, ...] = setting(
         (),
         local=True,
-        help="Text files or folders, or .npy files of tokens; empty = the sources of "
-        "the Python standard library.",
+        help="Text files or folders; or .npy files of tokens; or folders that `diloco "
+        "data prepare` made; empty = the sources of the Python standard library.",
+    )
+    weights: tuple[float, ...] = setting(
+        (),
+        help="Shares of the prepared folders in data.paths, one number for each, in "
+        "any scale; empty = by their rows.",
+    )
+    factory: str = setting(
+        "",
+        code=True,
+        help='Function that makes your own data, "package.module:function" or '
+        '"path/to/file.py:function" (docs/data.md); empty = that of data.paths.',
     )
     tokenizer: str = setting(
         "",

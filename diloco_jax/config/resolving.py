@@ -34,12 +34,15 @@ def resolve(
     run = config.run
     if text_is_here or not run.data.digest:
         from diloco_jax.data.loading import load_data, require_vocabulary
-        from diloco_jax.data.tokenizers.opening import require_tokenizer
 
         found = load_data(run, copied=copied)
         require_vocabulary(found, run)
-        require_tokenizer(run.data.tokenizer, run.model)
-        data = dataclasses.replace(run.data, digest=found.digest, arrays=found.arrays)
+        data = dataclasses.replace(
+            run.data,
+            digest=found.digest,
+            arrays=found.arrays,
+            weights=found.weights or run.data.weights,
+        )
         run = dataclasses.replace(run, data=data)
     return resolve_outer(dataclasses.replace(config, run=run))
 
@@ -92,7 +95,7 @@ def with_absolute_paths(config: Config) -> Config:
     )
     run = dataclasses.replace(
         run,
-        data=data,
+        data=_with_absolute_code(data),
         model=_with_absolute_source(_with_absolute_code(run.model)),
         sync=_with_absolute_code(run.sync),
         outer=_with_absolute_code(run.outer),

@@ -26,6 +26,7 @@ from diloco_jax.config import (
     shared_fields,
 )
 from diloco_jax.core.fragments import Piece, get_piece
+from diloco_jax.data.prepared.opening import tokenizer_of
 from diloco_jax.data.tokenizers.opening import (
     find_tokenizer,
     kept_name,
@@ -120,11 +121,12 @@ def keep_tokenizer(data: DataConfig, workdir: Path) -> None:
     """Keep the files of the data's tokenizer in its workdir, for exports, unless the
     folder that the run started from had one."""
     folder = workdir / run_files.SOURCE
-    if not data.tokenizer or (folder.is_dir() and find_tokenizer(folder) is not None):
+    path = tokenizer_of(data)
+    if not path or (folder.is_dir() and find_tokenizer(folder) is not None):
         return
     folder.mkdir(exist_ok=True)
-    for path in open_tokenizer(data.tokenizer).files:
-        shutil.copyfile(path, folder / kept_name(path))
+    for file in open_tokenizer(path).files:
+        shutil.copyfile(file, folder / kept_name(file))
 
 
 def fill(params: Params, piece: Piece, value: np.ndarray) -> None:

@@ -254,7 +254,11 @@ class _Emulator:
             history=history.collect(
                 self._attendance.diaries, self._merges, self._evaluations
             ),
-            summary={**result, **as_json(evaluation)},
+            summary={
+                **result,
+                **summary.rows_by_source(self._config.run.data, coordinator.state),
+                **as_json(evaluation),
+            },
             params=params,
         )
 
