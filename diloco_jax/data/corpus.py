@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from diloco_jax.config import ConfigError, DataConfig, ModelConfig
+from diloco_jax.config import ConfigError, DataConfig
 from diloco_jax.data import manifest
 from diloco_jax.data.documents import encoded, find_documents
 from diloco_jax.data.progress import ReadProgress
@@ -218,16 +218,6 @@ def require_prediction(nbytes: int) -> None:
             f"the validation text has {nbytes} bytes, but 2 are needed to "
             f"predict one; raise data.validation_fraction or give more text "
             f"(data.paths)"
-        )
-
-
-def require_vocabulary(corpus: Corpus, model: ModelConfig) -> None:
-    """Raise ConfigError if the bundled model has no place for a token. The vocabulary
-    of a user's own model is not known here."""
-    if corpus.largest >= model.vocab_size and not model.factory:
-        raise ConfigError(
-            f"model.vocab_size = {model.vocab_size}, but the tokens go up to "
-            f"{corpus.largest}; set it to {corpus.largest + 1} or more"
         )
 
 

@@ -30,7 +30,7 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.data.corpus import load_corpus
-from diloco_jax.data.windows import Windows
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.protocol.coordinator.events import Alert
 from diloco_jax.simulation.emulation import attendance
 from diloco_jax.simulation.emulation.bodies import TrainedBody
@@ -150,14 +150,14 @@ def test_unlike_shards_are_parts_of_the_text(unlike, tmp_path, monkeypatch) -> N
         for index in range(10):
             (tmp_path / f"{letter}{index}.txt").write_text(letter * 1000)
     seen: dict[int, set[int]] = {}
-    batch = Windows.batch
+    batch = BatchReader.batch
 
     def watched(self, positions):
         found = batch(self, positions)
-        seen.setdefault(id(self), set()).update(found.ravel().tolist())
+        seen.setdefault(id(self), set()).update(found["tokens"].ravel().tolist())
         return found
 
-    monkeypatch.setattr(Windows, "batch", watched)
+    monkeypatch.setattr(BatchReader, "batch", watched)
     config = make_config(str(tmp_path), steps=8)
     check_books(emulate(config, options=EmulationOptions(unlike_shards=unlike)))
     assert len(seen) == 2

@@ -72,17 +72,20 @@ def require_fitting(tokenizer: Tokenizer, model: ModelConfig) -> None:
         )
 
 
-def require_tokenizer(path: str, model: ModelConfig) -> None:
+def require_tokenizer(path: str | None, model: ModelConfig) -> None:
     """Raise ConfigError if the data's tokenizer does not fit the model, or is another
-    one than that of the weights that the run starts from. "" is not checked."""
-    if not path:
+    one than that of the weights that the run starts from. None is not checked."""
+    if path is None:
         return
     tokenizer = open_tokenizer(path)
     require_fitting(tokenizer, model)
     theirs = tokenizer_of_weights(model.weights)
     if theirs is not None:
         require_digest(
-            tokenizer.digest, open_tokenizer(theirs).digest, path, str(theirs)
+            tokenizer.digest,
+            open_tokenizer(theirs).digest,
+            path or "the data",
+            str(theirs),
         )
 
 

@@ -90,6 +90,8 @@ class Diary:
     losses: list[SupportsFloat] = dataclasses.field(default_factory=list)
     skipped: list[SupportsFloat] = dataclasses.field(default_factory=list)
     """1 for a skipped step, whose loss or gradient was not finite; else 0."""
+    predicted: list[SupportsFloat] = dataclasses.field(default_factory=list)
+    """Sum of the weights of a step's predictions."""
     learning_rates: list[float] = dataclasses.field(default_factory=list)
     takes: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     """Fragment and time of each take."""
@@ -138,6 +140,7 @@ class Diary:
         return Measures(
             steps=self.steps,
             skipped_steps=sum(map(int, map(float, self.skipped[done]))),
+            tokens_predicted=round(math.fsum(map(float, self.predicted[done]))),
             median_step_seconds=float(np.median(gaps)),
             max_step_gap_seconds=float(np.max(gaps)),
             step_seconds_total=math.fsum(seconds),
