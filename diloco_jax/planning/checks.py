@@ -349,8 +349,8 @@ def _restart(terms: Terms, needs: Needs) -> Check:
         "restart",
         needs.restart_seconds,
         has,
-        f"a restart of the coordinator takes {needs.restart_seconds:.0f} s and islands "
-        f"have data for {has:.0f} (placement.outage_budget_s = "
+        f"a restart of the coordinator takes {math.ceil(needs.restart_seconds)} s and "
+        f"islands have data for {math.floor(has)} (placement.outage_budget_s = "
         f"{terms.config.placement.outage_budget_s:g}, and more by the size of the "
         f"state)",
         changes,

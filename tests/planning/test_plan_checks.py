@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,17 @@ def test_following_every_change_ends_in_a_run():
             return
         terms = changed(terms, next(r.change for r in found if r.change))
     pytest.fail(f"still refused: {[r.text for r in found]}")
+
+
+def test_what_is_short_by_little_is_not_told_as_equal(mixed):
+    slow = changed(mixed, {"placement.snapshot_every_s": 1200.0})
+    needed = needs_of(slow).restart_seconds
+    short = changed(slow, {"placement.outage_budget_s": needed - 0.01})
+    (found,) = refusals(short)
+    takes, has = map(
+        int, re.findall(r"takes (\d+) s and islands have data for (\d+)", found.text)[0]
+    )
+    assert takes == has + 1 == found.change["placement.outage_budget_s"]
 
 
 def test_a_change_is_the_smallest_one(mixed):
