@@ -83,6 +83,12 @@ REFUSED = [
         50.0,
         "n2-highmem-4 sends 10 at most",
     ),
+    (
+        "merge buffer",
+        {"placement.merge_buffer_bytes": 10**8},
+        5.0,
+        "from 2 islands take 0.279 GB and placement.merge_buffer_bytes is 0.1 GB",
+    ),
     ("places", {"placement.bulk_channels": 64}, 5.0, "has places for 4096"),
 ]
 """(check, settings with which it refuses, Gbit/s of a link, part of its text)"""
@@ -90,7 +96,7 @@ REFUSED = [
 
 def test_every_check_has_a_case_in_which_it_refuses(mixed):
     assert [check.name for check in checks._checks(mixed)] == [
-        *("link", "egress", "join", "memory", "cores"),
+        *("link", "egress", "join", "memory", "merge buffer", "cores"),
         *("disk bytes", "disk speed", "restart", "places"),
     ]
     assert {name for name, *_ in REFUSED} == {c.name for c in checks._checks(mixed)}
