@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from diloco_jax.config import Config
+from diloco_jax.coordinator.settings import room_needed
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.planning.changes import Change, shown
 from diloco_jax.planning.changes import changed as changed_config
@@ -121,6 +122,7 @@ def needs_of(terms: Terms) -> Needs:
         machine_of(config.launch.coordinator_machine).cores,
         terms.disk.write_bytes_per_s,
         terms.rates,
+        cycles=config.merges_per_fragment(),
     )
     return Needs(
         pacing_step_seconds=pace,
@@ -167,6 +169,7 @@ def _checks(terms: Terms) -> list[Check]:
         _egress(terms, needs),
         _join(terms, needs),
         _memory(terms, needs),
+        _buffer(terms),
         _cores(terms, needs),
         _disk_bytes(terms, needs),
         _disk_speed(terms, needs),
@@ -257,6 +260,20 @@ def _memory(terms: Terms, needs: Needs) -> Check:
     )
 
 
+def _buffer(terms: Terms) -> Check:
+    """The coordinator does not begin with less (`coordinator/settings.py`)."""
+    needed = room_needed(terms.config, terms.fragments)
+    has = terms.config.placement.merge_buffer_bytes
+    return Check(
+        "merge buffer",
+        needed,
+        has,
+        f"deltas of the largest fragment from {len(terms.config.islands)} islands take "
+        f"{needed / GB:.3g} GB and placement.merge_buffer_bytes is {has / GB:.3g} GB",
+        lambda: iter(({"placement.merge_buffer_bytes": needed},)),
+    )
+
+
 def _cores(terms: Terms, needs: Needs) -> Check:
     machine = machine_of(terms.config.launch.coordinator_machine)
     return Check(
@@ -281,15 +298,25 @@ def _machines(
 
 
 def _disk_bytes(terms: Terms, needs: Needs) -> Check:
-    has = terms.config.launch.coordinator_disk_gb
-    needed = needs.coordinator.disk.bytes
+    has, disk = terms.config.launch.coordinator_disk_gb, needs.coordinator.disk
+    needed, plan = disk.bytes, needs.coordinator
+    enough = terms.config.placement.merge_buffer_bytes + disk.deltas
+
+    def changes() -> Iterator[dict[str, Any]]:
+        machine = machine_of(terms.config.launch.coordinator_machine)
+        left = MOST_MEMORY * machine.memory - (plan.memory - plan.merge_buffer)
+        if disk.deltas and enough <= left:
+            yield {"placement.merge_buffer_bytes": enough}
+        yield from _sizes(terms)
+
     return Check(
         "disk bytes",
         needed,
         MOST_DISK * has * GB,
-        f"the coordinator writes {needed / GB:.0f} GB to a disk of {has} GB, of which "
-        f"{MOST_DISK:.0%} may be used",
-        lambda: _sizes(terms),
+        f"the coordinator is expected to hold {disk.expected / GB:.0f} GB on its disk, "
+        f"must have room for {disk.reserve / GB:.0f} more, and has a disk of {has} GB, "
+        f"of which {MOST_DISK:.0%} may be used",
+        changes,
     )
 
 
@@ -338,8 +365,8 @@ def _restart(terms: Terms, needs: Needs) -> Check:
         "restart",
         needs.restart_seconds,
         has,
-        f"a restart of the coordinator takes {needs.restart_seconds:.0f} s and islands "
-        f"have data for {has:.0f} (placement.outage_budget_s = "
+        f"a restart of the coordinator takes {math.ceil(needs.restart_seconds)} s and "
+        f"islands have data for {math.floor(has)} (placement.outage_budget_s = "
         f"{terms.config.placement.outage_budget_s:g}, and more by the size of the "
         f"state)",
         changes,

@@ -6,9 +6,16 @@ from collections.abc import Iterable
 
 from msgspec.structs import asdict, replace
 
-from diloco_jax.protocol.coordinator import leases, ledger, members, schedule
+from diloco_jax.protocol.coordinator import (
+    ending,
+    leases,
+    ledger,
+    members,
+    schedule,
+)
 from diloco_jax.protocol.coordinator.machines import FRAGMENT, ISLAND, RUN
 from diloco_jax.protocol.coordinator.state import (
+    GRANTS_AT_ONCE,
     Island,
     PolicyConfig,
     State,
@@ -19,6 +26,7 @@ from diloco_jax.protocol.coordinator.state import (
 from diloco_jax.protocol.records import (
     Carried,
     Durable,
+    Extended,
     Finished,
     Granted,
     Joined,
@@ -66,6 +74,8 @@ def recover(
             steps=steps,
             steps_at_tick=steps,
             records_through=0,
+            granted_at=0.0,  # By the clock of another process.
+            grants_left=GRANTS_AT_ONCE,
         )
         state = with_island(state, island)
         # An ended incarnation loses its steps in a merge that never became durable,
@@ -134,6 +144,8 @@ def _replayed(state: State, record: Durable) -> State:
             if state.phase == "stopping":
                 state = replace(state, phase=RUN.move(state.phase, "flush"))
             return replace(state, phase=RUN.move(state.phase, "finish"))
+        case Extended():
+            return ending.extended(state)
 
 
 def _replayed_merge(state: State, record: Merged) -> State:
