@@ -48,10 +48,13 @@ class DiskPlan:
     """Publishes since the oldest kept snapshot."""
     deltas: int
     """Deltas that wait on the disk because the merge buffer is full, at most."""
+    exports: int
+    """Kept cycles, and one that is being written."""
     bytes: int
     """Sum of what lies on the disk of the workdir."""
     log_bytes_per_s: float
     snapshot_bytes_per_s: float
+    export_bytes_per_s: float
     round_seconds: float
     """Seconds in which every fragment is written once: `placement.snapshot_every_s`, or
     longer where the disk is slow.
@@ -63,7 +66,7 @@ class DiskPlan:
     def bytes_per_s(self) -> float:
         """Bytes per second that are written to the disk."""
         snapshots = 0.0 if self.in_bucket else self.snapshot_bytes_per_s
-        return self.log_bytes_per_s + snapshots
+        return self.log_bytes_per_s + self.export_bytes_per_s + snapshots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,9 @@ class CoordinatorPlan:
     """State of the merge rule, and the measured tiles of the last merged deltas."""
     snapshots: int
     """Fragments that a snapshot still holds after merges replaced them."""
+    kept_cycle: int
+    """Fragments of a kept cycle that merges replace before they are on disk: all of
+    them if the disk is slow; 0 without `placement.export_every`."""
     merging: int
     """Spare buffers of the merges under way, and the memory of the rule."""
     publishes: int
@@ -166,6 +172,7 @@ def plan_coordinator(
             for kind, count in kinds.items()
         ),
         "snapshots": SNAPSHOT_COPIES * held,
+        "kept_cycle": params if placement.export_every else 0,
         "merging": at_once * (held + rule_bytes),
         "publishes": sum(down),
         "joins": min(islands * FETCHES_PER_JOIN * 4 * largest, 2 * params),
@@ -185,6 +192,7 @@ def plan_coordinator(
         fragment=held,
         publish=sum(down),
         deltas=max(0, 2 * islands * sum(up) - parts["merge_buffer"]),
+        theta=params,
         cycle_seconds=cycle_seconds,
         bytes_per_s=disk_bytes_per_s,
     )
@@ -217,10 +225,11 @@ def _plan_disk(
     fragment: int,
     publish: int,
     deltas: int,
+    theta: int,
     cycle_seconds: float,
     bytes_per_s: float,
 ) -> DiskPlan:
-    """state, publish: bytes of all fragments; fragment: state of the largest one."""
+    """state, theta, publish: bytes of all fragments; fragment: state of the largest."""
     in_bucket = is_bucket(placement.checkpoints)
     snapshots = placement.snapshots_kept * state + fragment
     # Snapshots pause so that the disk has time for the rest.
@@ -229,13 +238,17 @@ def _plan_disk(
     # A fragment's log goes back to its oldest kept snapshot, and a round is under way.
     cycles = placement.snapshots_kept * round_s / cycle_seconds + 1
     log = math.ceil(cycles * publish)
+    every = placement.export_every
+    exports = (placement.exports_kept + 1) * theta if every else 0
     return DiskPlan(
         snapshots=snapshots,
         log=log,
         deltas=deltas,
-        bytes=log + deltas + (0 if in_bucket else snapshots),
+        exports=exports,
+        bytes=log + deltas + exports + (0 if in_bucket else snapshots),
         log_bytes_per_s=publish / cycle_seconds,
         snapshot_bytes_per_s=state / round_s,
+        export_bytes_per_s=theta / (every * cycle_seconds) if every else 0.0,
         round_seconds=round_s,
         in_bucket=in_bucket,
     )

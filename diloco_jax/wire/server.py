@@ -69,6 +69,14 @@ class Handlers(ControlHandlers, Protocol):
         """Return JSON-compatible state for `diloco status`; a new object if it has
         changed."""
 
+    def keep(self, cycle: int) -> dict[str, Any]:
+        """Keep a cycle, 0 = the next one that can be; return its number, the names of
+        its files and, until it has any, the share that is kept. May raise Refused or
+        Busy."""
+
+    def kept(self, cycle: int, name: str) -> memoryview:
+        """Return the bytes of a file of a kept cycle; may raise Refused or Busy."""
+
 
 class Server:
     """The coordinator's gRPC server. It listens and serves from `start` to `stop`."""
@@ -165,6 +173,8 @@ class Server:
             "Upload": grpc.stream_unary_rpc_method_handler(self._upload),
             "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
+            "Keep": grpc.unary_unary_rpc_method_handler(self._keep),
+            "Kept": grpc.unary_stream_rpc_method_handler(self._kept),
             "Config": grpc.unary_unary_rpc_method_handler(lambda _, __: self._config),
         }
 
@@ -228,6 +238,19 @@ class Server:
                 encoded = json.dumps(current).encode()
                 self._encoded = current, encoded
             return encoded
+
+    def _keep(self, request: bytes, context: Any) -> bytes:
+        with self._answering(context):
+            wanted = decoded(encoding.cycle_request, request, context.peer())
+            return json.dumps(self._handlers.keep(wanted.cycle)).encode()
+
+    def _kept(self, request: bytes, context: Any) -> Iterator[bytes]:
+        with self._transfer(context) as guard:
+            wanted = decoded(encoding.cycle_request, request, context.peer())
+            view = self._handlers.kept(wanted.cycle, wanted.name)
+            for frame in frames.chunks(view):
+                guard.touch()
+                yield frame
 
     def _register(self, context: Any) -> Session:
         with self._lock:
