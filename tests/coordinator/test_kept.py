@@ -94,7 +94,7 @@ def test_one_that_cannot_be_written_is_given_up_and_told(cycles, tmp_path, monke
 
     def full(path, facts, arrays):
         calls.append(path)
-        if len(calls) == 2:
+        if len(calls) == 1:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         return real(path, facts, arrays)
 
