@@ -27,7 +27,7 @@ from diloco_jax.cluster.resume import (
     tell_resumed,
 )
 from diloco_jax.cluster.status import status_client
-from diloco_jax.config import Config, ConfigError, Placement
+from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.interrupt import Interrupt
@@ -37,7 +37,8 @@ from diloco_jax.observability.terminal import LINE_EVERY_S, Dashboard
 from diloco_jax.wire import addresses
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import WireError
-from diloco_jax.wire.tls import Role, TlsFiles
+from diloco_jax.wire.principal import COORDINATOR, island
+from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,6 @@ STATUS_EVERY_S = 1.0
 LOOP_S = 0.2
 CONCLUDE_S = 3600.0
 """Seconds for the last snapshot of a run that is over, however large it is."""
-ROLES: tuple[Role, ...] = ("coordinator", "island")
 
 
 def run(
@@ -64,7 +64,7 @@ def run(
     anything is started, and ClusterError if the run cannot start.
     """
     config.validate()
-    _check_security(config.placement)
+    _check_security(config)
     with contextlib.ExitStack() as whole:
         if resume:
             workdir = Path(paths.absolute(resume))
@@ -162,12 +162,13 @@ def _processes(
         cluster.kill()
 
 
-def _check_security(placement: Placement) -> None:
+def _check_security(config: Config) -> None:
+    placement = config.placement
     folder = placement.certificates
     addresses.require_tls(placement.bind, tls=bool(folder), insecure=placement.insecure)
     if folder:
-        for role in ROLES:
-            TlsFiles.load(folder, role)
+        for who in (COORDINATOR, *map(island, config.islands)):
+            TlsFiles.load(folder, who)
 
 
 def _supervise(cluster: Cluster, console: Console, interrupt: Interrupt) -> int:

@@ -21,7 +21,8 @@ T = TypeVar("T", bound=Any)
 def resolve(
     config: Config, *, text_is_here: bool = False, copied: bool = False
 ) -> Config:
-    """Fill in the corpus digest and the outer optimizer, and make paths absolute.
+    """Fill in the data's digest and arrays and the outer optimizer, and make paths
+    absolute.
 
     Fields that are set are left alone, so resolving twice changes nothing. Reads the
     corpus if its digest is unknown or the corpus must be on this machine. Raises
@@ -32,13 +33,16 @@ def resolve(
     config = with_absolute_paths(config)
     run = config.run
     if text_is_here or not run.data.digest:
-        from diloco_jax.data import corpus as text
+        from diloco_jax.data.loading import load_data, require_vocabulary
 
-        corpus = text.load_checked_corpus(run.data, copied=copied)
-        text.require_window(len(corpus.train), run.sequence_length)
-        text.require_prediction(len(corpus.validation))
-        text.require_vocabulary(corpus, run.model)
-        data = dataclasses.replace(run.data, digest=corpus.digest)
+        found = load_data(run, copied=copied)
+        require_vocabulary(found, run)
+        data = dataclasses.replace(
+            run.data,
+            digest=found.digest,
+            arrays=found.arrays,
+            weights=found.weights or run.data.weights,
+        )
         run = dataclasses.replace(run, data=data)
     return resolve_outer(dataclasses.replace(config, run=run))
 
@@ -84,10 +88,14 @@ def with_absolute_paths(config: Config) -> Config:
         checkpoints=absolute(config.placement.checkpoints),
     )
     run = config.run
-    data = dataclasses.replace(run.data, paths=tuple(map(absolute, run.data.paths)))
+    data = dataclasses.replace(
+        run.data,
+        paths=tuple(map(absolute, run.data.paths)),
+        tokenizer=absolute(run.data.tokenizer),
+    )
     run = dataclasses.replace(
         run,
-        data=data,
+        data=_with_absolute_code(data),
         model=_with_absolute_source(_with_absolute_code(run.model)),
         sync=_with_absolute_code(run.sync),
         outer=_with_absolute_code(run.outer),

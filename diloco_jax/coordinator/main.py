@@ -51,7 +51,7 @@ from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.values import FIRST_VERSION
 from diloco_jax.weights.first import require_source
-from diloco_jax.wire import addresses
+from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import RunFacts
@@ -98,11 +98,7 @@ class Coordinator:
         self._workdir = workdir
         self._init, self._resume, self._open = init, resume, contextlib.ExitStack()
         placement = config.placement
-        self._tls = (
-            TlsFiles.load(placement.certificates, "coordinator")
-            if placement.certificates
-            else None
-        )
+        self._tls = TlsFiles.load_given(placement.certificates, principal.COORDINATOR)
         addresses.require_tls(
             placement.bind, tls=self._tls is not None, insecure=placement.insecure
         )
@@ -185,6 +181,7 @@ class Coordinator:
             sessions=sessions,
             faults=parse_faults(placement.faults, config.islands).for_who(COORDINATOR),
             slow_s=self._deadlines.report_s,
+            write_within_s=placement.alone_s,
             housekeeping=self._keep_house,
         )
         self._sessions = sessions

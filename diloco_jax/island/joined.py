@@ -60,7 +60,7 @@ def join(
         of f32 arrays on devices of this process. Their values are not used.
       tokens_per_step: of one step of the loop, over all its devices.
       incarnation: number of this attempt, higher than any before; from 1.
-      certificates: folder with `ca.pem`, `island.pem` and `island.key`.
+      certificates: folder with `ca.pem`, `island.NAME.pem` and `.key`.
       axes: names of the parameters' axes, as the run's model has them; None: none.
       every: steps of the loop between two boundaries, for steps of milliseconds.
       insecure: let it speak to other machines without TLS.
@@ -73,7 +73,7 @@ def join(
         raise ConfigError(f"incarnation = {incarnation}: attempts are counted from 1")
     if every < 1:
         raise ConfigError(f"every = {every}; a boundary follows one step or more")
-    config = _of_coordinator(address, str(certificates), insecure)
+    config = _of_coordinator(address, name, str(certificates), insecure)
     island = _described(config, name, tokens_per_step * every)
     config = dataclasses.replace(config, islands={**config.islands, name: island})
     return JoinedIsland(
@@ -223,10 +223,13 @@ class JoinedIsland:
         return self._lead.loop
 
 
-def _of_coordinator(address: str, certificates: str, insecure: bool) -> Config:
+def _of_coordinator(
+    address: str, name: str, certificates: str, insecure: bool
+) -> Config:
     """Return the run's config with this process's way to the coordinator."""
     config = ask_config(
         address,
+        name,
         certificates=certificates,
         insecure=insecure,
         deadlines=Placement().deadlines,

@@ -9,6 +9,7 @@ from diloco_jax.config import Config
 from diloco_jax.config.loading import from_builtins
 from diloco_jax.config.resolving import with_model_of
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.wire import principal
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
 from diloco_jax.wire.tls import TlsFiles
@@ -18,13 +19,15 @@ logger = logging.getLogger(__name__)
 
 def ask_config(
     address: str,
+    name: str,
     *,
     certificates: str,
     insecure: bool,
     deadlines: Deadlines,
     patience_s: float = 0.0,
 ) -> Config:
-    """Return the run's config, as the coordinator at HOST:PORT has it.
+    """Return the run's config, as the coordinator at HOST:PORT gives it to the island
+    of this name.
 
     patience_s: seconds for which a coordinator that is not there is tried again.
 
@@ -34,7 +37,7 @@ def ask_config(
     """
     client = Client(
         address,
-        tls=TlsFiles.load(certificates, "island") if certificates else None,
+        tls=TlsFiles.load_given(certificates, principal.island(name)),
         deadlines=deadlines,
         bulk_channels=1,
         insecure=insecure,
@@ -57,7 +60,7 @@ def ask_config(
         client.close()
 
 
-def with_model_of_run(config: Config, address: str) -> Config:
+def with_model_of_run(config: Config, name: str, address: str) -> Config:
     """Return the config with the model of the run, where that started from weights: the
     coordinator alone has read their config.json. A config that names weights itself, or
     a factory, is left as it is."""
@@ -66,6 +69,7 @@ def with_model_of_run(config: Config, address: str) -> Config:
     placement = config.placement
     theirs = ask_config(
         address,
+        name,
         certificates=placement.certificates,
         insecure=placement.insecure,
         deadlines=placement.deadlines,

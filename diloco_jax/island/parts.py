@@ -18,6 +18,7 @@ from diloco_jax.island.network.receiver import Fetcher
 from diloco_jax.island.network.sender import Sender
 from diloco_jax.island.stepping import Stepping
 from diloco_jax.protocol.values import Version
+from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles
@@ -36,13 +37,12 @@ class Parts(abc.ABC, Generic[L]):
         """Raise ConfigError or SecurityError."""
         config = restart_time.lasting(config, plan.total)
         placement = config.placement
-        certificates = placement.certificates
         self.config, self.name, self.island = config, name, config.island(name)
         self.plan, self.deadlines = plan, placement.deadlines
         self.mailbox = Mailbox()
         self.client = Client(
             coordinator_address,
-            tls=TlsFiles.load(certificates, "island") if certificates else None,
+            tls=TlsFiles.load_given(placement.certificates, principal.island(name)),
             deadlines=self.deadlines,
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,

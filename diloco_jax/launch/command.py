@@ -80,7 +80,11 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     folder = workdir / "launch"
     backend = BACKENDS[options.on]
     if options.action in ("create", "run") and not options.dry_run:
-        prepare_certificates(certificates, backend.hosts(order))
+        prepare_certificates(
+            certificates,
+            backend.hosts(order),
+            tuple(island.name for island in order.islands),
+        )
     deployment = backend.deployment(
         order, str(certificates), str(folder), int(time.time())
     )

@@ -24,6 +24,7 @@ from diloco_jax.launch.fleet import Slice, find_slice
 from diloco_jax.launch.variables import check_variables
 from diloco_jax.paths import is_bucket
 from diloco_jax.weights.sources import source_of
+from diloco_jax.wire import principal
 
 Backend = Literal["tpu_vm", "gke"]
 Purchase = Literal["on_demand", "spot", "reserved"]
@@ -89,6 +90,18 @@ class Order:
     """The config as the machines read it."""
     source: str = ""
     """Where the first parameters come from; empty = they are drawn."""
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Names of the secrets with certificates, by the stem of the files in them."""
+        islands = {principal.island(i.name).stem: i.resource for i in self.islands}
+        owners = {COORDINATOR: self.coordinator, **islands}
+        return {stem: f"{resource}-certificates" for stem, resource in owners.items()}
+
+    def owner_of(self, stem: str) -> str:
+        """Return the part of the run that has the certificates of this stem."""
+        names = {principal.island(i.name).stem: i.name for i in self.islands}
+        return names.get(stem, COORDINATOR)
 
     @property
     def coordinator(self) -> str:

@@ -105,14 +105,22 @@ def _export_live(
     options: ExportOptions, console: Console, target: Path
 ) -> tuple[int, int]:
     """Return the number of parameters, and of their cycle."""
-    from diloco_jax.cluster.status import status_client
     from diloco_jax.observability.bar import bar
     from diloco_jax.weights.export import require_target
     from diloco_jax.weights.live import LiveRun
+    from diloco_jax.wire.client import Client
+    from diloco_jax.wire.principal import OPERATOR
+    from diloco_jax.wire.tls import TlsFiles
 
     require_target(target)
     placement = Placement(certificates=options.certificates, insecure=options.insecure)
-    client = status_client(options.run, placement)
+    client = Client(
+        options.run,
+        tls=TlsFiles.load_given(options.certificates, OPERATOR),
+        deadlines=placement.deadlines,
+        bulk_channels=0,
+        insecure=options.insecure,
+    )
     try:
         run = LiveRun(client, placement.deadlines.budget_s)
         config = run.config()

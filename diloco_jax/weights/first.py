@@ -19,12 +19,19 @@ from diloco_jax import run_files
 from diloco_jax.config import (
     Config,
     ConfigError,
+    DataConfig,
     ModelConfig,
     RunConfig,
     differences,
     shared_fields,
 )
 from diloco_jax.core.fragments import Piece, get_piece
+from diloco_jax.data.prepared.opening import tokenizer_of
+from diloco_jax.data.tokenizers.opening import (
+    find_tokenizer,
+    kept_name,
+    open_tokenizer,
+)
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model, Params
 from diloco_jax.paths import is_bucket
@@ -108,6 +115,18 @@ def keep_source(weights: str, workdir: Path) -> None:
         for name in names:
             (workdir / run_files.SOURCE).mkdir(exist_ok=True)
             shutil.copyfile(origin / name, workdir / run_files.SOURCE / name)
+
+
+def keep_tokenizer(data: DataConfig, workdir: Path) -> None:
+    """Keep the files of the data's tokenizer in its workdir, for exports, unless the
+    folder that the run started from had one."""
+    folder = workdir / run_files.SOURCE
+    path = tokenizer_of(data)
+    if not path or (folder.is_dir() and find_tokenizer(folder) is not None):
+        return
+    folder.mkdir(exist_ok=True)
+    for file in open_tokenizer(path).files:
+        shutil.copyfile(file, folder / kept_name(file))
 
 
 def fill(params: Params, piece: Piece, value: np.ndarray) -> None:

@@ -42,7 +42,7 @@ def serving(config: Config, bind: str = "127.0.0.1:0"):
 def test_the_model_of_weights_is_the_coordinators():
     own = of_model(ModelConfig(num_layers=9))
     with serving(of_model(MODEL)) as address:
-        told = of_run.with_model_of_run(own, address)
+        told = of_run.with_model_of_run(own, "a", address)
     assert told.run.model == MODEL
     assert dataclasses.replace(told, run=own.run) == own
 
@@ -51,7 +51,7 @@ def test_without_weights_the_config_is_the_islands_own():
     """So that a mistaken model is refused, at the hello."""
     own = of_model(ModelConfig(num_layers=9))
     with serving(of_model(ModelConfig())) as address:
-        assert of_run.with_model_of_run(own, address) == own
+        assert of_run.with_model_of_run(own, "a", address) == own
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_without_weights_the_config_is_the_islands_own():
 )
 def test_who_names_weights_or_a_factory_asks_nobody(model):
     own = of_model(model)
-    assert of_run.with_model_of_run(own, "127.0.0.1:1") == own
+    assert of_run.with_model_of_run(own, "a", "127.0.0.1:1") == own
 
 
 def test_a_coordinator_that_is_not_there_is_named_after_the_outage_budget():
     with pytest.raises(ConnectionLost, match=r"127\.0\.0\.1:1"):
-        of_run.with_model_of_run(of_model(ModelConfig()), "127.0.0.1:1")
+        of_run.with_model_of_run(of_model(ModelConfig()), "a", "127.0.0.1:1")
 
 
 def test_a_coordinator_that_comes_later_is_waited_for(monkeypatch):
@@ -81,5 +81,5 @@ def test_a_coordinator_that_comes_later_is_waited_for(monkeypatch):
     own = dataclasses.replace(
         of_model(ModelConfig()), placement=Placement(time_budget_s=1.0)
     )
-    assert of_run.with_model_of_run(own, "127.0.0.1:1").run.model == MODEL
+    assert of_run.with_model_of_run(own, "a", "127.0.0.1:1").run.model == MODEL
     assert len(calls) == 2

@@ -22,6 +22,13 @@ UNTIL_TERM = (
 )
 """A process that says a word when it is asked to end."""
 
+OWNERS = {
+    "coordinator": "coordinator",
+    "v5p": "island.v5p",
+    "v6e-b": "island.v6e.b",
+}
+"""Stems of the certificates' files by the name of the machine that gets them."""
+
 
 def rendered(config, **settings):
     """All objects of a launch by kind and name, read back from its files."""
@@ -300,14 +307,15 @@ def test_create_makes_everything_once(cloud, launch):
         "namespace/train",
         "persistentvolumeclaim/two-coordinator",
         "poddisruptionbudget/two-coordinator",
-        "secret/two-certificates-coordinator",
-        "secret/two-certificates-island",
+        "secret/two-coordinator-certificates",
+        "secret/two-v5p-certificates",
+        "secret/two-v6e-b-certificates",
         "service/two-coordinator",
         "statefulset/two-coordinator",
     ]
-    for role in ("coordinator", "island"):
-        files = cloud.objects[f"secret/two-certificates-{role}"]["data"]
-        assert sorted(files) == sorted(["ca.pem", f"{role}.pem", f"{role}.key"])
+    for owner, stem in OWNERS.items():
+        files = cloud.objects[f"secret/two-{owner}-certificates"]["data"]
+        assert sorted(files) == sorted(["ca.pem", f"{stem}.pem", f"{stem}.key"])
     for call in cloud.changes():
         if call[0] == "kubectl":
             assert "--context=gke_my-project_us-east5_tpus" in call

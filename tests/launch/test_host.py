@@ -53,7 +53,7 @@ class Machine:
         secret = root / "key"
         secret.write_text("a key")
         with tarfile.open(self.tools / "secret.tar", "w") as tar:
-            tar.add(secret, "island.key")
+            tar.add(secret, "island.v6e.b.key")
         self.render(config, name)
 
     def render(self, config, name, now=NOW, source=""):
@@ -136,10 +136,10 @@ def test_a_coordinators_machine_lets_islands_in(coordinator):
 def test_an_island_runs_with_certificates_and_a_new_incarnation(island):
     assert island.start("run") == 0, island.errors
     calls = island.calls
-    key = island.root / "var/lib/diloco/certificates/island.key"
+    key = island.root / "var/lib/diloco/certificates/island.v6e.b.key"
     assert key.read_text() == "a key"
     assert key.parent.joinpath("island.tar").stat().st_mode & 0o077 == 0
-    assert "--secret two-certificates-island --project my-project" in " ".join(calls)
+    assert "--secret two-v6e-b-certificates --project my-project" in " ".join(calls)
     assert (island.tools / "password").read_text() == "token\n"
     assert not any("rsync" in call for call in calls)
     assert "docker rm --force diloco" in calls

@@ -80,7 +80,7 @@ def test_people_are_asked(cloud, config, monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdin", Terminal(answer))
         assert run(config, "two.py", options) == 0
         assert bool(cloud.things) == made
-    assert "run these 7 commands? [y/N]" in capsys.readouterr().err
+    assert "run these 8 commands? [y/N]" in capsys.readouterr().err
 
 
 def test_without_a_terminal_nobody_is_asked(cloud, config, monkeypatch):
@@ -97,7 +97,7 @@ def test_settings_can_be_given_on_the_command_line(cloud, path, tmp_path, capsys
     )
     assert cli.main(line.split()) == 0
     out = capsys.readouterr().out
-    assert out.count("--project=other-project") == 7
+    assert out.count("--project=other-project") == 8
     assert "--reserved" in out
     assert (tmp_path / "there/launch/coordinator.sh").is_file()
 
@@ -172,7 +172,7 @@ def test_certificates_of_ones_own_get_the_coordinators_name(cloud, config, tmp_p
     from diloco_jax.wire.certificates import make_certificates
 
     folder = tmp_path / "own"
-    make_certificates(folder, ["somewhere.else"], days=1)
+    make_certificates(folder, ["somewhere.else"], days=60)
     authority = (folder / "ca.pem").read_bytes()
     placement = dataclasses.replace(config.placement, certificates=str(folder))
     config = dataclasses.replace(config, placement=placement)
