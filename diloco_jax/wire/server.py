@@ -26,7 +26,7 @@ from diloco_jax.wire.encoding import decoded, encode
 from diloco_jax.wire.errors import Busy, RemoteProtocolError, WireError
 from diloco_jax.wire.peers import Peers
 from diloco_jax.wire.places import Places, allow_connections
-from diloco_jax.wire.principal import Principal, require_island
+from diloco_jax.wire.principal import Principal, require_island, require_operator
 from diloco_jax.wire.session import ControlHandlers, Session, internal_error
 from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 from diloco_jax.wire.tls import TlsFiles
@@ -71,6 +71,14 @@ class Handlers(ControlHandlers, Protocol):
     def status(self) -> dict[str, Any]:
         """Return JSON-compatible state for `diloco status`; a new object if it has
         changed."""
+
+    def keep(self, cycle: int) -> dict[str, Any]:
+        """Keep a cycle, 0 = the next one that can be; return its number, the names of
+        its files and, until it has any, the share that is kept. May raise Refused or
+        Busy."""
+
+    def kept(self, cycle: int, name: str) -> memoryview:
+        """Return the bytes of a file of a kept cycle; may raise Refused or Busy."""
 
 
 class Server:
@@ -169,6 +177,8 @@ class Server:
             "Upload": grpc.stream_unary_rpc_method_handler(self._upload),
             "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
+            "Keep": grpc.unary_unary_rpc_method_handler(self._keep),
+            "Kept": grpc.unary_stream_rpc_method_handler(self._kept),
             "Config": grpc.unary_unary_rpc_method_handler(self._give_config),
         }
 
@@ -235,6 +245,21 @@ class Server:
                 encoded = json.dumps(current).encode()
                 self._encoded = current, encoded
             return encoded
+
+    def _keep(self, request: bytes, context: Any) -> bytes:
+        with self._answering(context):
+            require_operator(self._identify(context))
+            wanted = decoded(encoding.cycle_request, request, context.peer())
+            return json.dumps(self._handlers.keep(wanted.cycle)).encode()
+
+    def _kept(self, request: bytes, context: Any) -> Iterator[bytes]:
+        with self._transfer(context) as guard:
+            require_operator(self._identify(context))
+            wanted = decoded(encoding.cycle_request, request, context.peer())
+            view = self._handlers.kept(wanted.cycle, wanted.name)
+            for frame in frames.chunks(view):
+                guard.touch()
+                yield frame
 
     def _give_config(self, request: bytes, context: Any) -> bytes:
         with self._answering(context):
