@@ -138,10 +138,13 @@ def coordinator_command(arguments: Sequence[str]) -> int:
     # Before anything imports jax.
     fit_threads()
     from diloco_jax.config.resolving import resolve
+    from diloco_jax.coordinator import going_on
     from diloco_jax.coordinator.main import run
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
+    if not options.init:
+        config = going_on.with_model_of_workdir(config, workdir)
     config = resolve(config, copied=True)
     code: int = run(config, workdir, init=bool(options.init), resume=options.resume)
     return code
@@ -168,9 +171,11 @@ def island_command(arguments: Sequence[str]) -> int:
     from diloco_jax.config.resolving import resolve
     from diloco_jax.island.hosts.meeting import WorldAddress
     from diloco_jax.island.main import run
+    from diloco_jax.island.of_run import with_model_of_run
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
+    config = with_model_of_run(config, options.name, options.coordinator)
     code: int = run(
         resolve(config, copied=True),
         options.name,

@@ -2,7 +2,7 @@
 
 The source folder is the checkout, so that links between pages, notebooks and code are
 the same here and in the repository. What can be told from the code is written anew at
-each build, into `docs/reference/`.
+each build, into `reference/`.
 """
 
 import sys
@@ -31,6 +31,7 @@ include_patterns = [
     "CONTRIBUTING.md",
     "CODE_OF_CONDUCT.md",
     "docs/**.md",
+    "reference/*.md",
     "launch/**.md",
     "notebooks/*.ipynb",
 ]
@@ -62,7 +63,7 @@ html_theme_options = {
 
 def setup(app):
     """Write the reference, and give the index its table of contents."""
-    site_pages.write_reference(HERE / "reference")
+    site_pages.write_reference(HERE.parent / "reference")
     app.connect("source-read", site_pages.add_contents)
     # Before napoleon reads them.
     app.connect("autodoc-process-docstring", site_pages.plain_blocks, priority=400)

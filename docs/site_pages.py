@@ -47,9 +47,9 @@ ADDED = """
 
 | page | answers |
 |---|---|
-| [commands](reference/commands.md) | every command and option |
-| [configuration](reference/configuration.md) | every field of a config |
-| [Python](reference/api.md) | every public name |
+| [commands](../reference/commands.md) | every command and option |
+| [configuration](../reference/configuration.md) | every field of a config |
+| [Python](../reference/api.md) | every public name |
 
 ## Notebooks
 

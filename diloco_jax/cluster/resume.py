@@ -18,7 +18,7 @@ from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
 from diloco_jax.config.loading import read_config_json, write_config_json
-from diloco_jax.config.resolving import resolve
+from diloco_jax.config.resolving import resolve, with_model_of
 from diloco_jax.coordinator.going_on import too_few
 from diloco_jax.coordinator.notes import Recovered
 from diloco_jax.files import write_json
@@ -78,7 +78,7 @@ def resumed_config(config: Config, workdir: Path) -> Config:
     facts = workdirs.read_facts(workdir)
     written = read_config_json(workdir / run_files.CONFIG).run
     placement = dataclasses.replace(config.placement, workdir=str(workdir))
-    run = _filled(config.run, written)
+    run = _filled(with_model_of(written, config).run, written)
     config = resolve(dataclasses.replace(config, run=run, placement=placement))
     total = config.run.total_tokens
     more = workdirs.with_more_tokens(written, total)

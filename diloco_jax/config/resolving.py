@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any, TypeVar
 
 from diloco_jax.config.config import Config
 from diloco_jax.config.fields import own_code
 from diloco_jax.config.model import ModelConfig
 from diloco_jax.config.presets import preset
+from diloco_jax.config.run import RunConfig
 from diloco_jax.paths import absolute
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Any)
 
@@ -59,6 +63,20 @@ def resolve_outer(config: Config) -> Config:
     )
     run = dataclasses.replace(config.run, outer=outer.filled(chosen))
     return dataclasses.replace(config, run=run)
+
+
+def with_model_of(run: RunConfig, config: Config) -> Config:
+    """Return the config with the model of a run that started from weights: their
+    config.json decided it. Without weights, or if the config names some itself or a
+    factory, it is the config's own."""
+    own = config.run.model
+    if not run.model.weights or own.weights or own.factory:
+        return config
+    logger.info(
+        "the model is that of %s, which the run started from", run.model.weights
+    )
+    changed = dataclasses.replace(config.run, model=run.model)
+    return dataclasses.replace(config, run=changed)
 
 
 def with_absolute_paths(config: Config) -> Config:

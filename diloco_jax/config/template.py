@@ -18,7 +18,7 @@ MAIN = {
     "InnerConfig": ("optimizer", "learning_rate"),
     "SyncConfig": ("fragments", "steps_per_cycle", "quorum", "codec_up", "codec_down"),
     "IslandConfig": ("batch_size", "mesh_fsdp", "hosts"),
-    "Placement": ("workdir", "link_gbit_per_s", "certificates"),
+    "Placement": ("workdir", "certificates"),
 }
 """Fields that are written whatever their value is, by section."""
 

@@ -9,10 +9,20 @@ from pathlib import Path
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import read_config_json, write_config_json
+from diloco_jax.config.resolving import with_model_of
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
 from diloco_jax.protocol.coordinator.state import State
-from diloco_jax.workdir import RunFacts
+from diloco_jax.workdir import RunFacts, holds_run
+
+
+def with_model_of_workdir(config: Config, workdir: Path) -> Config:
+    """Return the config with which the run there goes on: with its model, if that is of
+    weights that it started from (`resolving.with_model_of`)."""
+    path = workdir / run_files.CONFIG
+    if not (holds_run(workdir) and path.is_file()):
+        return config
+    return with_model_of(read_config_json(path).run, config)
 
 
 def extension(config: Config, workdir: Path, state: State) -> RunExtended | None:

@@ -84,7 +84,7 @@ class Source(Rows, Protocol):
         ...
 
 
-class Part:
+class RowRange:
     """The rows [start, stop) of a source, as a source."""
 
     def __init__(self, source: Source, start: int, stop: int) -> None:

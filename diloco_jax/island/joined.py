@@ -17,18 +17,14 @@ from typing import Any, Self
 import numpy as np
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, suggest
-from diloco_jax.config.loading import from_builtins
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.island.joined_host import JoinedHost, JoinedLoop
 from diloco_jax.island.main import LeadingHost
 from diloco_jax.island.network.link import ending_of
+from diloco_jax.island.of_run import ask_config
 from diloco_jax.models.model import Axes
 from diloco_jax.protocol.island.boundary import Ending
-from diloco_jax.wire import principal
-from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import Refused
-from diloco_jax.wire.tls import TlsFiles
 
 
 class IslandEndedError(RuntimeError):
@@ -231,18 +227,13 @@ def _of_coordinator(
     address: str, name: str, certificates: str, insecure: bool
 ) -> Config:
     """Return the run's config with this process's way to the coordinator."""
-    deadlines = Deadlines(Placement().time_budget_s)
-    client = Client(
+    config = ask_config(
         address,
-        tls=TlsFiles.load_given(certificates, principal.island(name)),
-        deadlines=deadlines,
-        bulk_channels=1,
+        name,
+        certificates=certificates,
         insecure=insecure,
+        deadlines=Placement().deadlines,
     )
-    try:
-        config = from_builtins(client.config(deadlines.connect_s), address)
-    finally:
-        client.close()
     placement = dataclasses.replace(
         config.placement, certificates=certificates, insecure=insecure
     )

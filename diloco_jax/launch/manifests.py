@@ -116,11 +116,11 @@ def coordinator(order: Order, address: str, now_unix: int) -> list[Manifest]:
     begin a run for a while after `now_unix`."""
     name, labels = order.coordinator, _labels(order, COORDINATOR)
     command = shlex.join(["diloco", *order.coordinator_arguments(address)])
-    init_before = now_unix + INIT_WITHIN_S
+    init, init_before = shlex.join(order.init_arguments()), now_unix + INIT_WITHIN_S
     script = f"""\
-if [ ! -d {WORKDIR}/log ] && [ "$(date +%s)" -lt {init_before} ]; then init=--init; fi
+if [ ! -d {WORKDIR}/log ] && [ "$(date +%s)" -lt {init_before} ]; then set -- {init}; fi
 trap 'asked=yes; kill -TERM $!' TERM
-{command} ${{init-}} &
+{command} "$@" &
 code=0; wait $! || code=$?
 if [ "${{asked-}}" ]; then wait $!; exit; fi
 [ $code = 0 ] || exit $code

@@ -262,6 +262,7 @@ def _coordinator_script(order: Order, address: str, now_unix: int) -> str:
         COORDINATOR,
         order.coordinator_arguments(address),
         INIT_BEFORE=str(now_unix + INIT_WITHIN_S),
+        SOURCE=order.source,
         PORT=str(PORT),
         DEVICE=f"/dev/disk/by-id/google-{order.coordinator}",
         DISK=DISK,

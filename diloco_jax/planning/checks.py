@@ -283,7 +283,16 @@ def _machines(
 
 def _disk_bytes(terms: Terms, needs: Needs) -> Check:
     has, disk = terms.config.launch.coordinator_disk_gb, needs.coordinator.disk
-    needed = disk.bytes
+    needed, plan = disk.bytes, needs.coordinator
+    enough = terms.config.placement.merge_buffer_bytes + disk.deltas
+
+    def changes() -> Iterator[dict[str, Any]]:
+        machine = machine_of(terms.config.launch.coordinator_machine)
+        left = MOST_MEMORY * machine.memory - (plan.memory - plan.merge_buffer)
+        if disk.deltas and enough <= left:
+            yield {"placement.merge_buffer_bytes": enough}
+        yield from _sizes(terms)
+
     return Check(
         "disk bytes",
         needed,
@@ -291,7 +300,7 @@ def _disk_bytes(terms: Terms, needs: Needs) -> Check:
         f"the coordinator is expected to hold {disk.expected / GB:.0f} GB on its disk, "
         f"must have room for {disk.reserve / GB:.0f} more, and has a disk of {has} GB, "
         f"of which {MOST_DISK:.0%} may be used",
-        lambda: _sizes(terms),
+        changes,
     )
 
 

@@ -34,8 +34,10 @@ FETCHES_PER_JOIN = 2
 PROCESS_S = 30.0
 """Seconds of a restart before the state is read: an assumption, for start and imports.
 """
-PROCESS_BYTES = 1 << 30
-"""The interpreter, its libraries and compiled programs."""
+PROCESS_BYTES = 256 << 20
+"""The interpreter and compiled programs: what a coordinator of next to no parameters
+has of its own (244 MB, `python benchmarks/coordinator_memory.py`). Libraries, 150 MB,
+are mapped files, as what waits on the disk is: the system takes their pages back."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -97,6 +97,18 @@ def test_what_the_run_decided_once_stays_decided(config, workdir):
     assert resumed.islands == given.islands
 
 
+def test_the_model_of_weights_stays_that_of_the_run(config, tmp_path):
+    """CONFIG never named them; one that names a model of its own weights does."""
+    model = dataclasses.replace(config.run.model, qk_norm=True, weights="hf:/w")
+    of_weights = dataclasses.replace(config.run, model=model)
+    workdirs.begin_run(dataclasses.replace(config, run=of_weights), tmp_path)
+    assert resumed_config(config, tmp_path).run.model == model
+    own = dataclasses.replace(config.run.model, weights="hf:/other")
+    other = dataclasses.replace(config.run, model=own)
+    with pytest.raises(ConfigError, match=r"model\.qk_norm: True here, False there"):
+        resumed_config(dataclasses.replace(config, run=other), tmp_path)
+
+
 def test_other_settings_are_refused_and_nothing_changes(config, workdir):
     before = {p: p.read_bytes() for p in workdir.iterdir()}
     outer = OuterConfig(optimizer="sgd", learning_rate=0.9, momentum=0.0)

@@ -11,7 +11,7 @@ from diloco_jax.data.source import (
     TOKENS,
     WEIGHTS,
     Field,
-    Part,
+    RowRange,
     fields_of_batch,
 )
 from diloco_jax.data.validation import ValidationBatches
@@ -125,7 +125,7 @@ def test_data_knows_its_arrays_in_order():
     rows = Rows({"weights": WEIGHTS, "tokens": TOKENS, "segments": SEGMENTS})
     data = Data(
         train=rows,
-        validation=Part(rows, 0, 2),
+        validation=RowRange(rows, 0, 2),
         digest="",
         largest=300,
         bytes_per_token=None,

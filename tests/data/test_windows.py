@@ -7,7 +7,7 @@ import pytest
 
 from diloco_jax.config import ConfigError
 from diloco_jax.data.index import GlobalIndex
-from diloco_jax.data.source import TOKENS, Part
+from diloco_jax.data.source import TOKENS, RowRange
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import ValidationWindows, Windows
 
@@ -56,7 +56,7 @@ def test_the_order_is_the_one_that_runs_have_been_recorded_with():
 
 def test_a_part_of_a_source_has_its_own_rows():
     windows = Windows(text(4000), 8)
-    part = Part(windows, 100, 103)
+    part = RowRange(windows, 100, 103)
     assert len(part) == 3
     assert sorted(row_set(part, 0, 0)) == sorted(
         windows[row]["tokens"].astype(np.uint8).tobytes() for row in (100, 101, 102)

@@ -237,8 +237,8 @@ def test_sigterm_reaches_the_island_itself(config, shell):
     assert island.returncode == 1
 
 
-def coordinator_script(config, now=NOW):
-    order = make_order(config, "two.py", "gke")
+def coordinator_script(config, now=NOW, source=""):
+    order = make_order(config, "two.py", "gke", source)
     text = deployment(order, "certificates", "folder", now).files["coordinator.yaml"]
     made = {m["kind"]: m for m in yaml.safe_load_all(text)}
     return container_script(made["StatefulSet"]["spec"]["template"]["spec"])
@@ -253,9 +253,11 @@ def test_only_a_fresh_launch_begins_a_run(
 ):
     if has_log:
         (tmp_path / "run" / "log").mkdir(parents=True)
-    script = coordinator_script(config, int(time.time()) - age_s)
+    source = "hf:gs://bucket/a b"
+    script = coordinator_script(config, int(time.time()) - age_s, source)
     said, _ = shell(script, 'echo "$@"; exit 1').communicate(timeout=WAIT_S)
     assert ("--init" in said) == begins
+    assert (f"--init {source}" in said) == begins
     assert "--bind 0.0.0.0:7077 --advertise two-coordinator.default.svc:7077" in said
 
 

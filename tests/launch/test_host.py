@@ -56,9 +56,9 @@ class Machine:
             tar.add(secret, "island.v6e.b.key")
         self.render(config, name)
 
-    def render(self, config, name, now=NOW):
+    def render(self, config, name, now=NOW, source=""):
         """Puts the rendered script there, with this folder as `/`."""
-        order = make_order(config, "two.py", "tpu_vm")
+        order = make_order(config, "two.py", "tpu_vm", source)
         text = deployment(order, "certificates", "folder", now).files[name]
         for place in ("/var/lib/", "/etc/systemd", "/sys/kernel", "/mnt/disks"):
             text = text.replace(place, f"{self.root}{place}")
@@ -220,6 +220,13 @@ def test_a_coordinator_begins_a_run_on_its_new_disk(coordinator):
     assert calls[-1].endswith("--init")
     assert "--bind 0.0.0.0:7077" in calls[-1]
     assert "--incarnation" not in calls[-1]
+
+
+def test_a_coordinator_begins_a_run_from_weights(coordinator, config):
+    source = "hf:gs://bucket/a b"
+    coordinator.render(config, "coordinator.sh", source=source)
+    assert coordinator.start("run") == 0, coordinator.errors
+    assert coordinator.calls[-1].endswith(f"--init {source}")
 
 
 def test_a_coordinator_goes_on_with_the_run_on_its_disk(coordinator):

@@ -43,6 +43,21 @@ def test_a_dry_run_writes_files_and_prints_lines_that_the_tools_take(
 
 
 @pytest.mark.parametrize("on", BACKENDS)
+def test_the_source_of_the_weights_reaches_the_coordinator_alone(
+    on, cloud, path, tmp_path, capsys
+):
+    source = "run:gs://bucket/a-run"
+    command = ["launch", path, "--on", on, "--dry-run"]
+    assert cli.main([*command, "--init", source]) == 0
+    files = {f.name: f.read_text() for f in (tmp_path / "run/launch").iterdir()}
+    having = [name for name, text in files.items() if source in text]
+    assert len(having) == 1
+    assert "coordinator" in having[0]
+    assert cli.main([*command, "--init", f"hf:{tmp_path}"]) == 2
+    assert f"{tmp_path} is a folder of this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("on", BACKENDS)
 def test_a_dry_run_of_the_other_actions(on, cloud, path, capsys, launch):
     launch(on)
     cloud.changes()

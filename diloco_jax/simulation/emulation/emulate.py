@@ -35,7 +35,7 @@ from diloco_jax.core.fragments import Params
 from diloco_jax.data.index import GlobalIndex
 from diloco_jax.data.loading import Data, load_data
 from diloco_jax.data.reader import BatchReader
-from diloco_jax.data.source import Part, Rows
+from diloco_jax.data.source import RowRange, Rows
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.evaluation import BATCH_SIZE, as_json
 from diloco_jax.faults import COORDINATOR, parse_faults
@@ -327,6 +327,6 @@ def _rows(config: Config, data: Data, unlike: bool) -> dict[str, Rows]:
     each, rest = divmod(len(data.train), len(names))
     bounds = [i * each + min(i, rest) for i in range(len(names) + 1)]
     return {
-        name: GlobalIndex(Part(data.train, a, b), seed)
+        name: GlobalIndex(RowRange(data.train, a, b), seed)
         for name, (a, b) in zip(names, itertools.pairwise(bounds), strict=True)
     }
