@@ -507,6 +507,20 @@ def test_files_are_those_of_the_manifest(texts, tmp_path):
         read_manifest(folder)
 
 
+def test_a_prepared_folder_needs_no_other_manifests(
+    texts, tmp_path, monkeypatch, capsys
+):
+    made(tmp_path)
+    monkeypatch.setattr("diloco_jax.data.manifest.MAPPED_FROM", 1)
+    (tmp_path / "out" / "beside").mkdir()
+    (tmp_path / "out" / "beside" / "a.txt").write_text("text")
+    assert cli.main(["manifest", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().err
+    assert "a.txt: 4 tokens" in said
+    assert "3 files in prepared folders have theirs already" in said
+    assert not list((tmp_path / "out").glob("*.manifest"))
+
+
 def test_rows_are_read_from_many_files(tmp_path, monkeypatch):
     many(tmp_path, 100)
     prepared, train, _ = made(tmp_path, part_bytes=2000)
