@@ -61,8 +61,8 @@ class Session:
         self, number: int, context: Any, identify: Identify, quota: Quota | None = None
     ) -> None:
         """identify: returns who the peer is, None without TLS; raises SecurityError
-        once its certificate is revoked. quota: the peer's, over all of its streams; None
-        = a quota of this stream alone."""
+        once its certificate is revoked. quota: the peer's, over all of its streams;
+        None = one of this stream alone."""
         self.id = number
         self._identify = identify
         self.peer: str = context.peer()
