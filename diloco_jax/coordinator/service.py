@@ -18,7 +18,7 @@ from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.coordinator.sessions import Sessions
+from diloco_jax.coordinator.sessions import Sessions, taken
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragment_merge import is_fit
 from diloco_jax.files import json_number
@@ -82,6 +82,9 @@ class Service:
                 f"state is of one before it; stop this coordinator, and start the one "
                 f"that has the newest state"
             )
+        for other in self._lead.state.islands.values():
+            if other.session == hello.session and other.name != hello.island:
+                raise Refused("session", taken(hello))
         self._sessions.arrived(session)
 
         def introduce() -> None:

@@ -52,6 +52,8 @@ class Session:
 
     hello: messages.Hello
     """The first message; set before `connect` is called."""
+    connected = False
+    """True once a handler has accepted the hello."""
 
     def __init__(self, number: int, context: Any, identify: Identify) -> None:
         """identify: returns who the peer is, None without TLS; raises SecurityError
@@ -125,6 +127,31 @@ class Session:
         if error is not None:
             errors.abort(self._context, error)
 
+    def take(self, raw: bytes, handlers: ControlHandlers) -> None:
+        """Hand the peer's next message to the handlers; the first is its hello.
+
+        Raises RemoteProtocolError if it cannot be understood or is out of order,
+        Refused or SecurityError if the peer may not say it, and what a handler raises.
+        """
+        message = self._decode(raw)
+        who = self._identify()
+        if self.connected:
+            if isinstance(message, messages.Hello):
+                raise RemoteProtocolError(
+                    f"{self.peer} sent a second Hello; open a new stream for it"
+                )
+            handlers.receive(self, message)
+            return
+        if not isinstance(message, messages.Hello):
+            raise RemoteProtocolError(
+                f"first message from {self.peer} is {type(message).__name__}, "
+                f"expected Hello"
+            )
+        require_island(who, message.island)
+        self.hello = message
+        handlers.connect(message, self)
+        self.connected = True
+
     def _read(
         self,
         requests: Iterator[bytes],
@@ -132,7 +159,6 @@ class Session:
         watch: IdleWatch,
         deadlines: Deadlines,
     ) -> None:
-        connected = False
         silent = RemoteProtocolError(
             f"{self.peer} opened a control stream and sent no Hello within "
             f"{deadlines.connect_s:g} s"
@@ -142,24 +168,9 @@ class Session:
                 first = next(requests, None)
             if first is None:
                 return
-            hello = self._decode(first)
-            if not isinstance(hello, messages.Hello):
-                raise RemoteProtocolError(
-                    f"first message from {self.peer} is {type(hello).__name__}, "
-                    f"expected Hello"
-                )
-            require_island(self._identify(), hello.island)
-            self.hello = hello
-            handlers.connect(hello, self)
-            connected = True
+            self.take(first, handlers)
             for raw in requests:
-                message = self._decode(raw)
-                self._identify()
-                if isinstance(message, messages.Hello):
-                    raise RemoteProtocolError(
-                        f"{self.peer} sent a second Hello; open a new stream for it"
-                    )
-                handlers.receive(self, message)
+                self.take(raw, handlers)
         except grpc.RpcError:
             logger.info("%s: the connection is gone", self)
         except Refused as refused:
@@ -173,7 +184,7 @@ class Session:
             self.fail(internal_error(error))
         finally:
             self.close()
-            if connected:
+            if self.connected:
                 handlers.disconnect(self)
 
     def _decode(self, raw: bytes) -> messages.FromIsland:

@@ -97,7 +97,7 @@ OUTSTANDING = st.fixed_dictionaries(
 FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "Hello": {
         "incarnation": st.one_of(st.integers(1, 3), WEIRD_NUMBERS),
-        "session": st.sampled_from(("s", "t")),
+        "session": st.sampled_from(("a", "b", "t")),
         "run_id": st.sampled_from(("", "r", "other")),
         "term": st.integers(0, 2),
         "tokens_per_step": st.sampled_from((8, 16, 12, 2**40)),
@@ -129,7 +129,7 @@ FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
     "UploadStart": {
         "incarnation": st.integers(0, 2),
-        "session": st.sampled_from(("s", "t")),
+        "session": st.sampled_from(("a", "b", "t")),
         "fragment": NUMBER,
         "tick": NUMBER,
         "offset": NUMBER,
@@ -228,6 +228,22 @@ def test_a_gatherer_that_fails_on_an_event_ends_that_session_only(
     assert peer.stream is not None
     refused = [error.code for error in peer.stream.refused]
     assert refused == ([] if kind is Disconnected else ["failed"])
+
+
+def test_a_session_of_another_island_is_refused(folder: Any) -> None:
+    """Otherwise an island would get what the other is told, also the reason to end."""
+    made = Coordinator(folder)
+    with contextlib.closing(made.tape):
+        Peer("a", made).hello({})
+        with pytest.raises(Refused, match="island 'b' is that of another island"):
+            Peer("b", made).hello({"session": "a"})  # It is on its way.
+        made.run()
+        with pytest.raises(Refused, match="island 'b' is that of another island"):
+            Peer("b", made).hello({"session": "a"})  # It is served.
+        made.handlers._sessions._serving.clear()
+        with pytest.raises(Refused, match="island 'b' is that of another island"):
+            Peer("b", made).hello({"session": "a"})  # It is away, and may return.
+        Peer("a", made).hello({})
 
 
 def test_a_gatherer_does_not_wait_for_strangers() -> None:
