@@ -8,7 +8,8 @@ in f64, and added up exactly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ import numpy.typing as npt
 
 from diloco_jax.core.tiles import ArrayLike
 
+Empty = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
+"""(shape, dtype) -> an array whose bytes are not set."""
 BLOCK_ELEMENTS = 1 << 20
 """Elements of a block, unless a single tile has more."""
 
@@ -36,6 +39,41 @@ def tile_squares(tiles: ArrayLike) -> list[float]:
         halved: npt.NDArray[np.float64] = np.asarray(_halved_squares(tiles))
     found: list[float] = halved.sum(axis=1).tolist()
     return found
+
+
+class Parts:
+    """A pytree of arrays, of which those of one shape are cut by rows, and the others
+    are the same for all rows."""
+
+    def __init__(self, tree: Any, shape: tuple[int, ...], empty: Empty) -> None:
+        self._before, self._structure = jax.tree.flatten(tree)
+        self._cut = [leaf.shape == shape for leaf in self._before]
+        self._after = [
+            empty(leaf.shape, leaf.dtype) if cut else leaf
+            for leaf, cut in zip(self._before, self._cut, strict=True)
+        ]
+
+    def of(self, rows: slice) -> Any:
+        """Return these rows of the tree."""
+        return jax.tree.unflatten(
+            self._structure,
+            [
+                leaf[rows] if cut else leaf
+                for leaf, cut in zip(self._before, self._cut, strict=True)
+            ],
+        )
+
+    def put(self, rows: slice, tree: Any) -> None:
+        """Put these rows of the new tree into their place."""
+        for index, leaf in enumerate(jax.tree.leaves(tree)):
+            if self._cut[index]:
+                self._after[index][rows] = leaf
+            else:
+                self._after[index] = np.asarray(leaf)
+
+    def whole(self) -> Any:
+        """Return the new tree."""
+        return jax.tree.unflatten(self._structure, self._after)
 
 
 @jax.jit

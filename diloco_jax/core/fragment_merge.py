@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.core.blocks import blocks
+from diloco_jax.core.blocks import Empty, Parts, blocks
 from diloco_jax.core.changes import apply_to_tiles, publish_tiles
 from diloco_jax.core.codecs.codec import Codec
 from diloco_jax.core.fragments import Piece
@@ -40,8 +40,6 @@ Arrays = tuple[npt.NDArray[np.float32], ...]
 """f32[tiles, elements] by piece."""
 Squares = tuple[float, ...]
 """The sum of a delta's squares, by piece."""
-Empty = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
-"""(shape, dtype) -> an array whose bytes are not set."""
 
 
 class FragmentState(NamedTuple):
@@ -212,21 +210,23 @@ class FragmentMerge:
                 new[rows] = apply_to_tiles(self.down, old[rows], tiles[rows])
         if final:
             return FragmentState(anchor, anchor, state.outer, state.rules)
-        change = tuple(n - o for n, o in zip(anchor, state.anchor, strict=True))
+        pairs = tuple(zip(state.anchor, anchor, strict=True))
+        change = [
+            functools.partial(_change, piece, *pair)
+            for piece, pair in zip(self.pieces, pairs, strict=True)
+        ]
         rules = tuple(
-            merging.recovered(rule_for(p, self.rule), own, _own_order(p, moved))
+            merging.recovered(rule_for(p, self.rule), own, moved())
             if jax.tree.leaves(own)
             else own
             for p, own, moved in zip(self.pieces, state.rules, change, strict=True)
         )
         if self._by_block:
-            advanced: Any = outer.advance_by_piece(self.settings, state.outer, change)
-            advanced = tuple(advanced)
-        else:
-            whole = tuple(
-                jnp.asarray(_own_order(p, moved))
-                for p, moved in zip(self.pieces, change, strict=True)
+            advanced: Any = tuple(
+                outer.advance_by_piece(self.settings, state.outer, pairs, self.empty)
             )
+        else:
+            whole = tuple(jnp.asarray(moved()) for moved in change)
             advanced = outer.advance_over_publish(self.settings, state.outer, whole)
         return FragmentState(
             anchor, anchor, *jax.tree.map(np.asarray, (advanced, rules))
@@ -286,7 +286,7 @@ class FragmentMerge:
                 )
                 return native.after
         parts = (
-            _Parts(before.outer[index], theta.shape, self.empty)
+            Parts(before.outer[index], theta.shape, self.empty)
             if self._by_block
             else None
         )
@@ -342,41 +342,6 @@ class FragmentMerge:
         return jax.tree.map(np.asarray, after)
 
 
-class _Parts:
-    """A pytree of arrays, of which those of one shape are cut by rows, and the others
-    are the same for all rows."""
-
-    def __init__(self, tree: Any, shape: tuple[int, ...], empty: Empty) -> None:
-        self._before, self._structure = jax.tree.flatten(tree)
-        self._cut = [leaf.shape == shape for leaf in self._before]
-        self._after = [
-            empty(leaf.shape, leaf.dtype) if cut else leaf
-            for leaf, cut in zip(self._before, self._cut, strict=True)
-        ]
-
-    def of(self, rows: slice) -> Any:
-        """Return these rows of the tree."""
-        return jax.tree.unflatten(
-            self._structure,
-            [
-                leaf[rows] if cut else leaf
-                for leaf, cut in zip(self._before, self._cut, strict=True)
-            ],
-        )
-
-    def put(self, rows: slice, tree: Any) -> None:
-        """Put these rows of the new tree into their place."""
-        for index, leaf in enumerate(jax.tree.leaves(tree)):
-            if self._cut[index]:
-                self._after[index][rows] = leaf
-            else:
-                self._after[index] = np.asarray(leaf)
-
-    def whole(self) -> Any:
-        """Return the new tree."""
-        return jax.tree.unflatten(self._structure, self._after)
-
-
 def is_fit(squares: Squares) -> bool:
     """Tell if a delta is finite and not absurdly long."""
     return math.fsum(squares) <= merging.MOST_SQUARES
@@ -385,3 +350,10 @@ def is_fit(squares: Squares) -> bool:
 def _own_order(piece: Piece, tiles: Any) -> npt.NDArray[np.float32]:
     values: npt.NDArray[np.float32] = TileGrid.of(piece.shape).from_tiles(tiles)
     return values
+
+
+def _change(
+    piece: Piece, old: npt.NDArray[np.float32], new: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """Return new - old in the piece's own order."""
+    return _own_order(piece, new - old)

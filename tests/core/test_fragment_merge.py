@@ -69,6 +69,35 @@ def test_the_size_of_blocks_changes_no_bit(rule, optimizer, monkeypatch) -> None
         same(merged(merger(rule, optimizer)), whole)
 
 
+def replayed(merge: FragmentMerge) -> tuple:
+    """States after some merges that are known by their publishes alone."""
+    rng, found = np.random.default_rng(0), []
+    state = merge.begin([rng.standard_normal(p.shape, np.float32) for p in PIECES])
+    for number in range(1, 6):
+        arrays = [
+            merge.down.encode(rng.standard_normal(p.shape, np.float32) * number)
+            for p in PIECES
+        ]
+        payload = merge.layout_down.pack(arrays)
+        state = merge.replay(state, payload, final=False)
+        found.append(state)
+    return tuple(found)
+
+
+@pytest.mark.parametrize("optimizer", ["nesterov", "sgd"])
+def test_the_size_of_blocks_changes_no_bit_of_what_recovery_makes(
+    optimizer, monkeypatch
+) -> None:
+    """The guard cuts the later merges."""
+    whole = replayed(merger(optimizer=optimizer))
+    for elements in (1, 5000):
+        monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", elements)
+        others = replayed(merger(optimizer=optimizer))
+        jax.tree.map(np.testing.assert_array_equal, others, whole)
+    guards = [state.outer[0]["guard"] for state in whole]
+    assert [int(g.merges) for g in guards] == [1, 2, 3, 4, 5]
+
+
 def test_an_optimizer_that_sees_whole_fragments_takes_the_same_steps(
     monkeypatch,
 ) -> None:

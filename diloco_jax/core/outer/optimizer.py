@@ -9,19 +9,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 import optax
 
-from diloco_jax.core.blocks import tile_squares
+from diloco_jax.core.blocks import Empty, Parts, blocks, tile_squares
 from diloco_jax.core.kernels.library import StepKind
 from diloco_jax.core.outer import OPTIMIZERS
 from diloco_jax.core.outer.rule import Arrays
-from diloco_jax.core.tiles import ArrayLike
 
 GUARD_AFTER_MERGES = 3
 
@@ -161,22 +161,46 @@ def advance_over_publish(settings: OuterSettings, state: Any, change: Arrays) ->
 
 
 def advance_by_piece(
-    settings: OuterSettings, states: Sequence[Any], changes: Sequence[ArrayLike]
+    settings: OuterSettings,
+    states: Sequence[Any],
+    anchors: Sequence[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]],
+    empty: Empty = np.empty,
 ) -> list[Any]:
     """`advance_over_publish` of a fragment with a state per piece, whose optimizer goes
-    element by element. changes: f32[tiles, elements] each."""
+    element by element; by blocks of tiles.
+
+    Args:
+      states: the states before the merge, by piece.
+      anchors: A_{v-1} and A_v by piece, f32[tiles, elements] each.
+      empty: makes the arrays of the new states.
+    """
     if not is_invertible(settings):
         return [_counted(state) for state in states]
-    deltas = [
-        _inferred(settings, state, (change,))
-        for state, change in zip(states, changes, strict=True)
+    before = [
+        Parts(s, old.shape, empty) for s, (old, _) in zip(states, anchors, strict=True)
     ]
-    squares = (s for (delta,) in deltas for s in tile_squares(delta))
-    norm = np.float32(math.sqrt(math.fsum(squares)))
-    return [
-        _updated(settings, state, delta, norm)
-        for state, delta in zip(states, deltas, strict=True)
-    ]
+    norm = None
+    if settings.norm_guard:
+        norm = np.float32(math.sqrt(math.fsum(_squares(settings, before, anchors))))
+    for parts, (old, new) in zip(before, anchors, strict=True):
+        for rows in blocks(*old.shape):
+            own = parts.of(rows)
+            delta = _inferred(settings, own, (new[rows] - old[rows],))
+            parts.put(rows, _updated(settings, own, delta, norm))
+    return [parts.whole() for parts in before]
+
+
+def _squares(
+    settings: OuterSettings,
+    states: Sequence[Parts],
+    anchors: Sequence[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]],
+) -> Iterator[float]:
+    """Yield the sum of the squares of each tile of the deltas that made a publish."""
+    for parts, (old, new) in zip(states, anchors, strict=True):
+        for rows in blocks(*old.shape):
+            change = new[rows] - old[rows]
+            (delta,) = _inferred(settings, parts.of(rows), (change,))
+            yield from tile_squares(delta)
 
 
 def is_elementwise(optimizer: str) -> bool:
