@@ -34,6 +34,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +83,18 @@ def main() -> int:
     parser = support.parser(__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--memory", choices=("store", "2", "16"), help="used by itself")
+    parser.add_argument("--time", choices=CODECS, help="used by itself")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     if options.memory:
         print(json.dumps(memory_here(options.memory)))
         return 0
-    rows = [
-        timed(codec, islands, options.repetitions, route)
-        for codec in CODECS
-        for islands in ISLANDS
-        for route, measured in ROUTES.items()
-        if islands in measured
-    ]
-    memory = {what: memory_of(what) for what in ("store", "2", "16")}
+    if options.time:
+        print(json.dumps(list(times_here(options.time, options.repetitions))))
+        return 0
+    repetitions = ["--repetitions", str(options.repetitions)]
+    rows = [r for codec in CODECS for r in here("--time", codec, *repetitions)]
+    memory = {what: here("--memory", what) for what in ("store", "2", "16")}
     state, peak = (memory["store"][key] for key in ("state", "peak"))
     growth = memory["16"]["peak"] / memory["2"]["peak"]
     checks = [
@@ -151,13 +151,20 @@ def timed(codec: str, islands: int, repetitions: int, route: Route) -> dict[str,
     }
 
 
-def memory_of(what: str) -> dict[str, float]:
-    """Measure memory in a process of its own, with the coordinator's environment."""
-    command = [sys.executable, __file__, "--memory", what]
+def times_here(codec: str, repetitions: int) -> Iterator[dict[str, Any]]:
+    """Measure one codec, the routes in turns."""
+    for islands in ISLANDS:
+        for route, measured in ROUTES.items():
+            if islands in measured:
+                yield timed(codec, islands, repetitions, route)
+
+
+def here(*arguments: str) -> Any:
+    """Measure in a process of its own, with the coordinator's environment."""
+    command = [sys.executable, __file__, *arguments]
     env = {**os.environ, **coordinator_environment()}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    measured: dict[str, float] = json.loads(done.stdout)
-    return measured
+    return json.loads(done.stdout)
 
 
 def memory_here(what: str) -> dict[str, float]:

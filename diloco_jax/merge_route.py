@@ -71,6 +71,13 @@ def passes_of(setting: MergeRoute) -> Passes | None:
         return None
 
 
+def require(setting: MergeRoute) -> None:
+    """Raise ConfigError if that route is asked for and not to be had here: before
+    anything of a run is made."""
+    if setting == "native":
+        passes_of(setting)
+
+
 def route_of(passes: Passes | None) -> Route:
     """Return the name of the route, for the tape."""
     return "xla" if passes is None else "native"

@@ -43,6 +43,7 @@ from diloco_jax.coordinator.settings import (
 from diloco_jax.coordinator.snapshots import Snapshots
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR, parse_faults
+from diloco_jax.merge_route import require as require_route
 from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.plan import build_plan
@@ -112,6 +113,7 @@ class Coordinator:
         # Islands need it: refuse a name that optax lacks before they start.
         build_inner(config.run, self._model)
         require_room(config, self._plan)
+        require_route(placement.merge_route)
         if init:
             require_source(config.run.model)
             self._facts = workdirs.begin_run(config, workdir)

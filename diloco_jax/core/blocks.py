@@ -41,7 +41,7 @@ def tile_squares(tiles: ArrayLike) -> list[float]:
     return found
 
 
-class Parts:
+class CutTree:
     """A pytree of arrays, of which those of one shape are cut by rows, and the others
     are the same for all rows."""
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.core.blocks import Empty, Parts, blocks
+from diloco_jax.core.blocks import CutTree, Empty, blocks
 from diloco_jax.core.changes import apply_to_tiles, publish_tiles
 from diloco_jax.core.codecs.codec import Codec
 from diloco_jax.core.fragments import Piece
@@ -286,7 +286,7 @@ class FragmentMerge:
                 )
                 return native.after
         parts = (
-            Parts(before.outer[index], theta.shape, self.empty)
+            CutTree(before.outer[index], theta.shape, self.empty)
             if self._by_block
             else None
         )

@@ -30,7 +30,12 @@ from diloco_jax.planning.processes import (
     compile_islands,
     require_libtpu,
 )
-from diloco_jax.planning.rates import CONSTANTS, MachineRates, read_rates, write_rates
+from diloco_jax.planning.rates import (
+    MachineRates,
+    constants_of,
+    read_rates,
+    write_rates,
+)
 
 if TYPE_CHECKING:
     from diloco_jax.core.fragments import FragmentPlan
@@ -100,7 +105,9 @@ def _took(began: float, console: Console) -> None:
 def _rates(config: Config, options: PlanOptions, console: Console) -> MachineRates:
     """Measure, read or know the rates of the coordinator's machine."""
     if not options.measure:
-        return read_rates(options.machine) if options.machine else CONSTANTS
+        if options.machine:
+            return read_rates(options.machine)
+        return constants_of(config.placement.merge_route)
     from diloco_jax.planning.measuring import measure
 
     if options.machine:

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from diloco_jax import files
+from diloco_jax.config.placement import MergeRoute
 from diloco_jax.errors import ConfigError
 
 
@@ -34,8 +35,8 @@ class MachineRates(
     """Core seconds per 1e9 parameters of each delta, its check on arrival included. By
     codec of the deltas."""
     replay_core_seconds: dict[str, float]
-    """Core seconds per 1e9 parameters of a publish that recovery decodes and adds, on
-    any route. By codec of the publish."""
+    """Core seconds per 1e9 parameters of a publish that recovery decodes and adds, by
+    which the outer optimizer advances, on any route. By codec of the publish."""
     merge_route: str
     """Route of the measured merges: "native" or "xla"."""
     upload_core_seconds: float
@@ -108,8 +109,25 @@ CONSTANTS = MachineRates(
     wire_from="constant: `python benchmarks/wire.py`, 2 cores, Intel Xeon, 2026-11-23",
     disk_from="",
 )
-"""Merges: the line through 2 to 16 deltas of docs/results/merging.md. Wire: the
+"""Merges: the line through 2 to 16 deltas of docs/results/merging.md, by the route that
+needs no compiler. Replay: at most, as those of a merge without deltas. Wire: the
 coordinator's end in docs/results/wire.md."""
+
+NATIVE = msgspec.structs.replace(
+    CONSTANTS,
+    merge_core_seconds={"f32": 1.3, "bf16": 1.3, "int8": 1.5, "int4": 1.8},
+    delta_core_seconds={"f32": 0.52, "bf16": 0.33, "int8": 0.23, "int4": 0.30},
+    merge_route="native",
+    merges_from="constant: `python benchmarks/merging.py`, 2 cores, AMD EPYC, "
+    "2026-11-25",
+)
+"""The same by the route "native"."""
+
+
+def constants_of(route: MergeRoute) -> MachineRates:
+    """Return the constants for a merge route. "auto" counts as "xla": a plan does not
+    know whether the coordinator's machine will have a compiler."""
+    return NATIVE if route == "native" else CONSTANTS
 
 
 def read_rates(path: str) -> MachineRates:

@@ -20,6 +20,7 @@ from diloco_jax.planning.merge_rate import ELEMENTS, MergeTimes
 from diloco_jax.planning.rates import (
     CONSTANTS,
     DiskRates,
+    constants_of,
     read_rates,
     write_rates,
 )
@@ -66,6 +67,17 @@ def test_measured_rates_stand_in_for_the_constants(terms):
     assert found.merge_core_seconds == pytest.approx(2 * plain.merge_core_seconds)
     assert found.wire_cores == pytest.approx(3 * plain.wire_cores)
     assert needs_of(slow).restart_seconds > needs_of(terms).restart_seconds
+
+
+@pytest.mark.parametrize(
+    ("setting", "route"), [("auto", "xla"), ("xla", "xla"), ("native", "native")]
+)
+def test_constants_follow_the_route_that_is_sure(setting, route, capsys):
+    """A plan does not know whether there will be a compiler."""
+    assert constants_of(setting).merge_route == route
+    plan = ["plan", str(CONFIG), "--arithmetic", "--placement.merge_route", setting]
+    assert cli.main(plan) == 0
+    assert f"route {route}" in capsys.readouterr().err
 
 
 def test_codecs_that_were_not_measured_count_as_the_dearest():

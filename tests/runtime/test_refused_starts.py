@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from runtime_support import coordinator, make_config, placed, with_run
 
-from diloco_jax import cli
+from diloco_jax import cli, merge_route
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.main import Coordinator
@@ -50,6 +50,16 @@ def test_a_port_in_use_is_refused_before_a_run_is_begun(config, used, tmp_path):
     message = refused_start(placed(config, bind=used), tmp_path / "run", init=True)
     assert f"cannot bind {used}: Address already in use" in message
     assert "stop it, or give another port" in message
+
+
+def test_a_merge_route_that_is_not_to_be_had_is_refused(config, tmp_path, monkeypatch):
+    def absent():
+        raise merge_route.NativeError("no C compiler")
+
+    monkeypatch.setattr(merge_route, "_passes", absent)
+    native = placed(config, merge_route="native")
+    message = refused_start(native, tmp_path / "run", init=True)
+    assert 'placement.merge_route = "native", and merges go by "xla" here' in message
 
 
 @pytest.mark.dist

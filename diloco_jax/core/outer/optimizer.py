@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import optax
 
-from diloco_jax.core.blocks import Empty, Parts, blocks, tile_squares
+from diloco_jax.core.blocks import CutTree, Empty, blocks, tile_squares
 from diloco_jax.core.kernels.library import StepKind
 from diloco_jax.core.outer import OPTIMIZERS
 from diloco_jax.core.outer.rule import Arrays
@@ -177,7 +177,8 @@ def advance_by_piece(
     if not is_invertible(settings):
         return [_counted(state) for state in states]
     before = [
-        Parts(s, old.shape, empty) for s, (old, _) in zip(states, anchors, strict=True)
+        CutTree(s, old.shape, empty)
+        for s, (old, _) in zip(states, anchors, strict=True)
     ]
     norm = None
     if settings.norm_guard:
@@ -192,7 +193,7 @@ def advance_by_piece(
 
 def _squares(
     settings: OuterSettings,
-    states: Sequence[Parts],
+    states: Sequence[CutTree],
     anchors: Sequence[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]],
 ) -> Iterator[float]:
     """Yield the sum of the squares of each tile of the deltas that made a publish."""
