@@ -20,6 +20,7 @@ from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.faults import Faults
 from diloco_jax.island.device.build import at_anchors
 from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.leaves import leaf_of
 from diloco_jax.island.device.placing import zeros
 from diloco_jax.island.device.replica import LentParams
 from diloco_jax.island.hosts.world import Hosts
@@ -58,7 +59,9 @@ class JoinedHost(Parts["JoinedLoop"]):
         }
         self._paths = [paths[number] for number in range(len(leaves))]
         """Names of the leaves, in the order of `like`."""
-        self._smallest = min(self._paths, key=lambda path: _leaf(self._like, path).size)
+        self._smallest = min(
+            self._paths, key=lambda path: leaf_of(self._like, path).size
+        )
         model = Model(
             lambda key: self._like,
             None,
@@ -79,7 +82,7 @@ class JoinedHost(Parts["JoinedLoop"]):
         """Run every take and adoption once."""
         began = time.monotonic()
         self._zeros = self._exchange.warm(self._zeros)
-        _first(_leaf(self._zeros, self._smallest))
+        _first(leaf_of(self._zeros, self._smallest))
         self.compile_seconds = time.monotonic() - began
 
     def loop(
@@ -116,7 +119,7 @@ class JoinedHost(Parts["JoinedLoop"]):
 
     def as_tree(self, params: Params) -> Any:
         """Return parameters in the structure of `like`."""
-        leaves = [_leaf(params, path) for path in self._paths]
+        leaves = [leaf_of(params, path) for path in self._paths]
         return jax.tree.unflatten(self._structure, leaves)
 
     def as_named(self, tree: Any) -> Params:
@@ -168,7 +171,7 @@ class JoinedLoop(Stepping):
 
     def begin_step(self) -> tuple[float, np.ndarray]:
         """Return the learning rate and the positions of the step that begins."""
-        self._mark = _first(_leaf(self.replica.params, self.smallest))
+        self._mark = _first(leaf_of(self.replica.params, self.smallest))
         self._step.enter_context(self.timing.step())
         return self.learning_rate(), self.data.draw()
 
@@ -254,13 +257,6 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
             "process, with all of its devices"
         )
     return jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=lies)  # type: ignore[no-untyped-call]
-
-
-def _leaf(params: Params, path: tuple[str, ...]) -> Any:
-    node: Any = params
-    for key in path:
-        node = node[key]
-    return node
 
 
 @jax.jit

@@ -20,18 +20,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.adopt import RULES
-from diloco_jax.core.adopt.rule import moved
+from diloco_jax.core.adopt.rule import AdoptRule, moved
 from diloco_jax.core.bands import Bands
 from diloco_jax.core.changes import adopt, apply_publish, delta
-from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
+from diloco_jax.core.codecs.codec import Codec, encode_with_feedback, get_codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.device.mesh import tile_spec
-from diloco_jax.island.device.placing import abstract
+from diloco_jax.island.device.placing import abstract, place
 from diloco_jax.island.device.spread import Spread, spread_of
 
-Index = tuple[np.int32 | None, np.int32 | None]
-"""Layer of a stacked tensor, or None; number of a band, or None."""
+Index = tuple[Any, Any]
+"""Layer of a stacked tensor, or None; number of a band, or None. Each is an int32 on
+all devices of the mesh."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +51,14 @@ class Kind:
     """(landed publish) -> encoded publish, if the spread is to be moved."""
     gather_anchor: Any
     """(landed anchor) -> anchor."""
+    arrive: Any
+    """(leaf, index, base, anchor, encoded publish, alpha) -> (leaf, anchor): `advance`
+    and `adopt` in one. The leaf is donated."""
     advance: Any
-    """(anchor, encoded publish) -> anchor."""
+    """(anchor, encoded publish) -> anchor; of a chain, all but the last one."""
     adopt: Any
-    """(leaf, index, base, anchor, alpha) -> leaf, which is donated."""
+    """(leaf, index, base, anchor, alpha) -> leaf, which is donated; of an anchor that
+    came in full."""
     move: Any
     """(base, anchor before, anchor) -> base."""
     reset: Any
@@ -71,12 +76,16 @@ class Kind:
     ) -> dict[str, jax.stages.Lowered]:
         """Lower what a cycle executes, by name, without arrays, as `Trainer.lower`
         does."""
-        index = index_of(piece)
+        everywhere = _everywhere(self.piece)
+        index = tuple(
+            None if n < 0 else abstract((), np.int32, everywhere)
+            for n in (piece.layer, piece.band)
+        )
         value = abstract(piece.shape, np.float32, self.piece)
         shape = get_codec(sync.codec_down).encoded_shape(piece.shape)
         octets = abstract(shape, np.uint8, self.encoded)
         residual = value if sync.error_feedback else None
-        alpha = np.float32(sync.blend_alpha)
+        alpha = abstract((), np.float32, everywhere)
         moved = {}
         if self.spread.moved:
             landed = self.spread.landed_shape(shape)
@@ -85,6 +94,7 @@ class Kind:
         return {
             **moved,
             "take": self.take.lower(leaf, index, value, residual),
+            "arrive": self.arrive.lower(leaf, index, value, value, octets, alpha),
             "advance": self.advance.lower(value, octets),
             "adopt": self.adopt.lower(leaf, index, value, value, alpha),
             "move": self.move.lower(value, value, value),
@@ -136,6 +146,7 @@ def kind_of(
         gather=_gather(lies.on_tiles),
         gather_anchor=_gather_anchor(lies, grid, spread.moved),
         take=_take(lies, sync.codec_up),
+        arrive=_arrive(lies, sync.codec_down, sync.adopt),
         advance=_advance(lies, sync.codec_down),
         adopt=_adopt(lies, sync.adopt),
         move=_move(lies),
@@ -144,10 +155,28 @@ def kind_of(
     )
 
 
-def index_of(piece: Piece) -> Index:
+def index_of(piece: Piece, kind: Kind) -> Index:
     """Return the argument `index`."""
-    layer, band = (None if n < 0 else np.int32(n) for n in (piece.layer, piece.band))
+    layer, band = (
+        None if n < 0 else number(np.int32(n), kind) for n in (piece.layer, piece.band)
+    )
     return layer, band
+
+
+def number(value: np.int32 | np.float32, kind: Kind) -> jax.Array:
+    """Return a number that is an argument of the kind's functions, on all devices: a
+    host's number would be sent to them at each call."""
+    return _placed(value, _everywhere(kind.piece))
+
+
+def _everywhere(piece: NamedSharding) -> NamedSharding:
+    return NamedSharding(piece.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+
+
+# Typed, since 1 and 1.0 are equal keys.
+@functools.lru_cache(maxsize=4096, typed=True)
+def _placed(value: np.int32 | np.float32, sharding: NamedSharding) -> jax.Array:
+    return place(np.asarray(value), sharding)
 
 
 def alike(piece: Piece) -> tuple[Any, ...]:
@@ -201,6 +230,20 @@ class _Lies:
         )
         piece: jax.Array = self.bands.joined(own)
         return piece
+
+    def advance(self, down: Codec, anchor: jax.Array, encoded: Any) -> jax.Array:
+        """Advance the anchor, at work, by a publish; the result lies on the tiles."""
+        on_tiles = self.on_tiles
+        return _on(apply_publish(down, _on(anchor, on_tiles), encoded), on_tiles)
+
+    def adopt(
+        self, rule: AdoptRule, stacked: Any, index: Any, values: Any, alpha: Any
+    ) -> jax.Array:
+        """Write a piece's new local values into its leaf. values: base and anchor."""
+        # Without the barriers `blend` is fused with its surroundings, where its
+        # products and sum are contracted, and rounded differently than in core.
+        local = _barrier(self.read(stacked, index))
+        return self.write(stacked, index, _barrier(adopt(rule, local, *values, alpha)))
 
     def write(self, leaf: jax.Array, index: Any, value: jax.Array) -> jax.Array:
         """Write a piece into its leaf, in place if that is donated."""
@@ -269,12 +312,25 @@ def _sum_rows(landed: jax.Array) -> jax.Array:
 
 
 @_kept
+def _arrive(lies: _Lies, codec: str, name: str) -> Any:
+    down, rule = get_codec(codec), RULES.find(name)
+
+    def arrive(
+        stacked: Any, index: Any, base: Any, anchor: Any, encoded: Any, alpha: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        base, anchor = lies.fetch(base, anchor)
+        anchor = _barrier(_on(lies.advance(down, anchor, encoded), lies.at_work))
+        return lies.adopt(rule, stacked, index, (base, anchor), alpha), anchor
+
+    return jax.jit(arrive, donate_argnums=0, out_shardings=(lies.leaf, lies.at_rest))
+
+
+@_kept
 def _advance(lies: _Lies, codec: str) -> Any:
-    down, on_tiles = get_codec(codec), lies.on_tiles
+    down = get_codec(codec)
 
     def advance(anchor: Any, encoded: Any) -> jax.Array:
-        (anchor,) = lies.fetch(anchor)
-        return _on(apply_publish(down, _on(anchor, on_tiles), encoded), on_tiles)
+        return lies.advance(down, *lies.fetch(anchor), encoded)
 
     return jax.jit(advance, out_shardings=lies.at_rest)
 
@@ -286,12 +342,7 @@ def _adopt(lies: _Lies, name: str) -> Any:
     def take_over(
         stacked: Any, index: Any, base: Any, anchor: Any, alpha: Any
     ) -> jax.Array:
-        base, anchor = lies.fetch(base, anchor)
-        # Without the barriers `blend` is fused with its surroundings, where its
-        # products and sum are contracted, and rounded differently than in core.
-        local = _barrier(lies.read(stacked, index))
-        local = adopt(rule, local, base, anchor, alpha)
-        return lies.write(stacked, index, _barrier(local))
+        return lies.adopt(rule, stacked, index, lies.fetch(base, anchor), alpha)
 
     return jax.jit(take_over, donate_argnums=0, out_shardings=lies.leaf)
 
