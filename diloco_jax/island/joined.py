@@ -95,9 +95,8 @@ class JoinedIsland:
         self._host, self._every = host, every
         self._lead = LeadingHost(host, incarnation)
         self._ending: Ending | None = None
-        self._lacking: list[int] = []
-        """Fragments whose last versions did not come, once the run is over."""
         self._calls = 0
+        self._params: Any = None
         self.restarted = incarnation > 1
         """True if an earlier attempt was part of the run: fresh moments are due."""
         self.learning_rate = 0.0
@@ -123,6 +122,7 @@ class JoinedIsland:
                 raise IslandEndedError(refused.text) from error
             raise
         self._prepare()
+        self._params = self._loop.hand_over()
         return self
 
     def __exit__(
@@ -138,8 +138,9 @@ class JoinedIsland:
 
     @property
     def params(self) -> Any:
-        """The parameters that the next step begins with, sharded as `like` is."""
-        return self._host.as_tree(self._loop.replica.params)
+        """The parameters that the first step begins with, sharded as `like` is; later
+        ones come from `boundary`."""
+        return self._params
 
     @property
     def over(self) -> bool:
@@ -153,9 +154,10 @@ class JoinedIsland:
 
         Raises IslandEndedError if the run ended while this island could not hear of it.
         """
-        if self._lacking:
+        over = self._ending is not None and self._ending.reason == "finished"
+        if over and (lacking := self._loop.lacking()):
             raise IslandEndedError(
-                f"the run is over, but its last versions of fragments {self._lacking} "
+                f"the run is over, but its last versions of fragments {lacking} "
                 f"did not come to this island; the coordinator's workdir has them, see "
                 f"`diloco export`"
             )
@@ -188,9 +190,10 @@ class JoinedIsland:
         self._calls += 1
         if self._calls % self._every:
             return params
-        self._loop.stepped(self._host.as_named(params), loss)
+        self._loop.stepped(params, loss)
+        self._params = None
         self._prepare()
-        return self.params
+        return self._loop.hand_over()
 
     def _prepare(self) -> None:
         """Prepare the next step, or note that there is none."""
@@ -199,8 +202,6 @@ class JoinedIsland:
             self.learning_rate, self.positions = self._loop.begin_step()
         elif self._ending.exit_code != EXIT_DONE:
             raise IslandEndedError(self._ending.text)
-        elif self._ending.reason == "finished":
-            self._lacking = self._loop.catch_up()
 
     def _leave(self) -> Ending:
         """Have everything that is open taken and sent, and return how it ended."""

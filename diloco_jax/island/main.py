@@ -281,7 +281,8 @@ class LeadingHost(Generic[L]):
     # ---- the other hosts ----------------------------------------------------------
 
     def _live(self) -> Decisions:
-        return LiveDecisions(self.mailbox, self._host.save_due)
+        host = self._host
+        return LiveDecisions(self.mailbox, host.save_due, self._deadlines.stop_s)
 
     def _led(self, source: Decisions, lead: int) -> Decisions:
         if self._hosts is None:

@@ -29,6 +29,8 @@ class Parts(abc.ABC, Generic[L]):
     """Make it, `build`, `compile`, `loop`, at the end `close`."""
 
     compile_seconds = 0.0
+    awaits_last = False
+    """True if it is to have the run's result, as for `Conversation`."""
 
     def __init__(
         self, config: Config, name: str, coordinator_address: str, plan: FragmentPlan
@@ -39,7 +41,7 @@ class Parts(abc.ABC, Generic[L]):
         certificates = placement.certificates
         self.config, self.name, self.island = config, name, config.island(name)
         self.plan, self.deadlines = plan, placement.deadlines
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox(awaits_last=self.awaits_last)
         self.client = Client(
             coordinator_address,
             tls=TlsFiles.load(certificates, "island") if certificates else None,

@@ -58,13 +58,13 @@ def own_loop(island, config):
     windows = Windows(
         load_checked_corpus(run.data).train, run.sequence_length, run.seed
     )
-    moments = trainer.init_inner(loop.replica.params)
+    moments = trainer.init_inner(host.leaves.as_tree(loop.replica.params))
     while (ending := loop.until_step()) is None:
         rate, positions = loop.begin_step()
         batch = trainer.put_batch(windows.batch(positions))
-        state = TrainState(loop.replica.params, moments)
+        state = TrainState(loop.hand_over(), moments)
         (params, moments), metrics = trainer.step(state, batch, rate)
-        loop.stepped(host.as_named(host.as_tree(params)), metrics["loss"])
+        loop.stepped(params, metrics["loss"])
     return ending
 
 

@@ -11,6 +11,7 @@ from diloco_jax import libtpu
 from diloco_jax.config import ConfigError, IslandConfig, RunConfig
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.leaves import Lent
 from diloco_jax.island.device.mesh import layout, make_mesh
 from diloco_jax.island.device.replica import Replica, Restored
 from diloco_jax.island.device.step import Trainer, TrainState
@@ -79,7 +80,7 @@ def join(
     return Replica(trainer, exchange, TrainState(params, moments))
 
 
-def at_anchors(plan: FragmentPlan, exchange: Exchange, params: Params) -> Params:
+def at_anchors(plan: FragmentPlan, exchange: Exchange, params: Lent) -> Lent:
     """Return parameters equal to the anchors; `params`, which lie alike, are
     donated."""
     for fragment in range(len(plan.fragments)):

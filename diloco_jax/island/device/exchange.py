@@ -32,7 +32,7 @@ from diloco_jax.island.device.kinds import (
     kind_of,
     number,
 )
-from diloco_jax.island.device.leaves import Leaves, leaf_of, with_leaves
+from diloco_jax.island.device.leaves import Leaves, Lent, Listed, leaf_of, with_leaves
 from diloco_jax.island.device.placing import abstract, in_turn, land, zeros
 from diloco_jax.island.device.spread import Spreads, Tiles, parts_by_host
 from diloco_jax.island.mailbox import Arrival
@@ -63,14 +63,14 @@ class Exchange:
     """Anchors, bases and residuals of all fragments of one island.
 
     params: the local parameters, or arrays that lie like them: nested dict of f32 on
-    the island's mesh. memory: where anchors, bases and residuals lie.
+    the island's mesh, or `Listed` ones. memory: where anchors, bases and residuals lie.
     """
 
     def __init__(
         self,
         plan: FragmentPlan,
         sync: SyncConfig,
-        params: Params,
+        params: Params | Listed,
         memory: AnchorMemory = "device",
     ) -> None:
         self._plan = plan
@@ -91,7 +91,7 @@ class Exchange:
 
     # ---- the path of the data ---------------------------------------------------
 
-    def take(self, fragment: int, params: Params) -> tuple[jax.Array, ...]:
+    def take(self, fragment: int, params: Params | Listed) -> tuple[jax.Array, ...]:
         """Return the fragment's encoded delta by piece, on its way to the host.
 
         Only one take of a fragment may be without `settle`, `reopen` or `drop`.
@@ -169,7 +169,7 @@ class Exchange:
         """Return the length in bytes that `put_anchor` takes."""
         return self.layouts_down[fragment].values_bytes(self.part_down(fragment))
 
-    def adopt(self, arrival: Arrival, params: Params, *, keep: bool = False) -> Params:
+    def adopt(self, arrival: Arrival, params: Lent, *, keep: bool = False) -> Lent:
         """Return the parameters with the arrived version adopted. `params` is donated.
 
         keep: the last take is not in that version, and stays in the parameters.
@@ -231,7 +231,7 @@ class Exchange:
             held.drop()
             held.base = None
 
-    def reset(self, fragment: int, params: Params) -> Params:
+    def reset(self, fragment: int, params: Lent) -> Lent:
         """Drop a lost take, and reset the local values to the anchor. `params` is
         donated."""
         self.reopen(fragment)
@@ -309,7 +309,7 @@ class Exchange:
         """Return the anchors by piece name; not to be donated."""
         return {held.piece.name: held.anchor for held in self._all()}
 
-    def warm(self, params: Params) -> Params:
+    def warm(self, params: Lent) -> Lent:
         """Compile everything on `params`, which is donated and comes back unchanged.
 
         It leaves no anchors behind: call `start` afterwards.
@@ -334,8 +334,8 @@ class Exchange:
             )
             leaf = kind.adopt(leaf, index, anchor, anchor, self._alpha)
             leaf = kind.reset(leaf, index, local)
+            jax.block_until_ready(leaf)  # type: ignore[no-untyped-call]
             params = with_leaves(params, {piece.path: leaf})
-        jax.block_until_ready(params)  # type: ignore[no-untyped-call]
         return params
 
     def lower_all(self, params: Params) -> list[jax.stages.Lowered]:
@@ -349,7 +349,7 @@ class Exchange:
             lowered += held.kind.lower_whole(held.piece).values()
         return lowered
 
-    def _one_of_each(self, params: Params) -> list[Held]:
+    def _one_of_each(self, params: Params | Listed) -> list[Held]:
         """Return one piece of each kind of tensor."""
         found: dict[tuple[Any, ...], Held] = {}
         for held in self._all():

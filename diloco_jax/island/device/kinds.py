@@ -20,12 +20,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.adopt import RULES
-from diloco_jax.core.adopt.rule import AdoptRule, moved
-from diloco_jax.core.bands import Bands
-from diloco_jax.core.changes import adopt, apply_publish, delta
-from diloco_jax.core.codecs.codec import Codec, encode_with_feedback, get_codec
+from diloco_jax.core.adopt.rule import moved
+from diloco_jax.core.changes import delta
+from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.tiles import TileGrid
+from diloco_jax.island.device.lies import Lies, barrier, on
 from diloco_jax.island.device.mesh import tile_spec
 from diloco_jax.island.device.placing import abstract, place
 from diloco_jax.island.device.spread import Spread, spread_of
@@ -39,6 +39,7 @@ all devices of the mesh."""
 class Kind:
     """Functions from `jax.jit`; `index` is that of `index_of`."""
 
+    lies: Lies
     piece: NamedSharding
     """Sharding of anchors, bases and residuals, f32[shape]: that of the parameter."""
     encoded: NamedSharding
@@ -137,9 +138,10 @@ def kind_of(
     at_work = tile_spec(spec, mesh, piece.shape)  # A band may not divide as the whole.
     grid = TileGrid.of(piece.shape)
     tiles = tile_spec(tuple(at_work), mesh, grid.grid)
-    lies = _Lies(sharding, at_work, tiles, memory, piece.bands, piece.shape)
+    lies = Lies(sharding, at_work, tiles, memory, piece.bands, piece.shape)
     spread = spread_of(lies.on_tiles, grid.grid)
     return Kind(
+        lies=lies,
         piece=lies.at_rest,
         encoded=lies.on_tiles,
         spread=spread,
@@ -184,105 +186,24 @@ def alike(piece: Piece) -> tuple[Any, ...]:
     return piece.layer < 0, piece.bands, piece.shape
 
 
-@dataclasses.dataclass(frozen=True)
-class _Lies:
-    """Shardings of a kind's arrays."""
-
-    leaf: NamedSharding
-    spec: PartitionSpec
-    """Spec of a piece."""
-    tiles: PartitionSpec
-    memory: AnchorMemory
-    bands: Bands | None
-    shape: tuple[int, ...]
-    """Shape of a piece."""
-
-    @property
-    def at_work(self) -> NamedSharding:
-        return NamedSharding(self.leaf.mesh, self.spec)
-
-    @property
-    def at_rest(self) -> NamedSharding:
-        return NamedSharding(self.leaf.mesh, self.spec, memory_kind=self.memory)
-
-    @property
-    def on_tiles(self) -> NamedSharding:
-        return NamedSharding(self.leaf.mesh, self.tiles)
-
-    def fetch(self, *arrays: Any) -> Any:
-        """Fetch the value from where it rests to the device."""
-        if self.memory == "device":
-            return arrays
-        at_work = self.at_work
-        return tuple(x if x is None else jax.device_put(x, at_work) for x in arrays)
-
-    def read(self, leaf: jax.Array, index: Any) -> jax.Array:
-        """Read a piece: a layer or a band of a tensor, or the whole of it."""
-        layer, band = index
-        if layer is not None:
-            leaf = jax.lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False)
-        if self.bands is None:
-            return leaf
-        striped = self.bands.striped(leaf)
-        rows = self.shape[self.bands.axis] // self.bands.stripes
-        own = jax.lax.dynamic_slice_in_dim(
-            striped, band * self.bands.rows, rows, self.bands.axis
-        )
-        piece: jax.Array = self.bands.joined(own)
-        return piece
-
-    def advance(self, down: Codec, anchor: jax.Array, encoded: Any) -> jax.Array:
-        """Advance the anchor, at work, by a publish; the result lies on the tiles."""
-        on_tiles = self.on_tiles
-        return _on(apply_publish(down, _on(anchor, on_tiles), encoded), on_tiles)
-
-    def adopt(
-        self, rule: AdoptRule, stacked: Any, index: Any, values: Any, alpha: Any
-    ) -> jax.Array:
-        """Write a piece's new local values into its leaf. values: base and anchor."""
-        # Without the barriers `blend` is fused with its surroundings, where its
-        # products and sum are contracted, and rounded differently than in core.
-        local = _barrier(self.read(stacked, index))
-        return self.write(stacked, index, _barrier(adopt(rule, local, *values, alpha)))
-
-    def write(self, leaf: jax.Array, index: Any, value: jax.Array) -> jax.Array:
-        """Write a piece into its leaf, in place if that is donated."""
-        layer, band = index
-        if layer is None and band is None:
-            # As in a take: the anchor itself must not become the parameter.
-            return jnp.copy(value)
-        if self.bands is None:
-            new: jax.Array = jax.lax.dynamic_update_index_in_dim(leaf, value, layer, 0)
-            return new
-        striped, own = self.bands.striped(leaf), self.bands.striped(value)
-        starts = [0] * striped.ndim
-        starts[self.bands.axis] = band * self.bands.rows
-        if layer is not None:
-            own, starts[0] = own[None], layer
-        written: jax.Array = self.bands.joined(
-            jax.lax.dynamic_update_slice(striped, own, starts)
-        )
-        return written
-
-
 # jit compiles each function once per shape; results lie like the arguments.
 _kept = functools.lru_cache(maxsize=256)
 
 
 @_kept
-def _take(lies: _Lies, codec: str) -> Any:
+def _take(lies: Lies, codec: str) -> Any:
     up, at_rest, on_tiles = get_codec(codec), lies.at_rest, lies.on_tiles
 
     def take(stacked: Any, index: Any, anchor: Any, residual: Any) -> Any:
         anchor, residual = lies.fetch(anchor, residual)
         local = lies.read(stacked, index)
-        change = _on(delta(anchor, local), on_tiles)
+        change = on(delta(anchor, local), on_tiles)
         if residual is None:
             encoded = up.encode(change)
         else:
-            residual = _on(residual, on_tiles)
+            residual = on(residual, on_tiles)
             encoded, residual = encode_with_feedback(up, change, residual)
-            residual = _on(residual, on_tiles)
+            residual = on(residual, on_tiles)
         # A copy, whatever jit does with outputs that are inputs: the next step donates
         # the parameter's buffer.
         return encoded, residual, jnp.copy(local)
@@ -296,12 +217,12 @@ def _gather(on_tiles: NamedSharding) -> Any:
 
 
 @_kept
-def _gather_anchor(lies: _Lies, grid: TileGrid, moved: bool) -> Any:
+def _gather_anchor(lies: Lies, grid: TileGrid, moved: bool) -> Any:
     def gather_anchor(bits: Any) -> jax.Array:
         if moved:
-            bits = _on(_sum_rows(bits), lies.on_tiles)
+            bits = on(_sum_rows(bits), lies.on_tiles)
         tiles = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        return _on(grid.join(tiles), lies.on_tiles)
+        return on(grid.join(tiles), lies.on_tiles)
 
     return jax.jit(gather_anchor, out_shardings=lies.at_rest)
 
@@ -312,31 +233,32 @@ def _sum_rows(landed: jax.Array) -> jax.Array:
 
 
 @_kept
-def _arrive(lies: _Lies, codec: str, name: str) -> Any:
+def _arrive(lies: Lies, codec: str, name: str) -> Any:
     down, rule = get_codec(codec), RULES.find(name)
 
     def arrive(
         stacked: Any, index: Any, base: Any, anchor: Any, encoded: Any, alpha: Any
     ) -> tuple[jax.Array, jax.Array]:
         base, anchor = lies.fetch(base, anchor)
-        anchor = _barrier(_on(lies.advance(down, anchor, encoded), lies.at_work))
+        anchor = barrier(on(lies.advance(down, anchor, encoded), lies.at_work))
         return lies.adopt(rule, stacked, index, (base, anchor), alpha), anchor
 
     return jax.jit(arrive, donate_argnums=0, out_shardings=(lies.leaf, lies.at_rest))
 
 
 @_kept
-def _advance(lies: _Lies, codec: str) -> Any:
+def _advance(lies: Lies, codec: str) -> Any:
     down = get_codec(codec)
 
     def advance(anchor: Any, encoded: Any) -> jax.Array:
-        return lies.advance(down, *lies.fetch(anchor), encoded)
+        (anchor,) = lies.fetch(anchor)
+        return lies.advance(down, anchor, encoded)
 
     return jax.jit(advance, out_shardings=lies.at_rest)
 
 
 @_kept
-def _adopt(lies: _Lies, name: str) -> Any:
+def _adopt(lies: Lies, name: str) -> Any:
     rule = RULES.find(name)
 
     def take_over(
@@ -348,7 +270,7 @@ def _adopt(lies: _Lies, name: str) -> Any:
 
 
 @_kept
-def _move(lies: _Lies) -> Any:
+def _move(lies: Lies) -> Any:
     def move(base: Any, before: Any, anchor: Any) -> jax.Array:
         return moved(*lies.fetch(base, before, anchor))
 
@@ -356,7 +278,7 @@ def _move(lies: _Lies) -> Any:
 
 
 @_kept
-def _reset(lies: _Lies) -> Any:
+def _reset(lies: Lies) -> Any:
     def reset(stacked: Any, index: Any, value: Any) -> jax.Array:
         return lies.write(stacked, index, *lies.fetch(value))
 
@@ -364,21 +286,11 @@ def _reset(lies: _Lies) -> Any:
 
 
 @_kept
-def _whole(lies: _Lies) -> Any:
+def _whole(lies: Lies) -> Any:
     f32, on_tiles = get_codec("f32"), lies.on_tiles
 
     def whole(anchor: Any) -> jax.Array:
         (anchor,) = lies.fetch(anchor)
-        return f32.encode(_on(anchor, on_tiles))
+        return f32.encode(on(anchor, on_tiles))
 
     return jax.jit(whole, out_shardings=on_tiles)
-
-
-def _barrier(x: jax.Array) -> jax.Array:
-    y: jax.Array = jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
-    return y
-
-
-def _on(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    y: jax.Array = jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]
-    return y

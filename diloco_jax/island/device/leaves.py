@@ -1,8 +1,9 @@
-"""Leaves of the parameters by their path: a nested dict is read, and written anew."""
+"""Leaves of the parameters by their path: of a nested dict, or of a list."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -12,17 +13,37 @@ Path = tuple[str, ...]
 Leaves = dict[Path, jax.Array]
 
 
-def leaf_of(params: Params, path: Path) -> Any:
+class Listed(NamedTuple):
+    """Parameters of a loop that joined: the leaves of its own tree, in order. A
+    boundary reads and writes few of them, and builds no structure from all."""
+
+    leaves: list[Any]
+    places: Mapping[Path, int]
+    """Number of the leaf at each path."""
+
+
+Lent = TypeVar("Lent", Params, Listed)
+"""The local parameters as a boundary has them."""
+
+
+def leaf_of(params: Params | Listed, path: Path) -> Any:
     """Return the leaf at a path."""
+    if isinstance(params, Listed):
+        return params.leaves[params.places[path]]
     node: Any = params
     for key in path:
         node = node[key]
     return node
 
 
-def with_leaves(params: Params, leaves: Leaves) -> Params:
-    """Return the parameters with these leaves in place of others; each dict on a path
-    is copied once, `params` stays."""
+def with_leaves(params: Lent, leaves: Leaves) -> Lent:
+    """Return the parameters with these leaves in place of others; `params` stays."""
+    if isinstance(params, Listed):
+        listed = list(params.leaves)
+        for path, leaf in leaves.items():
+            listed[params.places[path]] = leaf
+        return Listed(listed, params.places)
+    # Each dict on a path is copied once.
     copied: dict[Path, Params] = {(): dict(params)}
     for path, leaf in leaves.items():
         for depth in range(1, len(path)):
