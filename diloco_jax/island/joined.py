@@ -168,7 +168,9 @@ class JoinedIsland:
         """Number of boundaries so far."""
         return self._loop.done
 
-    def boundary(self, params: Any, loss: Any = None) -> Any:
+    def boundary(
+        self, params: Any, loss: Any = None, *, alongside: tuple[Any, ...] = ()
+    ) -> Any:
         """Return the parameters for the next step, with what has come in adopted.
 
         Call it after every step, on the thread that launches the steps. It waits until
@@ -179,6 +181,10 @@ class JoinedIsland:
           params: the step's result, as `like` in structure, shapes and sharding; it is
             consumed.
           loss: a scalar of the step, for the run's metrics; it is read one step later.
+          alongside: trees of the same structure, shapes and sharding, of any floating
+            dtype, that follow the parameters: an average, a copy in bf16. What an
+            adoption changes in the parameters it changes in them. They are consumed,
+            and returned as (params, alongside).
 
         Raises:
           ValueError: `params` differ from `like`.
@@ -189,11 +195,12 @@ class JoinedIsland:
             raise IslandEndedError(f"no step is to follow: {self._ending}")
         self._calls += 1
         if self._calls % self._every:
-            return params
-        self._loop.stepped(params, loss)
+            return (params, alongside) if alongside else params
+        self._loop.stepped(params, loss, alongside)
         self._params = None
         self._prepare()
-        return self._loop.hand_over()
+        params = self._loop.hand_over()
+        return (params, self._loop.hand_over_beside()) if alongside else params
 
     def _prepare(self) -> None:
         """Prepare the next step, or note that there is none."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,11 +18,10 @@ from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.core.fragments import from_pieces
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.faults import Faults
+from diloco_jax.island.device.alongside import LentBeside
 from diloco_jax.island.device.build import at_anchors
 from diloco_jax.island.device.exchange import Exchange
-from diloco_jax.island.device.leaves import Listed
 from diloco_jax.island.device.like import LikeLeaves
-from diloco_jax.island.device.replica import LentParams
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.mailbox import Decisions
 from diloco_jax.island.pace import Pace, goal_of
@@ -77,7 +77,7 @@ class JoinedHost(Parts["JoinedLoop"]):
         self._exchange.start(self._anchors(versions))
         params = at_anchors(self.plan, self._exchange, self._zeros)
         del self._zeros
-        lent, data = LentParams(self._exchange, params), OwnData(sequences)
+        lent, data = LentBeside(self._exchange, params), OwnData(sequences)
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()
         goal = goal_of(run, sequences)
@@ -112,7 +112,7 @@ class JoinedHost(Parts["JoinedLoop"]):
 class JoinedLoop(Stepping):
     """The boundaries of a loop that is the user's."""
 
-    replica: LentParams[Listed]
+    replica: LentBeside
     data: OwnData
     leaves: LikeLeaves
 
@@ -133,17 +133,20 @@ class JoinedLoop(Stepping):
 
     def hand_over(self) -> Any:
         """Return the parameters, which are the loop's until `stepped`."""
-        lent, params = self.replica, self.replica.params
-        lent.params = params._replace(leaves=[])
-        return self.leaves.as_tree(params)
+        return self.leaves.as_tree(self.replica.params)
 
-    def stepped(self, params: Any, loss: Any) -> None:
-        """Note the step, which need not be done on the device. Its parameters are lent
-        until the next one begins.
+    def hand_over_beside(self) -> tuple[Any, ...]:
+        """Return the trees beside them, likewise."""
+        return tuple(map(self.leaves.as_tree, self.replica.beside))
+
+    def stepped(self, params: Any, loss: Any, alongside: Sequence[Any] = ()) -> None:
+        """Note the step, which need not be done on the device. Its parameters, and the
+        trees beside them, are lent until the next one begins.
 
         Raises ValueError if they are not like those that were handed over.
         """
         listed = self.leaves.as_listed(params)
+        beside = [self.leaves.as_beside(tree) for tree in alongside]
         # The step before is done: a loop that waits for nothing stays one step ahead.
         self._read_metrics()
         if self._mark is not None:
@@ -152,6 +155,10 @@ class JoinedLoop(Stepping):
         self._step.close()
         self.done += 1
         self.replica.params, self._loss = listed, loss
+        new = len(beside) != len(self.replica.beside)
+        self.replica.beside = beside
+        if new:
+            self.replica.warm()
 
     def lacking(self) -> list[int]:
         """Return the fragments whose last versions did not come before the run was

@@ -42,6 +42,7 @@ from diloco_jax.island.mailbox import Arrival
 class Held:
     """One piece on the island: its arrays, and what its programs are called with."""
 
+    fragment: int
     piece: Piece
     kind: Kind
     index: Index
@@ -79,11 +80,14 @@ class Exchange:
         self.layouts_down = _layouts(plan, sync.codec_down)
         self.layouts_whole = _layouts(plan, "f32")
 
-        def hold(piece: Piece) -> Held:
+        def hold(fragment: int, piece: Piece) -> Held:
             kind = kind_of(sync, piece, leaf_of(params, piece.path), memory)
-            return Held(piece, kind, index_of(piece, kind))
+            return Held(fragment, piece, kind, index_of(piece, kind))
 
-        self._held = [[hold(piece) for piece in pieces] for pieces in plan.fragments]
+        self._held = [
+            [hold(fragment, piece) for piece in pieces]
+            for fragment, pieces in enumerate(plan.fragments)
+        ]
         self._alpha = number(np.float32(sync.blend_alpha), self._held[0][0].kind)
         if sync.error_feedback:
             for held in self._all():
@@ -315,7 +319,7 @@ class Exchange:
         It leaves no anchors behind: call `start` afterwards.
         """
         codec = get_codec(self._sync.codec_down)
-        for held in self._one_of_each(params):
+        for held in self.one_of_each(params):
             kind, index, piece = held.kind, held.index, held.piece
             leaf = leaf_of(params, piece.path)
             anchor = zeros(piece.shape, np.float32, kind.piece)
@@ -341,7 +345,7 @@ class Exchange:
     def lower_all(self, params: Params) -> list[jax.stages.Lowered]:
         """Lower what `warm` executes, without arrays, to be compiled; `params` stay."""
         lowered: list[jax.stages.Lowered] = []
-        for held in self._one_of_each(params):
+        for held in self.one_of_each(params):
             leaf = leaf_of(params, held.piece.path)
             assert isinstance(leaf.sharding, NamedSharding)
             like = abstract(leaf.shape, leaf.dtype, leaf.sharding)
@@ -349,7 +353,11 @@ class Exchange:
             lowered += held.kind.lower_whole(held.piece).values()
         return lowered
 
-    def _one_of_each(self, params: Params | Listed) -> list[Held]:
+    def held(self, fragment: int) -> Sequence[Held]:
+        """Return the fragment's pieces, to be looked at."""
+        return self._held[fragment]
+
+    def one_of_each(self, params: Params | Listed) -> list[Held]:
         """Return one piece of each kind of tensor."""
         found: dict[tuple[Any, ...], Held] = {}
         for held in self._all():

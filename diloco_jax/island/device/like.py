@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -67,12 +68,7 @@ class LikeLeaves:
         Raises ValueError if it differs from `like` in structure, shape or dtype, or
         lies elsewhere.
         """
-        leaves, structure = jax.tree.flatten(tree)
-        if structure != self._structure:
-            raise ValueError(
-                f"boundary was given {structure}, the island joined with "
-                f"{self._structure}; give it the parameters alone, in that structure"
-            )
+        leaves = self._flat(tree, "boundary")
         # One program's results have the very same facts at each call.
         try:
             seen = [*map(_AVAL, leaves), *map(_SHARDING, leaves)]
@@ -83,19 +79,42 @@ class LikeLeaves:
             self._seen = seen or self._seen
         return Listed(leaves, self._places)
 
+    def as_beside(self, tree: Any) -> Listed:
+        """Return a tree beside the parameters as a boundary takes it.
+
+        Raises ValueError if it differs from `like` in structure or shape, lies
+        elsewhere, or has arrays that are not of a floating dtype.
+        """
+        leaves = self._flat(tree, "alongside")
+        self._check(leaves, beside=True)
+        return Listed(leaves, self._places)
+
     def smallest(self, params: Listed) -> jax.Array:
         """Return the smallest parameter."""
         leaf: jax.Array = params.leaves[self._smallest]
         return leaf
 
-    def _check(self, leaves: Sequence[Any]) -> None:
+    def _flat(self, tree: Any, given: str) -> list[Any]:
+        leaves, structure = jax.tree.flatten(tree)
+        if structure != self._structure:
+            raise ValueError(
+                f"{given} was given {structure}, the island joined with "
+                f"{self._structure}; give it the parameters alone, in that structure"
+            )
+        return leaves
+
+    def _check(self, leaves: Sequence[Any], *, beside: bool = False) -> None:
         for path, leaf, like in zip(self._paths, leaves, self._abstract, strict=True):
-            name = "/".join(path)
-            if leaf.shape != like.shape or leaf.dtype != np.float32:
+            name, dtype = "/".join(path), leaf.dtype
+            right = (
+                jnp.issubdtype(dtype, jnp.floating) if beside else dtype == like.dtype
+            )
+            if leaf.shape != like.shape or not right:
                 raise ValueError(
-                    f"{name} is {leaf.dtype}{list(leaf.shape)} at the boundary, the "
-                    f"island joined with float32{list(like.shape)}; parameters stay as "
-                    f"they were"
+                    f"{name} is {dtype}{list(leaf.shape)} at the boundary, the island "
+                    f"joined with float32{list(like.shape)}; parameters stay as they "
+                    f"were"
+                    + (", and what is beside them is of a floating dtype" * beside)
                 )
             lies = getattr(leaf, "sharding", like.sharding)
             if not lies.is_equivalent_to(like.sharding, leaf.ndim):
