@@ -20,7 +20,10 @@ from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, sugg
 from diloco_jax.config.loading import from_builtins
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
+from diloco_jax.island.hosts.follower import Follower
+from diloco_jax.island.hosts.world import Hosts, HostsError, hosts_here
 from diloco_jax.island.joined_host import JoinedHost, JoinedLoop
+from diloco_jax.island.mailbox import NotHereError
 from diloco_jax.island.main import LeadingHost
 from diloco_jax.island.network.link import ending_of
 from diloco_jax.models.model import Axes
@@ -46,7 +49,9 @@ def join(
     every: int = 1,
     insecure: bool = False,
 ) -> JoinedIsland:
-    """Make this process an island of the run that a coordinator serves.
+    """Make this process, or all of its `jax.distributed` world, an island of the run
+    that a coordinator serves. Every process of the world calls it with the same
+    arguments, and makes the same calls of what it returns.
 
     ```
     with join("coordinator:7000", name="v6e", like=params, ...) as island:
@@ -60,7 +65,7 @@ def join(
       address: HOST:PORT of the coordinator, whose config decides everything else.
       name: of the island; the run's config names it, or `placement.admit` does.
       like: the parameters, or arrays of their shapes that lie as they will: any pytree
-        of f32 arrays on devices of this process. Their values are not used.
+        of f32 arrays on a mesh of all processes. Their values are not used.
       tokens_per_step: of one step of the loop, over all its devices.
       incarnation: number of this attempt, higher than any before; from 1.
       certificates: folder with `ca.pem`, `island.pem` and `island.key`.
@@ -77,10 +82,13 @@ def join(
     if every < 1:
         raise ConfigError(f"every = {every}; a boundary follows one step or more")
     config = _of_coordinator(address, str(certificates), insecure)
-    island = _described(config, name, tokens_per_step * every)
+    hosts = hosts_here(f"diloco/{name}/{incarnation}/")
+    island = _described(
+        config, name, tokens_per_step * every, hosts.count if hosts else 1
+    )
     config = dataclasses.replace(config, islands={**config.islands, name: island})
     return JoinedIsland(
-        JoinedHost(config, name, address, like, axes), incarnation, every
+        JoinedHost(config, name, address, like, axes), incarnation, every, hosts
     )
 
 
@@ -91,9 +99,16 @@ class JoinedIsland:
     taken; an exception in the block leaves at once.
     """
 
-    def __init__(self, host: JoinedHost, incarnation: int, every: int) -> None:
-        self._host, self._every = host, every
-        self._lead = LeadingHost(host, incarnation)
+    def __init__(
+        self, host: JoinedHost, incarnation: int, every: int, hosts: Hosts | None
+    ) -> None:
+        """hosts: of this world, if it has several."""
+        self._host, self._every, self._hosts = host, every, hosts
+        self._island: LeadingHost[JoinedLoop] | Follower[JoinedLoop]
+        if hosts is not None and hosts.index > 0:
+            self._island = Follower(host, hosts)
+        else:
+            self._island = LeadingHost(host, incarnation, hosts)
         self._ending: Ending | None = None
         self._calls = 0
         self._params: Any = None
@@ -113,7 +128,8 @@ class JoinedIsland:
         the wire.
         """
         try:
-            self._lead.start()
+            self._meet()
+            self._island.start()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
             refused = ending_of(error) if isinstance(error, Refused) else None
@@ -202,9 +218,24 @@ class JoinedIsland:
         params = self._loop.hand_over()
         return (params, self._loop.hand_over_beside()) if alongside else params
 
+    def _meet(self) -> None:
+        if self._hosts is None:
+            return
+        field = "placement.hosts_budget_s"
+        budget_s = self._host.config.placement.hosts_budget_s
+        try:
+            self._hosts.meet("here", budget_s, lambda: False, field)
+        except HostsError as error:
+            raise HostsError(
+                f"{error}; does every process call join with this name and incarnation?"
+            ) from error
+
     def _prepare(self) -> None:
         """Prepare the next step, or note that there is none."""
-        self._ending = self._loop.until_step()
+        try:
+            self._ending = self._loop.until_step()
+        except (HostsError, NotHereError) as error:
+            raise IslandEndedError(str(error)) from error
         if self._ending is None:
             self.learning_rate, self.positions = self._loop.begin_step()
         elif self._ending.exit_code != EXIT_DONE:
@@ -213,6 +244,8 @@ class JoinedIsland:
     def _leave(self) -> Ending:
         """Have everything that is open taken and sent, and return how it ended."""
         mailbox, deadlines = self._host.mailbox, self._host.deadlines
+        if isinstance(self._island, Follower):
+            return self._until_ending()
 
         def let_go() -> None:
             mailbox.leave()
@@ -220,18 +253,21 @@ class JoinedIsland:
             mailbox.end(EXIT_DONE, "its train loop left the run", "stopped")
 
         threading.Thread(target=let_go, name="leaving", daemon=True).start()
+        return self._until_ending()
+
+    def _until_ending(self) -> Ending:
         while (ending := self._loop.until_step()) is None:
             pass  # It has not heard yet that it is to leave.
         return ending
 
     def _close(self, ending: Ending) -> None:
         with contextlib.ExitStack() as stack:
-            stack.callback(self._lead.close)
-            self._lead.stop(ending)
+            stack.callback(self._island.close)
+            self._island.stop(ending)
 
     @property
     def _loop(self) -> JoinedLoop:
-        return self._lead.loop
+        return self._island.loop
 
 
 def _of_coordinator(address: str, certificates: str, insecure: bool) -> Config:
@@ -254,7 +290,9 @@ def _of_coordinator(address: str, certificates: str, insecure: bool) -> Config:
     return dataclasses.replace(config, placement=placement)
 
 
-def _described(config: Config, name: str, tokens_per_step: int) -> IslandConfig:
+def _described(
+    config: Config, name: str, tokens_per_step: int, hosts: int
+) -> IslandConfig:
     """Return what the run says of this island; raise ConfigError where that is not
     so."""
     length = config.run.sequence_length
@@ -267,7 +305,7 @@ def _described(config: Config, name: str, tokens_per_step: int) -> IslandConfig:
     island = config.islands.get(name)
     if island is None:
         if name in config.placement.admit:
-            return IslandConfig(batch_size=sequences)
+            return IslandConfig(batch_size=sequences, hosts=hosts)
         known = (*config.islands, *config.placement.admit)
         raise ConfigError(
             f"no island {name!r} in the run{suggest(name, known)}; it has "
@@ -279,9 +317,9 @@ def _described(config: Config, name: str, tokens_per_step: int) -> IslandConfig:
             f"{length}, but the run's config has islands.{name}.batch_size = "
             f"{island.batch_size}; make them the same"
         )
-    if island.hosts > 1:
+    if island.hosts != hosts:
         raise ConfigError(
-            f"the run's config has islands.{name}.hosts = {island.hosts}; a loop that "
-            f"joins has one process, with all of its devices"
+            f"the run's config has islands.{name}.hosts = {island.hosts}, and this "
+            f"jax.distributed world has {hosts} processes; make them the same"
         )
     return island

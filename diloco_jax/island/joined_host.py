@@ -15,11 +15,10 @@ import numpy as np
 
 from diloco_jax.config import Config
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.core.fragments import from_pieces
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.faults import Faults
 from diloco_jax.island.device.alongside import LentBeside
-from diloco_jax.island.device.build import at_anchors
+from diloco_jax.island.device.build import at_anchors, compile_programs
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.hosts.world import Hosts
@@ -57,14 +56,19 @@ class JoinedHost(Parts["JoinedLoop"]):
 
     def build(self, identity: Identity, hosts: Hosts | None) -> None:
         """Build takes and adoptions."""
+        self._hosts = hosts
         self._zeros = self.leaves.zeros()
         memory = self.island.anchor_memory
         exchange = Exchange(self.plan, self.config.run.sync, self._zeros, memory)
         self._connect(identity, exchange)
 
     def compile(self) -> None:
-        """Run every take and adoption once."""
+        """Run every take and adoption once. No host runs any before all have compiled
+        them, as for the product's own loop."""
         began = time.monotonic()
+        if self._hosts is not None:
+            compile_programs(self._exchange.lower_all(self._zeros))
+            self._meet_compiled()
         self._zeros = self._exchange.warm(self._zeros)
         _first(self.leaves.smallest(self._zeros))
         self.compile_seconds = time.monotonic() - began
@@ -74,9 +78,12 @@ class JoinedHost(Parts["JoinedLoop"]):
     ) -> JoinedLoop:
         """Begin at the anchors of these versions."""
         run, sequences = self.config.run, self.island.batch_size
+        # A join moves tiles between hosts, which may have read for unequal times.
+        self._meet_to_join("restored")
         self._exchange.start(self._anchors(versions))
         params = at_anchors(self.plan, self._exchange, self._zeros)
         del self._zeros
+        self._meet_to_join("ready")
         lent, data = LentBeside(self._exchange, params), OwnData(sequences)
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()
@@ -103,9 +110,9 @@ class JoinedHost(Parts["JoinedLoop"]):
         )
 
     def global_params(self) -> Any:
-        """Return the anchors in the structure of `like`."""
-        anchors = {n: jnp.copy(a) for n, a in self._exchange.anchors().items()}
-        return self.leaves.as_tree(from_pieces(self.plan, anchors))
+        """Return the anchors in the structure of `like`. All hosts call it."""
+        params = at_anchors(self.plan, self._exchange, self.leaves.zeros())
+        return self.leaves.as_tree(params)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -41,6 +41,7 @@ class Parts(abc.ABC, Generic[L]):
         certificates = placement.certificates
         self.config, self.name, self.island = config, name, config.island(name)
         self.plan, self.deadlines = plan, placement.deadlines
+        self._hosts: Hosts | None = None
         self.mailbox = Mailbox(awaits_last=self.awaits_last)
         self.client = Client(
             coordinator_address,
@@ -79,6 +80,19 @@ class Parts(abc.ABC, Generic[L]):
     def close(self) -> None:
         """Free sockets and threads."""
         self.client.close()
+
+    def _meet(self, what: str, timeout_s: float, field: str) -> None:
+        """Meet the other hosts. field: setting to raise if that takes too long."""
+        if self._hosts is not None:
+            mailbox = self.mailbox
+            self._hosts.meet(what, timeout_s, lambda: mailbox.ending is not None, field)
+
+    def _meet_to_join(self, what: str) -> None:
+        self._meet(what, self.join_s, "placement.outage_budget_s")
+
+    def _meet_compiled(self) -> None:
+        budget_s = self.config.placement.compile_budget_s
+        self._meet("compiled", budget_s, "placement.compile_budget_s")
 
     def _connect(self, identity: Identity, exchange: Exchange) -> None:
         self._exchange = exchange

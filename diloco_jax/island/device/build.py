@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 
@@ -50,9 +50,16 @@ def compile_ahead(
 
     params: arrays that lie like the local parameters.
 
+    Raises ConfigError, as `compile_programs`.
+    """
+    compile_programs((*trainer.lower_all(sequence_length), *exchange.lower_all(params)))
+
+
+def compile_programs(lowered: Iterable[jax.stages.Lowered]) -> None:
+    """Compile programs, which stay compiled for their first execution.
+
     Raises ConfigError for what does not compile: another attempt would not, either.
     """
-    lowered = (*trainer.lower_all(sequence_length), *exchange.lower_all(params))
     try:
         for program in lowered:
             program.compile()
@@ -84,5 +91,5 @@ def at_anchors(plan: FragmentPlan, exchange: Exchange, params: Lent) -> Lent:
     """Return parameters equal to the anchors; `params`, which lie alike, are
     donated."""
     for fragment in range(len(plan.fragments)):
-        params = exchange.reset(fragment, params)
+        params = exchange.at_anchor(fragment, params)
     return params

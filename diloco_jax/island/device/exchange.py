@@ -239,6 +239,11 @@ class Exchange:
         """Drop a lost take, and reset the local values to the anchor. `params` is
         donated."""
         self.reopen(fragment)
+        return self.at_anchor(fragment, params)
+
+    def at_anchor(self, fragment: int, params: Lent) -> Lent:
+        """Return the parameters with the fragment at its anchor. `params` is
+        donated."""
         written: Leaves = {}
         for held in self._held[fragment]:
             path = held.piece.path
@@ -342,7 +347,7 @@ class Exchange:
             params = with_leaves(params, {piece.path: leaf})
         return params
 
-    def lower_all(self, params: Params) -> list[jax.stages.Lowered]:
+    def lower_all(self, params: Params | Listed) -> list[jax.stages.Lowered]:
         """Lower what `warm` executes, without arrays, to be compiled; `params` stay."""
         lowered: list[jax.stages.Lowered] = []
         for held in self.one_of_each(params):

@@ -90,9 +90,9 @@ class LikeLeaves:
         return Listed(leaves, self._places)
 
     def smallest(self, params: Listed) -> jax.Array:
-        """Return the smallest parameter."""
-        leaf: jax.Array = params.leaves[self._smallest]
-        return leaf
+        """Return this host's first shard of the smallest parameter."""
+        shard: jax.Array = params.leaves[self._smallest].addressable_shards[0].data
+        return shard
 
     def _flat(self, tree: Any, given: str) -> list[Any]:
         leaves, structure = jax.tree.flatten(tree)
@@ -145,9 +145,11 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
             f"axis_types=(AxisType.Auto,) * {len(lies.mesh.axis_types)} for the "
             f"parameters that are lent"
         )
-    if not lies.is_fully_addressable:
+    hosts = {device.process_index for device in lies.mesh.devices.flat}
+    if len(hosts) != jax.process_count():
         raise ConfigError(
-            "like lies on devices of other processes; a loop that joins has one "
-            "process, with all of its devices"
+            f"like lies on devices of {len(hosts)} processes, and this world has "
+            f"{jax.process_count()}: lay it on a mesh with devices of all, since an "
+            f"island is one model copy and one jax.distributed world"
         )
     return jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=lies)  # type: ignore[no-untyped-call]
