@@ -83,7 +83,7 @@ def test_a_reset_replaces_what_is_not_finite():
     for fragment in range(3):
         lent.judge(fragment, "reset")
     assert largest(minus(leaves.as_tree(lent.params), random_params(0))) == 0
-    assert largest(minus(leaves.as_tree(lent.beside[0]), random_params(0))) == 0
+    assert largest(minus(leaves.as_tree(lent.beside[0]), random_params(0))) < 1e-6
 
 
 def test_warming_changes_nothing():

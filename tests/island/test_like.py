@@ -96,3 +96,9 @@ def test_a_mesh_of_explicit_axes_is_refused():
     lies = NamedSharding(mesh, PartitionSpec("x"))
     with pytest.raises(ConfigError, match=r"AxisType\.Auto"):
         LikeLeaves({"w": jax.device_put(jnp.ones(4), lies)})
+
+
+def test_all_processes_of_the_world_have_a_part(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"devices of 1 processes.* world has 2"):
+        LikeLeaves({"w": jnp.ones(4)})
