@@ -106,10 +106,15 @@ class Stall(_Watch):
 class PeakUse(_Watch):
     """The most memory of each of a run's processes, and of its disk."""
 
+    pause_s = 0.2
+
     def __init__(self, workdir: Path) -> None:
         super().__init__()
         self.memory: dict[str, int] = {}
-        """Bytes by name, over all lives and hosts of it."""
+        """Peak of the resident set by name, over all lives and hosts of it."""
+        self.own: dict[str, int] = {}
+        """The most that was sampled of it without mapped files (RssAnon): these count
+        as resident, and the system takes their pages back when it needs memory."""
         self.disk = 0
         """Bytes in the workdir, but for what processes compiled and wrote as logs."""
         self._workdir = workdir
@@ -119,6 +124,8 @@ class PeakUse(_Watch):
             with contextlib.suppress(OSError, StopIteration):
                 peak = 1024 * _number(folder / "status", "VmHWM:")
                 self.memory[name] = max(self.memory.get(name, 0), peak)
+                own = 1024 * _number(folder / "status", "RssAnon:")
+                self.own[name] = max(self.own.get(name, 0), own)
         self.disk = max(self.disk, sum(self._file_sizes()))
 
     def _file_sizes(self) -> Iterator[int]:

@@ -27,6 +27,7 @@ from machine import CpuSamples, machine_facts, sample_cpu
 from diloco_jax import run_files
 from diloco_jax.config import Config
 from diloco_jax.files import write_json
+from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
 
 DILOCO = (sys.executable, "-m", "diloco_jax.cli")
@@ -107,10 +108,7 @@ def run_in(config: Config, folder: Path, timeout_s: float) -> Run:
         workdir=workdir,
         summary=json.loads((workdir / run_files.SUMMARY).read_bytes()),
         tape=list(read_tape(workdir / run_files.TAPE)),
-        metrics=[
-            json.loads(line)
-            for line in (workdir / run_files.METRICS).read_text().splitlines()
-        ],
+        metrics=list(read_metrics(workdir)),
         cpu=dict(cpu),
     )
 

@@ -45,6 +45,7 @@ from diloco_jax.cluster.commands import ALLOCATOR
 from diloco_jax.planning import wire_rate
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
+from diloco_jax.wire.principal import island
 from diloco_jax.wire.tls import TlsFiles
 
 LINK_GBIT = 5.0
@@ -69,7 +70,7 @@ def main() -> int:
         return 0
     raw: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-        make_certificates(Path(folder), [], 1)
+        make_certificates(Path(folder), [], 1, islands=[wire_rate.ISLAND])
         for tls in (False, True):
             raw["tls" if tls else "plain"] = measure(
                 Path(folder), size, options.repeats, tls=tls
@@ -122,7 +123,7 @@ def measure(
     samples: dict[str, list[dict[str, float]]] = {}
     payload = bytes(size)
     with _server(certificates, size, tls=tls) as (address, bare_port):
-        files = TlsFiles.load(certificates, "island") if tls else None
+        files = TlsFiles.load(certificates, island(wire_rate.ISLAND)) if tls else None
         client = wire_rate.client_of(address, files)
         ways: dict[str, Callable[[], object]] = {
             "bare": lambda: _send_bare(bare_port, payload),

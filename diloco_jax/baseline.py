@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.config import Config, IslandConfig
-from diloco_jax.data.corpus import load_checked_corpus
-from diloco_jax.data.windows import Windows
+from diloco_jax.data.loading import load_data
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.evaluation import as_json, whole_validation
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState
@@ -37,8 +37,8 @@ def run(
     rate = config.placement.baseline_learning_rate or run.inner.learning_rate
     batch_size = sum(island.batch_size for island in config.islands.values())
     model, trainer = build_trainer(run, IslandConfig(batch_size=batch_size))
-    corpus = load_checked_corpus(run.data)
-    windows = Windows(corpus.train, run.sequence_length, run.seed)
+    rows = load_data(run).index(run.seed)
+    reader = BatchReader(rows, trainer.fields, run.sequence_length)
     params = trainer.place_params(first_params(run, model))
     state = TrainState(params, trainer.init_inner(params))
     per_step = batch_size * run.sequence_length
@@ -47,7 +47,7 @@ def run(
     pace = Pace(dataclasses.replace(run, inner=settings), goal_of(run, batch_size))
     for step in range(steps):
         positions = np.arange(step * batch_size, (step + 1) * batch_size)
-        batch = trainer.put_batch(windows.batch(positions))
+        batch = trainer.put_batch(reader.batch(positions))
         now = pace.learning_rate(step, others_tokens=0)
         state, metrics = trainer.step(state, batch, now)
         if report is not None:

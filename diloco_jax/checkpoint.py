@@ -194,8 +194,11 @@ def refuse_other(
     folder: Folder, number: int, facts: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> None:
     """Raise ConfigError unless the facts of a checkpoint belong to our run; see
-    `whose`."""
-    lines = differences(ours["run"], facts["run"])
+    `whose`. One of the time before the run was extended has fewer tokens."""
+    theirs, tokens = facts["run"], ours["run"]["total_tokens"]
+    if theirs["total_tokens"] < tokens:
+        theirs = {**theirs, "total_tokens": tokens}
+    lines = differences(ours["run"], theirs)
     if facts["run_id"] == ours["run_id"] and not lines:
         refuse_other_model(folder, number, facts, ours["plan"])
         return

@@ -138,10 +138,13 @@ def coordinator_command(arguments: Sequence[str]) -> int:
     # Before anything imports jax.
     fit_threads()
     from diloco_jax.config.resolving import resolve
+    from diloco_jax.coordinator import going_on
     from diloco_jax.coordinator.main import run
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
+    if not options.init:
+        config = going_on.with_model_of_workdir(config, workdir)
     config = resolve(config, copied=True)
     code: int = run(config, workdir, init=bool(options.init), resume=options.resume)
     return code
@@ -168,9 +171,11 @@ def island_command(arguments: Sequence[str]) -> int:
     from diloco_jax.config.resolving import resolve
     from diloco_jax.island.hosts.meeting import WorldAddress
     from diloco_jax.island.main import run
+    from diloco_jax.island.of_run import with_model_of_run
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
+    config = with_model_of_run(config, options.name, options.coordinator)
     code: int = run(
         resolve(config, copied=True),
         options.name,
@@ -353,10 +358,30 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "CONFIG --on tpu_vm|gke [--action create|run|logs|stop|delete] [--dry-run]",
         "makes and starts what runs CONFIG on TPU slices",
     ),
+    "data": (
+        _of("diloco_jax.data.prepare.command", "data_command"),
+        "prepare OUT SOURCES... [--tokenizer PATH] [--sequence-length T]",
+        "packed rows of tokens out of text, JSON lines and Parquet",
+    ),
     "manifest": (
         _of("diloco_jax.data.manifest_command", "manifest_command"),
         "PATH [--missing]",
         "read large files of text or tokens once, so that no start does",
+    ),
+    "init": (
+        _of("diloco_jax.config.init_command", "init_command"),
+        "FILE [--like CONFIG] [--all]",
+        "writes a commented config to start from",
+    ),
+    "completion": (
+        _of("diloco_jax.completion", "completion_command"),
+        "bash|zsh|fish",
+        "prints a script by which the shell completes commands and options",
+    ),
+    "doctor": (
+        _of("diloco_jax.doctor.command", "doctor_command"),
+        "[--folder DIR] [--json]",
+        "what is installed here, what jax finds, what the machine gives a run",
     ),
     "certs": (
         _of("diloco_jax.wire.certs_command", "certs_command"),
@@ -367,13 +392,17 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
 
 
 def _help() -> str:
+    from diloco_jax.config.named import names
+
     lines = ["usage: diloco COMMAND ...   (diloco COMMAND --help tells more)", ""]
     for name, (_, usage, does) in COMMANDS.items():
         lines += [f"  diloco {name} {usage}", f"      {does}"]
     lines += [
         "",
-        "CONFIG is a path to a configs/*.py file; options such as --sync.quorum 2 or",
-        "--islands.NAME.batch-size 4 override its fields.",
+        "CONFIG is a .py file (diloco init writes one), a run's config.json, or one of",
+        f"{', '.join(names())}.",
+        "Options such as --sync.quorum 2 or --islands.NAME.batch-size 4 override its",
+        "fields.",
         "Exit codes: 0 done, 2 bad arguments or config, 3 refused, 1 anything else.",
     ]
     return "\n".join(lines)

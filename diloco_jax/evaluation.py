@@ -14,7 +14,7 @@ from diloco_jax.coordinator import snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece, from_pieces
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.data.corpus import load_checked_corpus
+from diloco_jax.data.loading import load_data
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.files import json_number
 from diloco_jax.island.device.build import build_trainer
@@ -58,14 +58,15 @@ def load_params(workdir: str | Path) -> Params:
 def whole_validation(config: Config, trainer: Trainer, params: Params) -> Evaluation:
     """Evaluate on the whole validation split, every token predicted once.
 
-    Raises ConfigError if the text here is not the run's.
+    Raises ConfigError if the data here is not the run's.
     """
-    corpus = load_checked_corpus(config.run.data)
+    data = load_data(config.run)
     validation = ValidationBatches(
-        corpus.validation,
-        config.run.sequence_length,
+        data.validation,
         trainer.batch_size,
-        of_bytes=corpus.of_bytes,
+        trainer.fields,
+        config.run.sequence_length,
+        bytes_per_token=data.bytes_per_token,
     )
     return evaluate_all(trainer, params, validation)
 

@@ -55,6 +55,19 @@ def cannot_write(folder: Folder, error: Exception) -> str:
     )
 
 
+def cannot_read(folder: Folder, error: Exception) -> str:
+    """Return a message with the folder, the account, the reason and the remedy."""
+    if isinstance(error, ImportError):
+        return (
+            f"{folder} needs a package that is not here ({error}); `pip install -e "
+            f"'.[gcs]'`, or copy it to a local folder and give that"
+        )
+    return (
+        f"cannot read {folder}{_identity(folder)}: {_reason(error)}. Grant "
+        f"roles/storage.objectViewer on bucket {_bucket(folder)} to that account"
+    )
+
+
 def raise_if_away(folder: Folder, error: BaseException) -> None:
     """Raise StorageAway if the error is one that passes."""
     if is_bucket(str(folder)) and _passes(error):

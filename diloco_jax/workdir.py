@@ -17,11 +17,17 @@ from typing import Any
 import msgspec
 
 from diloco_jax import run_files
-from diloco_jax.config import Config, ConfigError, differences, shared_fields
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    RunConfig,
+    differences,
+    shared_fields,
+)
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.files import require_writable, write_json
 
-FORMAT = 8
+FORMAT = 10
 """The format of config, log, snapshots and tape. It is one higher when a workdir of
 before cannot be read, or when `RunConfig` has other fields, whose fingerprint then
 differs."""
@@ -82,19 +88,29 @@ def has_begun(workdir: Path) -> bool:
     return (workdir / run_files.LOG).exists()
 
 
-def find_run(config: Config, workdir: Path) -> RunFacts:
+def find_run(config: Config, workdir: Path, *, extends: bool = False) -> RunFacts:
     """Return the facts of the run there; raise ConfigError if there is none, or one of
-    another config."""
+    another config.
+
+    extends: the config may have more total_tokens than the run was begun with."""
     facts = read_facts(workdir)
-    written = read_config_json(workdir / run_files.CONFIG)
-    if written.run.fingerprint() != config.run.fingerprint():
-        lines = differences(shared_fields(written.run), shared_fields(config.run))
+    written = read_config_json(workdir / run_files.CONFIG).run
+    if extends:
+        written = with_more_tokens(written, config.run.total_tokens)
+    if written.fingerprint() != config.run.fingerprint():
+        lines = differences(shared_fields(written), shared_fields(config.run))
         raise ConfigError(
             f"{workdir} holds run {facts.run_id} with another config: "
             f"{'; '.join(lines)} (here: the workdir's). Choose another --workdir, "
             f"or go on with its config.json"
         )
     return facts
+
+
+def with_more_tokens(written: RunConfig, total_tokens: int) -> RunConfig:
+    """Return the config of a run that goes on to `total_tokens`, unless it had more."""
+    more = max(written.total_tokens, total_tokens)
+    return dataclasses.replace(written, total_tokens=more)
 
 
 def read_config(workdir: Path, text: Sequence[str] | None = None) -> Config:

@@ -10,8 +10,8 @@ import oracle
 
 from diloco_jax.config import Config
 from diloco_jax.coordinator.settings import outer_settings
-from diloco_jax.data.corpus import load_corpus
-from diloco_jax.data.windows import Windows
+from diloco_jax.data.loading import load_data
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.models.plan import build_plan
 from diloco_jax.simulation.emulation.bodies import trainer_of
@@ -23,11 +23,8 @@ def expected_history(
     """The merges of islands in lockstep, at a constant learning rate, each on the data
     at its positions."""
     run = config.run
-    windows = Windows(
-        load_corpus(run.data.paths, run.data.validation_fraction).train,
-        run.sequence_length,
-        run.seed,
-    )
+    rows = load_data(run).index(run.seed)
+    reader = BatchReader(rows, rows.fields, run.sequence_length)
     islands = []
     for name, island in config.islands.items():
         model, trainer = trainer_of(run, island)
@@ -40,7 +37,7 @@ def expected_history(
                 chosen = positions[name][
                     done * island.batch_size : (done + 1) * island.batch_size
                 ]
-                batch = trainer.put_batch(windows.batch(chosen))
+                batch = trainer.put_batch(reader.batch(chosen))
                 state, _ = trainer.step(state, batch, run.inner.learning_rate)
                 done += 1
             return (state.opt_state, done), state.params

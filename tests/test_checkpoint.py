@@ -95,6 +95,14 @@ def test_folders_of_a_run_are_in_its_workdir_or_where_it_says(tmp_path):
     assert theirs not in there.parents, "a manager removes what it does not know"
 
 
+def test_a_run_that_was_extended_reads_what_it_wrote_before():
+    ours = checkpoint.whose(RunConfig(total_tokens=200), "mine", PLAN)
+    theirs = checkpoint.whose(RunConfig(total_tokens=100), "mine", PLAN)
+    checkpoint.refuse_other(epath.Path("f"), 3, theirs, ours)
+    with pytest.raises(ConfigError, match="total_tokens: 100 here, 200 there"):
+        checkpoint.refuse_other(epath.Path("f"), 3, ours, theirs)
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_both():
     ours = checkpoint.whose(RunConfig(), "mine", PLAN)
     checkpoint.refuse_other(epath.Path("f"), 3, ours, ours)

@@ -135,6 +135,7 @@ def test_a_plan_counts_what_the_members_say(written) -> None:
             cycle_seconds=10.0,
             cores=16,
             disk_bytes_per_s=280e6,
+            cycles=10.0,
         )
     up, plain = plans["one_bit"], plans["sign_consensus"]
     assert up.merge_buffer < plain.merge_buffer / 7

@@ -17,6 +17,7 @@ ALLOWED = {
 }
 MODULES = {
     "orbax-checkpoint": "orbax",
+    "array-record": "array_record",
     "grpcio": "grpc",
     "pyyaml": "yaml",
     "google-cloud-storage": "google",

@@ -18,7 +18,8 @@ from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
 from diloco_jax.config.loading import read_config_json, write_config_json
-from diloco_jax.config.resolving import resolve
+from diloco_jax.config.resolving import resolve, with_model_of
+from diloco_jax.coordinator.going_on import too_few
 from diloco_jax.coordinator.notes import Recovered
 from diloco_jax.files import write_json
 from diloco_jax.observability.tape import newest_record
@@ -77,16 +78,20 @@ def resumed_config(config: Config, workdir: Path) -> Config:
     facts = workdirs.read_facts(workdir)
     written = read_config_json(workdir / run_files.CONFIG).run
     placement = dataclasses.replace(config.placement, workdir=str(workdir))
-    run = _filled(config.run, written)
+    run = _filled(with_model_of(written, config).run, written)
     config = resolve(dataclasses.replace(config, run=run, placement=placement))
-    lines = differences(shared_fields(written), shared_fields(config.run))
+    total = config.run.total_tokens
+    more = workdirs.with_more_tokens(written, total)
+    lines = differences(shared_fields(more), shared_fields(config.run))
     if lines:
         raise ConfigError(
             f"run {facts.run_id} in {workdir} goes on with its own settings alone, but "
             f"the config has others: {'; '.join(lines)} (here: the run's). Islands and "
-            f"placement may differ; for anything else, more total_tokens included, "
-            f"begin a new run"
+            f"placement may differ, and a run that is over may get more total_tokens; "
+            f"for anything else, begin a new run"
         )
+    if more != written:
+        _require_over(workdir, written.total_tokens, total)
     lock = workdir / run_files.LOCK
     if lock.exists():
         with workdirs.held(lock, "a coordinator"):
@@ -98,10 +103,24 @@ def _no_folder(workdir: Path) -> str:
     return f"{OPTION} {workdir}: there is no such folder; give the workdir of a run"
 
 
-def finished(workdir: Path) -> dict[str, Any]:
-    """Return the summary of a run that is over; empty while it is not."""
+def _require_over(workdir: Path, before: int, total: int) -> None:
+    """Raise ConfigError unless the run is over and has less than `total` tokens."""
     summary = workdirs.read_summary(workdir)
-    return summary if summary.get("phase") == "done" else {}
+    if summary.get("phase") != "done":
+        raise ConfigError(
+            f"total_tokens = {total}, but the run in {workdir} is on its way to "
+            f"{before}: leave total_tokens out until it is over, then extend it"
+        )
+    if summary["tokens"] >= total:
+        raise ConfigError(too_few(total, summary["tokens"], workdir))
+
+
+def finished(config: Config, workdir: Path) -> dict[str, Any]:
+    """Return the summary of a run that is over; empty while it is not, or if the config
+    extends it."""
+    summary = workdirs.read_summary(workdir)
+    over = summary.get("phase") == "done"
+    return summary if over and summary["tokens"] >= config.run.total_tokens else {}
 
 
 class ReplacedFiles:
@@ -135,6 +154,24 @@ def tell_resumed(workdir: Path, console: Console) -> None:
         f"goes on after {merges:,} merges from global parameters "
         f"{recovered.parameters_digest}",
         highlight=False,
+    )
+
+
+def tell_extended(config: Config, workdir: Path, console: Console) -> None:
+    """Print what an extension does to the learning rate; nothing if there is none."""
+    summary = workdirs.read_summary(workdir)
+    done, total = summary.get("tokens", 0), config.run.total_tokens
+    if summary.get("phase") != "done" or done >= total:
+        return
+    from diloco_jax.island.pace import scheduled
+
+    inner = config.run.inner
+    console.print(
+        f"extended from {done:,} to {total:,} tokens: the learning rate, which ended "
+        f"at {scheduled(inner, 1.0):.3g}, goes on from "
+        f"{scheduled(inner, done / total):.3g}",
+        highlight=False,
+        soft_wrap=True,
     )
 
 

@@ -23,10 +23,11 @@ from diloco_jax.cluster.resume import (
     ReplacedFiles,
     finished,
     resumed_config,
+    tell_extended,
     tell_resumed,
 )
 from diloco_jax.cluster.status import status_client
-from diloco_jax.config import Config, ConfigError, Placement
+from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.interrupt import Interrupt
@@ -36,7 +37,8 @@ from diloco_jax.observability.terminal import LINE_EVERY_S, Dashboard
 from diloco_jax.wire import addresses
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import WireError
-from diloco_jax.wire.tls import Role, TlsFiles
+from diloco_jax.wire.principal import COORDINATOR, island
+from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,6 @@ STATUS_EVERY_S = 1.0
 LOOP_S = 0.2
 CONCLUDE_S = 3600.0
 """Seconds for the last snapshot of a run that is over, however large it is."""
-ROLES: tuple[Role, ...] = ("coordinator", "island")
 
 
 def run(
@@ -63,14 +64,14 @@ def run(
     anything is started, and ClusterError if the run cannot start.
     """
     config.validate()
-    _check_security(config.placement)
+    _check_security(config)
     with contextlib.ExitStack() as whole:
         if resume:
             workdir = Path(paths.absolute(resume))
             if workdir.is_dir():
                 whole.enter_context(workdirs.held(workdir, "another `diloco run`"))
             config = resumed_config(config, workdir)
-            if not finished(workdir):
+            if not finished(config, workdir):
                 config = resolve(config, text_is_here=True)
             begun = None
         else:
@@ -93,12 +94,12 @@ def _run(
     console.print(f"{len(config.islands)} islands, workdir {workdir}", highlight=False)
     cluster = Cluster(config, workdir, resume=resume)
     with Interrupt() as interrupt:
-        if resume and finished(workdir):
+        if resume and finished(config, workdir):
             console.print("the run in it is finished", highlight=False)
             code = EXIT_DONE
         else:
             code = _processes(cluster, console, interrupt, begun)
-            if resume and finished(workdir):
+            if resume and finished(config, workdir):
                 # The run only had to end: its islands were refused, or not started.
                 code = EXIT_DONE
         summary = workdirs.read_summary(workdir)
@@ -133,6 +134,8 @@ def _processes(
 ) -> int:
     """Start, watch and stop everything; return the exit code of the run so far."""
     resume = begun is None
+    if resume:
+        tell_extended(cluster.config, cluster.workdir, console)
     change = ReplacedFiles(cluster.config, cluster.workdir) if resume else None
     try:
         cluster.start(interrupt)
@@ -159,12 +162,13 @@ def _processes(
         cluster.kill()
 
 
-def _check_security(placement: Placement) -> None:
+def _check_security(config: Config) -> None:
+    placement = config.placement
     folder = placement.certificates
     addresses.require_tls(placement.bind, tls=bool(folder), insecure=placement.insecure)
     if folder:
-        for role in ROLES:
-            TlsFiles.load(folder, role)
+        for who in (COORDINATOR, *map(island, config.islands)):
+            TlsFiles.load(folder, who)
 
 
 def _supervise(cluster: Cluster, console: Console, interrupt: Interrupt) -> int:

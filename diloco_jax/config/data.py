@@ -14,8 +14,26 @@ class DataConfig:
     paths: tuple[str, ...] = setting(
         (),
         local=True,
-        help="Text files or folders, or .npy files of tokens; empty = the sources of "
-        "the Python standard library.",
+        help="Text files or folders; or .npy files of tokens; or folders that `diloco "
+        "data prepare` made; empty = the sources of the Python standard library.",
+    )
+    weights: tuple[float, ...] = setting(
+        (),
+        help="Shares of the prepared folders in data.paths, one number for each, in "
+        "any scale; empty = by their rows.",
+    )
+    factory: str = setting(
+        "",
+        code=True,
+        help='Function that makes your own data, "package.module:function" or '
+        '"path/to/file.py:function" (docs/data.md); empty = that of data.paths.',
+    )
+    tokenizer: str = setting(
+        "",
+        local=True,
+        help="The tokenizer that the data was made with: tokenizer.json, a *.model of "
+        "SentencePiece, or a folder that has one; empty = bytes, or tokens of an "
+        "unknown one.",
     )
     validation_fraction: float = setting(
         0.02, BETWEEN, help="Share of the documents held out for validation."
@@ -24,4 +42,9 @@ class DataConfig:
         "",
         help="Digest of the corpus; empty = computed when the run is created. A corpus "
         "with another digest is refused.",
+    )
+    arrays: tuple[str, ...] = setting(
+        ("tokens",),
+        help="Arrays that each row of the data has: tokens; segments where rows are "
+        "packed; weights. Found together with the digest, and needed before to plan.",
     )

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from diloco_jax import config as configs
-from diloco_jax.config import Config
+from diloco_jax.config import Config, named
 from diloco_jax.config.validation import require_sections
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.files import write_json
@@ -43,13 +43,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_config(path: str | Path) -> Config:
-    """Return the `Config` of a configs file or `config.json`, as it stands there."""
-    path = expand(path)
-    if not path.is_file():
-        raise ConfigError(
-            f"no config file {str(path)!r}{_suggest_file(path)}; give the path to a "
-            f"configs/*.py file or to a run's config.json"
-        )
+    """Return the `Config` of a configs file or `config.json`, as it stands there, or
+    of one that comes with the package, by its name."""
+    path = _found(expand(path))
     if path.suffix == ".json":
         return read_config_json(path)
     if path.suffix != ".py":
@@ -139,7 +135,22 @@ def _reason(error: BaseException, path: Path) -> str:
     return f"{where}: {type(error).__name__}: {error}"
 
 
+def _found(path: Path) -> Path:
+    """Return the file itself, or that of the config of this name."""
+    if path.is_file():
+        return path
+    if named_file := named.find(str(path)):
+        return named_file
+    raise ConfigError(
+        f"no config file {str(path)!r}{_suggest_file(path)}; give the path to a .py "
+        f"file or to a run's config.json, or one of the names "
+        f"{', '.join(named.names())}"
+    )
+
+
 def _suggest_file(path: Path) -> str:
+    if path.suffix == path.name or (path.parent == Path() and not path.suffix):
+        return suggest(path.name, named.names())
     if not path.parent.is_dir():
         return ""
     return suggest(path.name, sorted(p.name for p in path.parent.glob("*.py")))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any, TypeVar
 
 from diloco_jax.config.config import Config
 from diloco_jax.config.fields import own_code
 from diloco_jax.config.model import ModelConfig
 from diloco_jax.config.presets import preset
+from diloco_jax.config.run import RunConfig
 from diloco_jax.paths import absolute
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Any)
 
@@ -17,7 +21,8 @@ T = TypeVar("T", bound=Any)
 def resolve(
     config: Config, *, text_is_here: bool = False, copied: bool = False
 ) -> Config:
-    """Fill in the corpus digest and the outer optimizer, and make paths absolute.
+    """Fill in the data's digest and arrays and the outer optimizer, and make paths
+    absolute.
 
     Fields that are set are left alone, so resolving twice changes nothing. Reads the
     corpus if its digest is unknown or the corpus must be on this machine. Raises
@@ -28,13 +33,16 @@ def resolve(
     config = with_absolute_paths(config)
     run = config.run
     if text_is_here or not run.data.digest:
-        from diloco_jax.data import corpus as text
+        from diloco_jax.data.loading import load_data, require_vocabulary
 
-        corpus = text.load_checked_corpus(run.data, copied=copied)
-        text.require_window(len(corpus.train), run.sequence_length)
-        text.require_prediction(len(corpus.validation))
-        text.require_vocabulary(corpus, run.model)
-        data = dataclasses.replace(run.data, digest=corpus.digest)
+        found = load_data(run, copied=copied)
+        require_vocabulary(found, run)
+        data = dataclasses.replace(
+            run.data,
+            digest=found.digest,
+            arrays=found.arrays,
+            weights=found.weights or run.data.weights,
+        )
         run = dataclasses.replace(run, data=data)
     return resolve_outer(dataclasses.replace(config, run=run))
 
@@ -57,6 +65,20 @@ def resolve_outer(config: Config) -> Config:
     return dataclasses.replace(config, run=run)
 
 
+def with_model_of(run: RunConfig, config: Config) -> Config:
+    """Return the config with the model of a run that started from weights: their
+    config.json decided it. Without weights, or if the config names some itself or a
+    factory, it is the config's own."""
+    own = config.run.model
+    if not run.model.weights or own.weights or own.factory:
+        return config
+    logger.info(
+        "the model is that of %s, which the run started from", run.model.weights
+    )
+    changed = dataclasses.replace(config.run, model=run.model)
+    return dataclasses.replace(config, run=changed)
+
+
 def with_absolute_paths(config: Config) -> Config:
     """Return the config as it reads from any folder."""
     placement = dataclasses.replace(
@@ -66,10 +88,14 @@ def with_absolute_paths(config: Config) -> Config:
         checkpoints=absolute(config.placement.checkpoints),
     )
     run = config.run
-    data = dataclasses.replace(run.data, paths=tuple(map(absolute, run.data.paths)))
+    data = dataclasses.replace(
+        run.data,
+        paths=tuple(map(absolute, run.data.paths)),
+        tokenizer=absolute(run.data.tokenizer),
+    )
     run = dataclasses.replace(
         run,
-        data=data,
+        data=_with_absolute_code(data),
         model=_with_absolute_source(_with_absolute_code(run.model)),
         sync=_with_absolute_code(run.sync),
         outer=_with_absolute_code(run.outer),

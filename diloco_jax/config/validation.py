@@ -36,7 +36,7 @@ def validate(config: Config) -> None:
     if not islands:
         raise ConfigError("islands is empty; name at least one island")
     for name in islands:
-        _check_name(name)
+        check_name(name)
     parts = {f"islands.{name}.": island for name, island in islands.items()}
     given = {"": run, **parts, "placement.": config.placement, "launch.": config.launch}
     for prefix, part in given.items():
@@ -110,7 +110,7 @@ def _sections(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _sections(value, f"{prefix}{field.name}.")
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
     if not re.search(ISLAND_NAME, name):
         raise ConfigError(
             f"island name {name!r} has characters outside letters, digits, '-_.', "
@@ -156,7 +156,7 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
             f"--checkpoints {placement.workdir} for snapshots and checkpoints"
         )
     for name in placement.admit:
-        _check_name(name)
+        check_name(name)
     _port("bind", placement.bind)
     if placement.advertise and not _port("advertise", placement.advertise):
         raise ConfigError(

@@ -57,7 +57,7 @@ class DiskWait:
                     raise
                 waited_s = time.monotonic() - began
                 if self._ended() or waited_s >= self._patience_s:
-                    raise self._given_up(what, waited_s, error) from error
+                    raise given_up(what, waited_s, self._patience_s, error) from error
                 self._tell(
                     what,
                     f"{what} waits for space in {error.filename} ({error.strerror}), "
@@ -96,11 +96,13 @@ class DiskWait:
             logger.warning("%s", text)
         self._waiting[what] = text
 
-    def _given_up(self, what: str, waited_s: float, error: OSError) -> OSError:
-        return OSError(
-            error.errno,
-            f"{what} found no space for {waited_s:.0f} s, of {self._patience_s:g} "
-            f"(4 * placement.outage_budget_s) in which islands wait for it; free some "
-            f"space and start the coordinator again",
-            error.filename,
-        )
+
+def given_up(what: str, waited_s: float, patience_s: float, error: OSError) -> OSError:
+    """Return the error of a write that was repeated for as long as islands wait."""
+    return OSError(
+        error.errno,
+        f"{what} could not be written for {waited_s:.0f} s ({error.strerror}), of "
+        f"{patience_s:g} (4 * placement.outage_budget_s) in which islands wait for it; "
+        f"mend that disk, or free some space, and start the coordinator again",
+        error.filename,
+    )

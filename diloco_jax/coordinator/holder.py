@@ -2,7 +2,8 @@
 
 Merges are computed on a few threads, one fragment on each. The same thread writes the
 publish to disk, which prepares the merge, and says so with an event. A publish that
-cannot be written is tried again: the merge stays open, and nothing else waits for it.
+cannot be written is tried again, for as long as islands last without a coordinator: the
+merge stays open, and nothing else waits for it.
 Deltas are dropped once the merge is committed.
 """
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from diloco_jax import machine
 from diloco_jax.coordinator import notes
+from diloco_jax.coordinator.disk_wait import given_up
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.store import ComputedMerge, Store
@@ -51,6 +53,7 @@ class StoreHolder:
     post: queues an event for the engine's thread, with a function to call there just
     before it. failed: called with the error of a merge. note: writes to the tape.
     alert: tells people. The last two are called on the engine's thread.
+    write_within_s: seconds after which a publish that cannot be written has failed.
     """
 
     def __init__(
@@ -63,11 +66,14 @@ class StoreHolder:
         failed: Callable[[BaseException], None],
         note: Callable[[notes.Note], None],
         alert: Callable[[str], None],
+        *,
+        write_within_s: float,
     ) -> None:
         self._store, self._inbox, self._metrics = store, inbox, metrics
         self._publishes = publishes
         self._post, self._failed = post, failed
         self._note, self._alert = note, alert
+        self._write_within_s = write_within_s
         self._merger = ThreadPoolExecutor(
             merges_at_once(machine.cores()), "diloco-merge"
         )
@@ -148,14 +154,21 @@ class StoreHolder:
         self._post(event, keep)
 
     def _written(self, merge: Merge, merged: ComputedMerge) -> Prepared | None:
-        """Write the publish, however often that takes; None if this process ends."""
-        told = False
+        """Write the publish, however often that takes; None if this process ends.
+        Raises OSError, naming the fragment and the file, after `write_within_s`."""
+        told, began = False, time.monotonic()
         while not self._closing.is_set():
             try:
                 return self._publishes.write(
                     merge.fragment, merge.version, merged.payload, final=merge.final
                 )
             except OSError as error:
+                waited_s = time.monotonic() - began
+                if waited_s >= self._write_within_s:
+                    what = f"the publish of fragment {merge.fragment}"
+                    raise given_up(
+                        what, waited_s, self._write_within_s, error
+                    ) from error
                 if not told:
                     self._tell_unwritten(merge, merged, error)
                 told = True
@@ -168,7 +181,9 @@ class StoreHolder:
         text = (
             f"fragment {merge.fragment} is not merged yet: its publish of "
             f"{len(merged.payload):,} bytes cannot be written to {error.filename} "
-            f"({error.strerror}); free some space there, and it goes on"
+            f"({error.strerror}); free some space there within "
+            f"{self._write_within_s:g} s (4 * placement.outage_budget_s), and it goes "
+            f"on; after that the coordinator ends"
         )
         self._post(None, lambda: self._alert(text))
 

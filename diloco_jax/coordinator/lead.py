@@ -181,10 +181,11 @@ class Lead(EngineThread[State, Event]):
         sessions: Sessions,
         faults: Faults,
         slow_s: float,
+        write_within_s: float,
         housekeeping: Callable[[Lead], None],
     ) -> None:
-        """slow_s: see `Journal`. housekeeping: called on the engine's thread at least
-        twice a second."""
+        """slow_s: see `Journal`. write_within_s: see `StoreHolder`. housekeeping:
+        called on the engine's thread at least twice a second."""
         self.config = config
         self.tally = Tally()
         """Sums of the islands' accounts."""
@@ -197,6 +198,7 @@ class Lead(EngineThread[State, Event]):
             self.fail,
             lambda note: self.journal.note(note),
             lambda text: self.journal.alert(text),
+            write_within_s=write_within_s,
         )
         self.journal = Journal(
             log,

@@ -21,8 +21,8 @@ from diloco_jax import checkpoint, compilation, files, restart_time, run_files, 
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
+from diloco_jax.coordinator import going_on, origin, summary, term
 from diloco_jax.coordinator import log as durable
-from diloco_jax.coordinator import origin, summary, term
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
@@ -47,11 +47,10 @@ from diloco_jax.models.inner import build_inner
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, remove_tape
-from diloco_jax.protocol.coordinator.events import RunResumed
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.values import FIRST_VERSION
 from diloco_jax.weights.first import require_source
-from diloco_jax.wire import addresses
+from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import RunFacts
@@ -98,11 +97,7 @@ class Coordinator:
         self._workdir = workdir
         self._init, self._resume, self._open = init, resume, contextlib.ExitStack()
         placement = config.placement
-        self._tls = (
-            TlsFiles.load(placement.certificates, "coordinator")
-            if placement.certificates
-            else None
-        )
+        self._tls = TlsFiles.load_given(placement.certificates, principal.COORDINATOR)
         addresses.require_tls(
             placement.bind, tls=self._tls is not None, insecure=placement.insecure
         )
@@ -120,7 +115,7 @@ class Coordinator:
             require_source(config.run.model)
             self._facts = workdirs.begin_run(config, workdir)
         elif resume or workdirs.holds_run(workdir):
-            self._facts = workdirs.find_run(config, workdir)
+            self._facts = workdirs.find_run(config, workdir, extends=resume)
         else:
             self._facts = RunFacts(run_id="", begun_unix=time.time())
         self._deadlines = config.placement.deadlines
@@ -158,12 +153,14 @@ class Coordinator:
         self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
         self._open.callback(self._tape.close)
         state = self._make_state(gathered, found)
+        extends = going_on.extension(config, workdir, state)
         self._saver = Saver(self.store, self._snapshots, self._publishes, self._log)
         self._metrics = Metrics(workdir)
         self._open.callback(self._metrics.close)
         self._roster = Roster.begin_from(workdir / run_files.ROSTER)
         # Unix time; 0 if the run was not over before this life.
-        self._over = self._roster.saved_unix() if state.phase == "done" else 0.0
+        was_over = state.phase == "done" and extends is None
+        self._over = self._roster.saved_unix() if was_over else 0.0
         spared = SPARED_BYTES * self.policy_config.parameters
         rooms = Rooms(placement.merge_buffer_bytes, workdir, spared)
         inbox, sessions = Inbox(self.store.layouts_up, rooms), Sessions()
@@ -179,11 +176,18 @@ class Coordinator:
             sessions=sessions,
             faults=parse_faults(placement.faults, config.islands).for_who(COORDINATOR),
             slow_s=self._deadlines.report_s,
+            write_within_s=placement.alone_s,
             housekeeping=self._keep_house,
         )
         self._sessions = sessions
+        # Both before any hello, and the extension before the run counts as over.
+        if extends is not None:
+            self.lead.post(extends)
         if self._resume:
-            self._begin_again()
+            self._facts, resumed = going_on.after_stop(
+                self._facts, self._roster, workdir
+            )
+            self.lead.post(resumed)
         self._refresh(self.lead)
         service = Service(
             Likeness(run, self._plan),
@@ -331,21 +335,6 @@ class Coordinator:
         log = durable.RecordLog(folder, after, self._disk.until_written)
         self._open.callback(log.close)
         return log
-
-    def _begin_again(self) -> None:
-        """Continue a stopped run without its islands and without the time until now."""
-        stopped_s = max(0.0, time.time() - self._roster.saved_unix())
-        steps = self._roster.resume(stopped_s)
-        begun = self._facts.begun_unix + stopped_s
-        self._facts = dataclasses.replace(
-            self._facts,
-            begun_unix=begun,
-            stopped_seconds=self._facts.stopped_seconds + stopped_s,
-        )
-        self._facts.write(self._workdir)
-        self._roster.save()
-        # Before any hello.
-        self.lead.post(RunResumed(steps=steps))
 
     def _keep_house(self, lead: Lead) -> None:
         now = time.monotonic()

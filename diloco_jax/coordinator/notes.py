@@ -25,6 +25,8 @@ class Begun(records.Written, frozen=True, kw_only=True):
     fingerprint: str
     plan: str
     """Digest of the fragment plan."""
+    total_tokens: int
+    """Those of the config that the run began with; it may be extended."""
     environment: Environment
 
 

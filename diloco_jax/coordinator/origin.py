@@ -33,7 +33,7 @@ from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
 from diloco_jax.protocol.values import Version
-from diloco_jax.weights.first import first_pieces, keep_source
+from diloco_jax.weights.first import first_pieces, keep_source, keep_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ def initialise(
             time.monotonic() - began,
         )
         keep_source(run.model.weights, workdir)
+    keep_tokenizer(run.data, workdir)
     give_back()
     tape.append(
         notes.dated(
@@ -70,6 +71,7 @@ def initialise(
                 run_id=policy.run_id,
                 fingerprint=policy.fingerprint,
                 plan=plan.digest(),
+                total_tokens=run.total_tokens,
                 environment=environment.describe(),
             )
         )

@@ -18,7 +18,7 @@ import msgspec
 from diloco_jax.config import ConfigError
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.paths import naming
-from diloco_jax.protocol.messages import MAX_BYTES, MAX_SECONDS, Measures
+from diloco_jax.protocol.messages import MAX_BYTES, MAX_SECONDS, MAX_TOKENS, Measures
 from diloco_jax.protocol.values import MAX_COUNT, Record
 
 logger = logging.getLogger(__name__)
@@ -305,6 +305,7 @@ def _sum(past: Measures, current: Measures) -> Measures:
     return Measures(
         steps=count("steps", MAX_COUNT),
         skipped_steps=count("skipped_steps", MAX_COUNT),
+        tokens_predicted=count("tokens_predicted", MAX_TOKENS),
         median_step_seconds=longer.median_step_seconds,
         max_step_gap_seconds=max(
             past.max_step_gap_seconds, current.max_step_gap_seconds

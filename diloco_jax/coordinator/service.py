@@ -252,6 +252,7 @@ class Service:
                 "median_step_seconds": measures.median_step_seconds,
                 "stalled_seconds": measures.stalled_seconds,
                 "skipped_steps": measures.skipped_steps,
+                "tokens_predicted": measures.tokens_predicted or None,
                 "bytes_up": measures.bytes_up,
                 "bytes_down": measures.bytes_down,
             }

@@ -8,12 +8,13 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
-from diloco_jax.config import Config
+from diloco_jax.config import Config, DataConfig
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
+from diloco_jax.data.shares import Shares
 from diloco_jax.files import json_number, write_json
 from diloco_jax.observability import measures
-from diloco_jax.protocol.coordinator import ending, ledger
+from diloco_jax.protocol.coordinator import ending, leases, ledger
 from diloco_jax.protocol.coordinator.ledger import Sums, Tally
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 
@@ -84,6 +85,7 @@ def write(
         now=now,
     )
     result["parameters_digest"] = digest
+    result |= rows_by_source(config.run.data, lead.state)
     result["ignored_messages"] = dict(lead.journal.ignored_messages)
     write_json(result, workdir / run_files.SUMMARY)
 
@@ -111,6 +113,7 @@ def summary(
         **_progress(config, state, alerts),
         **_token_fields(totals),
         "tokens_merged_by_fragment": ledger.merged_by_fragment(state),
+        "tokens_predicted": sum(s.tokens_predicted for s in sums) or None,
         "goodput": measures.goodput(all_measures),
         "compute_goodput": measures.compute_goodput(all_measures),
         "uptime": measures.uptime(all_measures, wall_seconds),
@@ -124,6 +127,17 @@ def summary(
             for name in known
         },
     }
+
+
+def rows_by_source(data: DataConfig, state: State) -> dict[str, Any]:
+    """Return the field of `summary.json` with the rows of each folder of a mixture that
+    the run has trained on; nothing if there is no mixture."""
+    if len(data.weights) < 2 or len(data.weights) != len(data.paths):
+        return {}
+    shares = Shares(data.weights)
+    counts = [shares.drawn(*span) for span in leases.trained(state)]
+    totals = map(sum, zip(*counts, strict=True)) if counts else [0] * len(data.paths)
+    return {"rows_by_source": dict(zip(data.paths, totals, strict=True))}
 
 
 def missing(config: Config, roster: Roster) -> list[str]:
@@ -213,6 +227,7 @@ def _island_status(
         "incarnation": island.incarnation,
         "steps": island.steps,
         "tokens": island.computed_tokens,
+        "tokens_predicted": sums.tokens_predicted or None,
         "skipped_steps": sums.skipped_steps,
         "tokens_per_second": speed,
         "median_step_seconds": sums.median_step_seconds,
@@ -242,6 +257,7 @@ def _island_summary(
         **_token_fields(totals),
         "tokens_merged_by_fragment": ledger.merged_by_fragment(state, name),
         "tokens_per_step": state.islands[name].tokens_per_step,
+        "tokens_predicted": sums.tokens_predicted or None,
         "steps": sums.steps,
         "skipped_steps": sums.skipped_steps,
         "median_step_seconds": sums.median_step_seconds,

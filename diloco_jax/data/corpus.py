@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from diloco_jax.config import ConfigError, DataConfig, ModelConfig
+from diloco_jax.config import ConfigError, DataConfig
 from diloco_jax.data import manifest
 from diloco_jax.data.documents import encoded, find_documents
 from diloco_jax.data.progress import ReadProgress
 from diloco_jax.data.text import read_text_file
-from diloco_jax.data.tokenizer import SEPARATOR, VOCAB_SIZE
+from diloco_jax.data.tokenizers.of_bytes import SEPARATOR, VOCAB_SIZE
+from diloco_jax.data.tokenizers.opening import open_tokenizer
 from diloco_jax.data.tokens import SUFFIX, TokenRow, Tokens, read_token_file
 
 logger = logging.getLogger(__name__)
@@ -159,6 +160,8 @@ def load_checked_corpus(data: DataConfig, *, copied: bool = False) -> Corpus:
     """
     copied = copied or bool(data.digest)
     corpus = load_corpus(data.paths, data.validation_fraction, copied=copied)
+    if data.tokenizer:
+        corpus = _of_tokenizer(corpus, data)
     if data.digest and corpus.digest != data.digest:
         raise ConfigError(
             f"data.digest = {data.digest} in the run's config, but the corpus here "
@@ -175,6 +178,27 @@ def load_checked_corpus(data: DataConfig, *, copied: bool = False) -> Corpus:
         f"{len(corpus.validation):,}",
     )
     return corpus
+
+
+def _of_tokenizer(corpus: Corpus, data: DataConfig) -> Corpus:
+    """Return the corpus with a digest that tells its tokenizer, too; raise ConfigError
+    if its tokens cannot be those of `data.tokenizer`."""
+    tokenizer = open_tokenizer(data.tokenizer)
+    where = ", ".join(data.paths) or "the Python standard library"
+    if corpus.of_bytes:
+        raise ConfigError(
+            f"data.tokenizer = {data.tokenizer}, but {where} is text, of which every "
+            f"byte is a token; make its tokens with `diloco data prepare OUT SOURCES "
+            f"--tokenizer {data.tokenizer}`, and give OUT as data.paths"
+        )
+    if corpus.largest >= tokenizer.vocab_size:
+        raise ConfigError(
+            f"data.tokenizer = {data.tokenizer} has {tokenizer.vocab_size} tokens, but "
+            f"the tokens of {where} go up to {corpus.largest}; give the tokenizer that "
+            f"they were made with"
+        )
+    both = hashlib.sha256(f"{corpus.digest}:{tokenizer.digest}".encode())
+    return dataclasses.replace(corpus, digest=both.hexdigest()[:16])
 
 
 def require_window(nbytes: int, sequence_length: int) -> None:
@@ -194,16 +218,6 @@ def require_prediction(nbytes: int) -> None:
             f"the validation text has {nbytes} bytes, but 2 are needed to "
             f"predict one; raise data.validation_fraction or give more text "
             f"(data.paths)"
-        )
-
-
-def require_vocabulary(corpus: Corpus, model: ModelConfig) -> None:
-    """Raise ConfigError if the bundled model has no place for a token. The vocabulary
-    of a user's own model is not known here."""
-    if corpus.largest >= model.vocab_size and not model.factory:
-        raise ConfigError(
-            f"model.vocab_size = {model.vocab_size}, but the tokens go up to "
-            f"{corpus.largest}; set it to {corpus.largest + 1} or more"
         )
 
 

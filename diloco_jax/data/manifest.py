@@ -35,6 +35,11 @@ TOLD_FROM = 1 << 30
 """Bytes from which a reading is told."""
 CHUNK_BYTES = 1 << 22
 LOCK_POLL_S = 1.0
+LOCK_WAIT_S = 600.0
+"""Longest wait for another process that makes a manifest, beside what its reading takes
+at `SLOWEST_BYTES_PER_S`."""
+SLOWEST_BYTES_PER_S = 5e7
+"""Rate below which that reading counts as stuck."""
 Check = Callable[[Path, np.ndarray, slice], int]
 """Returns the largest value of a part of a file's row; raises ConfigError, naming the
 file, for values that may not be there."""
@@ -177,15 +182,29 @@ def require_same(
 def _alone(path: Path) -> Iterator[None]:
     """Let one process at a time read a file for its manifest, also on other machines
     that share it, where the file system has locks for readers. A process that ends,
-    however it does, frees its lock."""
-    told = False
+    however it does, frees its lock. Raise ConfigError if one holds it for too long."""
+    told, began = False, time.monotonic()
+    within_s = LOCK_WAIT_S + path.stat().st_size / SLOWEST_BYTES_PER_S
     with path.open("rb") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            except BlockingIOError as error:
+                waited_s = time.monotonic() - began
+                if waited_s >= within_s:
+                    raise ConfigError(
+                        f"data.paths: another process has been reading {path} for its "
+                        f"manifest for {waited_s:.0f} s, and {within_s:.0f} s are "
+                        f"enough for its size; end that process, on whatever machine "
+                        f"it is, or make the manifest before the run with `diloco "
+                        f"manifest {path}`"
+                    ) from error
                 if not told:
-                    logger.warning("waiting for another process that reads %s", path)
+                    logger.warning(
+                        "waiting for another process that reads %s, for %.0f s at most",
+                        path,
+                        within_s,
+                    )
                 told = True
                 time.sleep(LOCK_POLL_S)
                 continue

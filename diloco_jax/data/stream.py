@@ -17,7 +17,7 @@ import numpy as np
 
 from diloco_jax import machine
 from diloco_jax.data.positions import LeasedPositions
-from diloco_jax.data.windows import Windows
+from diloco_jax.data.reader import Arrays, BatchReader
 from diloco_jax.protocol.values import Span
 
 AHEAD_BYTES = 1 << 26
@@ -28,17 +28,18 @@ MOST_READERS = 16
 ROWS_AT_ONCE = 8
 """Fewest rows that are worth a reader of their own."""
 
-Rows = tuple[int, int]
+Range = tuple[int, int]
 """First row and the one after the last."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnRows:
-    """The rows of a batch that one host's devices need. `shape`: that of the batch."""
+    """The rows of one array of a batch that one host's devices need. `shape`: that of
+    the whole array."""
 
-    shape: tuple[int, int]
-    parts: Mapping[Rows, np.ndarray]
-    """Values by rows, [rows, shape[1]]."""
+    shape: tuple[int, ...]
+    parts: Mapping[Range, np.ndarray]
+    """Values by rows, [rows, *shape[1:]]."""
 
     def part(self, index: tuple[slice, ...] | None) -> np.ndarray:
         """Return the rows of one device, as `jax.make_array_from_callback` asks."""
@@ -47,7 +48,25 @@ class OwnRows:
         return self.parts[start, stop]
 
 
-Batch = np.ndarray | OwnRows
+Batch = Mapping[str, np.ndarray | OwnRows]
+"""Arrays of a batch by name, [B, ...], or the host's own rows of them."""
+
+
+def by_range(arrays: Arrays, own: Sequence[Range], batch_size: int) -> Batch:
+    """Return arrays of a host's own rows, one range after the other, as a batch.
+
+    own: the ranges; empty: the rows are all of the batch.
+    """
+    if not own:
+        return arrays
+    ends = np.cumsum([stop - start for start, stop in own])[:-1]
+    return {
+        name: OwnRows(
+            (batch_size, *array.shape[1:]),
+            dict(zip(own, np.split(array, ends), strict=True)),
+        )
+        for name, array in arrays.items()
+    }
 
 
 class LeasedStream:
@@ -56,8 +75,9 @@ class LeasedStream:
     Any thread may grant, look and close; one thread takes batches.
     """
 
-    def __init__(self, windows: Windows, sequences_per_step: int):
-        self._windows = windows
+    def __init__(self, reader: BatchReader, sequences_per_step: int):
+        """reader: rows by position."""
+        self._reader = reader
         self._per_step = sequences_per_step
         self._lock = threading.Lock()
         self._positions = LeasedPositions()
@@ -67,10 +87,10 @@ class LeasedStream:
         )
         self._closed = False
         self._consumed = 0
-        self._own: tuple[Rows, ...] = ()
+        self._own: tuple[Range, ...] = ()
         self._ahead = self._affordable(sequences_per_step)
 
-    def read_only(self, own: Sequence[Rows]) -> None:
+    def read_only(self, own: Sequence[Range]) -> None:
         """Have only these rows of every batch read; empty: all. Call it before the
         first grant."""
         self._own = tuple(dict.fromkeys(own))
@@ -102,8 +122,7 @@ class LeasedStream:
             return bool(self._ready)
 
     def next_batch(self, timeout_s: float) -> Batch:
-        """Return the next batch, int32 [B, T + 1] or the host's own rows of it; wait
-        until it is read.
+        """Return the next batch; wait until it is read.
 
         Raises:
           ValueError: the leases do not fill it (see `ready`).
@@ -126,10 +145,7 @@ class LeasedStream:
             )
         for part in first.parts:
             part.result()
-        if not self._own:
-            return first.rows
-        shape = (self._per_step, self._windows.sequence_length + 1)
-        return OwnRows(shape, first.split(self._own))
+        return by_range(first.arrays, self._own, self._per_step)
 
     def close(self) -> None:
         """End the readers."""
@@ -139,7 +155,7 @@ class LeasedStream:
 
     def _affordable(self, rows: int) -> int:
         """Return the batches that are read ahead, each of so many rows here."""
-        nbytes = 4 * rows * (self._windows.sequence_length + 1)
+        nbytes = rows * self._reader.row_bytes
         return min(max(AHEAD_BYTES // nbytes, FEWEST_AHEAD), MOST_AHEAD)
 
     def _prepare(self) -> None:
@@ -150,7 +166,7 @@ class LeasedStream:
                 return
             if self._own:
                 positions = np.concatenate([positions[a:b] for a, b in self._own])
-            self._ready.append(_Reading(self._readers, self._windows, positions))
+            self._ready.append(_Reading(self._readers, self._reader, positions))
 
 
 class _Reading:
@@ -159,19 +175,14 @@ class _Reading:
     def __init__(
         self,
         readers: concurrent.futures.Executor,
-        windows: Windows,
+        reader: BatchReader,
         positions: np.ndarray,
     ) -> None:
-        self.rows = np.empty((len(positions), windows.sequence_length + 1), np.int32)
+        self.arrays = reader.empty(len(positions))
 
         def read(start: int) -> None:
-            for row in range(start, min(start + ROWS_AT_ONCE, len(positions))):
-                self.rows[row] = windows.window(int(positions[row]))
+            for place in range(start, min(start + ROWS_AT_ONCE, len(positions))):
+                reader.read(int(positions[place]), self.arrays, place)
 
         starts = range(0, len(positions), ROWS_AT_ONCE)
         self.parts = [readers.submit(read, start) for start in starts]
-
-    def split(self, own: Sequence[Rows]) -> dict[Rows, np.ndarray]:
-        """Return the rows by their place in the batch."""
-        ends = np.cumsum([stop - start for start, stop in own])[:-1]
-        return dict(zip(own, np.split(self.rows, ends), strict=True))

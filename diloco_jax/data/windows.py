@@ -1,49 +1,65 @@
-"""Windows of text, addressed by their position in one global shuffled index.
+"""Windows of a long row of tokens, as rows to train on and to validate on.
 
-Position p is in epoch p // n, n windows to an epoch; each epoch is a permutation of
-all windows drawn from (seed, epoch). Islands are leased ranges of positions, so numbers
-alone decide which island trains on which text. `B` sequences, `T` tokens predicted.
+`T` tokens predicted of each window.
 """
 
 from __future__ import annotations
 
-import grain
+from typing import ClassVar
+
 import numpy as np
 
-from diloco_jax.data.corpus import require_window
+from diloco_jax.data.corpus import require_prediction, require_window
+from diloco_jax.data.source import TOKENS, WEIGHTS, Fields, Row
 from diloco_jax.data.tokens import Tokens
 
 
 class Windows:
-    """Random access to batches of training windows, without an index in memory.
+    """Source of training windows.
 
     Window i holds tokens [i T, (i + 1) T]: neighbours share one token, and every
     token but the first is predicted once per epoch. Tokens at the end that do not fill
     a window are not trained on.
     """
 
-    def __init__(self, tokens: Tokens, sequence_length: int, seed: int):
+    fields: ClassVar[Fields] = {"tokens": TOKENS}
+
+    def __init__(self, tokens: Tokens, sequence_length: int):
         """tokens: integers [tokens]. ConfigError if they do not fill one window."""
         require_window(len(tokens), sequence_length)
-        self.sequence_length = sequence_length
+        self._length = sequence_length
         self._tokens = tokens
-        self._count = (len(tokens) - 1) // sequence_length
-        index = grain.MapDataset.range(self._count).seed(seed).shuffle().repeat()
-        self._windows = index.map(self._window)
 
     def __len__(self) -> int:
-        """Return the number of windows per epoch."""
-        return self._count
+        return (len(self._tokens) - 1) // self._length
 
-    def window(self, position: int) -> np.ndarray:
-        """Return int32 [T + 1], the window of a position."""
-        window: np.ndarray = self._windows[position]
-        return window
+    def __getitem__(self, row: int) -> Row:
+        start = row * self._length
+        window = self._tokens[start : start + self._length + 1]
+        return {"tokens": window.astype(np.int32)}
 
-    def batch(self, positions: np.ndarray) -> np.ndarray:
-        """Return int32 [B, T + 1], the windows of int64 [B] positions."""
-        return np.stack([self.window(int(p)) for p in positions])
 
-    def _window(self, index: int) -> np.ndarray:
-        start = int(index) * self.sequence_length
-        return self._tokens[start : start + self.sequence_length + 1].astype(np.int32)
+class ValidationWindows:
+    """Source of windows in which every token but the first is predicted exactly once.
+
+    The last one is filled up with zeros, and nothing is predicted there.
+    """
+
+    fields: ClassVar[Fields] = {"tokens": TOKENS, "weights": WEIGHTS}
+
+    def __init__(self, tokens: Tokens, sequence_length: int):
+        """tokens: integers [tokens]. ConfigError if there is nothing to predict."""
+        require_prediction(len(tokens))
+        self._length = sequence_length
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return -(-(len(self._tokens) - 1) // self._length)
+
+    def __getitem__(self, row: int) -> Row:
+        length, start = self._length, row * self._length
+        text = self._tokens[start : start + length + 1]
+        tokens = np.zeros(length + 1, np.int32)
+        tokens[: len(text)] = text
+        weights = (np.arange(length) < len(text) - 1).astype(np.float32)
+        return {"tokens": tokens, "weights": weights}

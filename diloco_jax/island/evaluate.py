@@ -11,8 +11,8 @@ from diloco_jax.models.model import Params
 
 
 class Evaluation(NamedTuple):
-    """Losses of a validation. `loss` is in nats per token; `bits_per_byte` is the same
-    where tokens are bytes, and None elsewhere."""
+    """Losses of a validation. `loss` is in nats per token; `bits_per_byte` is None if
+    nobody knows how many bytes of text a token has."""
 
     loss: float
     bits_per_byte: float | None
@@ -50,7 +50,7 @@ class Evaluator:
         step's. Return the mean loss of a pass in nats per token after its last
         batch."""
         batch = self._validation[self._batches[len(self._done)]]
-        total, weight = self._trainer.eval_step(params, *batch)
+        total, weight = self._trainer.eval_step(params, batch)
         self._done.append((float(total), float(weight)))
         if len(self._done) < len(self._batches):
             return None
@@ -65,10 +65,11 @@ def evaluate_all(
     once."""
     sums = []
     for index in range(len(validation)):
-        total, weight = trainer.eval_step(params, *validation[index])
+        total, weight = trainer.eval_step(params, validation[index])
         sums.append((float(total), float(weight)))
     loss = _mean(sums)
-    return Evaluation(loss, loss / math.log(2) if validation.of_bytes else None)
+    per_token = validation.bytes_per_token
+    return Evaluation(loss, loss / math.log(2) / per_token if per_token else None)
 
 
 def _mean(sums: list[tuple[float, float]]) -> float:

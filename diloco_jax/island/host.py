@@ -14,10 +14,10 @@ import jax
 from diloco_jax import checkpoint, compilation
 from diloco_jax.config import Config
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.data.corpus import load_checked_corpus
+from diloco_jax.data.loading import load_data
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.validation import ValidationBatches
-from diloco_jax.data.windows import Windows
 from diloco_jax.faults import Faults
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.device.build import (
@@ -49,18 +49,20 @@ class Host(Parts[Loop]):
     def __init__(
         self, config: Config, name: str, coordinator_address: str, workdir: Path
     ) -> None:
-        """Read the corpus, and make the plan of the model's fragments; raises
+        """Load the data, and make the plan of the model's fragments; raises
         ConfigError or SecurityError."""
         run, placement = config.run, config.placement
-        super().__init__(config, name, coordinator_address, build_plan(run, build(run)))
+        model = build(run)
+        super().__init__(config, name, coordinator_address, build_plan(run, model))
         folder = checkpoint.island_folder(placement, workdir, name)
         self.checkpoints = Checkpoints(config, name, folder)
         compilation.use_cache(compilation.of_run(workdir))
-        corpus = load_checked_corpus(run.data)
-        windows = Windows(corpus.train, run.sequence_length, run.seed)
-        self.data = LeasedStream(windows, self.island.batch_size)
+        data, length = load_data(run), run.sequence_length
+        fields, batch_size = model.fields(run.data.arrays), self.island.batch_size
+        reader = BatchReader(data.index(run.seed), fields, length)
+        self.data = LeasedStream(reader, batch_size)
         self._validation = ValidationBatches(
-            corpus.validation, run.sequence_length, self.island.batch_size
+            data.validation, batch_size, fields, length
         )
 
     def build(self, identity: Identity, hosts: Hosts | None) -> None:
@@ -98,9 +100,10 @@ class Host(Parts[Loop]):
         params, self._zeros = self._exchange.warm(self._zeros), {}
         batch = self._validation[0]
         if self.config.placement.evaluate_every_steps:
-            float(trainer.eval_step(params, *batch)[0])
+            float(trainer.eval_step(params, batch)[0])
         state = TrainState(params, trainer.init_inner(params))
-        _, metrics = trainer.step(state, trainer.put_batch(batch.tokens), 0.0)
+        training = {name: batch[name] for name in trainer.fields}
+        _, metrics = trainer.step(state, trainer.put_batch(training), 0.0)
         float(metrics["loss"])
         # A compiler leaves as much freed memory as a small island needs otherwise.
         give_back()

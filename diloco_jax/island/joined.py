@@ -17,8 +17,6 @@ from typing import Any, Self
 import numpy as np
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, suggest
-from diloco_jax.config.loading import from_builtins
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.island.hosts.follower import Follower
 from diloco_jax.island.hosts.world import Hosts, HostsError, hosts_here
@@ -26,11 +24,10 @@ from diloco_jax.island.joined_host import JoinedHost, JoinedLoop
 from diloco_jax.island.mailbox import NotHereError
 from diloco_jax.island.main import LeadingHost
 from diloco_jax.island.network.link import ending_of
+from diloco_jax.island.of_run import ask_config
 from diloco_jax.models.model import Axes
 from diloco_jax.protocol.island.boundary import Ending
-from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import Refused
-from diloco_jax.wire.tls import TlsFiles
 
 
 class IslandEndedError(RuntimeError):
@@ -68,7 +65,7 @@ def join(
         of f32 arrays on a mesh of all processes. Their values are not used.
       tokens_per_step: of one step of the loop, over all its devices.
       incarnation: number of this attempt, higher than any before; from 1.
-      certificates: folder with `ca.pem`, `island.pem` and `island.key`.
+      certificates: folder with `ca.pem`, `island.NAME.pem` and `.key`.
       axes: names of the parameters' axes, as the run's model has them; None: none.
       every: steps of the loop between two boundaries, for steps of milliseconds.
       insecure: let it speak to other machines without TLS.
@@ -81,7 +78,7 @@ def join(
         raise ConfigError(f"incarnation = {incarnation}: attempts are counted from 1")
     if every < 1:
         raise ConfigError(f"every = {every}; a boundary follows one step or more")
-    config = _of_coordinator(address, str(certificates), insecure)
+    config = _of_coordinator(address, name, str(certificates), insecure)
     hosts = hosts_here(f"diloco/{name}/{incarnation}/")
     island = _described(
         config, name, tokens_per_step * every, hosts.count if hosts else 1
@@ -270,20 +267,17 @@ class JoinedIsland:
         return self._island.loop
 
 
-def _of_coordinator(address: str, certificates: str, insecure: bool) -> Config:
+def _of_coordinator(
+    address: str, name: str, certificates: str, insecure: bool
+) -> Config:
     """Return the run's config with this process's way to the coordinator."""
-    deadlines = Deadlines(Placement().time_budget_s)
-    client = Client(
+    config = ask_config(
         address,
-        tls=TlsFiles.load(certificates, "island") if certificates else None,
-        deadlines=deadlines,
-        bulk_channels=1,
+        name,
+        certificates=certificates,
         insecure=insecure,
+        deadlines=Placement().deadlines,
     )
-    try:
-        config = from_builtins(client.config(deadlines.connect_s), address)
-    finally:
-        client.close()
     placement = dataclasses.replace(
         config.placement, certificates=certificates, insecure=insecure
     )

@@ -64,8 +64,9 @@ class Loop(Stepping):
 
     def _read_metrics(self) -> None:
         if self._last_metrics is not None:
-            self.timing.loss(float(self._last_metrics["loss"]))
-            if self._last_metrics["skipped"]:
+            metrics = {name: float(value) for name, value in self._last_metrics.items()}
+            self.timing.loss(metrics["loss"], metrics["tokens"])
+            if metrics["skipped"]:
                 self._tell_skipped(self.timing.skipped())
             self._last_metrics = None
 

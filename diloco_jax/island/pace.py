@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_jax.config import RunConfig
+from diloco_jax.config import InnerConfig, RunConfig
 from diloco_jax.core.inner import learning_rate
 from diloco_jax.protocol.island.boundary import Goal
 
@@ -30,15 +30,20 @@ class Pace:
     def learning_rate(self, step: int, others_tokens: int) -> float:
         """Return the rate of `step`, counted from 0. Call it once for every step, in
         order."""
-        inner, done = self._inner, self._goal.share_done(step, others_tokens)
+        done = self._goal.share_done(step, others_tokens)
         # Monotone, though tokens may be lost elsewhere.
         self._progress = max(self._progress, done)
         rewarm = (step + 1) / self._rewarm_steps if self._rewarm_steps else 1.0
-        return learning_rate(
-            peak=inner.learning_rate,
-            schedule=inner.schedule,
-            warmup_fraction=inner.warmup_fraction,
-            final_fraction=inner.final_fraction,
-            progress=self._progress,
-            rewarm=rewarm,
-        )
+        return scheduled(self._inner, self._progress, rewarm)
+
+
+def scheduled(inner: InnerConfig, progress: float, rewarm: float = 1.0) -> float:
+    """Return the rate where that share of the run is done; see `learning_rate`."""
+    return learning_rate(
+        peak=inner.learning_rate,
+        schedule=inner.schedule,
+        warmup_fraction=inner.warmup_fraction,
+        final_fraction=inner.final_fraction,
+        progress=progress,
+        rewarm=rewarm,
+    )

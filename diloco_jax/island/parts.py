@@ -18,6 +18,7 @@ from diloco_jax.island.network.receiver import Fetcher
 from diloco_jax.island.network.sender import Sender
 from diloco_jax.island.stepping import Stepping
 from diloco_jax.protocol.values import Version
+from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles
@@ -38,14 +39,13 @@ class Parts(abc.ABC, Generic[L]):
         """Raise ConfigError or SecurityError."""
         config = restart_time.lasting(config, plan.total)
         placement = config.placement
-        certificates = placement.certificates
         self.config, self.name, self.island = config, name, config.island(name)
         self.plan, self.deadlines = plan, placement.deadlines
         self._hosts: Hosts | None = None
         self.mailbox = Mailbox(awaits_last=self.awaits_last)
         self.client = Client(
             coordinator_address,
-            tls=TlsFiles.load(certificates, "island") if certificates else None,
+            tls=TlsFiles.load_given(placement.certificates, principal.island(name)),
             deadlines=self.deadlines,
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,

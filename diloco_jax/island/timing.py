@@ -36,6 +36,7 @@ class Timing:
         """The gaps, sorted: every boundary asks for their median."""
         self._losses: collections.deque[float] = collections.deque(maxlen=LOSS_STEPS)
         self._max_gap = self._stalled = self._evaluated = self._stepped = 0.0
+        self._predicted = 0.0
         self._steps = self._skipped = 0
         self._first_unix = self._last_unix = 0.0
         self.eval_loss = float("nan")
@@ -74,9 +75,11 @@ class Timing:
         """Begin a new gap at a boundary without a step: the wait was not for data."""
         self._boundary, self._evaluated_in_gap = self._clock(), 0.0
 
-    def loss(self, value: float) -> None:
-        """Note the training loss of a step, in nats per token."""
+    def loss(self, value: float, predicted: float = 0.0) -> None:
+        """Note the training loss of a step, in nats per token, and the sum of the
+        weights of its predictions, 0 if it is not known."""
         self._losses.append(value)
+        self._predicted += predicted
 
     def skipped(self) -> int:
         """Note a step that changed nothing; return how many have by now."""
@@ -88,6 +91,7 @@ class Timing:
         return Measures(
             steps=self._steps,
             skipped_steps=self._skipped,
+            tokens_predicted=round(self._predicted),
             median_step_seconds=self._median(),
             max_step_gap_seconds=self._max_gap,
             step_seconds_total=self._stepped,

@@ -1,4 +1,4 @@
-"""A launch's certificates: made on this machine, and packed by role for the others.
+"""A launch's certificates: made on this machine, and packed by machine for the others.
 
 The authority's key stays here.
 """
@@ -14,31 +14,43 @@ from pathlib import Path
 from cryptography import x509
 
 from diloco_jax.launch.order import COORDINATOR
-from diloco_jax.wire.certificates import add_names, make_certificates
+from diloco_jax.wire.certificates import add, make_certificates, principals, renew
 from diloco_jax.wire.errors import SecurityError
+from diloco_jax.wire.principal import COORDINATOR as PRINCIPAL
+from diloco_jax.wire.principal import island
 
-DAYS = 365
-ROLES = (COORDINATOR, "island")
+DAYS = 90
+"""Days for which a launch's certificates are valid."""
+RENEWED_DAYS = 45
+"""Days before its end in which a certificate is made anew: at each create or run."""
 
 
-def prepare_certificates(folder: Path, hosts: tuple[str, ...]) -> None:
-    """Make certificates for `hosts` in `folder`, and ROLE.tar of each role's three
-    files: `ca.pem`, `ROLE.pem`, `ROLE.key`.
+def prepare_certificates(
+    folder: Path, hosts: tuple[str, ...], islands: tuple[str, ...]
+) -> None:
+    """Make certificates for the coordinator on `hosts` and for these islands in
+    `folder`, and STEM.tar of each one's three files: `ca.pem`, `STEM.pem`, `STEM.key`.
 
-    Existing files are kept. Raises SecurityError if they cannot be completed.
+    Existing files are kept unless they end soon. Raises SecurityError if they cannot be
+    completed.
     """
     if not (folder / "ca.pem").exists():
-        make_certificates(folder, hosts, DAYS)
-    elif missing := [host for host in hosts if host not in _known_hosts(folder)]:
-        add_names(folder, missing, DAYS)
-    for role in ROLES:
-        _pack(folder, role)
+        make_certificates(folder, hosts, DAYS, islands=islands)
+    else:
+        here = set(principals(folder))
+        lacking = [name for name in islands if island(name) not in here]
+        missing = [host for host in hosts if host not in _known_hosts(folder)]
+        if missing or lacking:
+            add(folder, missing, DAYS, islands=lacking)
+        renew(folder, DAYS, RENEWED_DAYS)
+    for who in (PRINCIPAL, *map(island, islands)):
+        _pack(folder, who.stem)
 
 
-def digest(folder: Path, role: str) -> str:
-    """Return the SHA-256 of a role's ROLE.tar; empty if there is none."""
+def digest(folder: Path, stem: str) -> str:
+    """Return the SHA-256 of STEM.tar; empty if there is none."""
     try:
-        packed = (folder / f"{role}.tar").read_bytes()
+        packed = (folder / f"{stem}.tar").read_bytes()
     except FileNotFoundError:
         return ""
     return hashlib.sha256(packed).hexdigest()
@@ -59,15 +71,15 @@ def _known_hosts(folder: Path) -> set[str]:
     return {str(name.value) for name in names.value}
 
 
-def _pack(folder: Path, role: str) -> None:
+def _pack(folder: Path, stem: str) -> None:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
-        for name in ("ca.pem", f"{role}.pem", f"{role}.key"):
+        for name in ("ca.pem", f"{stem}.pem", f"{stem}.key"):
             entry = tarfile.TarInfo(name)
             content = (folder / name).read_bytes()
             entry.size, entry.mode = len(content), 0o600
             tar.addfile(entry, io.BytesIO(content))
-    path = folder / f"{role}.tar"
+    path = folder / f"{stem}.tar"
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:

@@ -30,6 +30,12 @@ class LaunchOptions:
     on: Literal["tpu_vm", "gke"] | None = setting(
         None, help="Where to run: Cloud TPU queued resources, or a GKE cluster."
     )
+    init: str = setting(
+        "",
+        metavar="hf:gs://BUCKET/FOLDER|run:gs://BUCKET/FOLDER",
+        help="Begin with the parameters of a folder of weights or of a run, in a "
+        "bucket that the coordinator's machine can read. Without it they are drawn.",
+    )
     action: Literal["create", "run", "logs", "stop", "delete"] = setting(
         "create",
         help="create: make and start everything; what was preempted or failed is made "
@@ -65,7 +71,7 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
             "there is no terminal to ask on; give --yes to run the commands, or "
             "--dry-run to see them"
         )
-    order = make_order(config, path, options.on)
+    order = make_order(config, path, options.on, options.init)
     _check_owners(order, options.only)
     workdir = Path(absolute(config.placement.workdir or f"runs/{order.name}"))
     record = LaunchRecord(workdir / "launch.json", options.on)
@@ -74,7 +80,11 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     folder = workdir / "launch"
     backend = BACKENDS[options.on]
     if options.action in ("create", "run") and not options.dry_run:
-        prepare_certificates(certificates, backend.hosts(order))
+        prepare_certificates(
+            certificates,
+            backend.hosts(order),
+            tuple(island.name for island in order.islands),
+        )
     deployment = backend.deployment(
         order, str(certificates), str(folder), int(time.time())
     )

@@ -40,7 +40,7 @@ def deployment(
         _coordinator_pool(order),
         *(_island_pool(order, island) for island in order.islands),
         *([_namespace(order)] if settings.namespace != "default" else []),
-        *(_secret(order, role, certificates) for role in (COORDINATOR, "island")),
+        *(_secret(order, stem, certificates) for stem in order.secrets),
         _config_map(order, f"{folder}/config.yaml"),
         _object(
             *(order, f"{folder}/disk.yaml", "persistentvolumeclaim", name, COORDINATOR),
@@ -186,9 +186,9 @@ def _config_map(order: Order, file: str) -> Resource:
     )
 
 
-def _secret(order: Order, role: str, certificates: str) -> Resource:
-    name = manifests.secret_name(order, role)
-    files = ("ca.pem", f"{role}.pem", f"{role}.key")
+def _secret(order: Order, stem: str, certificates: str) -> Resource:
+    name = order.secrets[stem]
+    files = ("ca.pem", f"{stem}.pem", f"{stem}.key")
     create = _kubectl(
         order,
         *("create", "secret", "generic", name),
@@ -197,11 +197,11 @@ def _secret(order: Order, role: str, certificates: str) -> Resource:
     delete = _delete(order, "secret", name)
     return Resource(
         what=f"secret {name}",
-        owner=SHARED,
+        owner=order.owner_of(stem),
         find=_find(order, "secret", name),
         create=create,
         delete=delete,
-        content=digest(Path(certificates), role),
+        content=digest(Path(certificates), stem),
         update=(delete, create),
     )
 

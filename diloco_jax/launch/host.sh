@@ -62,6 +62,7 @@ run() {
     work=$DISK/run
     if [ ! -d "$work/log" ] && [ "$(date +%s)" -lt "$INIT_BEFORE" ]; then
       ARGUMENTS+=(--init)
+      if [ -n "$SOURCE" ]; then ARGUMENTS+=("$SOURCE"); fi
     fi
   else
     # Counted on disk before it is used: no number is used twice, and a slice made

@@ -23,6 +23,7 @@ from diloco_jax.launch.order import (
     PlacedIsland,
 )
 from diloco_jax.launch.variables import variables_of
+from diloco_jax.wire import principal
 
 Manifest = dict[str, Any]
 
@@ -115,11 +116,11 @@ def coordinator(order: Order, address: str, now_unix: int) -> list[Manifest]:
     begin a run for a while after `now_unix`."""
     name, labels = order.coordinator, _labels(order, COORDINATOR)
     command = shlex.join(["diloco", *order.coordinator_arguments(address)])
-    init_before = now_unix + INIT_WITHIN_S
+    init, init_before = shlex.join(order.init_arguments()), now_unix + INIT_WITHIN_S
     script = f"""\
-if [ ! -d {WORKDIR}/log ] && [ "$(date +%s)" -lt {init_before} ]; then init=--init; fi
+if [ ! -d {WORKDIR}/log ] && [ "$(date +%s)" -lt {init_before} ]; then set -- {init}; fi
 trap 'asked=yes; kill -TERM $!' TERM
-{command} ${{init-}} &
+{command} "$@" &
 code=0; wait $! || code=$?
 if [ "${{asked-}}" ]; then wait $!; exit; fi
 [ $code = 0 ] || exit $code
@@ -209,11 +210,6 @@ def config_name(order: Order) -> str:
     return f"{order.name}-config"
 
 
-def secret_name(order: Order, role: str) -> str:
-    """Return the name of the Secret with a role's certificates."""
-    return f"{order.name}-certificates-{role}"
-
-
 def _island_pod(
     order: Order, island: PlacedIsland, address: str, now_unix: int
 ) -> Manifest:
@@ -224,7 +220,10 @@ def _island_pod(
     # The shell adds the numbers and is replaced: signals reach `diloco` itself.
     script = f"exec {command} --incarnation $(({now_unix} + RESTART_ATTEMPT))"
     chips = {"google.com/tpu": str(island.slice.chips_per_host)}
-    volumes = [*_volumes(order, "island"), {"name": "run", "emptyDir": {}}]
+    volumes = [
+        *_volumes(order, principal.island(island.name).stem),
+        {"name": "run", "emptyDir": {}},
+    ]
     selector = {
         "cloud.google.com/gke-tpu-accelerator": island.slice.generation.node_label,
         "cloud.google.com/gke-tpu-topology": island.slice.shape,
@@ -265,8 +264,9 @@ def _island_pod(
     }
 
 
-def _volumes(order: Order, role: str) -> list[Manifest]:
-    secret = {"secretName": secret_name(order, role), "defaultMode": 0o400}
+def _volumes(order: Order, stem: str) -> list[Manifest]:
+    """stem: that of the certificates' files."""
+    secret = {"secretName": order.secrets[stem], "defaultMode": 0o400}
     volumes: list[Manifest] = [
         {"name": "config", "configMap": {"name": config_name(order)}},
         {"name": "certificates", "secret": secret},

@@ -22,6 +22,9 @@ from diloco_jax.config import (
 )
 from diloco_jax.launch.fleet import Slice, find_slice
 from diloco_jax.launch.variables import check_variables
+from diloco_jax.paths import is_bucket
+from diloco_jax.weights.sources import source_of
+from diloco_jax.wire import principal
 
 Backend = Literal["tpu_vm", "gke"]
 Purchase = Literal["on_demand", "spot", "reserved"]
@@ -85,6 +88,20 @@ class Order:
     islands: tuple[PlacedIsland, ...]
     config_json: str
     """The config as the machines read it."""
+    source: str = ""
+    """Where the first parameters come from; empty = they are drawn."""
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Names of the secrets with certificates, by the stem of the files in them."""
+        islands = {principal.island(i.name).stem: i.resource for i in self.islands}
+        owners = {COORDINATOR: self.coordinator, **islands}
+        return {stem: f"{resource}-certificates" for stem, resource in owners.items()}
+
+    def owner_of(self, stem: str) -> str:
+        """Return the part of the run that has the certificates of this stem."""
+        names = {principal.island(i.name).stem: i.name for i in self.islands}
+        return names.get(stem, COORDINATOR)
 
     @property
     def coordinator(self) -> str:
@@ -99,9 +116,16 @@ class Order:
             *("--certificates", CERTIFICATES),
         )
 
+    def init_arguments(self) -> tuple[str, ...]:
+        """Return the further ones of a coordinator that begins a run."""
+        return ("--init", self.source) if self.source else ("--init",)
 
-def make_order(config: Config, path: str, on: Backend) -> Order:
+
+def make_order(config: Config, path: str, on: Backend, source: str = "") -> Order:
     """Return the launch of the config read from `path`.
+
+    source: hf:gs://BUCKET/FOLDER or run:gs://BUCKET/FOLDER, which the coordinator's
+    machine reads; empty = the parameters are drawn.
 
     Raises ConfigError naming field, value and remedy.
     """
@@ -138,6 +162,7 @@ def make_order(config: Config, path: str, on: Backend) -> Order:
                     f"package and name it as 'package.module:name' (docs/tpu.md, The "
                     f"image)"
                 )
+    _check_source(source)
     check_variables(config)
     for field in ("zones", "purchase"):
         for name in getattr(settings, field):
@@ -165,7 +190,22 @@ def make_order(config: Config, path: str, on: Backend) -> Order:
         settings=settings,
         islands=islands,
         config_json=json.dumps(_host_config(config, islands), indent=2),
+        source=source,
     )
+
+
+def _check_source(source: str) -> None:
+    """Raise ConfigError unless the coordinator's machine can find the source."""
+    if not source:
+        return
+    kind, folder = source_of(source)
+    if not is_bucket(folder):
+        raise ConfigError(
+            f"--init {source}: {folder} is a folder of this machine, and the "
+            f"coordinator's machine reads the weights; copy it to a bucket (`gcloud "
+            f"storage rsync -r {folder} gs://BUCKET/FOLDER`) and give --init "
+            f"{kind}:gs://BUCKET/FOLDER"
+        )
 
 
 def _needed(on: Backend) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from diloco_jax.launch.order import (
 )
 from diloco_jax.launch.resources import SHARED, Command, Deployment, Owned, Resource
 from diloco_jax.launch.variables import variables_of
+from diloco_jax.wire import principal
 
 NOTICE_S = 25.0
 """Seconds from the notice to the goodbye. A Spot machine has about 30 s."""
@@ -40,7 +41,7 @@ def deployment(
     """Return all that `diloco launch --on tpu_vm` makes and runs.
 
     Args:
-      certificates: folder with `coordinator.tar` and `island.tar`.
+      certificates: folder with `coordinator.tar` and each `island.NAME.tar`.
       folder: folder for the deployment's files.
       now_unix: first incarnation of a slice made now, above those of any slice made
         before. A coordinator made now may begin a run for a while.
@@ -50,7 +51,7 @@ def deployment(
     files = {"coordinator.sh": _coordinator_script(order, address, now_unix)}
     made = [
         _firewall(order),
-        *(_secret(order, role, certificates) for role in (COORDINATOR, "island")),
+        *(_secret(order, stem, certificates) for stem in order.secrets),
         _disk(order),
         _coordinator(order, f"{folder}/coordinator.sh"),
     ]
@@ -178,25 +179,21 @@ def _firewall(order: Order) -> Resource:
     )
 
 
-def _secret(order: Order, role: str, certificates: str) -> Resource:
-    name = _secret_name(order, role)
-    data = f"--data-file={certificates}/{role}.tar"
+def _secret(order: Order, stem: str, certificates: str) -> Resource:
+    name = order.secrets[stem]
+    data = f"--data-file={certificates}/{stem}.tar"
     return Resource(
         what=f"secret {name}",
-        owner=SHARED,
+        owner=order.owner_of(stem),
         find=_gcloud(order, "secrets", "describe", name, "--format=value(name)"),
         create=_gcloud(
             order,
             *("secrets", "create", name, "--replication-policy=automatic", data),
         ),
         delete=_gcloud(order, "secrets", "delete", name),
-        content=digest(Path(certificates), role),
+        content=digest(Path(certificates), stem),
         update=(_gcloud(order, "secrets", "versions", "add", name, data),),
     )
-
-
-def _secret_name(order: Order, role: str) -> str:
-    return f"{order.name}-certificates-{role}"
 
 
 def _network(order: Order, subnetwork: str = "--subnetwork") -> list[str]:
@@ -265,6 +262,7 @@ def _coordinator_script(order: Order, address: str, now_unix: int) -> str:
         COORDINATOR,
         order.coordinator_arguments(address),
         INIT_BEFORE=str(now_unix + INIT_WITHIN_S),
+        SOURCE=order.source,
         PORT=str(PORT),
         DEVICE=f"/dev/disk/by-id/google-{order.coordinator}",
         DISK=DISK,
@@ -272,10 +270,15 @@ def _coordinator_script(order: Order, address: str, now_unix: int) -> str:
 
 
 def _script(
-    order: Order, role: str, owner: str, arguments: tuple[str, ...], **settings: str
+    order: Order,
+    role: str,
+    owner: str,
+    arguments: tuple[str, ...],
+    **settings: str,
 ) -> str:
-    """Return `host.sh` with its settings before it. owner: whose variables it gives to
-    the process."""
+    """Return `host.sh` with its settings before it. owner: whose variables and
+    certificates it gives to the process."""
+    stem = principal.island(owner).stem if role == "island" else COORDINATOR
     plain, secret = variables_of(order.settings, owner)
     variables = [f"--env={name}={value}" for name, value in plain.items()]
     secrets = [part for pair in secret.items() for part in pair]
@@ -285,7 +288,7 @@ def _script(
         "PROJECT": order.settings.project,
         "IMAGE": order.settings.image,
         "CLOUD_IMAGE": CLOUD_IMAGE,
-        "SECRET": _secret_name(order, role),
+        "SECRET": order.secrets[stem],
         "DATA": order.settings.data,
         **settings,
     }

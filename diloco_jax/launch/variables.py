@@ -26,6 +26,7 @@ OF_THE_LAUNCH = frozenset(
         *("JAX_PLATFORMS", "RESTART_ATTEMPT", "PATH", "DOCKER_CONFIG"),
         *("ROLE", "ROOT", "PROJECT", "IMAGE", "CLOUD_IMAGE", "SECRET", "DATA"),
         *("FIRST_INCARNATION", "PLATFORMS", "INIT_BEFORE", "PORT", "DEVICE", "DISK"),
+        "SOURCE",
         *("ARGUMENTS", "CONFIG_JSON", "VARIABLES", "SECRETS"),
     )
 )

@@ -19,14 +19,22 @@ class Attend(Protocol):
     """Attention of query, key and value; softmax in f32."""
 
     def __call__(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, window: int = 0
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        window: int = 0,
+        segments: jax.Array | None = None,
     ) -> jax.Array:
         """Return [B, T, N, H] of [B, T, N, H], [B, T, K, H] and [B, T, K, H].
 
-        window: tokens that each token attends to, itself included; 0 = all earlier."""
+        window: tokens that each token attends to, itself included; 0 = all earlier.
+        segments: int32 [B, T]; a token attends to those of its own document alone."""
         ...
 
 
+Mix = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""`Attend` with window and segments bound."""
 ATTENDED = "attended"
 """Name of attention's results for checkpoint policies."""
 
@@ -35,12 +43,20 @@ def dot_product(layout: Layout) -> Attend:
     """Return the plain formula, compiled by XLA."""
 
     def attend(
-        query: jax.Array, key: jax.Array, value: jax.Array, window: int = 0
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        window: int = 0,
+        segments: jax.Array | None = None,
     ) -> jax.Array:
+        together = None
+        if segments is not None:
+            together = segments[:, None, :, None] == segments[:, None, None, :]
         mixed = jax.nn.dot_product_attention(
             query,
             key,
             value,
+            mask=together,
             is_causal=True,
             local_window_size=(window - 1, 0) if window else None,
         )
@@ -65,10 +81,14 @@ def auto(layout: Layout) -> Attend:
     plain, kernel = dot_product(layout), splash(layout)
 
     def attend(
-        query: jax.Array, key: jax.Array, value: jax.Array, window: int = 0
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        window: int = 0,
+        segments: jax.Array | None = None,
     ) -> jax.Array:
         fits = query.shape[1] % LANES == 0
-        return (kernel if fits else plain)(query, key, value, window)
+        return (kernel if fits else plain)(query, key, value, window, segments)
 
     return attend
 

@@ -12,9 +12,10 @@ import numpy as np
 from diloco_jax.config import ConfigError, IslandConfig, RunConfig
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.members import load, said
+from diloco_jax.data.source import WEIGHTS
 from diloco_jax.models import transformer
 from diloco_jax.models.layout import Layout
-from diloco_jax.models.model import Model
+from diloco_jax.models.model import Model, abstract_batch
 
 Factory = Callable[[RunConfig, IslandConfig, Layout], Model]
 """Type of the function that `model.factory` names."""
@@ -103,10 +104,10 @@ def _check(model: Model, run: RunConfig, island: IslandConfig, layout: Layout) -
         raise ConfigError(f"axes do not name those of init: {error}") from error
     if model.loss is None:
         return
-    rows = island.batch_size // island.accumulation
-    tokens = jnp.zeros((rows, run.sequence_length + 1), jnp.int32)
-    weights = jnp.ones((rows, run.sequence_length), jnp.float32)
-    for batch in (tokens, {"tokens": tokens, "weights": weights}):
+    rows, length = island.batch_size // island.accumulation, run.sequence_length
+    fields = model.fields(run.data.arrays)
+    for taken in (fields, {**fields, "weights": WEIGHTS}):
+        batch = abstract_batch(taken, rows, length)
         with jax.set_mesh(layout.mesh):
             result: Any = jax.eval_shape(model.loss, shapes, batch)
         _check_loss(result)

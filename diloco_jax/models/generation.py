@@ -75,9 +75,7 @@ def make_decode(config: ModelConfig) -> Decode:
         ) -> tuple[jax.Array, Cache]:
             weights, kept = own
 
-            def attend(
-                query: jax.Array, key: jax.Array, value: jax.Array, window: int = 0
-            ) -> jax.Array:
+            def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
                 nonlocal kept
                 kept = Cache(
                     jax.lax.dynamic_update_slice_in_dim(kept.keys, key, position, 1),

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from diloco_jax.config import ModelConfig
-from diloco_jax.models.attention import Attend
+from diloco_jax.models.attention import Mix
 from diloco_jax.models.layout import Names
 from diloco_jax.models.rotary import Rotations, rotate
 
@@ -50,7 +50,7 @@ class Layer(nnx.Module):
             self.mlp_post_norm = Norm(config, config.d_model, "embed")
 
     def __call__(
-        self, x: jax.Array, turns: Rotations, attend: Attend, constrain: Constrain
+        self, x: jax.Array, turns: Rotations, attend: Mix, constrain: Constrain
     ) -> jax.Array:
         added = self.attention(self.attention_norm(x), turns, attend, constrain)
         x = x + (self.attention_post_norm(added) if self.post_norms else added)
@@ -95,7 +95,7 @@ class Attention(nnx.Module):
             self.key_norm = Norm(config, h, "head_dim")
 
     def __call__(
-        self, x: jax.Array, turns: Rotations, attend: Attend, constrain: Constrain
+        self, x: jax.Array, turns: Rotations, attend: Mix, constrain: Constrain
     ) -> jax.Array:
         query = constrain(project(x, self.query[...]), HEADS)
         key = constrain(project(x, self.key[...]), KV_HEADS)

@@ -6,17 +6,19 @@ of the same structure. Shapes: `B` sequences, `T` tokens predicted of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from diloco_jax.data.source import TOKENS, Field, Fields, fields_of_batch
 from diloco_jax.errors import ConfigError
 
 Params = dict[str, Any]
 Axes = dict[str, Any]
-Batch = jax.Array | Mapping[str, jax.Array]
+Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
@@ -26,8 +28,9 @@ class Model(NamedTuple):
     `init(key) -> params`: nested dict of f32 arrays.
     `loss(params, batch) -> (loss, metrics)`: mean cross entropy of the next token in
     nats, f32 scalar; metrics has "loss" and "tokens", the sum of the weights that the
-    mean was taken over. A batch is tokens, int32 [B, T + 1], or a mapping of "tokens"
-    and "weights", f32 [B, T], 0 where a prediction does not count.
+    mean was taken over. A batch has the arrays of `batch`, each with an axis [B] in
+    front, and in validation always "weights", f32 [B, T], 0 where a prediction does not
+    count (`split_batch`).
     `axes`: the structure of params with a tuple of logical names for each array:
     "layers" (leading, of stacked tensors), "vocab", "embed", "heads", "kv_heads",
     "head_dim", "mlp".
@@ -37,6 +40,14 @@ class Model(NamedTuple):
     loss: Callable[[Params, Batch], tuple[jax.Array, Metrics]] | None
     """None: only a train loop of the user's own knows it (`loop_model`)."""
     axes: Axes
+    batch: Fields = MappingProxyType({"tokens": TOKENS})
+    """Arrays of a row by name. Data with "segments" is for models that have them here,
+    and let nothing cross from one document to another."""
+
+    def fields(self, arrays: Collection[str]) -> dict[str, Field]:
+        """Return the arrays of a training batch by name. arrays: names of those that
+        the data has (`data.arrays`). Raises ConfigError: see `fields_of_batch`."""
+        return fields_of_batch(self.batch, arrays)
 
     def shapes(self) -> Params:
         """Return `jax.ShapeDtypeStruct` of every parameter; compile nothing."""
@@ -100,14 +111,31 @@ def named(tree: Any) -> Params:
     return params
 
 
+def abstract_batch(
+    fields: Fields, rows: int, sequence_length: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return a batch without values, of so many rows. sequence_length: T."""
+    return {
+        name: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            (rows, *field.shape_of(sequence_length)), field.dtype
+        )
+        for name, field in fields.items()
+    }
+
+
 def split_batch(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return inputs and targets, int32 [B, T], and weights, f32 [B, T]."""
-    if isinstance(batch, Mapping):
-        tokens, weights = batch["tokens"], batch["weights"]
-    else:
-        tokens = batch
-        weights = jnp.ones((tokens.shape[0], tokens.shape[1] - 1), jnp.float32)
-    return tokens[:, :-1], tokens[:, 1:], weights
+    """Return inputs and targets, int32 [B, T], and weights, f32 [B, T].
+
+    Where the batch has "segments", a weight is 0 if its target is of another document
+    than its input, or padding.
+    """
+    tokens = batch["tokens"]
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    weights = batch.get("weights", jnp.ones(inputs.shape, jnp.float32))
+    if "segments" in batch:
+        here, there = batch["segments"][:, :-1], batch["segments"][:, 1:]
+        weights = jnp.where((here == there) & (there != 0), weights, 0)
+    return inputs, targets, weights
 
 
 def weighted_loss(losses: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:

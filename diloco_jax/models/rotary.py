@@ -46,6 +46,16 @@ def rotations(length: int, of_pairs: Frequencies) -> Rotations:
     )
 
 
+def restarted(turns: Rotations, segments: jax.Array) -> Rotations:
+    """Return the rotations, f32 [B, T, 1, H / 2], of positions that begin anew with
+    each document. segments: int32 [B, T], a document's tokens side by side."""
+    begins = jnp.diff(segments, axis=1, prepend=-1) != 0
+    here = jnp.arange(segments.shape[1])
+    positions = here - jax.lax.cummax(jnp.where(begins, here, 0), axis=1)
+    cosine, sine = (table[0][positions] for table in turns)
+    return cosine, sine
+
+
 def rotate(x: jax.Array, turns: Rotations) -> jax.Array:
     """Rotate the pairs (x[i], x[i + H / 2]) of each head by their position's angle."""
     cosine, sine = turns

@@ -27,7 +27,11 @@ def make_splash(layout: Layout, name: str) -> Attend:
     checkpoint policies."""
 
     def attend(
-        query: jax.Array, key: jax.Array, value: jax.Array, window: int = 0
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        window: int = 0,
+        segments: jax.Array | None = None,
     ) -> jax.Array:
         length, heads, head_dim = query.shape[1:]
         require_blocks(length)
@@ -37,6 +41,9 @@ def make_splash(layout: Layout, name: str) -> Attend:
             key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
         arrays = [x.swapaxes(1, 2) for x in (query * head_dim**-0.5, key, value)]
         specs = [layout.spec(("batch", "heads", None, None), x.shape) for x in arrays]
+        if segments is not None:
+            arrays.append(segments)
+            specs.append(layout.spec(("batch", None), segments.shape))
         mapped = jax.shard_map(
             functools.partial(one_device, window=window),
             mesh=layout.mesh,
@@ -48,7 +55,12 @@ def make_splash(layout: Layout, name: str) -> Attend:
         return mixed.swapaxes(1, 2)
 
     def one_device(
-        query: jax.Array, key: jax.Array, value: jax.Array, window: int
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segments: jax.Array | None = None,
+        *,
+        window: int,
     ) -> jax.Array:
         """Return [B, N, T, H] of one device's sequences and heads."""
         heads, length = query.shape[1:3]
@@ -72,7 +84,10 @@ def make_splash(layout: Layout, name: str) -> Attend:
             residual_checkpoint_name=name,
             interpret=layout.platform != "tpu",
         )
-        mixed: jax.Array = jax.vmap(kernel)(query, key, value)
+        documents = None
+        if segments is not None:
+            documents = pallas.SegmentIds(q=segments, kv=segments)
+        mixed: jax.Array = jax.vmap(kernel)(query, key, value, documents)
         return mixed
 
     return attend

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from diloco_jax.config import ConfigError, ModelConfig, suggest
-from diloco_jax.data.tokenizer import VOCAB_SIZE
+from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS
+from diloco_jax.data.tokenizers.of_bytes import VOCAB_SIZE
 from diloco_jax.models.attention import ATTENDED, ATTENTION
 from diloco_jax.models.layers import Layer, first_scale, rms_norm
 from diloco_jax.models.layout import Layout
@@ -34,7 +35,7 @@ from diloco_jax.models.model import (
     weighted_loss,
 )
 from diloco_jax.models.noise import normal
-from diloco_jax.models.rotary import frequencies, rotations
+from diloco_jax.models.rotary import frequencies, restarted, rotations
 from diloco_jax.models.stack import run_layers
 
 EMBEDDING_STD = 0.02
@@ -42,6 +43,12 @@ UNROLLED_LAYERS = 8
 """Up to this depth the scan is unrolled on CPU: see `layers_per_iteration`."""
 STREAM = ("batch", None, None)
 """Axes of the residual stream, [B, T, D]."""
+BATCH = {
+    "tokens": TOKENS,
+    "segments": SEGMENTS._replace(optional=True),
+    "weights": WEIGHTS._replace(optional=True),
+}
+"""Without segments a row is one document, and nothing is masked."""
 
 
 def build(
@@ -89,6 +96,7 @@ def build(
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         inputs, targets, weights = split_batch(batch)
+        segments = batch["segments"][:, :-1] if "segments" in batch else None
         # The gradient of a row is a sum over its tokens, in the dtype of the lookup: in
         # bf16 it would stop growing at some hundreds of them.
         rows = layout.constrain(params["embedding"], axes["embedding"])[inputs]
@@ -96,7 +104,7 @@ def build(
         params = jax.tree.map(lambda p: p.astype(dtype), params)
         # `gather` would sum the gradient of the table once for each chunk of logits.
         embedding = layout.constrain(params["embedding"], axes["embedding"])
-        x = apply_layers(params["layers"], x)
+        x = apply_layers(params["layers"], x, segments)
         x = rms_norm(config, x, params["norm"])
         if config.tied_embeddings:
             table = embedding.T
@@ -105,15 +113,18 @@ def build(
         losses = token_losses(x, table, targets, loss_chunk, layout)
         return weighted_loss(losses, weights)
 
-    def apply_layers(stacked: Params, x: jax.Array) -> jax.Array:
-        turns = {
-            windowed: rotations(x.shape[1], frequencies(config, windowed=windowed))
-            for windowed in (False, True)
-        }
-        kinds = {
-            windowed: functools.partial(attend, window=config.window * windowed)
-            for windowed in (False, True)
-        }
+    def apply_layers(
+        stacked: Params, x: jax.Array, segments: jax.Array | None
+    ) -> jax.Array:
+        turns, kinds = {}, {}
+        for windowed in (False, True):
+            turned = rotations(x.shape[1], frequencies(config, windowed=windowed))
+            turns[windowed] = (
+                turned if segments is None else restarted(turned, segments)
+            )
+            kinds[windowed] = functools.partial(
+                attend, window=config.window * windowed, segments=segments
+            )
 
         def layer(
             x: jax.Array, weights: Params, windowed: bool
@@ -124,7 +135,7 @@ def build(
 
         return run_layers(config, x, stacked, wrap(layer), per_iteration)[0]
 
-    return Model(lambda key: _init(tensors, key), loss, axes)
+    return Model(lambda key: _init(tensors, key), loss, axes, BATCH)
 
 
 def embedded(config: ModelConfig, rows: jax.Array, dtype: Any) -> jax.Array:

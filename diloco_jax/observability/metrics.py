@@ -1,17 +1,19 @@
-"""`metrics.jsonl`, and the same numbers as curves in `tensorboard/`."""
+"""`metrics.jsonl`, in files of bounded size, and the same numbers as curves in
+`tensorboard/`."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.files import FULL
 from diloco_jax.observability.curves import Curves, Point
-from diloco_jax.observability.tape import JsonLines
+from diloco_jax.observability.segments import SEGMENT_BYTES
+from diloco_jax.observability.tape import JsonLines, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +37,8 @@ class Metrics:
 
     While the disk is full, lines wait in memory, and nobody waits for them."""
 
-    def __init__(self, workdir: Path) -> None:
-        self._lines = JsonLines(workdir / run_files.METRICS)
+    def __init__(self, workdir: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._lines = JsonLines(workdir / run_files.METRICS, segment_bytes)
         self._curves = Curves(workdir / run_files.CURVES)
         self._waiting: deque[Mapping[str, Any]] = deque()
         self._left_out = 0
@@ -97,3 +99,9 @@ class Metrics:
         while len(self._waiting) > MOST_WAITING:
             self._waiting.popleft()
             self._left_out += 1
+
+
+def read_metrics(workdir: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a run in the order in which they were written, from all files;
+    one that is being written is left out. FileNotFoundError if there are none."""
+    return read_lines(Path(workdir) / run_files.METRICS)

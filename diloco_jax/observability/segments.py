@@ -1,8 +1,9 @@
-"""The files of a tape: one that is written, and closed ones of bounded size before it.
+"""The files of JSON lines: one that is written, and closed ones of bounded size before.
 
-`tape.jsonl` is the newest. When it is full, it is renamed to `tape.000001.jsonl`,
-`tape.000002.jsonl` and so on, and a new one begins; a closed file never changes. One
-file after the other, they are the tape: `cat tape.*.jsonl tape.jsonl`.
+`tape.jsonl` is the newest file of the tape. When it is full, it is renamed to
+`tape.000001.jsonl`, `tape.000002.jsonl` and so on, and a new one begins; a closed file
+never changes. One file after the other, they are the tape: `cat tape.*.jsonl
+tape.jsonl`. So, too, `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SEGMENT_BYTES = 64 << 20
 
 
 def files(path: Path, *, newest_first: bool = False) -> Iterator[BinaryIO]:
-    """Yield the files of a tape, opened for reading, from the oldest or the newest on.
+    """Yield the files, opened for reading, from the oldest or the newest on.
 
     A writer may be at work: what it puts aside meanwhile is neither left out nor read
     twice, and what it begins after the call is not read. FileNotFoundError if there is
@@ -45,7 +46,7 @@ def files(path: Path, *, newest_first: bool = False) -> Iterator[BinaryIO]:
 
 
 def closed(path: Path) -> list[Path]:
-    """Return the closed files of a tape, the oldest first."""
+    """Return the closed files of these lines, the oldest first."""
     name = re.compile(rf"{re.escape(path.stem)}\.\d{{6}}{re.escape(path.suffix)}")
     return sorted(file for file in path.parent.iterdir() if name.fullmatch(file.name))
 

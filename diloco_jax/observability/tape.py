@@ -4,8 +4,8 @@ Every line of a tape carries `prev`, the first 16 hex digits of the SHA-256 of t
 before it (without its newline; empty on the first line). So a line that is missing,
 altered or out of order is found and named. A tape that ends early cannot be told.
 
-A tape is written in files of bounded size (`segments.py`). The chain, and the numbers
-of lines in messages, go through all of them.
+Both are written in files of bounded size (`segments.py`). The chain of a tape, and the
+numbers of lines in messages, go through all of them.
 """
 
 from __future__ import annotations
@@ -40,18 +40,23 @@ class TapeError(ValueError):
 
 
 class JsonLines:
-    """A file to which JSON objects are appended, one flushed line each.
+    """Files to which JSON objects are appended, one flushed line each.
 
-    A line that a crash left unfinished is cut off when the file is opened again;
+    `path` is the file that is written; when it has `segment_bytes`, it is put aside. A
+    line that a crash left unfinished is cut off when the file is opened again;
     `cut_bytes` is its length in bytes. A line that cannot be written leaves nothing of
     itself. Use from one thread at a time.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(
+        self, path: str | Path, segment_bytes: int = segments.SEGMENT_BYTES
+    ) -> None:
         self.path = Path(path)
+        self._segment_bytes = segment_bytes
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.cut_bytes = _cut_torn_line(self.path)
         self._file = Appended(self.path)
+        self._bytes = self.path.stat().st_size
         if self.cut_bytes:
             logger.warning(
                 "%s ended in an unfinished line; its %d bytes are cut off",
@@ -60,22 +65,36 @@ class JsonLines:
             )
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write the record as one line and hand it to the operating system."""
+        """Write the record as one line and hand it to the operating system. Raises
+        OSError if the disk is full; nothing has changed then."""
+        if self._full:
+            self._begin_segment()
         self._write(_line(record))
 
     def close(self) -> None:
         """Close the file; appending afterwards is an error."""
         self._file.close()
 
+    @property
+    def _full(self) -> bool:
+        return self._bytes >= self._segment_bytes
+
     def _write(self, line: bytes) -> None:
         self._file.append(line + b"\n")
+        self._bytes += len(line) + 1
+
+    def _begin_segment(self) -> None:
+        # The file is not synced: on the thread of decisions, nothing waits for a disk
+        # on behalf of these lines.
+        self._file.close()
+        if self.path.exists():  # It was put aside if this is another attempt.
+            segments.put_aside(self.path)
+        self._file = Appended(self.path)
+        self._bytes = 0
 
 
 class Tape(JsonLines):
-    """JSON lines of which each names the hash of the one before.
-
-    `path` is the file that is written; when it has `segment_bytes`, it is put aside.
-    """
+    """JSON lines of which each names the hash of the one before."""
 
     def __init__(
         self,
@@ -84,10 +103,8 @@ class Tape(JsonLines):
         repeat: Callable[[str, Callable[[], None]], None] = lambda what, write: write(),
     ) -> None:
         """repeat: calls a write until there is space for it."""
-        super().__init__(path)
+        super().__init__(path, segment_bytes)
         self._repeat = repeat
-        self._segment_bytes = segment_bytes
-        self._bytes = self.path.stat().st_size
         self._prev = ""
         for file in segments.files(self.path, newest_first=True):
             if (last := _last_line(file)) is not None:
@@ -98,21 +115,11 @@ class Tape(JsonLines):
         """Write the record plus `prev`; raise ValueError if it has a `prev` already."""
         if "prev" in record:
             raise ValueError(f"a tape record cannot have a field 'prev': {record!r}")
-        if self._bytes >= self._segment_bytes:
+        if self._full:
             self._repeat("a segment of the tape", self._begin_segment)
         line = _line({**record, "prev": self._prev})
         self._repeat("a line of the tape", lambda: self._write(line))
-        self._bytes += len(line) + 1
         self._prev = _digest(line)
-
-    def _begin_segment(self) -> None:
-        # The file is not synced: on the thread of decisions, nothing waits for a disk
-        # on behalf of the tape.
-        self._file.close()
-        if self.path.exists():  # It was put aside if this is another attempt.
-            segments.put_aside(self.path)
-        self._file = Appended(self.path)
-        self._bytes = 0
 
 
 def read_tape(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -150,6 +157,15 @@ def read_tape(path: str | Path) -> Iterator[dict[str, Any]]:
             )
         expected = _digest(line)
         yield record
+
+
+def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of plain JSON lines, through all their files. An unfinished
+    last line, whose writer is at work or died, is left out; FileNotFoundError if there
+    is no file."""
+    for line in _lines(Path(path)):
+        if line.endswith(b"\n"):
+            yield json.loads(line)
 
 
 def remove_tape(path: Path) -> None:
@@ -194,9 +210,12 @@ def tells_of_the_end(path: Path) -> bool:
     """Return True if the run is over: then the tape only records leaving islands."""
     newest = itertools.islice(_newest_first(path), LAST_LINES)
     try:
-        return any(line["kind"] == "finished" for line in newest)
+        kinds = (line["kind"] for line in newest)
+        # A run that was extended is over once more, or not yet.
+        last = next((k for k in kinds if k in ("finished", "extended")), "")
     except FileNotFoundError:
         return False
+    return last == "finished"
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.planning import remedies
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.planning import evenness, remedies
 from diloco_jax.planning.changes import Change, changed, shown
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.goodput import LATENCY_S
@@ -24,15 +25,20 @@ NOISE = 0.005
 """Share by which the simulated goodput of equal plans may differ."""
 GB = 1e9
 Replan = Callable[[Config, Mapping[str, IslandPlan]], Plan]
-"""Make the plan of a config from its compiled islands, without advice."""
+"""Make the plan of a config, whose model it cuts, from its compiled islands, without
+advice."""
 Compile = Callable[[Config, str], IslandPlan]
 """Compile one island of a config. Raises ConfigError or PlanError if that fails."""
 
 
 def advise(
-    config: Config, plan: Plan, replan: Replan, compile_one: Compile
+    config: Config,
+    plan: Plan,
+    fragments: FragmentPlan,
+    replan: Replan,
+    compile_one: Compile,
 ) -> list[Advice]:
-    """Return advice, the most urgent first."""
+    """Return advice, the most urgent first. fragments: those of the plan."""
     adviser = _Adviser(config, plan, replan, compile_one)
     unfit = [n for n, island in plan.islands.items() if not island.compiled.fits]
     if unfit:  # Nothing else is known of such an island.
@@ -41,6 +47,7 @@ def advise(
         *(a for name in plan.islands for a in adviser.to_run_well(name)),
         *adviser.to_balance(),
         *adviser.to_merge_in_time(),
+        *evenness.to_even(config, fragments, adviser.is_no_worse(fragments)),
         *adviser.to_carry(),
     ]
 
@@ -180,6 +187,18 @@ class _Adviser:
             )
             return
 
+    def is_no_worse(self, fragments: FragmentPlan) -> evenness.Accepts:
+        """Return the trial of another cut of the model into fragments."""
+
+        def accepts(change: Change, then: Config, cut: FragmentPlan) -> bool:
+            if self._try(change) is None:
+                return False
+            # Takes and adoptions of other pieces are other programs.
+            same = set(cut.pieces) == set(fragments.pieces)
+            return same or self._try(change, compile_all=True) is not None
+
+        return accepts
+
     def to_carry(self) -> Iterator[Advice]:
         """Give the largest fragment more time, or fewer bytes."""
         sync = self._config.run.sync
@@ -204,16 +223,17 @@ class _Adviser:
                 changes=tuple(helping),
             )
 
-    def _try(self, change: Change) -> Plan | None:
+    def _try(self, change: Change, *, compile_all: bool = False) -> Plan | None:
         """Return the plan with a change; None if it is worse: an island does not fit, a
-        check refuses that did not, or fewer tokens are merged."""
+        check refuses that did not, or fewer tokens are merged. compile_all: compile
+        islands again that are as they were."""
         try:
             config = changed(self._config, change).validate()
         except ConfigError:
             return None
         compiled = dict(self._compiled)
         for name, island in config.islands.items():
-            if island != self._config.islands[name]:
+            if compile_all or island != self._config.islands[name]:
                 found = self._try_compile(config, name)
                 if found is None:
                     return None

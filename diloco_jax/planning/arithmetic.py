@@ -17,11 +17,14 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.launch.order import slice_of
+from diloco_jax.planning.changes import Change
 from diloco_jax.planning.checks import Needs, Shortfall, Terms, needs_of, refusals
 from diloco_jax.planning.chips import chip_of
+from diloco_jax.planning.evenness import to_even
 from diloco_jax.planning.flops import analytic_flops
 from diloco_jax.planning.price import price_per_hour
 from diloco_jax.planning.rates import MachineRates
+from diloco_jax.planning.results import Advice
 
 RECOMPUTED = 4 / 3
 """Executed FLOPs over those of the model, where a layer is computed again."""
@@ -42,6 +45,7 @@ class ArithmeticPlan:
     refusals: list[Shortfall]
     rates: MachineRates
     price_per_hour: dict[str, float] | None
+    advice: list[Advice]
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as Python builtins."""
@@ -71,15 +75,24 @@ def plan_by_arithmetic(
         rate = found.chips * chip_of(found).flops_per_s
         seconds = island.batch_size * flops * again / rate
         steps[name], hosts[name] = max(seconds, island.step_seconds), found.hosts
-    terms = Terms(
-        config=resolve_outer(config),
-        fragments=fragments,
-        hosts=hosts,
-        step_seconds=steps,
-        link_gbit_per_s=link_gbit_per_s,
-        rates=rates,
-    )
+
+    def terms_of(config: Config, fragments: FragmentPlan) -> Terms:
+        return Terms(
+            config=resolve_outer(config),
+            fragments=fragments,
+            hosts=hosts,
+            step_seconds=steps,
+            link_gbit_per_s=link_gbit_per_s,
+            rates=rates,
+        )
+
+    terms = terms_of(config, fragments)
     found_refusals = refusals(terms)
+    refused = {refusal.check for refusal in found_refusals}
+
+    def is_no_worse(change: Change, then: Config, cut: FragmentPlan) -> bool:
+        return {r.check for r in refusals(terms_of(then, cut))} <= refused
+
     return ArithmeticPlan(
         config=path,
         arithmetic=True,
@@ -90,4 +103,5 @@ def plan_by_arithmetic(
         refusals=found_refusals,
         rates=rates,
         price_per_hour=price_per_hour(config, prices) if prices else None,
+        advice=list(to_even(config, fragments, is_no_worse)),
     )

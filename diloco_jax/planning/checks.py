@@ -121,6 +121,7 @@ def needs_of(terms: Terms) -> Needs:
         machine_of(config.launch.coordinator_machine).cores,
         terms.disk.write_bytes_per_s,
         terms.rates,
+        cycles=config.merges_per_fragment(),
     )
     return Needs(
         pacing_step_seconds=pace,
@@ -281,15 +282,25 @@ def _machines(
 
 
 def _disk_bytes(terms: Terms, needs: Needs) -> Check:
-    has = terms.config.launch.coordinator_disk_gb
-    needed = needs.coordinator.disk.bytes
+    has, disk = terms.config.launch.coordinator_disk_gb, needs.coordinator.disk
+    needed, plan = disk.bytes, needs.coordinator
+    enough = terms.config.placement.merge_buffer_bytes + disk.deltas
+
+    def changes() -> Iterator[dict[str, Any]]:
+        machine = machine_of(terms.config.launch.coordinator_machine)
+        left = MOST_MEMORY * machine.memory - (plan.memory - plan.merge_buffer)
+        if disk.deltas and enough <= left:
+            yield {"placement.merge_buffer_bytes": enough}
+        yield from _sizes(terms)
+
     return Check(
         "disk bytes",
         needed,
         MOST_DISK * has * GB,
-        f"the coordinator writes {needed / GB:.0f} GB to a disk of {has} GB, of which "
-        f"{MOST_DISK:.0%} may be used",
-        lambda: _sizes(terms),
+        f"the coordinator is expected to hold {disk.expected / GB:.0f} GB on its disk, "
+        f"must have room for {disk.reserve / GB:.0f} more, and has a disk of {has} GB, "
+        f"of which {MOST_DISK:.0%} may be used",
+        changes,
     )
 
 

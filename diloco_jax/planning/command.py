@@ -131,8 +131,9 @@ def _plan(
 
     from diloco_jax.planning.advice import advise
     from diloco_jax.planning.compiling import IslandPlan
-    from diloco_jax.planning.report import plan_run
+    from diloco_jax.planning.report import fragments_of, plan_run
 
+    first = config
     versions = {n: metadata.version(n) for n in ("diloco-jax", "jax", "libtpu")}
 
     def plan_of(config: Config, compiled: Mapping[str, IslandPlan]) -> Plan:
@@ -140,7 +141,7 @@ def _plan(
             path,
             config,
             compiled,
-            fragments,
+            fragments if config.run == first.run else fragments_of(config),
             options.assumptions,
             versions,
             prices,
@@ -161,6 +162,7 @@ def _plan(
             advise(
                 config,
                 plan,
+                fragments,
                 plan_of,
                 lambda config, name: compiled_of(config, name)[name],
             )

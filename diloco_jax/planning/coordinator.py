@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from diloco_jax import restart_time
 from diloco_jax.config import Placement, RunConfig
 from diloco_jax.coordinator.holder import merges_at_once
+from diloco_jax.coordinator.inbox import DELTAS_AT_ONCE
 from diloco_jax.coordinator.settings import outer_settings
-from diloco_jax.coordinator.snapshots import BUSY_SHARE
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.merge import RULES, measures, merging
 from diloco_jax.core.outer.optimizer import OuterSettings, make_outer
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.paths import is_bucket
+from diloco_jax.planning.disk import DiskPlan, plan_disk
 from diloco_jax.planning.rates import CONSTANTS, MachineRates
 
 SNAPSHOT_COPIES = 1
@@ -34,36 +34,10 @@ FETCHES_PER_JOIN = 2
 PROCESS_S = 30.0
 """Seconds of a restart before the state is read: an assumption, for start and imports.
 """
-PROCESS_BYTES = 1 << 30
-"""The interpreter, its libraries and compiled programs."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DiskPlan:
-    """Bytes of the coordinator's disk, and bytes per second that are written."""
-
-    snapshots: int
-    """All kept snapshots of every fragment, and one that is being written."""
-    log: int
-    """Publishes since the oldest kept snapshot."""
-    deltas: int
-    """Deltas that wait on the disk because the merge buffer is full, at most."""
-    bytes: int
-    """Sum of what lies on the disk of the workdir."""
-    log_bytes_per_s: float
-    snapshot_bytes_per_s: float
-    round_seconds: float
-    """Seconds in which every fragment is written once: `placement.snapshot_every_s`, or
-    longer where the disk is slow.
-    """
-    in_bucket: bool
-    """True if snapshots go to a bucket, and count for its rate and not the disk's."""
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Bytes per second that are written to the disk."""
-        snapshots = 0.0 if self.in_bucket else self.snapshot_bytes_per_s
-        return self.log_bytes_per_s + snapshots
+PROCESS_BYTES = 256 << 20
+"""The interpreter and compiled programs: what a coordinator of next to no parameters
+has of its own (244 MB, `python benchmarks/coordinator_memory.py`). Libraries, 150 MB,
+are mapped files, as what waits on the disk is: the system takes their pages back."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,11 +104,13 @@ def plan_coordinator(
     cores: int,
     disk_bytes_per_s: float,
     rates: MachineRates = CONSTANTS,
+    *,
+    cycles: float,
 ) -> CoordinatorPlan:
     """Estimate the coordinator's memory, cores and disk.
 
     run: a config with a resolved outer optimizer. cores: of the machine, on which the
-    number of merges at a time depends.
+    number of merges at a time depends. cycles: of the whole run, whose tape stays.
     """
     up, down = (
         payload_bytes(c, plan) for c in (run.sync.codec_up, run.sync.codec_down)
@@ -179,16 +155,21 @@ def plan_coordinator(
     merging_rate = rates.merging(run.sync.codec_down)
     each = (merging_rate + islands * rates.per_delta(run.sync.codec_up)) / 1e9
     merge_cores = each * plan.total / cycle_seconds
-    disk = _plan_disk(
+    most_deltas = DELTAS_AT_ONCE * islands * sum(up)
+    disk = plan_disk(
         placement,
+        params=plan.total,
+        fragments=len(plan.fragments),
+        islands=islands,
         state=2 * params + outer_state,
-        fragment=held,
+        largest=held,
         publish=sum(down),
-        deltas=max(0, 2 * islands * sum(up) - parts["merge_buffer"]),
+        deltas=max(0, most_deltas - placement.merge_buffer_bytes),
+        cycles=cycles,
         cycle_seconds=cycle_seconds,
         bytes_per_s=disk_bytes_per_s,
     )
-    cycles = disk.round_seconds / 2 / cycle_seconds + 1
+    replayed = disk.round_seconds / 2 / cycle_seconds + 1
     return CoordinatorPlan(
         **parts,
         memory=sum(parts.values()),
@@ -197,8 +178,8 @@ def plan_coordinator(
         cores=math.ceil(wire + merge_cores) + 1,
         merge_core_seconds=each * largest,
         disk=disk,
-        replayed=cycles * plan.total,
-        replayed_bytes=cycles * sum(down),
+        replayed=replayed * plan.total,
+        replayed_bytes=replayed * sum(down),
         replay_core_seconds=merging_rate,
     )
 
@@ -208,37 +189,6 @@ def payload_bytes(codec: str, plan: FragmentPlan) -> list[int]:
     """Return the bytes of each encoded fragment."""
     chosen = get_codec(codec)
     return [PayloadLayout.of(chosen, p).total_bytes for p in plan.fragments]
-
-
-def _plan_disk(
-    placement: Placement,
-    *,
-    state: int,
-    fragment: int,
-    publish: int,
-    deltas: int,
-    cycle_seconds: float,
-    bytes_per_s: float,
-) -> DiskPlan:
-    """state, publish: bytes of all fragments; fragment: state of the largest one."""
-    in_bucket = is_bucket(placement.checkpoints)
-    snapshots = placement.snapshots_kept * state + fragment
-    # Snapshots pause so that the disk has time for the rest.
-    shortest = 0.0 if in_bucket else BUSY_SHARE * state / bytes_per_s
-    round_s = max(placement.snapshot_every_s, shortest)
-    # A fragment's log goes back to its oldest kept snapshot, and a round is under way.
-    cycles = placement.snapshots_kept * round_s / cycle_seconds + 1
-    log = math.ceil(cycles * publish)
-    return DiskPlan(
-        snapshots=snapshots,
-        log=log,
-        deltas=deltas,
-        bytes=log + deltas + (0 if in_bucket else snapshots),
-        log_bytes_per_s=publish / cycle_seconds,
-        snapshot_bytes_per_s=state / round_s,
-        round_seconds=round_s,
-        in_bucket=in_bucket,
-    )
 
 
 @functools.lru_cache(maxsize=16)

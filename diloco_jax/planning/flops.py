@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from diloco_jax.config import IslandConfig, ModelConfig, RunConfig
 from diloco_jax.models.build import build
+from diloco_jax.models.model import abstract_batch
 from diloco_jax.planning.products import product_flops
 
 
@@ -67,6 +67,6 @@ def _products(run: RunConfig, island: IslandConfig) -> float:
     if not run.model.factory:
         island = dataclasses.replace(island, attention="dot_product")
     model = build(run, island)
-    tokens = jnp.zeros((1, run.sequence_length + 1), jnp.int32)
+    batch = abstract_batch(model.fields(run.data.arrays), 1, run.sequence_length)
     differentiate = jax.value_and_grad(model.require_loss(), has_aux=True)
-    return product_flops(jax.make_jaxpr(differentiate)(model.shapes(), tokens).jaxpr)
+    return product_flops(jax.make_jaxpr(differentiate)(model.shapes(), batch).jaxpr)

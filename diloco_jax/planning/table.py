@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +12,7 @@ from diloco_jax.planning.arithmetic import ArithmeticPlan
 from diloco_jax.planning.checks import Shortfall
 from diloco_jax.planning.coordinator import CoordinatorPlan
 from diloco_jax.planning.report import Plan
-from diloco_jax.planning.results import PlannedIsland, RunPlan
+from diloco_jax.planning.results import Advice, PlannedIsland, RunPlan
 
 Cell = Callable[[PlannedIsland], str]
 
@@ -22,8 +22,7 @@ def render(plan: Plan, console: Console) -> None:
     console.print(_islands(plan))
     console.print(_run(plan.run), highlight=False, soft_wrap=True)
     _refuse(plan.run.refusals, console)
-    for line in plan.advice:
-        console.print(f"- {line.text}", highlight=False, soft_wrap=True)
+    _advise(plan.advice, console)
     versions = ", ".join(f"{name} {value}" for name, value in plan.versions.items())
     console.print(f"({versions})", highlight=False, style="dim")
 
@@ -45,11 +44,17 @@ def render_arithmetic(plan: ArithmeticPlan, console: Console) -> None:
     ]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     _refuse(plan.refusals, console)
+    _advise(plan.advice, console)
 
 
 def _refuse(refusals: list[Shortfall], console: Console) -> None:
     for refusal in refusals:
         console.print(f"REFUSED: {refusal.text}", highlight=False, soft_wrap=True)
+
+
+def _advise(advice: Sequence[Advice], console: Console) -> None:
+    for line in advice:
+        console.print(f"- {line.text}", highlight=False, soft_wrap=True)
 
 
 def _islands(plan: Plan) -> Table:
@@ -183,7 +188,8 @@ def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ..
         f"coordinator: {_size(plan.memory)} of memory ({_size(plan.joins)} of it while "
         f"islands join), {plan.cores} cores, back {restart_seconds:.0f} s after it "
         f"dies",
-        f"its disk: {_size(disk.bytes)}, log {disk.log_bytes_per_s / 1e6:.3g} MB/s; "
+        f"its disk: {_size(disk.expected)} expected, {_size(disk.reserve)} in reserve, "
+        f"log {disk.log_bytes_per_s / 1e6:.3g} MB/s; "
         f"snapshots to the {where}: {_size(disk.snapshots)}, "
         f"{disk.snapshot_bytes_per_s / 1e6:.3g} MB/s",
     )

@@ -24,6 +24,7 @@ from diloco_jax.wire import bulk
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import Busy
+from diloco_jax.wire.principal import COORDINATOR, island
 from diloco_jax.wire.server import FetchSource, Server
 from diloco_jax.wire.session import Session
 from diloco_jax.wire.tls import TlsFiles
@@ -34,9 +35,10 @@ STATUS_S = 10.0
 """Seconds that the server has to say how much of its core it has used."""
 STOP_S = 30.0
 VERSION = Version(1, 1)
+ISLAND = "a"
 ME: dict[str, Any] = {
     "run_id": "measuring",
-    "island": "a",
+    "island": ISLAND,
     "incarnation": 1,
     "session": "s",
 }
@@ -48,10 +50,10 @@ def core_seconds(size: int, repetitions: int) -> tuple[float, float]:
     mutual TLS: the median of several."""
     payload = bytes(size)
     with tempfile.TemporaryDirectory(prefix="diloco-wire-") as folder:
-        make_certificates(folder, [], 1)
+        make_certificates(folder, [], 1, islands=[ISLAND])
         command = [sys.executable, "-m", __name__, folder, str(size)]
         with served(command) as (address,):
-            client = client_of(address, TlsFiles.load(folder, "island"))
+            client = client_of(address, TlsFiles.load(folder, island(ISLAND)))
             medians: list[float] = []
             ways: list[Callable[[], object]] = [
                 lambda: client.transfers.upload(upload_of(size), payload),
@@ -105,7 +107,7 @@ def served(command: Sequence[str]) -> Iterator[list[str]]:
 
 def serve(certificates: Path, size: int, *, tls: bool) -> tuple[Server, str]:
     """Start a server of payloads; return it and its address."""
-    files = TlsFiles.load(certificates, "coordinator") if tls else None
+    files = TlsFiles.load(certificates, COORDINATOR) if tls else None
     server = Server(
         "127.0.0.1:0",
         _Places(size),

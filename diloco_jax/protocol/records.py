@@ -127,7 +127,15 @@ class Finished(Written, frozen=True, kw_only=True):
     """The run is over."""
 
 
-Durable = Joined | Carried | Granted | Left | Merged | Ticks | Stopping | Finished
+class Extended(Written, frozen=True, kw_only=True):
+    """The run, which was over, goes on until it has this many tokens."""
+
+    total_tokens: int
+
+
+Durable = (
+    Joined | Carried | Granted | Left | Merged | Ticks | Stopping | Finished | Extended
+)
 
 # ---- noted --------------------------------------------------------------------
 

@@ -19,19 +19,26 @@ from diloco_jax import run_files
 from diloco_jax.config import (
     Config,
     ConfigError,
+    DataConfig,
     ModelConfig,
     RunConfig,
     differences,
     shared_fields,
 )
 from diloco_jax.core.fragments import Piece, get_piece
+from diloco_jax.data.prepared.opening import tokenizer_of
+from diloco_jax.data.tokenizers.opening import (
+    find_tokenizer,
+    kept_name,
+    open_tokenizer,
+)
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model, Params
-from diloco_jax.paths import absolute
+from diloco_jax.paths import is_bucket
 from diloco_jax.weights import families, names
+from diloco_jax.weights.buckets import at_hand
 from diloco_jax.weights.files import BESIDE, CONFIG, read_json, read_tensors
-
-SOURCES = ("hf", "run")
+from diloco_jax.weights.sources import source_of
 
 
 def started_from(config: Config, source: str) -> Config:
@@ -40,13 +47,13 @@ def started_from(config: Config, source: str) -> Config:
     Raises ConfigError if the source is none, or its model no known one.
     """
     kind, folder = source_of(source)
-    if kind == "hf":
-        where = folder / CONFIG
-        model = families.read(read_json(where), str(where))
-    else:
-        from diloco_jax.workdir import read_config
+    with at_hand(kind, folder, arrays=False) as here:
+        if kind == "hf":
+            model = families.read(read_json(here / CONFIG), f"{folder}/{CONFIG}")
+        else:
+            from diloco_jax.workdir import read_config
 
-        model = read_config(folder).run.model
+            model = read_config(here).run.model
     model = dataclasses.replace(model, weights=f"{kind}:{folder}")
     require_source(model)
     return dataclasses.replace(config, run=dataclasses.replace(config.run, model=model))
@@ -65,52 +72,61 @@ def first_pieces(run: RunConfig, model: Model, scratch: Path | None = None) -> P
 
     Those of a folder are views of its mapped files in the dtype that they have there,
     and a stacked parameter is a list of its layers: nothing is read before it is
-    needed. Those of a run lie in a nameless file in `scratch`, or in memory.
+    needed. Those of a run lie in a nameless file in `scratch`, or in memory. What is in
+    a bucket is copied into `scratch` first.
 
     Raises ConfigError, naming the tensor, if the files are not those of the model.
     """
+    if not run.model.weights:
+        return first_params(run, model)
     kind, folder = source_of(run.model.weights)
-    if kind == "hf":
-        return read_folder(folder, run.model)
-    if kind == "run":
-        return _read_run(folder, run.model, model, scratch)
-    return first_params(run, model)
+    with at_hand(kind, folder, arrays=True, scratch=scratch) as here:
+        if kind == "hf":
+            return read_folder(here, run.model)
+        return _read_run(here, run.model, model, scratch)
 
 
 def require_source(model: ModelConfig) -> None:
     """Raise ConfigError unless the source of a model's weights is there and fits it;
-    read no weights."""
+    read no weights. Of a source in a bucket only its config is looked at."""
     kind, folder = source_of(model.weights)
-    if kind == "hf":
-        read_folder(folder, model)
-    elif kind == "run":
-        from diloco_jax.evaluation import newest_plan
+    if not kind:
+        return
+    with at_hand(kind, folder, arrays=False) as here:
+        if kind == "run":
+            config = _config_of(here, model)
+            if not is_bucket(folder):
+                from diloco_jax.evaluation import newest_plan
 
-        config = _config_of(folder, model)
-        newest_plan(config, folder, build(config.run))
-
-
-def source_of(weights: str) -> tuple[str, Path]:
-    """Return kind and folder of a source; raise ConfigError if it is none."""
-    kind, _, folder = weights.partition(":")
-    if weights and (kind not in SOURCES or not folder):
-        raise ConfigError(
-            f"--init {weights}: write hf:DIR for a folder with config.json and "
-            f"safetensors, or run:WORKDIR for a run's newest snapshot"
-        )
-    return kind, Path(absolute(folder))
+                newest_plan(config, here, build(config.run))
+        elif not is_bucket(folder):
+            read_folder(here, model)
 
 
 def keep_source(weights: str, workdir: Path) -> None:
     """Keep the small files of the folder that a run starts from in its workdir, for its
     exports."""
+    if not weights:
+        return
     kind, folder = source_of(weights)
-    origin = folder if kind == "hf" else folder / run_files.SOURCE
-    found = [origin / name for name in (CONFIG, *BESIDE) if (origin / name).is_file()]
-    if weights and found:
-        (workdir / run_files.SOURCE).mkdir(exist_ok=True)
-        for path in found:
-            shutil.copyfile(path, workdir / run_files.SOURCE / path.name)
+    with at_hand(kind, folder, arrays=False) as here:
+        origin = here if kind == "hf" else here / run_files.SOURCE
+        names = (name for name in (CONFIG, *BESIDE) if (origin / name).is_file())
+        for name in names:
+            (workdir / run_files.SOURCE).mkdir(exist_ok=True)
+            shutil.copyfile(origin / name, workdir / run_files.SOURCE / name)
+
+
+def keep_tokenizer(data: DataConfig, workdir: Path) -> None:
+    """Keep the files of the data's tokenizer in its workdir, for exports, unless the
+    folder that the run started from had one."""
+    folder = workdir / run_files.SOURCE
+    path = tokenizer_of(data)
+    if not path or (folder.is_dir() and find_tokenizer(folder) is not None):
+        return
+    folder.mkdir(exist_ok=True)
+    for file in open_tokenizer(path).files:
+        shutil.copyfile(file, folder / kept_name(file))
 
 
 def fill(params: Params, piece: Piece, value: np.ndarray) -> None:

@@ -1,7 +1,8 @@
-"""Make a run's own certificate authority and the certificates of its two roles.
+"""Make a run's own certificate authority, and a certificate for each of its principals.
 
-Folder: `ca.pem`, `ca.key` (needed only to add hosts; keep it off the islands),
-`coordinator.pem`, `coordinator.key`, `island.pem`, `island.key`. EC P-256 throughout.
+Folder: `ca.pem`, `ca.key` (needed only to add more; keep it off all other machines),
+and STEM.pem and STEM.key of the coordinator, of each island (`island.NAME`), of readers
+and of operators. EC P-256 throughout.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -19,6 +21,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from diloco_jax.wire.errors import SecurityError
+from diloco_jax.wire.peers import REVOKED
+from diloco_jax.wire.principal import (
+    COORDINATOR,
+    OPERATOR,
+    READER,
+    Principal,
+    island,
+    of_stem,
+)
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 CA_DAYS = 3650
@@ -31,19 +42,24 @@ def make_certificates(
     names: Iterable[str],
     days: int,
     *,
+    islands: Iterable[str] = (),
     replace: bool = False,
 ) -> None:
-    """Write a new authority and both roles' certificates, valid for `days`.
+    """Write a new authority and its certificates, valid for `days`.
 
-    `names` are host names and IP addresses at which islands reach the coordinator.
+    Args:
+      names: host names and IP addresses at which islands reach the coordinator.
+      islands: names of the islands.
+      replace: replace an authority that the folder has.
+
     Raises SecurityError if the folder has an authority already, unless `replace`.
     """
     folder = Path(folder)
     if (folder / "ca.pem").exists() and not replace:
         raise SecurityError(
             f"{folder / 'ca.pem'} exists: a new authority would shut out every process "
-            f"that has certificates of the old one; add names to it (`diloco certs "
-            f"--add`), choose another folder, or replace it on purpose (`diloco certs "
+            f"that has certificates of the old one; add to it (`diloco certs --add`), "
+            f"choose another folder, or replace it on purpose (`diloco certs "
             f"--replace`)"
         )
     key = ec.generate_private_key(ec.SECP256R1())
@@ -54,40 +70,79 @@ def make_certificates(
         .add_extension(_key_usage(authority=True), critical=True)
         .sign(key, hashes.SHA256())
     )
-    leaves = _leaves(certificate, key, [*LOCAL_NAMES, *names], days)
-    _write(folder, {"ca": (certificate, key), **leaves})
+    authority = _Signed(certificate, key)
+    wanted = [COORDINATOR, READER, OPERATOR, *map(island, islands)]
+    hosts = [*LOCAL_NAMES, *names]
+    made = {who.stem: _leaf(authority, who, hosts, days) for who in wanted}
+    if replace:
+        _remove_leaves(folder)
+    _write(folder, {"ca": authority, **made})
 
 
-def add_names(folder: str | Path, names: Iterable[str], days: int) -> None:
-    """Sign both roles' certificates anew, the coordinator's with further names.
+def add(
+    folder: str | Path,
+    names: Iterable[str],
+    days: int,
+    *,
+    islands: Iterable[str] = (),
+) -> None:
+    """Sign certificates anew: the coordinator's with further names, those of these
+    islands, or all of them if nothing is named. Those given out before stay valid.
 
-    Certificates given out before stay valid. Raises SecurityError if the folder does
-    not hold the authority with its key.
+    Raises SecurityError if the folder does not hold the authority with its key.
     """
     folder = Path(folder)
+    authority, coordinator = _opened(folder)
+    further = list(names)
+    hosts = [*_names_in(coordinator), *further]
+    wanted = [*([COORDINATOR] if further else []), *map(island, islands)]
+    wanted = wanted or principals(folder)
+    _write(folder, {who.stem: _leaf(authority, who, hosts, days) for who in wanted})
+
+
+def renew(folder: str | Path, days: int, within_days: int) -> list[Principal]:
+    """Sign those certificates anew that end within so many days; return whose. Raises
+    SecurityError as `add` does."""
+    folder = Path(folder)
+    limit = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=within_days)
+    ending = [
+        who
+        for who in principals(folder)
+        if _certificate(folder, who).not_valid_after_utc < limit
+    ]
+    if ending:
+        authority, coordinator = _opened(folder)
+        hosts = _names_in(coordinator)
+        _write(folder, {who.stem: _leaf(authority, who, hosts, days) for who in ending})
+    return ending
+
+
+def revoke(folder: str | Path, who: Principal) -> int:
+    """Add a certificate to the folder's `revoked.txt`, and delete it; return its serial
+    number. Raises SecurityError if there is none."""
+    folder = Path(folder)
     try:
-        authority = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
-        coordinator = x509.load_pem_x509_certificate(
-            (folder / "coordinator.pem").read_bytes()
-        )
-        key = serialization.load_pem_private_key(
-            (folder / "ca.key").read_bytes(), password=None
-        )
-    except (OSError, ValueError, TypeError) as error:
-        why = str(error)
-        if isinstance(error, OSError):
-            why = f"{error.filename}: {error.strerror}"
+        serial = _certificate(folder, who).serial_number
+    except (OSError, ValueError) as error:
+        known = ", ".join(i.stem for i in principals(folder)) or "none"
         raise SecurityError(
-            f"cannot add names to the certificates in {folder} ({why}); it needs "
-            f"ca.pem, ca.key and coordinator.pem as `diloco certs` made them; without "
-            f"--add it makes a new authority"
+            f"{folder} has no certificate of {who} ({error}); it has {known}"
         ) from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise SecurityError(
-            f"{folder / 'ca.key'} is no EC key; make a new authority with "
-            f"`diloco certs --replace`"
-        )
-    _write(folder, _leaves(authority, key, [*_names_in(coordinator), *names], days))
+    path = folder / REVOKED
+    before = path.read_text() if path.exists() else ""
+    today = datetime.datetime.now(datetime.UTC).date()
+    _replace(path, f"{before}{serial:x} # {who}, {today}\n".encode(), 0o644)
+    for suffix in (".key", ".pem"):
+        (folder / f"{who.stem}{suffix}").unlink(missing_ok=True)
+    return serial
+
+
+def principals(folder: str | Path) -> list[Principal]:
+    """Return whose certificates a folder has, in order of their files' names."""
+    stems = sorted(
+        path.name.removesuffix(".pem") for path in Path(folder).glob("*.pem")
+    )
+    return [who for stem in stems if (who := of_stem(stem)) is not None]
 
 
 def coordinator_names(folder: str | Path) -> list[str]:
@@ -97,40 +152,77 @@ def coordinator_names(folder: str | Path) -> list[str]:
 
 
 def _names_in(certificate: x509.Certificate) -> list[str]:
+    """Return the names and addresses of machines in a certificate."""
     known = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    return [str(entry.value) for entry in known.value]
+    return [
+        str(entry.value)
+        for entry in known.value
+        if not isinstance(entry, x509.UniformResourceIdentifier)
+    ]
 
 
-_Signed = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
+class _Signed(NamedTuple):
+    """A certificate and the key that it is for."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
 
 
-def _leaves(
-    authority: x509.Certificate,
-    authority_key: ec.EllipticCurvePrivateKey,
-    names: Iterable[str],
-    days: int,
-) -> dict[str, _Signed]:
-    signed = {}
-    server, client = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
-    # People on the coordinator's machine ask for its status there.
-    for role, usages in (("coordinator", [server, client]), ("island", [client])):
-        key = ec.generate_private_key(ec.SECP256R1())
-        builder = (
-            _builder(
-                _name(f"diloco {role}"),
-                authority.subject,
-                key.public_key(),
-                authority_key.public_key(),
-                days,
-            )
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
-            .add_extension(_key_usage(authority=False), critical=True)
-            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+def _opened(folder: Path) -> tuple[_Signed, x509.Certificate]:
+    """Return a folder's authority, and the coordinator's certificate."""
+    try:
+        authority = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+        coordinator = _certificate(folder, COORDINATOR)
+        key = serialization.load_pem_private_key(
+            (folder / "ca.key").read_bytes(), password=None
         )
-        if role == "coordinator":
-            builder = builder.add_extension(_alternative_names(names), critical=False)
-        signed[role] = (builder.sign(authority_key, hashes.SHA256()), key)
-    return signed
+    except (OSError, ValueError, TypeError) as error:
+        why = str(error)
+        if isinstance(error, OSError):
+            why = f"{error.filename}: {error.strerror}"
+        raise SecurityError(
+            f"cannot add to the certificates in {folder} ({why}); it needs ca.pem, "
+            f"ca.key and coordinator.pem as `diloco certs` made them; without --add it "
+            f"makes a new authority"
+        ) from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise SecurityError(
+            f"{folder / 'ca.key'} is no EC key; make a new authority with "
+            f"`diloco certs --replace`"
+        )
+    return _Signed(authority, key), coordinator
+
+
+def _certificate(folder: Path, who: Principal) -> x509.Certificate:
+    path = folder / f"{who.stem}.pem"
+    return x509.load_pem_x509_certificate(path.read_bytes())
+
+
+def _leaf(
+    authority: _Signed, who: Principal, hosts: Iterable[str], days: int
+) -> _Signed:
+    """hosts: names of the coordinator's machine."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    # The coordinator's asks for the status, too, for people on its machine.
+    usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(who.uri)]
+    if who == COORDINATOR:
+        usages.insert(0, ExtendedKeyUsageOID.SERVER_AUTH)
+        names += _hosts(hosts)
+    builder = (
+        _builder(
+            _name(f"diloco {who}"),
+            authority.certificate.subject,
+            key.public_key(),
+            authority.key.public_key(),
+            days,
+        )
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
+        .add_extension(_key_usage(authority=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+    )
+    return _Signed(builder.sign(authority.key, hashes.SHA256()), key)
 
 
 def _builder(
@@ -176,7 +268,7 @@ def _key_usage(*, authority: bool) -> x509.KeyUsage:
     )
 
 
-def _alternative_names(names: Iterable[str]) -> x509.SubjectAlternativeName:
+def _hosts(names: Iterable[str]) -> list[x509.GeneralName]:
     entries: list[x509.GeneralName] = []
     for name in dict.fromkeys(names):
         try:
@@ -188,20 +280,28 @@ def _alternative_names(names: Iterable[str]) -> x509.SubjectAlternativeName:
                     f"digits, '-' and '.'); give it as islands dial it"
                 ) from None
             entries.append(x509.DNSName(name))
-    return x509.SubjectAlternativeName(entries)
+    return entries
+
+
+def _remove_leaves(folder: Path) -> None:
+    """Delete what another authority signed, and its list of revoked ones."""
+    for who in principals(folder):
+        for suffix in (".key", ".pem"):
+            (folder / f"{who.stem}{suffix}").unlink(missing_ok=True)
+    (folder / REVOKED).unlink(missing_ok=True)
 
 
 def _write(folder: Path, signed: dict[str, _Signed]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for role, (certificate, key) in signed.items():
+    for stem, (certificate, key) in signed.items():
         private = key.private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.PKCS8,
             serialization.NoEncryption(),
         )
         public = certificate.public_bytes(serialization.Encoding.PEM)
-        _replace(folder / f"{role}.key", private, 0o600)
-        _replace(folder / f"{role}.pem", public, 0o644)
+        _replace(folder / f"{stem}.key", private, 0o600)
+        _replace(folder / f"{stem}.pem", public, 0o644)
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:

@@ -1,4 +1,4 @@
-"""`diloco certs DIR --hosts NAME... [--add]`."""
+"""`diloco certs DIR --hosts HOST... --islands NAME... [--add | --revoke WHO...]`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco_jax.config.fields import positional, setting
-from diloco_jax.errors import ConfigError
+from diloco_jax.config.validation import check_name
+from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.options import parse
 
 
@@ -22,8 +23,19 @@ class CertsOptions:
         help="Names and addresses at which islands reach the coordinator, besides "
         "localhost; without any, only its own machine reaches it.",
     )
+    islands: tuple[str, ...] = setting(
+        (),
+        help="Names of islands, as the config has them: each gets a key of its own. "
+        "With --add, those that have one get another.",
+    )
+    revoke: tuple[str, ...] = setting(
+        (),
+        metavar="[WHO [WHO ...]]",
+        help="Shut out whoever has these certificates, by the names of their files "
+        "(island.v6e): coordinators read DIR's revoked.txt while they run.",
+    )
     days: int = setting(365, help="Days for which the certificates are valid.")
-    add: bool = setting(False, help="Add hosts to DIR's authority.")
+    add: bool = setting(False, help="Add hosts or islands to DIR's authority.")
     replace: bool = setting(False, help="Replace DIR's authority.")
 
 
@@ -35,37 +47,74 @@ def certs_command(arguments: Sequence[str]) -> int:
         "diloco certs",
         "Make a run's authority and certificates for mutual TLS.",
     )
-    if options.add and options.replace:
-        raise ConfigError("--add with --replace: choose one of them")
-    from diloco_jax.wire.certificates import (
-        CA_DAYS,
-        add_names,
-        coordinator_names,
-        make_certificates,
-    )
+    if options.add + options.replace + bool(options.revoke) > 1:
+        raise ConfigError("--add, --replace and --revoke: choose one of them")
+    from diloco_jax.wire import certificates
 
-    if not 1 <= options.days <= CA_DAYS:
+    folder, limit = options.folder, certificates.CA_DAYS
+    if not 1 <= options.days <= limit:
         raise ConfigError(
             f"--days {options.days}: certificates are valid for 1 day to the "
-            f"authority's own {CA_DAYS} days; choose from these"
+            f"authority's own {limit} days; choose from these"
         )
+    for name in options.islands:
+        check_name(name)
     try:
+        if options.revoke:
+            _revoke(folder, options.revoke)
+            return 0
         if options.add:
-            add_names(options.folder, options.hosts, options.days)
+            certificates.add(
+                folder, options.hosts, options.days, islands=options.islands
+            )
         else:
-            make_certificates(
-                options.folder, options.hosts, options.days, replace=options.replace
+            certificates.make_certificates(
+                folder,
+                options.hosts,
+                options.days,
+                islands=options.islands,
+                replace=options.replace,
             )
     except OSError as error:
         raise ConfigError(
-            f"cannot write certificates to {options.folder}: {error.strerror}; give a "
-            f"folder that is writable"
+            f"cannot write certificates to {folder}: {error.strerror}; give a folder "
+            f"that is writable"
         ) from error
-    names = ", ".join(coordinator_names(options.folder))
+    names = ", ".join(certificates.coordinator_names(folder))
+    here = certificates.principals(folder)
+    islands = ", ".join(who.name for who in here if who.role == "island")
     print(
-        f"certificates in {options.folder}, of a coordinator called {names}. Give each "
-        f"machine a folder with its role's files as --certificates: ca.pem and "
-        f"coordinator.*, or ca.pem and island.*; ca.key to none",
+        f"certificates in {folder}, of a coordinator called {names}, and of "
+        f"{f'islands {islands}' if islands else 'no island (--add --islands NAME)'}. "
+        f"Give each machine, as --certificates, a folder with ca.pem and its own "
+        f".pem and .key: coordinator.*, island.NAME.*, or reader.* to look on; ca.key "
+        f"to none",
         file=sys.stderr,
     )
     return 0
+
+
+def _revoke(folder: Path, stems: Sequence[str]) -> None:
+    """Revoke certificates, all of which must be known."""
+    from diloco_jax.wire import certificates
+    from diloco_jax.wire.peers import REVOKED
+    from diloco_jax.wire.principal import of_stem
+
+    here = {who.stem for who in certificates.principals(folder)}
+    for stem in stems:
+        if stem not in here:
+            known = ", ".join(sorted(here)) or "none"
+            raise ConfigError(
+                f"--revoke {stem}: {folder} has no certificate of that name"
+                f"{suggest(stem, here)}; it has {known}"
+            )
+    for stem in dict.fromkeys(stems):
+        who = of_stem(stem)
+        assert who is not None
+        serial = certificates.revoke(folder, who)
+        print(
+            f"{who}: serial number {serial:x} is in {folder / REVOKED}; a "
+            f"coordinator whose folder that is shuts it out within seconds, others "
+            f"need the file beside their coordinator.pem",
+            file=sys.stderr,
+        )

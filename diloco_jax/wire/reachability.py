@@ -103,6 +103,6 @@ def _with_tls(
         except OSError as error:
             verdict = str(error)
     return SecurityError(
-        f"{address} does not accept {tls.folder / tls.role}.pem ({verdict}); use "
+        f"{address} does not accept {tls.certificate_path} ({verdict}); use "
         f"certificates of the coordinator's authority, and see the coordinator's log"
     )

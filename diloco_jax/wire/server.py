@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -23,7 +24,9 @@ from diloco_jax.wire import addresses, encoding, errors, frames
 from diloco_jax.wire.bulk import FetchRequest, FetchStart, UploadDone, UploadStart
 from diloco_jax.wire.encoding import decoded, encode
 from diloco_jax.wire.errors import Busy, RemoteProtocolError, WireError
+from diloco_jax.wire.peers import Peers
 from diloco_jax.wire.places import Places, allow_connections
+from diloco_jax.wire.principal import Principal, require_island
 from diloco_jax.wire.session import ControlHandlers, Session, internal_error
 from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 from diloco_jax.wire.tls import TlsFiles
@@ -93,6 +96,7 @@ class Server:
         """
         addresses.require_tls(bind, tls=tls is not None, insecure=insecure)
         self._bind, self._handlers, self._tls = bind, handlers, tls
+        self._peers = Peers(tls.folder) if tls is not None else None
         self._deadlines = deadlines
         # Twice, since a lost island may be back before its old stream is known to be
         # dead.
@@ -165,7 +169,7 @@ class Server:
             "Upload": grpc.stream_unary_rpc_method_handler(self._upload),
             "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
-            "Config": grpc.unary_unary_rpc_method_handler(lambda _, __: self._config),
+            "Config": grpc.unary_unary_rpc_method_handler(self._give_config),
         }
 
     def _control(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
@@ -185,6 +189,7 @@ class Server:
             if first is None:
                 raise RemoteProtocolError(f"{context.peer()} sent an empty upload")
             start = decoded(encoding.upload_start, first, context.peer())
+            require_island(self._identify(context), start.island)
             if not 0 <= start.offset <= start.offset + start.length <= start.total:
                 raise RemoteProtocolError(
                     f"{context.peer()} announced bytes {start.offset} to "
@@ -198,6 +203,7 @@ class Server:
     def _fetch(self, request: bytes, context: Any) -> Iterator[bytes]:
         with self._transfer(context) as guard:
             wanted = decoded(encoding.fetch_request, request, context.peer())
+            require_island(self._identify(context), wanted.island)
             source = self._handlers.fetch(wanted)
             if not (0 <= wanted.offset <= source.total and wanted.length >= -1):
                 raise RemoteProtocolError(
@@ -223,20 +229,32 @@ class Server:
 
     def _status(self, request: bytes, context: Any) -> bytes:
         with self._answering(context):
+            self._identify(context)
             status, encoded = self._encoded
             if (current := self._handlers.status()) is not status:
                 encoded = json.dumps(current).encode()
                 self._encoded = current, encoded
             return encoded
 
+    def _give_config(self, request: bytes, context: Any) -> bytes:
+        with self._answering(context):
+            self._identify(context)
+            return self._config
+
+    def _identify(self, context: Any) -> Principal | None:
+        """Return who calls, None without TLS. Raises SecurityError."""
+        return self._peers.identify(context) if self._peers is not None else None
+
     def _register(self, context: Any) -> Session:
+        identify = functools.partial(self._identify, context)
+        identify()
         with self._lock:
             if len(self._sessions) >= self._max_sessions:
                 raise Busy(
                     f"{len(self._sessions)} control streams are open, the limit is "
                     f"{self._max_sessions}; islands that are gone free theirs soon"
                 )
-            session = Session(next(self._numbers), context)
+            session = Session(next(self._numbers), context, identify)
             self._sessions[session.id] = session
             return session
 

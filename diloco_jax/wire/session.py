@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import grpc
@@ -19,11 +19,13 @@ from diloco_jax.protocol import messages
 from diloco_jax.wire import encoding, errors
 from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import Refused, RemoteProtocolError, WireError
+from diloco_jax.wire.principal import Principal, require_island
 from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
 
 logger = logging.getLogger(__name__)
 
 OUTBOX_BYTES = encoding.QUEUED_CONTROL_BYTES
+Identify = Callable[[], Principal | None]
 
 
 class ControlHandlers(Protocol):
@@ -51,8 +53,11 @@ class Session:
     hello: messages.Hello
     """The first message; set before `connect` is called."""
 
-    def __init__(self, number: int, context: Any) -> None:
+    def __init__(self, number: int, context: Any, identify: Identify) -> None:
+        """identify: returns who the peer is, None without TLS; raises SecurityError
+        once its certificate is revoked."""
         self.id = number
+        self._identify = identify
         self.peer: str = context.peer()
         self._context = context
         self._outbox = ByteQueue(OUTBOX_BYTES)
@@ -143,11 +148,13 @@ class Session:
                     f"first message from {self.peer} is {type(hello).__name__}, "
                     f"expected Hello"
                 )
+            require_island(self._identify(), hello.island)
             self.hello = hello
             handlers.connect(hello, self)
             connected = True
             for raw in requests:
                 message = self._decode(raw)
+                self._identify()
                 if isinstance(message, messages.Hello):
                     raise RemoteProtocolError(
                         f"{self.peer} sent a second Hello; open a new stream for it"

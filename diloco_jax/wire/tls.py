@@ -1,68 +1,105 @@
-"""Certificates of one role, read and checked before any socket is opened."""
+"""Certificates of one principal, read and checked before any socket is opened."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import grpc
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 
+from diloco_jax.wire import principal
+from diloco_jax.wire.certificates import principals
 from diloco_jax.wire.errors import SecurityError
+from diloco_jax.wire.peers import principal_of
+from diloco_jax.wire.principal import Principal
 
-Role = Literal["coordinator", "island"]
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class TlsFiles:
-    """Files that one role needs from the folder that `diloco certs` makes."""
+    """Files that one principal needs from the folder that `diloco certs` makes."""
 
     folder: Path
-    role: Role
+    who: Principal
     authority_pem: bytes
+    """One certificate or, while an authority is replaced by another, both."""
     certificate_pem: bytes
     key_pem: bytes = dataclasses.field(repr=False)
 
     @classmethod
-    def load(cls, folder: str | Path, role: Role) -> TlsFiles:
-        """Read `ca.pem`, `ROLE.pem` and `ROLE.key`.
+    def load(cls, folder: str | Path, who: Principal) -> TlsFiles:
+        """Read `ca.pem`, and the principal's certificate and key.
 
         Raises SecurityError naming the file if one is missing or unreadable, expired,
-        not signed by the authority, or not of a pair.
+        not signed by the authority, not of a pair, or another principal's.
         """
         folder = Path(folder)
-        files = cls(
-            folder,
-            role,
-            *(_read(folder / n) for n in ("ca.pem", f"{role}.pem", f"{role}.key")),
-        )
+        names = ("ca.pem", f"{who.stem}.pem", f"{who.stem}.key")
+        files = cls(folder, who, *(_read(folder / name) for name in names))
         files._check()
         return files
 
     @classmethod
+    def load_given(cls, folder: str | Path, who: Principal) -> TlsFiles | None:
+        """Load as `load` does; return None, for no TLS, if the folder is empty text."""
+        return cls.load(folder, who) if str(folder) else None
+
+    @classmethod
     def load_any(cls, folder: str | Path) -> TlsFiles:
-        """Load the island's files, or the coordinator's where only these exist, as for
-        a person who asks how the run stands. Raises SecurityError as `load` does."""
-        islands = (Path(folder) / "island.pem").exists()
-        return cls.load(
-            folder,
-            "coordinator"
-            if not islands and (Path(folder) / "coordinator.pem").exists()
-            else "island",
-        )
+        """Load a reader's files, or whichever the folder has, as for a person who asks
+        how the run stands. Raises SecurityError as `load` does."""
+        here = principals(folder)
+        preferred = principal.READER in here or not here
+        return cls.load(folder, principal.READER if preferred else here[0])
+
+    @property
+    def certificate_path(self) -> Path:
+        """The file of the certificate."""
+        return self.folder / f"{self.who.stem}.pem"
 
     def server_credentials(self) -> Any:
-        """Return `grpc.ServerCredentials` that let in only what the authority
-        signed."""
-        return grpc.ssl_server_credentials(
+        """Return `grpc.ServerCredentials` that let in only what the authority signed.
+
+        Files that change are read again at the next connection, so that certificates
+        are renewed without a restart; files that are not fit leave things as they are.
+        """
+        newest = self
+
+        def changed() -> Any:
+            nonlocal newest
+            if (found := newest._read_again()) is None:
+                return None
+            newest = found
+            return newest._server_configuration()
+
+        return grpc.dynamic_ssl_server_credentials(
+            self._server_configuration(), changed, require_client_authentication=True
+        )
+
+    def _server_configuration(self) -> Any:
+        return grpc.ssl_server_certificate_configuration(
             [(self.key_pem, self.certificate_pem)],
             root_certificates=self.authority_pem,
-            require_client_auth=True,
         )
+
+    def _read_again(self) -> TlsFiles | None:
+        """Return the files as they are now, if they are others and fit."""
+        try:
+            found = TlsFiles.load(self.folder, self.who)
+        except SecurityError as error:
+            logger.error("the certificates stay as they were: %s", error)
+            return None
+        if found == self:
+            return None
+        logger.info("%s is read again", found.certificate_path)
+        return found
 
     def channel_credentials(self) -> Any:
         """Return `grpc.ChannelCredentials` that trust only the authority."""
@@ -72,18 +109,22 @@ class TlsFiles:
 
     def _check(self) -> None:
         authority_path = self.folder / "ca.pem"
-        path, key_path = (self.folder / f"{self.role}.{e}" for e in ("pem", "key"))
-        authority = _parse(authority_path, self.authority_pem)
-        certificate = _parse(path, self.certificate_pem)
-        for checked, checked_path in ((authority, authority_path), (certificate, path)):
-            _check_dates(checked, checked_path)
-        try:
-            certificate.verify_directly_issued_by(authority)
-        except (InvalidSignature, ValueError, TypeError) as error:
+        path, key_path = (self.folder / f"{self.who.stem}.{e}" for e in ("pem", "key"))
+        authorities = _parse(authority_path, self.authority_pem)
+        certificate = _parse(path, self.certificate_pem)[0]
+        signers = [one for one in authorities if _signed(certificate, one)]
+        if not signers:
             raise SecurityError(
                 f"{path} is not signed by {authority_path}: they come from different "
                 f"runs of `diloco certs`; copy both from the same folder"
-            ) from error
+            )
+        _check_dates(signers[0], authority_path)
+        _check_dates(certificate, path)
+        if (found := principal_of(certificate)) != self.who:
+            raise SecurityError(
+                f"{path} is the certificate of {found or 'nobody'}, and has to be that "
+                f"of {self.who}; make it with `diloco certs`"
+            )
         try:
             key = serialization.load_pem_private_key(self.key_pem, password=None)
         except (ValueError, TypeError) as error:
@@ -108,9 +149,18 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def _parse(path: Path, content: bytes) -> x509.Certificate:
+def _signed(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
     try:
-        return x509.load_pem_x509_certificate(content)
+        certificate.verify_directly_issued_by(authority)
+    except (InvalidSignature, ValueError, TypeError):
+        return False
+    return True
+
+
+def _parse(path: Path, content: bytes) -> list[x509.Certificate]:
+    """Return the certificates in a file, one or more."""
+    try:
+        return x509.load_pem_x509_certificates(content)
     except ValueError as error:
         raise SecurityError(
             f"{path} is not a certificate in PEM form; make it with `diloco certs`"

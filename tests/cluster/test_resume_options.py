@@ -1,15 +1,19 @@
 """`diloco run --resume WORKDIR`: what it goes on with, before anything is started."""
 
 import dataclasses
+import json
 
 import pytest
+from rich.console import Console
 
 from diloco_jax import cli
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster.resume import (
     ReplacedFiles,
+    finished,
     require_one_workdir,
     resumed_config,
+    tell_extended,
     with_config,
 )
 from diloco_jax.config import (
@@ -21,6 +25,7 @@ from diloco_jax.config import (
     RunConfig,
 )
 from diloco_jax.config.loading import read_config_json
+from diloco_jax.island.pace import scheduled
 
 
 @pytest.fixture
@@ -92,6 +97,18 @@ def test_what_the_run_decided_once_stays_decided(config, workdir):
     assert resumed.islands == given.islands
 
 
+def test_the_model_of_weights_stays_that_of_the_run(config, tmp_path):
+    """CONFIG never named them; one that names a model of its own weights does."""
+    model = dataclasses.replace(config.run.model, qk_norm=True, weights="hf:/w")
+    of_weights = dataclasses.replace(config.run, model=model)
+    workdirs.begin_run(dataclasses.replace(config, run=of_weights), tmp_path)
+    assert resumed_config(config, tmp_path).run.model == model
+    own = dataclasses.replace(config.run.model, weights="hf:/other")
+    other = dataclasses.replace(config.run, model=own)
+    with pytest.raises(ConfigError, match=r"model\.qk_norm: True here, False there"):
+        resumed_config(dataclasses.replace(config, run=other), tmp_path)
+
+
 def test_other_settings_are_refused_and_nothing_changes(config, workdir):
     before = {p: p.read_bytes() for p in workdir.iterdir()}
     outer = OuterConfig(optimizer="sgd", learning_rate=0.9, momentum=0.0)
@@ -107,6 +124,49 @@ def test_other_settings_are_refused_and_nothing_changes(config, workdir):
     ):
         assert shown in str(refused.value)
     assert {p: p.read_bytes() for p in workdir.iterdir()} == before
+
+
+def with_tokens(config, total_tokens):
+    run = dataclasses.replace(config.run, total_tokens=total_tokens)
+    return dataclasses.replace(config, run=run)
+
+
+def test_a_run_that_is_over_gets_more_tokens(config, workdir):
+    summary = {"phase": "done", "tokens": 1_000_016, "parameters_digest": "d"}
+    (workdir / "summary.json").write_text(json.dumps(summary))
+    assert finished(config, workdir)
+    more = resumed_config(with_tokens(config, 1_000_017), workdir)
+    assert more.run.total_tokens == 1_000_017
+    assert not finished(more, workdir)
+    with pytest.raises(ConfigError, match=r"1000016, but .* 1000016 tokens already"):
+        resumed_config(with_tokens(config, 1_000_016), workdir)
+    with pytest.raises(ConfigError, match="total_tokens: 1000000 here, 999999 there"):
+        resumed_config(with_tokens(config, 999_999), workdir)
+    other = dataclasses.replace(config.run, total_tokens=2_000_000, seed=9)
+    with pytest.raises(ConfigError, match="seed: 0 here, 9 there"):
+        resumed_config(dataclasses.replace(config, run=other), workdir)
+
+
+def test_a_run_on_its_way_gets_no_more_tokens(config, workdir):
+    for summary in ("", '{"phase": "stopped", "tokens": 500}'):
+        if summary:
+            (workdir / "summary.json").write_text(summary)
+        with pytest.raises(ConfigError, match="on its way to 1000000: leave total_tok"):
+            resumed_config(with_tokens(config, 2_000_000), workdir)
+
+
+def test_an_extension_says_what_becomes_of_the_learning_rate(config, workdir, capsys):
+    (workdir / "summary.json").write_text('{"phase": "done", "tokens": 1000000}')
+    console = Console(width=200)
+    tell_extended(config, workdir, console)
+    assert capsys.readouterr().out == ""
+    inner = config.run.inner
+    tell_extended(with_tokens(config, 2_000_000), workdir, console)
+    shown = capsys.readouterr().out
+    assert "extended from 1,000,000 to 2,000,000 tokens" in shown
+    ended, goes_on = scheduled(inner, 1.0), scheduled(inner, 0.5)
+    assert ended < goes_on
+    assert f"ended at {ended:.3g}, goes on from {goes_on:.3g}" in shown
 
 
 def test_a_start_that_failed_leaves_the_workdir_as_it_was(config, workdir):

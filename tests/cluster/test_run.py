@@ -336,7 +336,7 @@ ENDED = """
 import json, pathlib, sys
 workdir, bind, how = pathlib.Path(sys.argv[1]), *sys.argv[2:]
 assert how == "--resume"
-summary = {"phase": "done", "merges": 4, "islands": {}}
+summary = {"phase": "done", "tokens": 10**9, "merges": 4, "islands": {}}
 (workdir / "summary.json").write_text(json.dumps(summary))
 """
 

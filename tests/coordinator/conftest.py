@@ -57,7 +57,7 @@ def make_engine(tmp_path, store, island):
     until `done` holds."""
     files = []
 
-    def make(done, log=None, faults=(), slow_s=WAIT_S):
+    def make(done, log=None, faults=(), slow_s=WAIT_S, write_within_s=WAIT_S):
         def keep_house(engine):
             if done() or time.monotonic() > deadline:
                 engine.stop()
@@ -98,6 +98,7 @@ def make_engine(tmp_path, store, island):
             sessions=island,
             faults=Faults(tuple(faults)),
             slow_s=slow_s,
+            write_within_s=write_within_s,
             housekeeping=keep_house,
         )
         island.engine = engine

@@ -132,6 +132,7 @@ class Coordinator:
             sessions=self.sessions,
             faults=Faults(()),
             slow_s=math.inf,
+            write_within_s=math.inf,
             housekeeping=self.keep_house,
         )
         self.lead._holder._merger = cast(Any, AtOnce())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from types import SimpleNamespace
 
@@ -58,6 +59,26 @@ def test_a_publish_that_cannot_be_written_keeps_its_merge_and_nothing_else_waits
     (alert,) = engine.journal.alerts
     assert f"cannot be written to {tmp_path}/publishes" in alert
     assert "bytes are needed and 7 are free" in alert
+
+
+def test_a_publish_that_cannot_be_written_in_time_ends_the_coordinator_by_name(
+    make_engine, island, tmp_path, monkeypatch
+):
+    """Whatever is wrong with the disk. People were told before."""
+    monkeypatch.setattr(holder, "WRITE_AGAIN_S", 0.01)
+
+    def write(*arguments, **options):
+        raise OSError(errno.EIO, "Input/output error", str(tmp_path / "publishes"))
+
+    monkeypatch.setattr(Publishes, "write", write)
+    engine = make_engine(done=lambda: False, write_within_s=0.05)
+    with pytest.raises(OSError, match="the publish of fragment 0 could not be") as told:
+        engine.run()
+    assert "(Input/output error), of 0.05 (4 * placement.outage" in str(told.value)
+    assert told.value.filename == str(tmp_path / "publishes")
+    assert not island.told(messages.Published)
+    (alert,) = engine.journal.alerts
+    assert "within 0.05 s (4 * placement.outage_budget_s), and it goes on" in alert
 
 
 def test_merges_wait_for_the_compiler_and_the_tape_tells_how_long(

@@ -10,7 +10,13 @@ from diloco_jax.protocol import records
 HERE = {"environment": {"jax": "0.9"}}
 MADE_OF = {"fingerprint": "f1", "plan": "p1"}
 LINES = {
-    notes.Begun: {"kind": "begun", "run_id": "r", **MADE_OF, **HERE},
+    notes.Begun: {
+        "kind": "begun",
+        "run_id": "r",
+        **MADE_OF,
+        "total_tokens": 1000,
+        **HERE,
+    },
     notes.Recovered: {
         "kind": "recovered",
         "snapshot": 2,

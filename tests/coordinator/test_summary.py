@@ -110,6 +110,17 @@ def test_a_status_says_for_whom_the_end_waits(run, phase, status, waits):
     assert bool(told) == waits
 
 
+@pytest.mark.parametrize(("predicted", "shown"), [(1234, 1234), (0, None)])
+def test_predictions_are_told_where_somebody_counts_them(run, predicted, shown):
+    config, now, roster = run
+    roster.report("a", Measures(steps=30, tokens_predicted=predicted), (), AT + 9)
+    seen = summary.status(config, now, roster, seconds=9.0, alerts=[], now=AT + 9)
+    assert seen["islands"]["a"]["tokens_predicted"] == shown
+    told = summary.summary(config, now, roster, wall_seconds=9.0, alerts=[], now=AT + 9)
+    assert told["tokens_predicted"] == shown
+    assert told["islands"]["a"]["tokens_predicted"] == shown
+
+
 @pytest.mark.parametrize(
     ("skipped", "loss", "says"),
     [

@@ -11,6 +11,7 @@ from diloco_jax.core.members import load
 from diloco_jax.core.merge import RULES
 from diloco_jax.core.merge.merging import may_cut
 from diloco_jax.core.merge.rda import RDA
+from diloco_jax.core.outer import OPTIMIZERS
 
 OWN = """\
 import jax.numpy as jnp
@@ -142,6 +143,70 @@ def test_a_wrong_claim_is_refused_before_anything_starts(tmp_path: Path) -> None
     name = f"{tmp_path / 'own.py'}:lengths"
     found = refusal(merge=name)
     assert found.startswith(f"sync.merge = {name!r}: line 7: ValueError: it has by_el")
+
+
+OPTIMIZER_CLAIMS = """\
+import jax
+import optax
+
+
+class Claims:
+    elementwise = True
+
+    def __init__(self, make):
+        self.make = make
+
+    def __call__(self, momentum):
+        return self.make()
+
+
+class Recovers(Claims):
+    def delta_of(self, updates, state, momentum):
+        return jax.tree.map(lambda u: -u / abs(u).max(), updates)
+
+
+def by_shape():
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: -g / g.ndim, grads), state
+
+    return optax.GradientTransformation(lambda params: (), update)
+
+
+trust = Claims(lambda: optax.lamb(1.0))
+clipped = Claims(lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.scale(-1.0)))
+factored = Claims(lambda: optax.adafactor(1.0, min_dim_size_to_factor=4))
+recovers = Recovers(lambda: optax.scale(-1.0))
+shape = Claims(by_shape)
+adam = Claims(lambda: optax.adam(1.0))
+"""
+
+
+@pytest.mark.parametrize("name", ["trust", "clipped", "factored", "recovers", "shape"])
+def test_an_optimizer_that_is_wrong_of_going_element_by_element_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    """By lengths of tensors, of the fragment; by rows; after a crash; by the shape."""
+    (tmp_path / "own.py").write_text(OPTIMIZER_CLAIMS)
+    with pytest.raises(ValueError, match="leave elementwise out") as refused:
+        OPTIMIZERS.check(f"{tmp_path / 'own.py'}:{name}")
+    said = "it has elementwise = True, but its update of an element depends on other"
+    assert f"ValueError: {said}" in str(refused.value)
+
+
+def test_an_optimizer_that_goes_element_by_element_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OPTIMIZER_CLAIMS)
+    OPTIMIZERS.check(f"{tmp_path / 'own.py'}:adam")
+
+
+def test_a_wrong_claim_of_an_optimizer_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "own.py").write_text(OPTIMIZER_CLAIMS)
+    name = f"{tmp_path / 'own.py'}:trust"
+    with pytest.raises(ConfigError) as caught:
+        Config(run=RunConfig(outer=OuterConfig(optimizer=name))).validate()
+    found = str(caught.value)
+    assert found.startswith(f"outer.optimizer = {name!r}: line 5: ValueError: it has")
 
 
 @pytest.mark.parametrize(("name", "is_cut"), [("sizes", True), ("whole", False)])

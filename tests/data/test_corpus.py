@@ -8,7 +8,7 @@ import pytest
 
 from diloco_jax.config import ConfigError
 from diloco_jax.data.corpus import is_validation, load_corpus
-from diloco_jax.data.tokenizer import decode, encode
+from diloco_jax.data.tokenizers.of_bytes import decode, encode
 
 
 def write(folder, names, text="text of {}"):

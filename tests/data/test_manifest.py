@@ -1,5 +1,7 @@
 """A large file of tokens is read once; a file that is not the one read is refused."""
 
+import fcntl
+import math
 import os
 
 import numpy as np
@@ -111,6 +113,36 @@ def test_a_folder_that_takes_no_files_costs_a_reading_and_a_warning(
     assert not manifest.manifest_path(path).exists()
     assert read_token_file(path, samples=1).largest == 99
     assert len(reads) == 20
+
+
+def test_the_wait_for_another_reader_has_a_deadline(path, reads, monkeypatch):
+    """A process that was stopped keeps its lock."""
+    monkeypatch.setattr(manifest, "LOCK_POLL_S", 0.01)
+    monkeypatch.setattr(manifest, "LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(manifest, "SLOWEST_BYTES_PER_S", math.inf)
+    with path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"process has been reading .*tok"):
+            read_token_file(path)
+        assert reads == []
+    assert read_token_file(path).largest == 99
+
+
+def test_the_deadline_grows_with_the_file(path, monkeypatch):
+    """A reading that takes its time is waited for."""
+    monkeypatch.setattr(manifest, "LOCK_POLL_S", 0.01)
+    monkeypatch.setattr(manifest, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(manifest, "SLOWEST_BYTES_PER_S", path.stat().st_size / 60)
+    other = path.open("rb")
+    fcntl.flock(other, fcntl.LOCK_EX)
+    waits = iter(range(3))
+
+    def sleep(_):
+        if next(waits) == 2:
+            other.close()
+
+    monkeypatch.setattr(manifest.time, "sleep", sleep)
+    assert read_token_file(path).largest == 99
 
 
 def test_manifests_are_no_documents(path):

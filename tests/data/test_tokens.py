@@ -20,8 +20,7 @@ from diloco_jax.config import (
 from diloco_jax.config.resolving import resolve
 from diloco_jax.data.corpus import is_validation, load_corpus
 from diloco_jax.data.tokens import TokenRow
-from diloco_jax.data.validation import ValidationBatches
-from diloco_jax.data.windows import Windows
+from diloco_jax.data.windows import ValidationWindows, Windows
 
 
 def save(folder, lengths, dtype=np.uint16):
@@ -79,12 +78,12 @@ def test_the_digest_is_of_names_and_tokens(tmp_path):
 
 def test_windows_and_batches_are_of_the_tokens(tmp_path):
     corpus = load_corpus(save(tmp_path, [40, 23, 40]), 0.02)
-    windows = Windows(corpus.train, 4, seed=0)
-    batch = windows.batch(np.arange(len(windows)))
+    windows = Windows(corpus.train, 4)
+    batch = np.stack([windows[row]["tokens"] for row in range(len(windows))])
     assert (batch.dtype, batch.shape) == (np.int32, (len(windows), 5))
     assert set(batch.ravel()) <= set(range(103))
-    batches = ValidationBatches(corpus.validation, 4, 2)
-    np.testing.assert_array_equal(batches[0].tokens[0, :3], corpus.validation[:3])
+    first = ValidationWindows(corpus.validation, 4)[0]["tokens"]
+    np.testing.assert_array_equal(first[:3], corpus.validation[:3])
 
 
 def test_too_little_for_both_sides_is_refused(tmp_path):

@@ -91,14 +91,18 @@ def train(config: IslandConfig, batches: np.ndarray) -> dict[str, object]:
     logging.getLogger("jax").addHandler(counter)
     with jax.log_compiles():
         params = exchange.warm(params)
-        trainer.eval_step(params, batches[0], np.ones((8, 16), np.float32))
+        weights = np.ones((8, 16), np.float32)
+        trainer.eval_step(params, {"tokens": batches[0], "weights": weights})
         state = TrainState(params, trainer.init_inner(params))
-        trainer.step(state, trainer.put_batch(batches[0]), 0.0)
+        trainer.step(state, trainer.put_batch({"tokens": batches[0]}), 0.0)
         anchors = {f: put(exchange, plan, f, first) for f in range(RUN.sync.fragments)}
         replica = join(plan, trainer, exchange, anchors)
-        losses = [float(replica.step(batch, 0.1)["loss"]) for batch in batches]
+        losses = [
+            float(replica.step({"tokens": tokens}, 0.1)["loss"]) for tokens in batches
+        ]
         trained = [np.array(x) for x in jax.tree.leaves(replica.params)]
-        sums = trainer.eval_step(replica.params, batches[0], np.ones((8, 16), "f4"))
+        batch = {"tokens": batches[0], "weights": weights}
+        sums = trainer.eval_step(replica.params, batch)
         anchors = {f: put(exchange, plan, f, noise) for f in range(RUN.sync.fragments)}
         exchange.start(
             {f: put(exchange, plan, f, first) for f in range(RUN.sync.fragments)}

@@ -8,7 +8,9 @@ import optax
 import pytest
 
 from diloco_jax.config import IslandConfig
+from diloco_jax.data.source import SEGMENTS, TOKENS
 from diloco_jax.data.validation import ValidationBatches
+from diloco_jax.data.windows import ValidationWindows
 from diloco_jax.island.device.mesh import make_mesh
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.evaluate import Evaluator, evaluate_all
@@ -36,6 +38,11 @@ def make_trainer(accumulation=1, seen=None) -> Trainer:
     return Trainer(model, optax.identity(), island, make_mesh(island))
 
 
+def batches(length: int) -> ValidationBatches:
+    source = ValidationWindows(TEXT, length)
+    return ValidationBatches(source, 2, {"tokens": TOKENS}, length)
+
+
 @pytest.fixture
 def trainer() -> Trainer:
     return make_trainer()
@@ -44,7 +51,7 @@ def trainer() -> Trainer:
 def test_the_whole_text_counts_once(trainer):
     params = trainer.place_params({"scale": np.float32(0.5)})
     for length in (5, 51, 200):
-        validation = ValidationBatches(TEXT, length, batch_size=2)
+        validation = batches(length)
         loss, bits = evaluate_all(trainer, params, validation)
         assert loss == pytest.approx(0.5 * TEXT[1:].mean(), rel=1e-6)
         assert bits == pytest.approx(loss / math.log(2))
@@ -52,7 +59,7 @@ def test_the_whole_text_counts_once(trainer):
 
 def test_a_hosts_own_rows_count_like_the_whole_batch(trainer):
     params = trainer.place_params({"scale": np.float32(0.5)})
-    validation = ValidationBatches(TEXT, 51, batch_size=2)
+    validation = batches(51)
     whole = evaluate_all(trainer, params, validation)
     validation.read_only([(0, 2)])
     assert evaluate_all(trainer, params, validation) == whole
@@ -63,15 +70,40 @@ def test_a_batch_that_trains_in_rounds_is_evaluated_in_rounds():
     trainer = make_trainer(accumulation=2, seen=seen)
     params = trainer.place_params({"scale": np.float32(0.5)})
     for length in (51, 200):  # the latter has a round of padding only
-        validation = ValidationBatches(TEXT, length, batch_size=2)
+        validation = batches(length)
         loss, _ = evaluate_all(trainer, params, validation)
         assert loss == pytest.approx(0.5 * TEXT[1:].mean(), rel=1e-6)
         assert set(seen) == {(1, length)}
         seen.clear()
 
 
+class Packed:
+    """Rows of two documents each, some of which end in padding."""
+
+    fields = {"tokens": TOKENS, "segments": SEGMENTS}  # noqa: RUF012
+    segments = np.array([[1, 1, 1, 2, 2], [1, 1, 2, 0, 0], [1, 2, 2, 2, 0]])
+
+    def __len__(self):
+        return len(self.segments)
+
+    def __getitem__(self, row):
+        tokens = np.arange(5) + 10 * row
+        return {"tokens": tokens, "segments": self.segments[row]}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_packed_rows_are_validated_within_their_documents(accumulation):
+    trainer = make_trainer(accumulation)
+    params = trainer.place_params({"scale": np.float32(1.0)})
+    packed = Packed()
+    validation = ValidationBatches(packed, 2, packed.fields, 4, bytes_per_token=4.0)
+    loss, bits = evaluate_all(trainer, params, validation)
+    assert loss == pytest.approx(np.mean([1, 2, 4, 11, 22, 23]))
+    assert bits == pytest.approx(loss / math.log(2) / 4)
+
+
 def test_a_pass_goes_one_batch_per_call(trainer):
-    validation = ValidationBatches(TEXT, 10, batch_size=2)
+    validation = batches(10)
     params = trainer.place_params({"scale": np.float32(1.0)})
     whole = Evaluator(trainer, validation, every_steps=4, batches=99)
     steps = [step for step in range(4) if whole.due(step)]
@@ -87,16 +119,16 @@ def test_a_pass_goes_one_batch_per_call(trainer):
 
 
 def test_part_of_the_text_is_the_same_part_in_every_pass(trainer):
-    validation = ValidationBatches(TEXT, 10, batch_size=2)
+    validation = batches(10)
     params = trainer.place_params({"scale": np.float32(1.0)})
     part = Evaluator(trainer, validation, every_steps=1, batches=2)
     first, second = ([part.advance(params) for _ in range(2)] for _ in range(2))
     assert first == second
-    chosen = [validation[i].tokens[:, 1:] for i in validation.spread(2)]
+    chosen = [validation[i]["tokens"][:, 1:] for i in validation.spread(2)]
     assert first[-1] == pytest.approx(np.mean(chosen), rel=1e-6)
 
 
 def test_zero_means_never(trainer):
-    validation = ValidationBatches(TEXT, 10, batch_size=2)
+    validation = batches(10)
     assert not Evaluator(trainer, validation, 0, 8).due(8)
     assert not Evaluator(trainer, validation, 8, 0).due(8)

@@ -9,9 +9,11 @@ from diloco_jax import config as configs
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece, plan_fragments, to_pieces
+from diloco_jax.data.index import GlobalIndex
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.validation import ValidationBatches
-from diloco_jax.data.windows import Windows
+from diloco_jax.data.windows import ValidationWindows, Windows
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.replica import Replica
@@ -85,6 +87,11 @@ def built():
     return config, trainer, jax.device_get(params), plan
 
 
+def reader() -> BatchReader:
+    rows = GlobalIndex(Windows(TEXT, LENGTH), seed=0)
+    return BatchReader(rows, Windows.fields, LENGTH)
+
+
 @pytest.fixture
 def loop(built):
     config, trainer, host_params, plan = built
@@ -98,8 +105,9 @@ def loop(built):
     says.welcome(mailbox)
     network = Network(mailbox)
     network.exchange = exchange
-    data = LeasedStream(Windows(TEXT, LENGTH, seed=0), BATCH)
-    validation = ValidationBatches(TEXT[:200], LENGTH, BATCH)
+    data = LeasedStream(reader(), BATCH)
+    held_out = ValidationWindows(TEXT[:200], LENGTH)
+    validation = ValidationBatches(held_out, BATCH, Windows.fields, LENGTH)
     goal = goal_of(config.run, BATCH)
     loop = Loop(
         config=config,
@@ -313,7 +321,7 @@ def test_others_tokens_end_it_early_and_are_recorded(loop):
 
 def test_without_data_it_ends_with_an_error(loop):
     loop, network = loop
-    loop.data = LeasedStream(Windows(TEXT, LENGTH, seed=0), BATCH)
+    loop.data = LeasedStream(reader(), BATCH)
     loop.data.grant(Span(0, 3 * BATCH))
 
     def wait(timeout_s):
@@ -392,5 +400,7 @@ def test_steps_that_changed_nothing_are_counted_and_told(loop, caplog):
     loop.run()
     measures = network.mailbox.status().measures
     assert (measures.steps, measures.skipped_steps) == (STEPS, 3)
+    # Metrics are read one step late, and it ended without a wait.
+    assert measures.tokens_predicted == (STEPS - 1) * BATCH * LENGTH
     told = [r.getMessage()[:10] for r in caplog.records if "not finite" in r.message]
     assert told == ["1 of 4 ste", "2 of 5 ste"], "not again at every one"

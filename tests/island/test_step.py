@@ -12,6 +12,9 @@ from jax.sharding import AbstractMesh, NamedSharding
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.core.inner import make_inner
 from diloco_jax.data.corpus import load_corpus
+from diloco_jax.data.index import GlobalIndex
+from diloco_jax.data.reader import BatchReader
+from diloco_jax.data.source import TOKENS, Field
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.device.mesh import (
     MESH_AXES,
@@ -21,7 +24,7 @@ from diloco_jax.island.device.mesh import (
 )
 from diloco_jax.island.device.step import Trainer, TrainState, _like_params
 from diloco_jax.models import transformer
-from diloco_jax.models.model import Model
+from diloco_jax.models.model import Model, split_batch
 from diloco_jax.models.presets import preset
 
 
@@ -32,10 +35,9 @@ def linear_model() -> Model:
         return {"table": jax.random.normal(key, (256, 256), jnp.float32)}
 
     def loss(params, batch):
-        tokens = batch["tokens"] if isinstance(batch, dict) else batch
-        logits = params["table"][tokens[:, :-1]]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        weights = batch["weights"] if isinstance(batch, dict) else jnp.ones_like(losses)
+        inputs, targets, weights = split_batch(batch)
+        logits = params["table"][inputs]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         mean = jnp.sum(losses * weights) / jnp.sum(weights)
         return mean, {"loss": mean, "tokens": jnp.sum(weights)}
 
@@ -54,9 +56,9 @@ def start(trainer: Trainer) -> TrainState:
     return TrainState(params, trainer.init_inner(params))
 
 
-def tokens(batch_size: int = 8, seed: int = 0) -> np.ndarray:
+def rows(batch_size: int = 8, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return rng.integers(0, 256, (batch_size, 17)).astype(np.int32)
+    return {"tokens": rng.integers(0, 256, (batch_size, 17)).astype(np.int32)}
 
 
 def host(tree):
@@ -67,8 +69,8 @@ def test_a_step_is_gradient_descent_scaled_by_the_learning_rate():
     model, trainer = linear_model(), make_trainer()
     state = start(trainer)
     before = host(state.params)
-    (loss, _), grads = jax.value_and_grad(model.loss, has_aux=True)(before, tokens())
-    state, metrics = trainer.step(state, trainer.put_batch(tokens()), 0.5)
+    (loss, _), grads = jax.value_and_grad(model.loss, has_aux=True)(before, rows())
+    state, metrics = trainer.step(state, trainer.put_batch(rows()), 0.5)
     np.testing.assert_allclose(
         state.params["table"], before["table"] - 0.5 * grads["table"], atol=1e-6
     )
@@ -84,18 +86,65 @@ def test_accumulation_equals_one_big_batch(accumulation):
     results = []
     for rounds in (1, accumulation):
         trainer = make_trainer(accumulation=rounds)
-        state, metrics = trainer.step(start(trainer), trainer.put_batch(tokens()), 1.0)
+        state, metrics = trainer.step(start(trainer), trainer.put_batch(rows()), 1.0)
         results.append(host((state.params, metrics)))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *results
     )
 
 
+@pytest.mark.parametrize("accumulation", [2, 8])
+def test_rounds_count_by_their_weights(accumulation):
+    # Whole rounds of padding among them, which have no mean (NaN).
+    weights = np.random.default_rng(1).random((8, 16)).astype(np.float32)
+    weights[::accumulation] = 0
+    batch = {**rows(), "weights": weights}
+    results = []
+    for rounds in (1, accumulation):
+        trainer = make_trainer(accumulation=rounds)
+        state, metrics = trainer.step(start(trainer), trainer.put_batch(batch), 1.0)
+        assert float(metrics["skipped"]) == 0
+        np.testing.assert_allclose(metrics["tokens"], weights.sum(), rtol=1e-6)
+        results.append(host((state.params, metrics)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *results
+    )
+
+
+def test_a_model_trains_on_arrays_of_its_own():
+    """Pictures, cut into rounds like tokens; what compiles ahead is what runs."""
+    picture = Field("uint8", None, (2, 3))
+    plain = linear_model()
+
+    def loss(params, batch):
+        assert batch["picture"].shape == (4, 2, 3)
+        mean, metrics = plain.loss(params, batch)
+        light = jnp.mean(batch["picture"].astype(jnp.float32))
+        return mean + light * params["table"][0, 0], metrics
+
+    model = plain._replace(loss=loss, batch={"tokens": TOKENS, "picture": picture})
+    with pytest.raises(ConfigError, match="the model needs 'picture'"):
+        make_trainer(model)
+    config = IslandConfig(batch_size=8, accumulation=2)
+    arrays, mesh = ("tokens", "picture"), make_mesh(config)
+    trainer = Trainer(model, optax.sgd(1.0), config, mesh, arrays)
+    lowered = trainer.lower(16)
+    assert lowered.args_info[0][1]["picture"].shape == (8, 2, 3)
+    batch = {**rows(), "picture": np.full((8, 2, 3), 9, np.uint8)}
+    state = start(trainer)
+    dark = make_trainer(batch_size=8)
+    moved, _ = trainer.step(state, trainer.put_batch(batch), 1.0)
+    other, _ = dark.step(start(dark), dark.put_batch(rows()), 1.0)
+    difference = host(other.params)["table"] - host(moved.params)["table"]
+    np.testing.assert_allclose(difference[0, 0], 9, rtol=1e-5)
+    np.testing.assert_allclose(difference.ravel()[1:], 0, atol=1e-6)
+
+
 def test_the_step_compiles_once_whatever_the_learning_rate():
     trainer = make_trainer(inner=optax.adam(1.0))
     state = start(trainer)
     for rate in (0.1, 0.2, np.float32(0.3), np.float64(0.4), 0, 1):
-        state, _ = trainer.step(state, trainer.put_batch(tokens()), rate)
+        state, _ = trainer.step(state, trainer.put_batch(rows()), rate)
     assert trainer.compilations() == 1
 
 
@@ -103,14 +152,14 @@ def test_a_non_finite_gradient_changes_nothing():
     model = linear_model()
 
     def loss(params, batch):
-        steep = params["table"][0, 0] * jnp.where(batch[0, 0] == 1, 1e30, 0.0)
+        steep = params["table"][0, 0] * jnp.where(batch["tokens"][0, 0] == 1, 1e30, 0.0)
         mean, metrics = model.loss(params, batch)
         return mean + (steep - jax.lax.stop_gradient(steep)), metrics
 
     trainer = make_trainer(model._replace(loss=loss), optax.adam(1.0))
     state = start(trainer)
-    good, bad = tokens(), tokens()
-    good[0, 0], bad[0, 0] = 0, 1
+    good, bad = rows(), rows()
+    good["tokens"][0, 0], bad["tokens"][0, 0] = 0, 1
     state, metrics = trainer.step(state, trainer.put_batch(good), 0.01)
     assert float(metrics["skipped"]) == 0
     before = host(state)
@@ -184,7 +233,8 @@ def assert_alike(moment, leaf, dtype):
 
 
 def test_thirty_steps_on_real_text_learn():
-    windows = Windows(load_corpus((), 0.02).train, 64, seed=0)
+    windows = Windows(load_corpus((), 0.02).train, 64)
+    reader = BatchReader(GlobalIndex(windows, seed=0), windows.fields, 64)
     island = IslandConfig(batch_size=8)
     model = transformer.build(preset("tiny"))
     trainer = Trainer(model, optax.adam(1.0), island, make_mesh(island))
@@ -192,7 +242,7 @@ def test_thirty_steps_on_real_text_learn():
     state = TrainState(params, trainer.init_inner(params))
     losses = []
     for step in range(30):
-        batch = windows.batch(np.arange(8 * step, 8 * step + 8))
+        batch = reader.batch(np.arange(8 * step, 8 * step + 8))
         state, metrics = trainer.step(state, trainer.put_batch(batch), 5e-3)
         losses.append(float(metrics["loss"]))
     assert abs(losses[0] - math.log(256)) < 0.2

@@ -22,6 +22,13 @@ UNTIL_TERM = (
 )
 """A process that says a word when it is asked to end."""
 
+OWNERS = {
+    "coordinator": "coordinator",
+    "v5p": "island.v5p",
+    "v6e-b": "island.v6e.b",
+}
+"""Stems of the certificates' files by the name of the machine that gets them."""
+
 
 def rendered(config, **settings):
     """All objects of a launch by kind and name, read back from its files."""
@@ -230,8 +237,8 @@ def test_sigterm_reaches_the_island_itself(config, shell):
     assert island.returncode == 1
 
 
-def coordinator_script(config, now=NOW):
-    order = make_order(config, "two.py", "gke")
+def coordinator_script(config, now=NOW, source=""):
+    order = make_order(config, "two.py", "gke", source)
     text = deployment(order, "certificates", "folder", now).files["coordinator.yaml"]
     made = {m["kind"]: m for m in yaml.safe_load_all(text)}
     return container_script(made["StatefulSet"]["spec"]["template"]["spec"])
@@ -246,9 +253,11 @@ def test_only_a_fresh_launch_begins_a_run(
 ):
     if has_log:
         (tmp_path / "run" / "log").mkdir(parents=True)
-    script = coordinator_script(config, int(time.time()) - age_s)
+    source = "hf:gs://bucket/a b"
+    script = coordinator_script(config, int(time.time()) - age_s, source)
     said, _ = shell(script, 'echo "$@"; exit 1').communicate(timeout=WAIT_S)
     assert ("--init" in said) == begins
+    assert (f"--init {source}" in said) == begins
     assert "--bind 0.0.0.0:7077 --advertise two-coordinator.default.svc:7077" in said
 
 
@@ -298,14 +307,15 @@ def test_create_makes_everything_once(cloud, launch):
         "namespace/train",
         "persistentvolumeclaim/two-coordinator",
         "poddisruptionbudget/two-coordinator",
-        "secret/two-certificates-coordinator",
-        "secret/two-certificates-island",
+        "secret/two-coordinator-certificates",
+        "secret/two-v5p-certificates",
+        "secret/two-v6e-b-certificates",
         "service/two-coordinator",
         "statefulset/two-coordinator",
     ]
-    for role in ("coordinator", "island"):
-        files = cloud.objects[f"secret/two-certificates-{role}"]["data"]
-        assert sorted(files) == sorted(["ca.pem", f"{role}.pem", f"{role}.key"])
+    for owner, stem in OWNERS.items():
+        files = cloud.objects[f"secret/two-{owner}-certificates"]["data"]
+        assert sorted(files) == sorted(["ca.pem", f"{stem}.pem", f"{stem}.key"])
     for call in cloud.changes():
         if call[0] == "kubectl":
             assert "--context=gke_my-project_us-east5_tpus" in call

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from diloco_jax.wire.certificates import add_names
+from diloco_jax.wire.certificates import add
 
 
 def test_pods_get_the_config_as_it_is_now(cloud, launch, config):
@@ -12,7 +12,8 @@ def test_pods_get_the_config_as_it_is_now(cloud, launch, config):
     config.islands["new"] = dataclasses.replace(config.islands["v5p"], batch_size=8)
     zones = {**config.launch.zones, "new": "us-east5-a"}
     assert launch("gke", only=("new",), zones=zones) == 0
-    first, *others = [call for call in cloud.changes() if call[0] == "kubectl"]
+    made, first, *others = [call for call in cloud.changes() if call[0] == "kubectl"]
+    assert made[1:5] == ["create", "secret", "generic", "two-new-certificates"]
     assert first[1] == "apply"
     assert first[3].endswith("/config.yaml")
     assert [call[3].rpartition("/")[2] for call in others] == ["two-new.yaml"]
@@ -38,14 +39,10 @@ def test_renewed_certificates_reach_the_cluster(cloud, launch, tmp_path):
     cloud.changes()
     pem = tmp_path / "run/certificates/coordinator.pem"
     before = pem.read_bytes()
-    add_names(pem.parent, ["another.name"], 365)
+    add(pem.parent, ["another.name"], 365)
     assert pem.read_bytes() != before
     assert launch("gke") == 0
     assert [call[1:5] for call in cloud.changes()] == [
-        change
-        for role in ("coordinator", "island")
-        for change in (
-            ["delete", "secret", f"two-certificates-{role}", "--ignore-not-found"],
-            ["create", "secret", "generic", f"two-certificates-{role}"],
-        )
+        ["delete", "secret", "two-coordinator-certificates", "--ignore-not-found"],
+        ["create", "secret", "generic", "two-coordinator-certificates"],
     ]

@@ -53,12 +53,12 @@ class Machine:
         secret = root / "key"
         secret.write_text("a key")
         with tarfile.open(self.tools / "secret.tar", "w") as tar:
-            tar.add(secret, "island.key")
+            tar.add(secret, "island.v6e.b.key")
         self.render(config, name)
 
-    def render(self, config, name, now=NOW):
+    def render(self, config, name, now=NOW, source=""):
         """Puts the rendered script there, with this folder as `/`."""
-        order = make_order(config, "two.py", "tpu_vm")
+        order = make_order(config, "two.py", "tpu_vm", source)
         text = deployment(order, "certificates", "folder", now).files[name]
         for place in ("/var/lib/", "/etc/systemd", "/sys/kernel", "/mnt/disks"):
             text = text.replace(place, f"{self.root}{place}")
@@ -136,10 +136,10 @@ def test_a_coordinators_machine_lets_islands_in(coordinator):
 def test_an_island_runs_with_certificates_and_a_new_incarnation(island):
     assert island.start("run") == 0, island.errors
     calls = island.calls
-    key = island.root / "var/lib/diloco/certificates/island.key"
+    key = island.root / "var/lib/diloco/certificates/island.v6e.b.key"
     assert key.read_text() == "a key"
     assert key.parent.joinpath("island.tar").stat().st_mode & 0o077 == 0
-    assert "--secret two-certificates-island --project my-project" in " ".join(calls)
+    assert "--secret two-v6e-b-certificates --project my-project" in " ".join(calls)
     assert (island.tools / "password").read_text() == "token\n"
     assert not any("rsync" in call for call in calls)
     assert "docker rm --force diloco" in calls
@@ -220,6 +220,13 @@ def test_a_coordinator_begins_a_run_on_its_new_disk(coordinator):
     assert calls[-1].endswith("--init")
     assert "--bind 0.0.0.0:7077" in calls[-1]
     assert "--incarnation" not in calls[-1]
+
+
+def test_a_coordinator_begins_a_run_from_weights(coordinator, config):
+    source = "hf:gs://bucket/a b"
+    coordinator.render(config, "coordinator.sh", source=source)
+    assert coordinator.start("run") == 0, coordinator.errors
+    assert coordinator.calls[-1].endswith(f"--init {source}")
 
 
 def test_a_coordinator_goes_on_with_the_run_on_its_disk(coordinator):

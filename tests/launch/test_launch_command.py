@@ -43,6 +43,21 @@ def test_a_dry_run_writes_files_and_prints_lines_that_the_tools_take(
 
 
 @pytest.mark.parametrize("on", BACKENDS)
+def test_the_source_of_the_weights_reaches_the_coordinator_alone(
+    on, cloud, path, tmp_path, capsys
+):
+    source = "run:gs://bucket/a-run"
+    command = ["launch", path, "--on", on, "--dry-run"]
+    assert cli.main([*command, "--init", source]) == 0
+    files = {f.name: f.read_text() for f in (tmp_path / "run/launch").iterdir()}
+    having = [name for name, text in files.items() if source in text]
+    assert len(having) == 1
+    assert "coordinator" in having[0]
+    assert cli.main([*command, "--init", f"hf:{tmp_path}"]) == 2
+    assert f"{tmp_path} is a folder of this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("on", BACKENDS)
 def test_a_dry_run_of_the_other_actions(on, cloud, path, capsys, launch):
     launch(on)
     cloud.changes()
@@ -65,7 +80,7 @@ def test_people_are_asked(cloud, config, monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdin", Terminal(answer))
         assert run(config, "two.py", options) == 0
         assert bool(cloud.things) == made
-    assert "run these 7 commands? [y/N]" in capsys.readouterr().err
+    assert "run these 8 commands? [y/N]" in capsys.readouterr().err
 
 
 def test_without_a_terminal_nobody_is_asked(cloud, config, monkeypatch):
@@ -82,7 +97,7 @@ def test_settings_can_be_given_on_the_command_line(cloud, path, tmp_path, capsys
     )
     assert cli.main(line.split()) == 0
     out = capsys.readouterr().out
-    assert out.count("--project=other-project") == 7
+    assert out.count("--project=other-project") == 8
     assert "--reserved" in out
     assert (tmp_path / "there/launch/coordinator.sh").is_file()
 
@@ -157,7 +172,7 @@ def test_certificates_of_ones_own_get_the_coordinators_name(cloud, config, tmp_p
     from diloco_jax.wire.certificates import make_certificates
 
     folder = tmp_path / "own"
-    make_certificates(folder, ["somewhere.else"], days=1)
+    make_certificates(folder, ["somewhere.else"], days=60)
     authority = (folder / "ca.pem").read_bytes()
     placement = dataclasses.replace(config.placement, certificates=str(folder))
     config = dataclasses.replace(config, placement=placement)

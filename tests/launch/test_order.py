@@ -166,3 +166,20 @@ def test_a_model_in_a_file_that_is_here_only_is_refused(config, tmp_path):
     found = refusal(with_factory(f"{file}:model"))
     assert f"model.factory = '{file}:model'" in found
     assert "'package.module:name'" in found
+
+
+def test_weights_are_read_where_the_coordinator_is(config):
+    assert make_order(config, "two.py", "gke").init_arguments() == ("--init",)
+    source = "hf:gs://bucket/weights"
+    order = make_order(config, "two.py", "tpu_vm", source)
+    assert order.init_arguments() == ("--init", source)
+    for kind in ("hf", "run"):
+        here = f"{kind}:/home/me/folder"
+        with pytest.raises(ConfigError) as refused:
+            make_order(config, "two.py", "gke", here)
+        said = str(refused.value)
+        assert f"--init {here}: /home/me/folder is a folder of this machine" in said
+        assert "gcloud storage rsync -r /home/me/folder gs://" in said
+        assert f"--init {kind}:gs://BUCKET/FOLDER" in said
+    with pytest.raises(ConfigError, match="write hf:DIR"):
+        make_order(config, "two.py", "gke", "gs://bucket/weights")

@@ -128,3 +128,29 @@ def test_the_images_allocator_is_that_of_diloco_run() -> None:
     dockerfile = (ROOT / "launch/gke/Dockerfile").read_text()
     (set_to,) = re.findall(r"^ENV GLIBC_TUNABLES=(\S+)$", dockerfile, re.MULTILINE)
     assert {"GLIBC_TUNABLES": set_to} == ALLOCATOR
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "enough"),
+    [
+        ("test", "", True),
+        ("test", "test", True),
+        ("test,tpu,docs", "docs", True),
+        ("test,tpu,docs", "test,tpu", True),
+        ("test", "test,tpu", False),
+        ("", "test", False),
+        ("docs", "test", False),
+    ],
+)
+def test_what_was_installed_with_more_extras_will_do(installed, there, wanted, enough):
+    """With a pip that says what it is asked for."""
+    stamp = installed / ".venv" / "installed-test"
+    stamp.rename(stamp.with_name(f"installed-{there}"))
+    python = f'exec "{sys.executable}" "$@"'
+    script = f'[[ $* == *" pip "* ]] || {python}; echo asked "$@"; exit 7'
+    executable(installed / ".venv/bin/python", f"#!/bin/bash\n{script}\n")
+    ask = f'source launch/environment.sh; ensure_environment "{wanted}"'
+    done = bash(installed, "-c", f"set -e; {ask}")
+    assert (done.returncode, "asked" in done.stdout) == (
+        (0, False) if enough else (7, True)
+    )

@@ -10,6 +10,13 @@ import pytest
 
 SLICE = "gcloud compute tpus queued-resources"
 
+OWNERS = {
+    "coordinator": "coordinator",
+    "v5p": "island.v5p",
+    "v6e-b": "island.v6e.b",
+}
+"""Stems of the certificates' files by the name of the machine that gets them."""
+
 
 def lines(calls):
     return [" ".join(call) for call in calls]
@@ -20,7 +27,9 @@ def test_create_makes_everything_once(cloud, launch, capsys):
     things = cloud.things
     assert {kind: sorted(made) for kind, made in things.items()} == {
         "firewall rule": ["two"],
-        "secret": ["two-certificates-coordinator", "two-certificates-island"],
+        "secret": [
+            f"two-{name}-certificates" for name in ("coordinator", "v5p", "v6e-b")
+        ],
         "disk": ["two-coordinator"],
         "instance": ["two-coordinator"],
         "queued resource": ["two-v5p", "two-v6e-b"],
@@ -192,9 +201,10 @@ def test_a_certificate_of_another_name_reaches_the_machines(cloud, launch):
     zones = {"coordinator_zone": "us-east5-c"}
     assert launch("tpu_vm", **zones) == 0
     added = [call for call in cloud.changes() if "versions" in call]
-    secrets = [f"two-certificates-{role}" for role in ("coordinator", "island")]
-    assert [call[4] for call in added] == secrets
-    assert [cloud.things["secret"][name]["versions"] for name in secrets] == [2, 2]
+    assert [call[4] for call in added] == ["two-coordinator-certificates"]
+    secrets = cloud.things["secret"]
+    assert secrets["two-coordinator-certificates"]["versions"] == 2
+    assert "versions" not in secrets["two-v5p-certificates"]
     assert launch("tpu_vm", **zones) == 0
     assert cloud.changes() == []
 
@@ -223,8 +233,8 @@ def test_scripts_hold_no_key_and_secrets_no_authority(cloud, launch, tmp_path):
     folder = tmp_path / "run"
     for script in (folder / "launch").iterdir():
         assert "PRIVATE KEY" not in script.read_text()
-    for role in ("coordinator", "island"):
-        given = cloud.things["secret"][f"two-certificates-{role}"]["--data-file"]
+    for owner, stem in OWNERS.items():
+        given = cloud.things["secret"][f"two-{owner}-certificates"]["--data-file"]
         with tarfile.open(given) as tar:
-            assert tar.getnames() == ["ca.pem", f"{role}.pem", f"{role}.key"]
+            assert tar.getnames() == ["ca.pem", f"{stem}.pem", f"{stem}.key"]
         assert (tmp_path / given).stat().st_mode & 0o077 == 0

@@ -48,7 +48,9 @@ def test_the_model_trains_alike_with_either():
     found = []
     for name in ("splash", "dot_product"):
         model = transformer.build(config, attention=name, remat="attention")
-        grads, _ = jax.jit(jax.grad(model.loss, has_aux=True))(params, tokens)
+        grads, _ = jax.jit(jax.grad(model.loss, has_aux=True))(
+            params, {"tokens": tokens}
+        )
         found.append(np.concatenate([np.ravel(g) for g in jax.tree.leaves(grads)]))
     distance = np.linalg.norm(found[0] - found[1]) / np.linalg.norm(found[1])
     assert 0 < distance < 1e-4

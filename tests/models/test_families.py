@@ -79,7 +79,7 @@ def test_what_is_trained_is_what_is_decoded(name):
     model, params, there = loaded(name)
     tokens = there["tokens"]
     built = transformer.build(model, remat="full")
-    loss, _ = jax.jit(built.loss)(params, jnp.asarray(tokens))
+    loss, _ = jax.jit(built.loss)(params, {"tokens": jnp.asarray(tokens)})
     logits = decoded(model, params, tokens[:, :-1])
     shares = jax.nn.log_softmax(logits)
     expected = -np.mean(np.asarray(shares)[np.arange(23), tokens[0, 1:]])

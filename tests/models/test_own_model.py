@@ -117,7 +117,7 @@ def test_the_island_reaches_the_factory(tmp_path: Path) -> None:
             r"the loss of shape \(2, 3\)",
         ),
         (
-            "Model(init, lambda p, b: (jnp.sum(b[0]), loss(p, b)[1]), AXES)",
+            "Model(init, lambda p, b: (jnp.sum(b['tokens']), loss(p, b)[1]), AXES)",
             "the loss of shape .* dtype int32",
         ),
         ("Model(init, lambda p, b: loss(b, p), AXES)", "its model fails"),

@@ -43,7 +43,9 @@ def init(config: ModelConfig):
 
 
 def grads(model, config: ModelConfig = TINY):
-    return jax.jit(jax.value_and_grad(model.loss, has_aux=True))(init(config), tokens())
+    return jax.jit(jax.value_and_grad(model.loss, has_aux=True))(
+        init(config), {"tokens": tokens()}
+    )
 
 
 @functools.cache
@@ -54,7 +56,8 @@ def plain_grads(config: ModelConfig = TINY):
 def temporary_bytes(model, batch: tuple[int, int]) -> int:
     """Return the memory of a gradient besides parameters, batch and results."""
     grad = jax.jit(jax.grad(model.loss, has_aux=True))
-    compiled = grad.lower(model.shapes(), jax.ShapeDtypeStruct(batch, jnp.int32))
+    tokens = jax.ShapeDtypeStruct(batch, jnp.int32)
+    compiled = grad.lower(model.shapes(), {"tokens": tokens})
     return compiled.compile().memory_analysis().temp_size_in_bytes
 
 
@@ -115,7 +118,7 @@ def test_rotations_are_relative():
 def test_an_untrained_model_knows_nothing(config):
     model = transformer.build(config)
     params = model.init(jax.random.key(0))
-    loss, metrics = jax.jit(model.loss)(params, tokens())
+    loss, metrics = jax.jit(model.loss)(params, {"tokens": tokens()})
     assert abs(float(loss) - math.log(256)) < 0.1
     assert float(metrics["tokens"]) == 32
     assert float(metrics["loss"]) == float(loss)
@@ -128,7 +131,7 @@ def test_weights_choose_what_counts():
     weights[0] = 1.0
     loss = jax.jit(model.loss)
     masked, metrics = loss(params, {"tokens": tokens(), "weights": weights})
-    first, _ = loss(params, tokens()[:1])
+    first, _ = loss(params, {"tokens": tokens()[:1]})
     np.testing.assert_allclose(masked, first, rtol=1e-5)
     assert float(metrics["tokens"]) == 16
     nothing, _ = loss(params, {"tokens": tokens(), "weights": 0 * weights})
@@ -168,7 +171,8 @@ def test_the_gradient_of_a_common_token_is_as_exact_in_bfloat16():
         for dtype in ("bfloat16", "float32")
     )
     params = transformer.build(config).init(jax.random.key(0))
-    found, expected = (grad(params, few)[0]["embedding"] for grad in (low, plain))
+    batch = {"tokens": few}
+    found, expected = (grad(params, batch)[0]["embedding"] for grad in (low, plain))
     assert relative_difference(found, expected) < 0.03
 
 

@@ -7,8 +7,9 @@ import threading
 import pytest
 from tensorboardX.event_file_writer import EventsWriter
 
-from diloco_jax.observability import curves
-from diloco_jax.observability.metrics import Metrics
+from diloco_jax.observability import curves, segments
+from diloco_jax.observability import tape as tape_module
+from diloco_jax.observability.metrics import Metrics, read_metrics
 
 LATE_S = 60.0
 ISLAND = {
@@ -56,6 +57,50 @@ def test_lines_and_curves(tmp_path):
     assert drawn["merge/pairwise_cosine/fragment-1"] == (4, 6.0, 0.1)
     assert "island/eval_loss/a" not in drawn, "there was none"
     assert "merge/cosine_to_last/fragment-1" not in drawn, "there was none"
+
+
+def numbered(numbers):
+    return [{**MERGE, "version": n} for n in numbers]
+
+
+def test_lines_are_in_files_of_bounded_size_and_read_as_one(tmp_path):
+    """Also where a second life goes on, and where the last line is half written."""
+    path = tmp_path / "metrics.jsonl"
+    for begin, end in ((0, 40), (40, 70)):
+        metrics = Metrics(tmp_path, segment_bytes=1000)
+        for line in numbered(range(begin, end)):
+            metrics.append(line)
+        metrics.close()
+    closed = segments.closed(path)
+    assert len(closed) > 10
+    longest = len(json.dumps(MERGE)) + 10
+    assert all(1000 <= file.stat().st_size < 1000 + longest for file in closed)
+    assert path.stat().st_size < 1000 + longest
+    with path.open("ab") as file:
+        file.write(b'{"kind":"merge","vers')
+    assert list(read_metrics(tmp_path)) == numbered(range(70))
+
+
+def test_a_file_that_cannot_be_begun_holds_up_nobody(tmp_path, monkeypatch):
+    """The full one was put aside already; lines wait, and none is lost or doubled."""
+    metrics = Metrics(tmp_path, segment_bytes=1000)
+    opened, full = tape_module.Appended, [False]
+
+    def appended(path):
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return opened(path)
+
+    monkeypatch.setattr(tape_module, "Appended", appended)
+    full[0] = True
+    for line in numbered(range(10)):
+        metrics.append(line)
+    assert "lines wait for space" in metrics.alerts[0]
+    assert 0 < len(list(read_metrics(tmp_path))) < 10
+    full[0] = False
+    metrics.append(*numbered([10]))
+    metrics.close()
+    assert list(read_metrics(tmp_path)) == numbered(range(11))
 
 
 def points(path):

@@ -162,3 +162,11 @@ def test_the_end_of_a_run_is_on_its_tape_before_islands_leave(path):
         tape.append({"kind": "left"})
     tape.close()
     assert tells_of_the_end(path)
+
+
+def test_a_run_that_is_extended_is_not_over_before_its_second_end(path):
+    tape = Tape(path)
+    for kind, over in (("finished", True), ("extended", False), ("finished", True)):
+        tape.append({"kind": kind})
+        assert tells_of_the_end(path) == over
+    tape.close()

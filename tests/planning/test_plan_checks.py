@@ -43,45 +43,76 @@ def test_the_reference_cases_pass_every_check(name, link):
     assert refusals(terms_of(name, link)) == []
 
 
-@pytest.mark.parametrize(
-    ("check", "change", "link", "said"),
-    [
-        ("link", {}, 0.9, "must carry 1.05 Gbit/s on average and has 0.9"),
-        ("join", {"placement.time_budget_s": 10.0}, 0.05, "wait for it for 3825 s"),
-        (
-            "memory",
-            {"launch.coordinator_machine": "n2-highmem-16"},
-            5.0,
-            "n2-highmem-16 has 137",
-        ),
-        (
-            "cores",
-            {"launch.coordinator_machine": "n2-highmem-2"},
-            5.0,
-            "needs 3 cores and n2-highmem-2 has 2",
-        ),
-        ("disk bytes", {"launch.coordinator_disk_gb": 300}, 5.0, "a disk of 300 GB"),
-        (
-            "disk speed",
-            {"launch.coordinator_disk_gb": 100, "sync.steps_per_cycle": 64},
-            5.0,
-            "to a disk of 100 GB, which takes 176",
-        ),
-        (
-            "restart",
-            {"placement.snapshot_every_s": 1200.0},
-            5.0,
-            "(placement.outage_budget_s = 60, and more",
-        ),
-        (
-            "egress",
-            {"launch.coordinator_machine": "n2-highmem-4", "sync.steps_per_cycle": 20},
-            50.0,
-            "n2-highmem-4 sends 10 at most",
-        ),
-        ("places", {"placement.bulk_channels": 64}, 5.0, "has places for 4096"),
-    ],
-)
+REFUSED = [
+    ("link", {}, 0.9, "must carry 1.05 Gbit/s on average and has 0.9"),
+    ("join", {"placement.time_budget_s": 10.0}, 0.05, "wait for it for 3825 s"),
+    (
+        "memory",
+        {"launch.coordinator_machine": "n2-highmem-16"},
+        5.0,
+        "n2-highmem-16 has 137",
+    ),
+    (
+        "cores",
+        {"launch.coordinator_machine": "n2-highmem-2"},
+        5.0,
+        "needs 3 cores and n2-highmem-2 has 2",
+    ),
+    (
+        "disk bytes",
+        {"launch.coordinator_disk_gb": 300},
+        5.0,
+        "a disk of 300 GB, of",
+    ),
+    (
+        "disk speed",
+        {"launch.coordinator_disk_gb": 100, "sync.steps_per_cycle": 64},
+        5.0,
+        "to a disk of 100 GB, which takes 176",
+    ),
+    (
+        "restart",
+        {"placement.snapshot_every_s": 1200.0},
+        5.0,
+        "(placement.outage_budget_s = 60, and more",
+    ),
+    (
+        "egress",
+        {"launch.coordinator_machine": "n2-highmem-4", "sync.steps_per_cycle": 20},
+        50.0,
+        "n2-highmem-4 sends 10 at most",
+    ),
+    ("places", {"placement.bulk_channels": 64}, 5.0, "has places for 4096"),
+]
+"""(check, settings with which it refuses, Gbit/s of a link, part of its text)"""
+
+
+def test_every_check_has_a_case_in_which_it_refuses(mixed):
+    assert [check.name for check in checks._checks(mixed)] == [
+        *("link", "egress", "join", "memory", "cores"),
+        *("disk bytes", "disk speed", "restart", "places"),
+    ]
+    assert {name for name, *_ in REFUSED} == {c.name for c in checks._checks(mixed)}
+
+
+def test_deltas_that_wait_on_a_small_disk_had_better_wait_in_memory():
+    """A disk where deltas may wait must leave room for two snapshots besides."""
+    terms = changed(terms_of("four_regions"), {"launch.coordinator_disk_gb": 900})
+    (found,) = [r for r in refusals(terms) if r.check == "disk bytes"]
+    assert set(found.change) == {"placement.merge_buffer_bytes"}
+    assert needs_of(changed(terms, found.change)).coordinator.disk.deltas == 0
+    placement = terms.config.placement
+    less = found.change["placement.merge_buffer_bytes"] - 1
+    tight = changed(terms, {"placement.merge_buffer_bytes": less})
+    assert less > placement.merge_buffer_bytes
+    assert "disk bytes" in {r.check for r in refusals(tight)}
+    # Memory for all of them must be there, not only for what is planned to wait.
+    full = changed(terms, {"launch.coordinator_machine": "n2-highmem-16"})
+    (found,) = [r for r in refusals(full) if r.check == "disk bytes"]
+    assert set(found.change) == {"launch.coordinator_disk_gb"}
+
+
+@pytest.mark.parametrize(("check", "change", "link", "said"), REFUSED)
 def test_each_check_refuses_and_its_change_helps(mixed, check, change, link, said):
     terms = changed(dataclasses.replace(mixed, link_gbit_per_s=link), change)
     found = {refusal.check: refusal for refusal in refusals(terms)}
@@ -154,7 +185,8 @@ def test_an_uneven_fragment_sets_the_peak(mixed):
 def test_snapshots_in_a_bucket_leave_the_disk(mixed):
     there = changed(mixed, {"placement.checkpoints": "gs://bucket/run"})
     here, away = (needs_of(t).coordinator.disk for t in (mixed, there))
-    assert away.bytes == away.log + away.deltas < here.bytes - here.snapshots
+    assert away.expected == away.log + away.lines < here.expected - here.snapshots
+    assert away.bytes == away.expected + away.reserve
     assert away.bytes_per_s == away.log_bytes_per_s < here.bytes_per_s
 
 

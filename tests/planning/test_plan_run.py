@@ -134,7 +134,7 @@ def test_the_coordinator_holds_what_the_store_holds(calm):
     outer = OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9)
     run = dataclasses.replace(CONFIG.run, outer=outer)
     fragments, bounded = fragments_of(CONFIG), Placement(merge_buffer_bytes=1000)
-    heavy = plan_coordinator(run, bounded, fragments, 2, 20.0, 16, 280e6)
+    heavy = plan_coordinator(run, bounded, fragments, 2, 20.0, 16, 280e6, cycles=9.0)
     assert heavy.outer_state == pytest.approx(params, rel=0.01)
     assert heavy.merge_buffer == 1000 < coordinator.merge_buffer
     parts = dataclasses.asdict(heavy)
@@ -146,7 +146,7 @@ def test_the_coordinator_holds_what_the_store_holds(calm):
         del parts[name]
     assert heavy.memory == sum(parts.values())
     # Twice as fast, twice the work.
-    fast = plan_coordinator(run, bounded, fragments, 2, 10.0, 16, 280e6)
+    fast = plan_coordinator(run, bounded, fragments, 2, 10.0, 16, 280e6, cycles=9.0)
     assert fast.wire_cores == pytest.approx(2 * heavy.wire_cores)
 
 

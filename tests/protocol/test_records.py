@@ -54,6 +54,7 @@ DURABLE = [
     {"kind": "ticks", "through": 30},
     {"kind": "stopping", "tokens": 800},
     {"kind": "finished"},
+    {"kind": "extended", "total_tokens": 1600},
 ]
 FACT = {
     "seq": 3,

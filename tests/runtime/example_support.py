@@ -19,16 +19,21 @@ DILOCO = (sys.executable, "-m", "diloco_jax.cli")
 TIMEOUT_S = 240.0
 
 
+def write_files(folder: Path) -> None:
+    """Write the files that the page shows."""
+    for name, code in re.findall(
+        r"^```python file=(\S+)\n(.*?)^```$", PAGE.read_text(), re.M | re.S
+    ):
+        (folder / name).write_text(code)
+
+
 class Example:
     """The page's files, its coordinator and its loops, as real processes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.workdir = folder, folder / "run"
         self.port = free_port()
-        for name, code in re.findall(
-            r"^```python file=(\S+)\n(.*?)^```$", PAGE.read_text(), re.M | re.S
-        ):
-            (folder / name).write_text(code)
+        write_files(folder)
 
     def serve(self, *options: str) -> subprocess.Popen:
         command = [*DILOCO, "coordinator", "run.py", "--workdir", str(self.workdir)]

@@ -10,14 +10,13 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 import support
-from runtime_support import PATIENCE_S, await_gone, free_port, make_config, with_run
+from bucket_support import TIMEOUT_S, Bucket, bucket
+from runtime_support import PATIENCE_S, await_gone, make_config, with_run
 
 from diloco_jax import run_files
 from diloco_jax.config import IslandConfig, Placement
@@ -26,65 +25,10 @@ from diloco_jax.observability.tape import read_tape
 
 pytestmark = pytest.mark.dist
 
-TIMEOUT_S = 600.0
-"""Where a machine is busy, one checkpoint in this bucket takes half a minute."""
+__all__ = ["bucket"]
+
 FOLDER = "runs/one"
 PARTS = [f"{FOLDER}/{part}" for part in ("islands/pair", "islands/solo", "coordinator")]
-SERVER = Path(__file__).parent / "bucket_server.py"
-
-
-class Bucket:
-    """`gs://bucket`, and the environment in which it is found."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self.environment = {
-            "STORAGE_EMULATOR_HOST": url,
-            "TENSORSTORE_GCS_HTTP_URL": url,
-            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",
-            "GOOGLE_CLOUD_PROJECT": "any",
-            "NO_GCE_CHECK": "true",
-            # It is asked by a protocol that this server does not speak.
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-        }
-
-    def names(self) -> list[str]:
-        """Return the names of all objects."""
-        with urllib.request.urlopen(
-            f"{self._url}/storage/v1/b/bucket/o", timeout=PATIENCE_S
-        ) as got:
-            return [item["name"] for item in json.load(got).get("items", [])]
-
-    def complete(self, folder: str) -> set[int]:
-        """Numbers of the checkpoints that are complete in one, or of the coordinator's
-        snapshots of the state."""
-        own = [Path(n).name for n in self.names() if n.startswith(f"{folder}/state-")]
-        if own:
-            return {int(name.split(".")[0].split("-")[1]) for name in own}
-        ends = [n for n in self.names() if n.endswith("/commit_success.txt")]
-        paths = [Path(name).relative_to(folder) for name in ends if folder in name]
-        return {int(path.parts[0]) for path in paths if len(path.parts) == 2}
-
-
-@pytest.fixture(scope="module")
-def bucket():
-    port = free_port()
-    command = [sys.executable, str(SERVER), str(port), str(4 * TIMEOUT_S)]
-    server = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    found = Bucket(f"http://127.0.0.1:{port}")
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        try:
-            found.names()
-            break
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    yield found
-    server.kill()
-    server.wait(TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")

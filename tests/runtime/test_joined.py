@@ -27,8 +27,8 @@ from test_oracle import CYCLES, positions_by_island
 import diloco_jax
 from diloco_jax import IslandEndedError
 from diloco_jax.config import ConfigError
-from diloco_jax.data.corpus import load_checked_corpus
-from diloco_jax.data.windows import Windows
+from diloco_jax.data.loading import load_data
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.hosts.world import Hosts
@@ -47,13 +47,12 @@ def own_loop(island, config):
     """The product's step, in a loop of the test's."""
     run, loop, host = config.run, island.loop, island._host
     _, trainer = build_trainer(run, config.islands[host.name])
-    windows = Windows(
-        load_checked_corpus(run.data).train, run.sequence_length, run.seed
-    )
-    moments = trainer.init_inner(host.leaves.as_tree(loop.replica.params))
+    rows = load_data(run).index(run.seed)
+    reader = BatchReader(rows, trainer.fields, run.sequence_length)
+    moments = trainer.init_inner(loop.hand_over())
     while (ending := loop.until_step()) is None:
         rate, positions = loop.begin_step()
-        batch = trainer.put_batch(windows.batch(positions))
+        batch = trainer.put_batch(reader.batch(positions))
         state = TrainState(loop.hand_over(), moments)
         (params, moments), metrics = trainer.step(state, batch, rate)
         loop.stepped(params, metrics["loss"])

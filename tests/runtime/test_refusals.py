@@ -38,7 +38,7 @@ from diloco_jax.island.main import LeadingHost
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import FIRST_VERSION, Record
-from diloco_jax.wire import bulk, encoding, frames
+from diloco_jax.wire import bulk, encoding, frames, principal
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import (
@@ -355,9 +355,9 @@ def test_a_delta_that_is_not_finite_is_not_merged(text, tmp_path, caplog):
 def test_wrong_and_missing_certificates_are_refused_at_both_ends(text, tmp_path):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for folder in (ours, theirs):
-        make_certificates(folder, [], 1)
+        make_certificates(folder, [], 1, islands=["a", "b"])
     config = placed(make_config(text), certificates=str(ours), time_budget_s=PATIENCE_S)
-    tls = TlsFiles.load(ours, "island")
+    tls = TlsFiles.load(ours, principal.island("a"))
     with (
         coordinator(config, tmp_path / "run") as service,
         client(service.address, tls=tls) as good,

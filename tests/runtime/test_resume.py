@@ -197,10 +197,9 @@ def refused(capsys, *arguments: object) -> str:
 
 def test_other_settings_are_refused_with_both_values(resumed, capsys):
     before = (resumed.workdir / "config.json").read_bytes()
-    more = resumed.config.run.total_tokens + 1
-    options = ["--resume", resumed.workdir, "--total-tokens", more]
-    shown = refused(capsys, *options)
-    assert f"total_tokens: {more - 1} here, {more} there" in shown
+    seed = resumed.config.run.seed
+    shown = refused(capsys, "--resume", resumed.workdir, "--seed", seed + 1)
+    assert f"seed: {seed} here, {seed + 1} there" in shown
     assert "begin a new run" in shown
     assert (resumed.workdir / "config.json").read_bytes() == before
 

@@ -30,7 +30,9 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.data.corpus import load_corpus
-from diloco_jax.data.windows import Windows
+from diloco_jax.data.loading import Data
+from diloco_jax.data.reader import BatchReader
+from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, RowRange
 from diloco_jax.protocol.coordinator.events import Alert
 from diloco_jax.simulation.emulation import attendance
 from diloco_jax.simulation.emulation.bodies import TrainedBody
@@ -150,19 +152,92 @@ def test_unlike_shards_are_parts_of_the_text(unlike, tmp_path, monkeypatch) -> N
         for index in range(10):
             (tmp_path / f"{letter}{index}.txt").write_text(letter * 1000)
     seen: dict[int, set[int]] = {}
-    batch = Windows.batch
+    batch = BatchReader.batch
 
     def watched(self, positions):
         found = batch(self, positions)
-        seen.setdefault(id(self), set()).update(found.ravel().tolist())
+        seen.setdefault(id(self), set()).update(found["tokens"].ravel().tolist())
         return found
 
-    monkeypatch.setattr(Windows, "batch", watched)
+    monkeypatch.setattr(BatchReader, "batch", watched)
     config = make_config(str(tmp_path), steps=8)
     check_books(emulate(config, options=EmulationOptions(unlike_shards=unlike)))
     assert len(seen) == 2
     halves = [{ord("x"), ord("y")} <= tokens for tokens in seen.values()]
     assert halves.count(True) == (1 if unlike else 2)
+
+
+class Packed:
+    """Rows of two documents and padding, of which every other place counts."""
+
+    fields = {"tokens": TOKENS, "segments": SEGMENTS, "weights": WEIGHTS}  # noqa: RUF012
+    counted = 4
+    """Predictions of a row: places 1, 3 of one document, 7, 9 of the other."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, row: int):
+        tokens = np.random.default_rng(row).integers(1, 9, SEQUENCE_LENGTH + 1)
+        segments = np.array([1] * 6 + [2] * 6 + [0] * 5)
+        weights = np.arange(SEQUENCE_LENGTH) % 2
+        return {"tokens": tokens, "segments": segments, "weights": weights}
+
+
+@pytest.fixture
+def packed(monkeypatch) -> None:
+    """The data of all runs is packed."""
+    found = Data(
+        train=Packed(),
+        validation=RowRange(Packed(), 0, 5),
+        digest="d" * 16,
+        largest=8,
+        bytes_per_token=None,
+    )
+    for module in ("data.loading", "simulation.emulation.emulate"):
+        monkeypatch.setattr(
+            f"diloco_jax.{module}.load_data", lambda run, copied=False: found
+        )
+
+
+def test_packed_rows_count_by_positions_and_their_predictions_apart(
+    packed, text
+) -> None:
+    config = make_config(text)
+    data = dataclasses.replace(config.run.data, paths=(), digest="")
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, data=data))
+    result = emulate(config)
+    check_books(result)
+    assert result.config.run.data.arrays == ("segments", "tokens", "weights")
+    rows = result.summary["tokens_computed"] // SEQUENCE_LENGTH
+    assert result.summary["tokens_predicted"] == rows * Packed.counted
+    for name, island in config.islands.items():
+        per_step = island.batch_size * SEQUENCE_LENGTH
+        assert result.summary["islands"][name]["tokens_per_step"] == per_step
+    assert result.summary["eval_loss"] < np.log(256)
+    assert result.summary["eval_bits_per_byte"] is None
+
+
+def test_packed_data_is_refused_by_a_model_that_knows_no_documents(
+    packed, text, tmp_path
+) -> None:
+    factory = tmp_path / "flat.py"
+    factory.write_text(
+        "import dataclasses\n"
+        "from diloco_jax.models.build import build\n"
+        "from diloco_jax.models.model import Model\n"
+        "def make(run, island, layout):\n"
+        "    model = dataclasses.replace(run.model, factory='')\n"
+        "    return Model(*build(dataclasses.replace(run, model=model))[:3])\n"
+    )
+    config = make_config(text)
+    run = dataclasses.replace(
+        config.run,
+        data=DataConfig(),
+        model=dataclasses.replace(MODEL, factory=f"{factory}:make"),
+    )
+    with pytest.raises(ConfigError, match=r"flat\.py:make.* data is packed .*tokens"):
+        emulate(dataclasses.replace(config, run=run))
 
 
 def test_a_kill_costs_what_was_not_merged(text) -> None:

@@ -19,6 +19,7 @@ def diary(seconds: list[float], skipped: list[float], steps: int) -> Diary:
         step_seconds=seconds,
         losses=[1.0] * len(seconds),
         skipped=skipped,
+        predicted=[2.5] * len(seconds),
         learning_rates=[0.1] * len(seconds),
     )
 
@@ -32,3 +33,7 @@ def test_rounding_does_not_make_stalls_negative():
 
 def test_skipped_steps_are_those_that_were_completed():
     assert diary([1.0] * 3, [1.0, 0.0, 1.0], 2).measures().skipped_steps == 1
+
+
+def test_predictions_are_those_of_completed_steps():
+    assert diary([1.0] * 3, [0.0] * 3, 2).measures().tokens_predicted == 5

@@ -258,6 +258,7 @@ def replayed(service: Service, steps: int = STEPS) -> list[tuple[Any, ...]]:
         who=Who("a", 1),
         config=ISLAND,
         environment={},
+        total_tokens=RUN.total_tokens,
         records=[TapedRecord(n, record) for n, record in enumerate(records, start=1)],
     )
     life.saves.add(steps)

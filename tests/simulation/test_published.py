@@ -33,6 +33,7 @@ def life(name, *adopted):
         who=Who(name, 1),
         config=IslandConfig(),
         environment={},
+        total_tokens=1,
         records=[TapedRecord(record.seq, record) for record in records],
     )
 

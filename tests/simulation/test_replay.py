@@ -74,6 +74,7 @@ def recording(tmp_path, monkeypatch):
         who=WHO,
         config=IslandConfig(batch_size=1),
         environment=here,
+        total_tokens=run.total_tokens,
         records=[TapedRecord(4, begins), TapedRecord(5, took)],
     )
     part = Contribution(

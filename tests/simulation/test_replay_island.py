@@ -12,7 +12,9 @@ from diloco_jax.config import IslandConfig, ModelConfig, RunConfig, SyncConfig
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece
+from diloco_jax.data.index import GlobalIndex
 from diloco_jax.data.positions import LeasedPositions
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.mailbox import Arrival, Arrivals
@@ -37,7 +39,8 @@ RUN = RunConfig(
     total_tokens=100_000,
 )
 TEXT = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint8)
-WINDOWS = Windows(TEXT, RUN.sequence_length, seed=0)
+ROWS = GlobalIndex(Windows(TEXT, RUN.sequence_length), seed=0)
+READER = BatchReader(ROWS, ROWS.fields, RUN.sequence_length)
 V = [Version(1, n) for n in range(9)]
 
 
@@ -106,7 +109,7 @@ class Lived:
 
     def train(self, steps):
         for _ in range(steps):
-            batch = WINDOWS.batch(self.positions.draw(ISLAND.batch_size))
+            batch = READER.batch(self.positions.draw(ISLAND.batch_size))
             rate = self.pace.learning_rate(self.steps, self.boundary.others_tokens)
             self.replica.step(batch, rate)
             self.steps += 1
@@ -137,6 +140,7 @@ class Lived:
             who=Who("a", 1),
             config=dataclasses.replace(ISLAND, step_seconds=0.3),
             environment={},
+            total_tokens=RUN.total_tokens,
             records=[
                 TapedRecord(n, record) for n, record in enumerate(self.records, start=1)
             ],
@@ -197,7 +201,7 @@ here = functools.cache(Here)
 
 
 def repeated(life, run):
-    return ReplayedIsland(life, run, WINDOWS, live(run).published, here(run))
+    return ReplayedIsland(life, run, READER, live(run).published, here(run))
 
 
 @pytest.mark.parametrize("run", [RUN, *OTHERS], ids=lambda run: run.sync.adopt)

@@ -69,6 +69,23 @@ def test_until_needs_no_more_than_its_merges(workdir):
     assert len(read_recording(workdir, until=3).recoveries) == 1
 
 
+def test_each_incarnation_has_the_tokens_of_its_time(workdir):
+    """The run was over before its coordinator came back, and was extended."""
+    total = CONFIG.run.total_tokens
+    run = dataclasses.replace(CONFIG.run, total_tokens=2 * total)
+    more = dataclasses.replace(CONFIG, run=run)
+    write_config_json(more, workdir / "config.json")
+    end, extended = TAPE[-1], {"kind": "extended", "total_tokens": 2 * total}
+    tape = [*TAPE[:RECOVERED], end, *TAPE[RECOVERED:13], extended, *TAPE[13:]]
+    write(workdir, tape)
+    lives = read_recording(workdir).lives
+    assert lives[Who("a", 1)].total_tokens == total
+    assert lives[Who("a", 2)].total_tokens == 2 * total
+    write(workdir, tape[:-1])
+    with pytest.raises(TapeError, match="without the end of the run"):
+        read_recording(workdir)
+
+
 @pytest.mark.parametrize("until", [0, 4])
 def test_a_merge_that_is_not_there_cannot_be_the_last(workdir, until):
     write(workdir)

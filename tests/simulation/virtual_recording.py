@@ -137,7 +137,11 @@ def record(
         carry_out(coordinator, effect)
 
     begun = notes.Begun(
-        run_id="r", fingerprint=made.run.fingerprint(), plan="", environment=HERE
+        run_id="r",
+        fingerprint=made.run.fingerprint(),
+        plan="",
+        total_tokens=made.run.total_tokens,
+        environment=HERE,
     )
     tape.append({**records.line(begun), "time": BEGUN})
     with (

@@ -69,6 +69,7 @@ TAPE = [
         "run_id": "r",
         "fingerprint": CONFIG.run.fingerprint(),
         "plan": "two fragments",
+        "total_tokens": CONFIG.run.total_tokens,
         "environment": ENVIRONMENT,
     },
     *life(1),

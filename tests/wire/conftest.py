@@ -9,11 +9,12 @@ from typing import Any
 
 import grpc
 import pytest
-from wire_support import Recorder, deadlines
+from wire_support import ISLAND, Recorder, deadlines
 
 from diloco_jax.wire import threads
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
+from diloco_jax.wire.principal import COORDINATOR, island
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.tls import TlsFiles
 
@@ -21,7 +22,7 @@ from diloco_jax.wire.tls import TlsFiles
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certificates")
-    make_certificates(folder, [], 1)
+    make_certificates(folder, [], 1, islands=[ISLAND, "other"])
     return folder
 
 
@@ -100,8 +101,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def tls(certificates: Path) -> dict[str, TlsFiles]:
-    """Both roles' files of one authority."""
+    """Files of a coordinator and an island, of one authority."""
     return {
-        "coordinator": TlsFiles.load(certificates, "coordinator"),
-        "island": TlsFiles.load(certificates, "island"),
+        "coordinator": TlsFiles.load(certificates, COORDINATOR),
+        "island": TlsFiles.load(certificates, island(ISLAND)),
     }

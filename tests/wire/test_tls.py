@@ -11,17 +11,21 @@ from pathlib import Path
 
 import grpc
 import pytest
-from wire_support import BUDGET_S, WAIT_S, deadlines, hello
+from wire_support import BUDGET_S, ISLAND, WAIT_S, deadlines, hello
 
-from diloco_jax.wire.certificates import add_names, make_certificates
+from diloco_jax.wire.certificates import add, make_certificates
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
+from diloco_jax.wire.principal import COORDINATOR, READER, island
 from diloco_jax.wire.tls import TlsFiles
+
+ME = island(ISLAND)
+STEM = ME.stem
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("other")
-    make_certificates(folder, [], 1)
+    make_certificates(folder, [], 1, islands=[ISLAND])
     return folder
 
 
@@ -44,7 +48,7 @@ def test_certificates_are_good_enough_for_the_strictest(serve, tls):
     context.verify_flags |= ssl.VERIFY_X509_STRICT
     context.set_alpn_protocols(["h2"])
     folder = tls["island"].folder
-    context.load_cert_chain(folder / "island.pem", folder / "island.key")
+    context.load_cert_chain(folder / f"{STEM}.pem", folder / f"{STEM}.key")
     with (
         socket.create_connection((host, int(port)), WAIT_S) as connection,
         context.wrap_socket(connection, server_hostname=host) as secured,
@@ -58,16 +62,17 @@ def test_the_coordinators_certificate_asks_for_status(
     """On its machine there is no other."""
     for name in ("ca.pem", "coordinator.pem", "coordinator.key"):
         shutil.copy(certificates / name, tmp_path)
-    _, address = serve(tls=TlsFiles.load(tmp_path, "coordinator"))
+    _, address = serve(tls=TlsFiles.load(tmp_path, COORDINATOR))
     visitor = TlsFiles.load_any(tmp_path)
-    assert visitor.role == "coordinator"
+    assert visitor.who == COORDINATOR
     assert "islands" in connect(address, tls=visitor).status(WAIT_S)
-    assert TlsFiles.load_any(certificates).role == "island"
+    assert TlsFiles.load_any(certificates).who == READER
 
 
 def test_private_keys_are_private(certificates):
     keys = sorted(path.name for path in certificates.glob("*.key"))
-    assert keys == ["ca.key", "coordinator.key", "island.key"]
+    stems = ["ca", "coordinator", "island.a", "island.other", "operator", "reader"]
+    assert keys == [f"{stem}.key" for stem in stems]
     for name in keys:
         assert (certificates / name).stat().st_mode & 0o777 == 0o600
 
@@ -84,9 +89,9 @@ def test_authority_is_not_overwritten_unless_told(copy):
 def test_names_added_later_serve_islands_with_old_certificates(
     serve, connect, copy, tls
 ):
-    add_names(copy, ["127.0.0.2", "coordinator.example"], 1)
-    add_names(copy, ["127.0.0.3"], 1)
-    _, address = serve(bind="127.0.0.2:0", tls=TlsFiles.load(copy, "coordinator"))
+    add(copy, ["127.0.0.2", "coordinator.example"], 1)
+    add(copy, ["127.0.0.3"], 1)
+    _, address = serve(bind="127.0.0.2:0", tls=TlsFiles.load(copy, COORDINATOR))
     client = connect(address, tls=tls["island"])
     assert client.status(WAIT_S)["islands"]
 
@@ -94,26 +99,26 @@ def test_names_added_later_serve_islands_with_old_certificates(
 def test_names_cannot_be_added_without_the_authoritys_key(copy):
     (copy / "ca.key").unlink()
     with pytest.raises(SecurityError, match=r"ca\.key"):
-        add_names(copy, ["x"], 1)
+        add(copy, ["x"], 1)
 
 
-@pytest.mark.parametrize("name", ["ca.pem", "island.pem", "island.key"])
+@pytest.mark.parametrize("name", ["ca.pem", f"{STEM}.pem", f"{STEM}.key"])
 def test_missing_and_garbled_files_are_named(copy, name):
     (copy / name).write_bytes(b"nonsense")
     with pytest.raises(SecurityError, match=rf"{name}.*diloco certs"):
-        TlsFiles.load(copy, "island")
+        TlsFiles.load(copy, ME)
     (copy / name).unlink()
     with pytest.raises(SecurityError, match=rf"{name}.*No such file.*diloco certs"):
-        TlsFiles.load(copy, "island")
+        TlsFiles.load(copy, ME)
 
 
 def test_files_of_different_authorities_are_refused(copy, other):
-    shutil.copy(other / "island.key", copy)
-    with pytest.raises(SecurityError, match=r"island\.key does not belong"):
-        TlsFiles.load(copy, "island")
-    shutil.copy(other / "island.pem", copy)
-    with pytest.raises(SecurityError, match=r"island\.pem is not signed by .*ca\.pem"):
-        TlsFiles.load(copy, "island")
+    shutil.copy(other / f"{STEM}.key", copy)
+    with pytest.raises(SecurityError, match=r"island\.a\.key does not belong"):
+        TlsFiles.load(copy, ME)
+    shutil.copy(other / f"{STEM}.pem", copy)
+    with pytest.raises(SecurityError, match=r"a\.pem is not signed by .*ca\.pem"):
+        TlsFiles.load(copy, ME)
 
 
 @pytest.mark.parametrize("days", [-2, 2])
@@ -127,14 +132,14 @@ def test_certificate_is_refused_outside_its_dates(certificates, monkeypatch, day
 
     monkeypatch.setattr("diloco_jax.wire.tls.datetime.datetime", Shifted)
     with pytest.raises(SecurityError, match=r"\.pem is valid from .* renew"):
-        TlsFiles.load(certificates, "island")
+        TlsFiles.load(certificates, ME)
 
 
 @pytest.mark.parametrize(
     ("server", "client", "cause"),
     [
         ("ours", "other", "does not fit .*ca.pem"),
-        ("ours", "other-but-trusting", "does not accept .*island.pem"),
+        ("ours", "other-but-trusting", "does not accept .*island.a.pem"),
         ("ours", None, "speaks TLS and this process has no certificates"),
         (None, "ours", "does not answer with TLS"),
     ],
@@ -143,21 +148,22 @@ def test_mismatch_names_the_cause_in_time(
     serve, connect, certificates, other, copy, server, client, cause
 ):
     if client == "other-but-trusting":
-        shutil.copy(other / "island.pem", copy)
-        shutil.copy(other / "island.key", copy)
+        shutil.copy(other / f"{STEM}.pem", copy)
+        shutil.copy(other / f"{STEM}.key", copy)
         tls = TlsFiles(
             copy,
-            "island",
-            *((copy / n).read_bytes() for n in ("ca.pem", "island.pem", "island.key")),
+            ME,
+            *(
+                (copy / name).read_bytes()
+                for name in ("ca.pem", f"{STEM}.pem", f"{STEM}.key")
+            ),
         )
     elif client:
         folder = certificates if client == "ours" else other
-        tls = TlsFiles.load(folder, "island")
+        tls = TlsFiles.load(folder, ME)
     else:
         tls = None
-    _, address = serve(
-        tls=TlsFiles.load(certificates, "coordinator") if server else None
-    )
+    _, address = serve(tls=TlsFiles.load(certificates, COORDINATOR) if server else None)
     began = time.monotonic()
     for call in ("open_control", "status"):
         island = connect(address, tls=tls)
@@ -174,7 +180,7 @@ def test_address_that_the_certificate_does_not_name(serve, connect, tls):
 
 
 def test_peer_without_a_certificate_gets_nothing(serve, raw_channel, certificates):
-    _, address = serve(tls=TlsFiles.load(certificates, "coordinator"))
+    _, address = serve(tls=TlsFiles.load(certificates, COORDINATOR))
     credentials = grpc.ssl_channel_credentials((certificates / "ca.pem").read_bytes())
     call = raw_channel(address, credentials).unary_unary("/diloco.Coordinator/Status")
     with pytest.raises(grpc.RpcError) as error:

@@ -21,13 +21,17 @@ BUDGET_S = 60.0
 """More than a busy machine stands still."""
 
 
+ISLAND = "a"
+"""The island of all messages here."""
+
+
 def deadlines(**seconds: float) -> Deadlines:
     """Those of a generous budget, but for what the test is about."""
     assert seconds.keys() <= vars(Deadlines).keys(), seconds
     return type("Deadlines", (Deadlines,), seconds)(BUDGET_S)
 
 
-def hello(island: str = "a", **changes: Any) -> messages.Hello:
+def hello(island: str = ISLAND, **changes: Any) -> messages.Hello:
     fields: dict[str, Any] = {
         "run_id": "",
         "fingerprint": "f",
@@ -50,7 +54,7 @@ def hello(island: str = "a", **changes: Any) -> messages.Hello:
 def upload_start(total: int, **changes: Any) -> bulk.UploadStart:
     fields: dict[str, Any] = {
         "run_id": "r",
-        "island": "a",
+        "island": ISLAND,
         "incarnation": 1,
         "session": "s",
         "fragment": 3,
@@ -65,7 +69,7 @@ def upload_start(total: int, **changes: Any) -> bulk.UploadStart:
 def fetch_request(**changes: Any) -> bulk.FetchRequest:
     fields: dict[str, Any] = {
         "run_id": "r",
-        "island": "a",
+        "island": ISLAND,
         "incarnation": 1,
         "session": "s",
         "fragment": 3,

@@ -17,6 +17,7 @@ from diloco_jax.core.fragments import (
 )
 from diloco_jax.core.merge.merging import Plain, merge_piece, recovered, start
 from diloco_jax.core.merge.rule import MergeRule
+from diloco_jax.core.rounding import equal_but_for_rounding
 
 SHAPES = ((64, 64), (5,))
 """Shapes of the pieces: of four tiles, and of one."""
@@ -25,8 +26,6 @@ BANDED = 4
 """Fragments of the first shape, which is larger than one and comes in bands."""
 WHOLE = "whole"
 """Name of the tensor."""
-ROUNDING = 1e-4
-"""Relative difference of two results that are equal but for rounding."""
 KINDS = ("sum", "fold", "elementwise", "whole")
 
 
@@ -85,7 +84,7 @@ def merges_bands_alike(rule: MergeRule) -> bool:
         )
         for count in (1, BANDED)
     )
-    return np.allclose(cut, whole, ROUNDING, ROUNDING * np.abs(whole).max())
+    return equal_but_for_rounding(cut, whole)
 
 
 def _merged(

@@ -31,7 +31,8 @@ def build_trainer(
     """
     mesh = make_mesh(island, devices)
     model = build(run, island, layout(mesh))
-    return model, Trainer(model, build_inner(run, model), island, mesh)
+    inner = build_inner(run, model)
+    return model, Trainer(model, inner, island, mesh, run.data.arrays)
 
 
 def build_exchange(

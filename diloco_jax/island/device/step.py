@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.validation import check_batch
+from diloco_jax.data.source import DERIVED, WEIGHTS, Fields
 from diloco_jax.data.stream import Batch, OwnRows
 from diloco_jax.island.device.mesh import batch_sharding, param_shardings, replicated
 from diloco_jax.island.device.placing import abstract, place, zeros
-from diloco_jax.models.model import Metrics, Model, Params
+from diloco_jax.models.model import Metrics, Model, Params, abstract_batch
+
+Placed = Mapping[str, jax.Array]
+"""Arrays of a batch by name, [B, ...], on the devices."""
 
 
 class TrainState(NamedTuple):
@@ -38,11 +43,17 @@ class Trainer:
         inner: optax.GradientTransformation,
         island: IslandConfig,
         mesh: Mesh,
+        arrays: Collection[str] = ("tokens",),
     ):
-        """inner: its updates at learning rate 1. Raises ConfigError if the batch does
-        not divide over the mesh and accumulation rounds, or if the model has no loss.
+        """inner: its updates at learning rate 1. arrays: names of those that the data
+        has (`data.arrays`).
+
+        Raises ConfigError if the batch does not divide over the mesh and accumulation
+        rounds, if the model has no loss, or if it does not take such data.
         """
         check_batch(island)
+        self.fields: Fields = model.fields(arrays)
+        """Arrays of a training batch by name."""
         self.mesh = mesh
         self.anchor_memory = island.anchor_memory
         self.batch_size = island.batch_size
@@ -63,36 +74,33 @@ class Trainer:
         self._eval = jax.jit(self._evaluate, out_shardings=whole)
 
     def step(
-        self, state: TrainState, batch: jax.Array, learning_rate: float
+        self, state: TrainState, batch: Placed, learning_rate: float
     ) -> tuple[TrainState, Metrics]:
         """Make one update; return at once, while the devices go on with it.
 
         Args:
           state: consumed.
-          batch: int32 [B, T + 1] from `put_batch`.
+          batch: arrays by name, from `put_batch`.
           learning_rate: scales the updates; any value, without another compilation.
 
         Returns:
           The new state and metrics, f32 scalars: "loss" (nats per token, mean over
-          the batch), "grad_norm", "skipped". Where loss or gradient is not finite,
-          skipped is 1 and the state is as it was.
+          the batch), "tokens" (the sum of the weights of that mean), "grad_norm",
+          "skipped". Where loss or gradient is not finite, skipped is 1 and the state
+          is as it was.
         """
         with jax.set_mesh(self.mesh):
             new, metrics = self._step(state, batch, np.float32(learning_rate))
         return new, metrics
 
-    def eval_step(
-        self, params: Params, tokens: Batch, weights: Batch
-    ) -> tuple[jax.Array, jax.Array]:
+    def eval_step(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Return the sum of losses (nats) and of weights, f32 scalars, not yet waited
         for.
 
-        tokens: int32 [B, T + 1]; weights: f32 [B, T]; or the host's own rows of both.
+        batch: of `ValidationBatches`, on the host.
         """
         with jax.set_mesh(self.mesh):
-            total, weight = self._eval(
-                params, self.put_batch(tokens), self.put_batch(weights)
-            )
+            total, weight = self._eval(params, self.put_batch(batch))
         return total, weight
 
     def place_params(self, params: Params) -> Params:
@@ -120,12 +128,16 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             return self._init_inner(params)
 
-    def put_batch(self, batch: Batch) -> jax.Array:
-        """Cut the leading axis over the mesh."""
+    def put_batch(self, batch: Batch) -> Placed:
+        """Cut the leading axis of each array over the mesh."""
         sharding = batch_sharding(self.mesh)
-        if isinstance(batch, OwnRows):
-            return jax.make_array_from_callback(batch.shape, sharding, batch.part)
-        return place(batch, sharding)
+
+        def put(array: np.ndarray | OwnRows) -> jax.Array:
+            if isinstance(array, OwnRows):
+                return jax.make_array_from_callback(array.shape, sharding, array.part)
+            return place(array, sharding)
+
+        return {name: put(array) for name, array in batch.items()}
 
     def own_rows(self) -> list[tuple[int, int]]:
         """Return the rows of a batch that this host's devices need, in order; empty,
@@ -154,8 +166,7 @@ class Trainer:
           beside_bytes: of each device's memory, taken by arrays that the step has
             nothing to do with; the compiler refuses what does not fit beside them.
         """
-        shape = (self.batch_size, sequence_length + 1)
-        batch = abstract(shape, np.int32, batch_sharding(self.mesh))
+        batch = self._abstract_batch(self.fields, sequence_length)
         state, rate = self.abstract_state(), np.float32(0)
         with jax.set_mesh(self.mesh):
             if not beside_bytes:
@@ -173,24 +184,29 @@ class Trainer:
 
     def lower_all(self, sequence_length: int) -> list[jax.stages.Lowered]:
         """Lower every function, as `lower` does the step."""
-        state, rows = self.abstract_state(), batch_sharding(self.mesh)
-        shape = (self.batch_size, sequence_length)
-        tokens = abstract((shape[0], shape[1] + 1), np.int32, rows)
-        weights = abstract(shape, np.float32, rows)
-        step = self.lower(sequence_length)
+        state, step = self.abstract_state(), self.lower(sequence_length)
+        fields = {**self.fields, "weights": WEIGHTS}
+        batch = self._abstract_batch(fields, sequence_length)
         with jax.set_mesh(self.mesh):
-            evaluate = self._eval.lower(state.params, tokens, weights)
+            evaluate = self._eval.lower(state.params, batch)
             return [self._init_inner.lower(state.params), evaluate, step]
 
     def compilations(self) -> int:
         """Return how often the step was compiled: 1 from the first step on."""
         return int(self._step._cache_size())  # type: ignore[attr-defined]
 
+    def _abstract_batch(self, fields: Fields, sequence_length: int) -> Any:
+        rows = batch_sharding(self.mesh)
+        batch = abstract_batch(fields, self.batch_size, sequence_length)
+        return {
+            name: abstract(leaf.shape, leaf.dtype, rows) for name, leaf in batch.items()
+        }
+
     def _update(
-        self, state: TrainState, batch: jax.Array, learning_rate: jax.Array
+        self, state: TrainState, batch: Placed, learning_rate: jax.Array
     ) -> tuple[TrainState, Metrics]:
         params, opt_state = state
-        loss, grads = self._loss_and_grads(params, batch)
+        loss, tokens, grads = self._loss_and_grads(params, batch)
         grad_norm = optax.global_norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         updates, new_opt_state = self._inner.update(grads, opt_state, params)
@@ -198,54 +214,68 @@ class Trainer:
         new = TrainState(optax.apply_updates(params, updates), new_opt_state)
         new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
         skipped = 1.0 - finite.astype(jnp.float32)
-        return new, {"loss": loss, "grad_norm": grad_norm, "skipped": skipped}
+        metrics = {"loss": loss, "tokens": tokens, "grad_norm": grad_norm}
+        return new, {**metrics, "skipped": skipped}
 
     def _loss_and_grads(
-        self, params: Params, batch: jax.Array
-    ) -> tuple[jax.Array, Params]:
-        """Return the means over the batch, in A rounds."""
+        self, params: Params, batch: Placed
+    ) -> tuple[jax.Array, jax.Array, Params]:
+        """Return the mean over the batch, the sum of the weights that it was taken
+        over, and the mean's gradient, in A rounds."""
         differentiate = jax.value_and_grad(self._loss, has_aux=True)
         rounds = self._accumulation
         if rounds == 1:
-            (loss, _), grads = differentiate(params, batch)
-            return loss, grads
+            (loss, metrics), grads = differentiate(params, batch)
+            return loss, metrics["tokens"], grads
+        # Rounds of plain rows count alike, and are added as they are.
+        alike = batch.keys().isdisjoint(DERIVED)
 
-        def add(total: Any, part: jax.Array) -> tuple[Any, None]:
-            (loss, _), grads = differentiate(params, part)
-            return jax.tree.map(jnp.add, total, (loss, grads)), None
+        def add(total: Any, part: Placed) -> tuple[Any, None]:
+            (loss, metrics), grads = differentiate(params, part)
+            tokens = metrics["tokens"]
+            parts = (loss, grads)
+            if not alike:
+                # A round of padding only has no mean.
+                parts = jax.tree.map(
+                    lambda x: jnp.where(tokens > 0, x * tokens, 0.0), parts
+                )
+            return jax.tree.map(jnp.add, total, (parts, tokens)), None
 
-        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        total, _ = jax.lax.scan(add, zeros, self._in_rounds(batch))
-        loss, grads = jax.tree.map(lambda x: x / rounds, total)
-        return loss, grads
+        zero = jnp.zeros(())
+        zeros = ((zero, jax.tree.map(jnp.zeros_like, params)), zero)
+        (sums, tokens), _ = jax.lax.scan(add, zeros, self._in_rounds(batch))
+        counted = rounds if alike else jnp.where(tokens > 0, tokens, 1.0)
+        loss, grads = jax.tree.map(lambda x: x / counted, sums)
+        return loss, tokens, grads
 
-    def _evaluate(
-        self, params: Params, tokens: jax.Array, weights: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def _evaluate(self, params: Params, batch: Placed) -> tuple[jax.Array, jax.Array]:
         """Return the sum in as many rounds as a step has, which bounds the memory."""
 
-        def sums(tokens: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-            batch = {"tokens": tokens, "weights": weights}
+        def sums(batch: Placed) -> tuple[jax.Array, jax.Array]:
             loss, metrics = self._loss(params, batch)
             weight = metrics["tokens"]
             # A round of padding only has no mean.
             return jnp.where(weight > 0, loss * weight, 0.0), weight
 
         if self._accumulation == 1:
-            return sums(tokens, weights)
+            return sums(batch)
 
-        def add(total: Any, part: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, sums(*part)), None
+        def add(total: Any, part: Placed) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, sums(part)), None
 
-        parts = (self._in_rounds(tokens), self._in_rounds(weights))
-        total, _ = jax.lax.scan(add, (jnp.zeros(()), jnp.zeros(())), parts)
+        zeros = (jnp.zeros(()), jnp.zeros(()))
+        total, _ = jax.lax.scan(add, zeros, self._in_rounds(batch))
         loss, weight = total
         return loss, weight
 
-    def _in_rounds(self, rows: jax.Array) -> jax.Array:
-        """Reshape [B, N] to [A, B / A, N]: round a has rows a, a + A, ..., so that each
-        device keeps its rows."""
-        return rows.reshape(-1, self._accumulation, rows.shape[1]).swapaxes(0, 1)
+    def _in_rounds(self, batch: Placed) -> Placed:
+        """Reshape [B, ...] to [A, B / A, ...]: round a has rows a, a + A, ..., so that
+        each device keeps its rows."""
+
+        def cut(rows: jax.Array) -> jax.Array:
+            return rows.reshape(-1, self._accumulation, *rows.shape[1:]).swapaxes(0, 1)
+
+        return {name: cut(rows) for name, rows in batch.items()}
 
 
 def _like_params(

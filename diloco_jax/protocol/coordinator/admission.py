@@ -46,7 +46,7 @@ def refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
         code = "finished"
         message = (
             f"the run is {state.phase}: it has its {config.total_tokens} tokens; for "
-            f"more, begin a new run with higher total_tokens"
+            f"more, start its coordinator with --resume and a higher total_tokens"
         )
     elif known is not None and resumes:
         if known.status == "gone":

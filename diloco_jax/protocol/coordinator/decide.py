@@ -5,7 +5,8 @@ simulator both drive it. `next_deadline` says when a `Timer` is due;
 `recovery.recover` rebuilds the state from durable records.
 
 Phases of a run: running -> stopping (islands end their steps) -> flushing (open steps
-are merged without a quorum, until a deadline) -> done.
+are merged without a quorum, until a deadline) -> done, and running again if the run is
+extended.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from diloco_jax.protocol.coordinator.events import (
     MergePrepared,
     Note,
     Persist,
+    RunExtended,
     RunResumed,
     Said,
     Tell,
@@ -81,6 +83,8 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             state, effects = members.disconnected(state, event)
         case RunResumed():
             state, effects = members.resumed(state, event)
+        case RunExtended():
+            state, effects = ending.extend(config, state)
         case DeltaArrived():
             state, effects = _arrived(config, state, event, now)
         case MergePrepared():

@@ -1,4 +1,5 @@
-"""The end of a run: islands stop, open steps are merged, books are closed.
+"""The end of a run: islands stop, open steps are merged, books are closed; and what
+extends a run that is over.
 
 Deltas asked for before the end are merged by the usual rules. Then the flush merges
 every fragment once, from all live islands that have open steps in it. A delta left
@@ -127,3 +128,22 @@ def finish(config: PolicyConfig, state: State) -> Step:
             effects += found
     state = replace(state, phase=RUN.move(state.phase, "finish"))
     return state, [*effects, Persist(record=records.Finished()), *tells]
+
+
+def extend(config: PolicyConfig, state: State) -> Step:
+    """Let a run that is over go on to the tokens of its config. All its incarnations
+    have ended; every fragment goes on from its flushed version."""
+    if state.phase != "done" or state.progress_tokens >= config.total_tokens:
+        return state, []
+    record = records.Extended(total_tokens=config.total_tokens)
+    return extended(state), [Persist(record=record)]
+
+
+def extended(state: State) -> State:
+    """Return the state of a run that is over as it goes on."""
+    for fragment in state.fragments:
+        phase = fragment.phase
+        if phase == "done":
+            phase = FRAGMENT.move(phase, "extend")
+        state = with_fragment(state, replace(fragment, phase=phase, final=False))
+    return replace(state, phase=RUN.move(state.phase, "extend"))

@@ -71,7 +71,20 @@ class RunResumed(msgspec.Struct, frozen=True, kw_only=True):
     steps: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
 
 
-Event = Hello | Said | DeltaArrived | MergePrepared | Disconnected | RunResumed | Timer
+class RunExtended(msgspec.Struct, frozen=True, kw_only=True):
+    """The run is over, and its config now asks for more tokens than it has."""
+
+
+Event = (
+    Hello
+    | Said
+    | DeltaArrived
+    | MergePrepared
+    | Disconnected
+    | RunResumed
+    | RunExtended
+    | Timer
+)
 
 # ---- effects ------------------------------------------------------------------
 

@@ -114,6 +114,25 @@ def release(state: State, name: str, merged_steps: int) -> State:
     return with_island(state, replace(island, leases=()))
 
 
+def trained(state: State) -> list[Span]:
+    """Return the positions below `next_position` whose steps an island has reported,
+    and that have not come back since: those that the run has trained on."""
+    without = list(state.free_spans)
+    for island in state.islands.values():
+        done = island.steps * island.sequences_per_step
+        for lease in island.leases:
+            used = min(max(done - lease.offset, 0), lease.span.stop - lease.span.start)
+            without.append(Span(lease.span.start + used, lease.span.stop))
+    found, at = [], 0
+    for span in sorted(without):
+        if span.start > at:
+            found.append(Span(at, span.start))
+        at = max(at, span.stop)
+    if at < state.next_position:
+        found.append(Span(at, state.next_position))
+    return found
+
+
 def regrant(state: State, name: str, known: int) -> list[Effect]:
     """Repeat the grants after the first `known` sequences to a returned incarnation."""
     island = state.islands[name]

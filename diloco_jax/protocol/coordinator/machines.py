@@ -65,7 +65,7 @@ FRAGMENT: StateMachine[FragmentState] = StateMachine(
         "idle": {"tick": "open", "flush": "done", "recover": "idle"},
         "open": {"close": "merging", "give up": "idle", "recover": "idle"},
         "merging": {"commit": "idle", "recover": "idle"},
-        "done": {"recover": "done"},
+        "done": {"recover": "done", "extend": "idle"},
     },
 )
 
@@ -100,7 +100,7 @@ RUN: StateMachine[RunState] = StateMachine(
         "running": {"stop": "stopping"},
         "stopping": {"flush": "flushing", "recover": "stopping"},
         "flushing": {"finish": "done", "recover": "stopping"},
-        "done": {},
+        "done": {"extend": "running"},
     },
 )
 

@@ -6,7 +6,13 @@ from collections.abc import Iterable
 
 from msgspec.structs import asdict, replace
 
-from diloco_jax.protocol.coordinator import leases, ledger, members, schedule
+from diloco_jax.protocol.coordinator import (
+    ending,
+    leases,
+    ledger,
+    members,
+    schedule,
+)
 from diloco_jax.protocol.coordinator.machines import FRAGMENT, ISLAND, RUN
 from diloco_jax.protocol.coordinator.state import (
     Island,
@@ -19,6 +25,7 @@ from diloco_jax.protocol.coordinator.state import (
 from diloco_jax.protocol.records import (
     Carried,
     Durable,
+    Extended,
     Finished,
     Granted,
     Joined,
@@ -134,6 +141,8 @@ def _replayed(state: State, record: Durable) -> State:
             if state.phase == "stopping":
                 state = replace(state, phase=RUN.move(state.phase, "flush"))
             return replace(state, phase=RUN.move(state.phase, "finish"))
+        case Extended():
+            return ending.extended(state)
 
 
 def _replayed_merge(state: State, record: Merged) -> State:

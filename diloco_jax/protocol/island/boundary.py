@@ -7,7 +7,7 @@ the simulator act on the same value.
 Grants, progress and a new term come first, then verdicts, then adoptions and takes in
 the order of the adopt rule. The train loop, the simulator's virtual islands and replay
 all act through `Boundary`, each with its own `Arrays`, `Incoming`, `Outgoing` and
-`Data`.
+`LeasedData`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Outgoing(Protocol):
         """Drop a delta: the verdict on its take is final."""
 
 
-class Data(Protocol):
+class LeasedData(Protocol):
     """`data.stream.LeasedStream`, or `data.positions.LeasedPositions`."""
 
     def grant(self, span: Span) -> None:
@@ -186,7 +186,7 @@ class Boundary:
         arrays: Arrays,
         incoming: Incoming,
         outgoing: Outgoing,
-        data: Data,
+        data: LeasedData,
     ) -> None:
         self.books = books
         self.others_tokens = 0

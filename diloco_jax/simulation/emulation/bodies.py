@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from diloco_jax.config import IslandConfig, RunConfig
+from diloco_jax.config import DataConfig, IslandConfig, RunConfig
 from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragment_merge import Squares, is_fit
 from diloco_jax.core.payload import Buffer, PayloadLayout
-from diloco_jax.data.windows import Windows
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.device.step import Trainer
@@ -79,7 +79,8 @@ def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
     rate = RunConfig().inner.learning_rate
     if not run.model.factory:
         inner = dataclasses.replace(run.inner, learning_rate=rate)
-        run = RunConfig(model=run.model, inner=inner)
+        data = DataConfig(arrays=run.data.arrays)
+        run = RunConfig(model=run.model, data=data, inner=inner)
     alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
     return _trainer_of(run, alike)
 
@@ -95,13 +96,13 @@ class TrainedBody:
         run: RunConfig,
         model: Model,
         trainer: Trainer,
-        windows: Windows,
+        reader: BatchReader,
         clock: Clock,
         diary: Diary,
     ) -> None:
         self._plan, self._trainer = build_plan(run, model), trainer
         self._exchange, _ = build_exchange(run, model, trainer)
-        self._windows, self._clock, self._diary = windows, clock, diary
+        self._reader, self._clock, self._diary = reader, clock, diary
         self._replica: Replica
 
     def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
@@ -126,9 +127,14 @@ class TrainedBody:
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
         self._diary.step_began.append(self._clock.now)
         self._diary.learning_rates.append(learning_rate)
-        metrics = self._replica.step(self._windows.batch(positions), learning_rate)
+        metrics = self._replica.step(self._reader.batch(positions), learning_rate)
         diary = self._diary
-        for name, column in (("loss", diary.losses), ("skipped", diary.skipped)):
+        columns = {
+            "loss": diary.losses,
+            "skipped": diary.skipped,
+            "tokens": diary.predicted,
+        }
+        for name, column in columns.items():
             column.append(metrics[name])
             if len(column) > 1:
                 # One step late: the devices have the new step to do meanwhile.

@@ -32,10 +32,11 @@ from diloco_jax.coordinator.journal import ALERTS_KEPT
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragments import Params
-from diloco_jax.data.corpus import load_checked_corpus
-from diloco_jax.data.tokens import Tokens
+from diloco_jax.data.index import GlobalIndex
+from diloco_jax.data.loading import Data, load_data
+from diloco_jax.data.reader import BatchReader
+from diloco_jax.data.source import RowRange, Rows
 from diloco_jax.data.validation import ValidationBatches
-from diloco_jax.data.windows import Windows
 from diloco_jax.evaluation import BATCH_SIZE, as_json
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.files import write_json
@@ -177,14 +178,19 @@ class _Emulator:
     def __init__(self, config: Config, options: EmulationOptions, show: Show) -> None:
         run, placement = config.run, config.placement
         self._config, self._options, self._show = config, options, show
-        corpus = load_checked_corpus(run.data)
-        self._windows = _windows(config, corpus.train, options.unlike_shards)
+        data = load_data(run)
         model, self._judge = trainer_of(run, IslandConfig(batch_size=BATCH_SIZE))
+        fields, length = self._judge.fields, run.sequence_length
+        self._readers = {
+            name: BatchReader(rows, fields, length)
+            for name, rows in _rows(config, data, options.unlike_shards).items()
+        }
         self._validation = ValidationBatches(
-            corpus.validation,
-            run.sequence_length,
+            data.validation,
             BATCH_SIZE,
-            of_bytes=corpus.of_bytes,
+            fields,
+            length,
+            bytes_per_token=data.bytes_per_token,
         )
         self._evaluator = Evaluator(
             self._judge, self._validation, 1, placement.evaluate_batches
@@ -248,15 +254,19 @@ class _Emulator:
             history=history.collect(
                 self._attendance.diaries, self._merges, self._evaluations
             ),
-            summary={**result, **as_json(evaluation)},
+            summary={
+                **result,
+                **summary.rows_by_source(self._config.run.data, coordinator.state),
+                **as_json(evaluation),
+            },
             params=params,
         )
 
     def _make_body(self, name: str) -> TrainedBody:
         run, diary = self._config.run, self._attendance.diaries[name][-1]
         model, trainer = trainer_of(run, self._config.islands[name])
-        windows = self._windows[name]
-        return TrainedBody(run, model, trainer, windows, self._clock, diary)
+        reader = self._readers[name]
+        return TrainedBody(run, model, trainer, reader, self._clock, diary)
 
     # ---- what is told ---------------------------------------------------------------
 
@@ -308,15 +318,15 @@ class _Emulator:
         )
 
 
-def _windows(config: Config, text: Tokens, unlike: bool) -> dict[str, Windows]:
-    """Return the windows of each island: of the whole text, or of a part of its own."""
-    names, run = sorted(config.islands), config.run
-    parts: list[Tokens] = [text] * len(names)
-    if unlike:
-        each, rest = divmod(len(text), len(names))
-        bounds = [i * each + min(i, rest) for i in range(len(names) + 1)]
-        parts = [text[a:b] for a, b in itertools.pairwise(bounds)]
+def _rows(config: Config, data: Data, unlike: bool) -> dict[str, Rows]:
+    """Return the rows of each island by position: of all data, or of a part of its
+    own."""
+    names, seed = sorted(config.islands), config.run.seed
+    if not unlike:
+        return dict.fromkeys(names, data.index(seed))
+    each, rest = divmod(len(data.train), len(names))
+    bounds = [i * each + min(i, rest) for i in range(len(names) + 1)]
     return {
-        name: Windows(part, run.sequence_length, run.seed)
-        for name, part in zip(names, parts, strict=True)
+        name: GlobalIndex(RowRange(data.train, a, b), seed)
+        for name, (a, b) in zip(names, itertools.pairwise(bounds), strict=True)
     }

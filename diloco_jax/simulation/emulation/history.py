@@ -26,17 +26,19 @@ Table = dict[str, np.ndarray]
 class History:
     """Tables of an emulation. Rows about an island or fragment name it.
 
-    islands: names, in the order of the columns of matrices.
-    merges: time, tokens (of the run, not lost, as far as reported), fragment, version,
-      final (of the flush), contributions (tokens by island, 0 = not in it), share (of
-      all tokens per second that is in it), norm (of the merged delta), digest (of
-      Theta's fragment).
-    steps: island, incarnation, step, began, time (its end), loss (nats per token),
-      learning_rate. Completed ones only.
-    takes: island, incarnation, fragment, time, arrived (NaN = never).
-    adoptions: island, incarnation, fragment, version, time.
-    lives: island, incarnation, began, first_step (NaN = none), ended, steps, end (why).
-    evaluations: time, tokens, loss: of the global parameters.
+    Attributes:
+      islands: names, in the order of the columns of matrices.
+      merges: time, tokens (of the run, not lost, as far as reported), fragment,
+        version, final (of the flush), contributions (tokens by island, 0 = not in it),
+        share (of all tokens per second that is in it), norm (of the merged delta),
+        digest (of Theta's fragment).
+      steps: island, incarnation, step, began, time (its end), loss (nats per token),
+        learning_rate. Completed ones only.
+      takes: island, incarnation, fragment, time, arrived (NaN = never).
+      adoptions: island, incarnation, fragment, version, time.
+      lives: island, incarnation, began, first_step (NaN = none), ended, steps, end
+        (why).
+      evaluations: time, tokens, loss: of the global parameters.
     """
 
     islands: tuple[str, ...]
@@ -88,6 +90,8 @@ class Diary:
     losses: list[SupportsFloat] = dataclasses.field(default_factory=list)
     skipped: list[SupportsFloat] = dataclasses.field(default_factory=list)
     """1 for a skipped step, whose loss or gradient was not finite; else 0."""
+    predicted: list[SupportsFloat] = dataclasses.field(default_factory=list)
+    """Sum of the weights of a step's predictions."""
     learning_rates: list[float] = dataclasses.field(default_factory=list)
     takes: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     """Fragment and time of each take."""
@@ -136,6 +140,7 @@ class Diary:
         return Measures(
             steps=self.steps,
             skipped_steps=sum(map(int, map(float, self.skipped[done]))),
+            tokens_predicted=round(math.fsum(map(float, self.predicted[done]))),
             median_step_seconds=float(np.median(gaps)),
             max_step_gap_seconds=float(np.max(gaps)),
             step_seconds_total=math.fsum(seconds),

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from diloco_jax.config import RunConfig
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.data.positions import LeasedPositions
-from diloco_jax.data.windows import Windows
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.observability.logs import log_refused
@@ -40,7 +40,7 @@ class ReplayedIsland:
         self,
         life: Life,
         run: RunConfig,
-        windows: Windows,
+        reader: BatchReader,
         published: PublishedVersions,
         worker: Worker,
         source: ReplayedIsland | None = None,
@@ -49,7 +49,7 @@ class ReplayedIsland:
         self.steps = 0
         """Inner steps done."""
         versions = life.begins()
-        self._life, self._windows, self._published = life, windows, published
+        self._life, self._reader, self._published = life, reader, published
         self._moments: dict[int, list[npt.NDArray[Any]]] = {}
         self._books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         self._books.begin()
@@ -198,7 +198,7 @@ class ReplayedIsland:
                 f"grant was altered or is missing"
             )
         rate = self._pace.learning_rate(self.steps, self._boundary.others_tokens)
-        self._replica.step(self._windows.batch(positions), rate)
+        self._replica.step(self._reader.batch(positions), rate)
         self.steps += 1
 
     def _act(self, decision: Decision, step: int) -> None:

@@ -15,13 +15,13 @@ from multiprocessing import Pipe
 from types import TracebackType
 from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.cluster.commands import free_port, island_environment
 from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.coordinator.notes import Environment
+from diloco_jax.data.reader import Arrays
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.simulation.replay.recording import Who, environment_like
@@ -162,8 +162,8 @@ class RemoteReplica:
         self._worker, self._who = worker, who
         worker.send(who, "begin", island, anchors, moments, residuals)
 
-    def step(self, batch: npt.NDArray[np.int32], learning_rate: float) -> None:
-        """Do one inner step on int32 [B, T + 1]."""
+    def step(self, batch: Arrays, learning_rate: float) -> None:
+        """Do one inner step on a batch's arrays by name."""
         self._worker.send(self._who, "step", batch, learning_rate)
 
     def take(self, fragment: int) -> bytes:

@@ -101,6 +101,8 @@ class Life:
     who: Who
     config: IslandConfig
     environment: Environment
+    total_tokens: int
+    """Tokens of the run as this incarnation knew it; the learning rate follows them."""
     records: list[TapedRecord] = dataclasses.field(default_factory=list)
     saves: set[int] = dataclasses.field(default_factory=set)
     """Steps after which a later incarnation needs the moments of this one."""
@@ -238,7 +240,10 @@ def read_begun(path: Path, record: Mapping[str, Any], config: Config) -> Begun:
             f"{path} was written by diloco_jax {written}, this is {here}; read it with "
             f"the version that wrote it"
         )
-    begun, fingerprint = from_tape(record, Begun), config.run.fingerprint()
+    begun = from_tape(record, Begun)
+    # The run may have been extended since.
+    run = dataclasses.replace(config.run, total_tokens=begun.total_tokens)
+    fingerprint = run.fingerprint()
     if begun.fingerprint != fingerprint:
         raise ConfigError(
             f"{path} is of a run with fingerprint {begun.fingerprint}, the "

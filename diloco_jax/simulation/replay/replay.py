@@ -33,8 +33,8 @@ from diloco_jax.coordinator.notes import Environment
 from diloco_jax.coordinator.snapshots import flat, fragment_path, state_path
 from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragments import digest_arrays
-from diloco_jax.data.corpus import load_checked_corpus
-from diloco_jax.data.windows import Windows
+from diloco_jax.data.loading import load_data
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.files import require_writable
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
@@ -138,8 +138,11 @@ class Replay(contextlib.ExitStack):
         compilation.use_cache(compilation.of_user())
         self._recording = recording
         self._run = run = recording.config.run
-        corpus = load_checked_corpus(run.data)
-        self._windows = Windows(corpus.train, run.sequence_length, run.seed)
+        rows, fields = (
+            load_data(run).index(run.seed),
+            build(run).fields(run.data.arrays),
+        )
+        self._reader = BatchReader(rows, fields, run.sequence_length)
         self._store = _new_store(recording)
         self._versions = [FIRST_VERSION] * len(self._store.plan.fragments)
         first = [
@@ -258,8 +261,9 @@ class Replay(contextlib.ExitStack):
                 )
             restored = life.restored()
             source = self._island(restored.who) if restored else None
+            run = dataclasses.replace(self._run, total_tokens=life.total_tokens)
             self._islands[who] = ReplayedIsland(
-                life, self._run, self._windows, self._published, worker, source
+                life, run, self._reader, self._published, worker, source
             )
             if restored is not None:
                 self._release(restored.who)

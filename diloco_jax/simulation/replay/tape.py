@@ -65,6 +65,7 @@ class _Reader:
         self._path, self._config = path, config
         self._line = 0
         self._finished = False
+        self._total_tokens = 0
         self._plan_digest = ""
         self._coordinators: list[notes.Environment] = []
         self._merges: list[RecordedMerge] = []
@@ -124,6 +125,7 @@ class _Reader:
             case "begun":
                 begun = read_begun(self._path, record, self._config)
                 self._plan_digest = begun.plan
+                self._total_tokens = begun.total_tokens
                 self._coordinators.append(begun.environment)
             case "hello":
                 hello = records.from_tape(record, notes.Hello)
@@ -140,6 +142,9 @@ class _Reader:
                 self._recovered(records.from_tape(record, notes.Recovered))
             case "finished":
                 self._finished = True
+            case "extended":
+                extended = records.from_tape(record, records.Extended)
+                self._finished, self._total_tokens = False, extended.total_tokens
 
     # ---- one kind of record each ------------------------------------------------
 
@@ -150,6 +155,7 @@ class _Reader:
             who=who,
             config=msgspec.convert(hello.config, IslandConfig),
             environment=hello.environment,
+            total_tokens=self._total_tokens,
         )
 
     def _told(self, line: records.Fact) -> None:

@@ -24,6 +24,7 @@ from jax.experimental.multihost_utils import process_allgather
 from diloco_jax import compilation, environment
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.core.tiles import TileGrid
+from diloco_jax.data.reader import Arrays
 from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,
@@ -151,7 +152,7 @@ class _Copy:
         self._replica = join(plan, trainer, self._exchange, placed, restored)
         self._last_metrics: Metrics | None = None
 
-    def step(self, batch: npt.NDArray[np.int32], learning_rate: float) -> None:
+    def step(self, batch: Arrays, learning_rate: float) -> None:
         metrics = self._replica.step(batch, learning_rate)
         # As in the loop: at most one step ahead of the device.
         jax.block_until_ready(self._last_metrics)  # type: ignore[no-untyped-call]

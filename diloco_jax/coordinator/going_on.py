@@ -1,0 +1,74 @@
+"""Go on with a stopped run, or give a run that is over more tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+from diloco_jax import run_files
+from diloco_jax.config import Config, ConfigError
+from diloco_jax.config.loading import read_config_json, write_config_json
+from diloco_jax.config.resolving import with_model_of
+from diloco_jax.coordinator.roster import Roster
+from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
+from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.workdir import RunFacts, holds_run
+
+
+def with_model_of_workdir(config: Config, workdir: Path) -> Config:
+    """Return the config with which the run there goes on: with its model, if that is of
+    weights that it started from (`resolving.with_model_of`)."""
+    path = workdir / run_files.CONFIG
+    if not (holds_run(workdir) and path.is_file()):
+        return config
+    return with_model_of(read_config_json(path).run, config)
+
+
+def extension(config: Config, workdir: Path, state: State) -> RunExtended | None:
+    """Return the event with which a run that is over goes on to the tokens of its
+    config; None if it needs none. The workdir's config.json has these tokens then.
+
+    Raises ConfigError if the config asks for more tokens before the run is over."""
+    path, total = workdir / run_files.CONFIG, config.run.total_tokens
+    before = read_config_json(path).run.total_tokens
+    if state.phase != "done":
+        if total != before:
+            raise ConfigError(
+                f"total_tokens = {total}, but the run in {workdir} is on its way to "
+                f"{before}: let it end, then extend it"
+            )
+        return None
+    if state.progress_tokens < total:
+        # Before the record: without it, the next start extends the run.
+        if total != before:
+            write_config_json(config, path)
+        return RunExtended()
+    if total != before:
+        raise ConfigError(too_few(total, state.progress_tokens, workdir))
+    return None
+
+
+def too_few(total_tokens: int, done: int, workdir: Path) -> str:
+    """Return the message to who extends a run to tokens that it has already."""
+    return (
+        f"total_tokens = {total_tokens}, but the run in {workdir} has trained on "
+        f"{done} tokens already; give more"
+    )
+
+
+def after_stop(
+    facts: RunFacts, roster: Roster, workdir: Path
+) -> tuple[RunFacts, RunResumed]:
+    """Leave out the time in which nothing ran; return the facts that say so, and the
+    event that ends the incarnations of before. Both files are written."""
+    stopped_s = max(0.0, time.time() - roster.saved_unix())
+    steps = roster.resume(stopped_s)
+    facts = dataclasses.replace(
+        facts,
+        begun_unix=facts.begun_unix + stopped_s,
+        stopped_seconds=facts.stopped_seconds + stopped_s,
+    )
+    facts.write(workdir)
+    roster.save()
+    return facts, RunResumed(steps=steps)

@@ -1,0 +1,130 @@
+"""The data of a run, whatever kind it is: what all who train or evaluate load."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diloco_jax.config import ConfigError, RunConfig
+from diloco_jax.core.members import load, said
+from diloco_jax.data.corpus import load_checked_corpus
+from diloco_jax.data.index import GlobalIndex
+from diloco_jax.data.mixture import Mixture, Together
+from diloco_jax.data.prepared.opening import are_prepared, open_folders, tokenizer_of
+from diloco_jax.data.shares import Shares
+from diloco_jax.data.source import Rows, Source
+from diloco_jax.data.tokenizers.opening import require_tokenizer
+from diloco_jax.data.windows import ValidationWindows, Windows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """What a run trains and validates on."""
+
+    train: Source
+    validation: Source
+    """Rows in which everything that is held out is predicted once."""
+    digest: str
+    """16 hex digits over all of it."""
+    largest: int
+    """Highest token."""
+    bytes_per_token: float | None
+    """Bytes of the validation text for each token predicted; None if unknown."""
+    mixed: tuple[Source, ...] = ()
+    """The sources that `train` has one after the other, if each has its own share."""
+    weights: tuple[float, ...] = ()
+    """Shares of `mixed`, in any scale."""
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Names of the arrays of a row, in order, as `data.arrays` has them."""
+        return tuple(sorted(self.train.fields))
+
+    def index(self, seed: int) -> Rows:
+        """Return the training rows by position of the global index."""
+        if self.mixed:
+            return Mixture(self.mixed, Shares(self.weights), seed)
+        return GlobalIndex(self.train, seed)
+
+
+def load_data(run: RunConfig, *, copied: bool = False) -> Data:
+    """Load a run's data; raise ConfigError if it is not the run's, does not fill a
+    window, or holds nothing out.
+
+    copied: the files are copies, and their manifests are believed (`load_corpus`).
+    """
+    if run.data.factory:
+        data = _own(run)
+    elif are_prepared(run.data):
+        data = _prepared(run)
+    else:
+        data = _corpus(run, copied)
+    if run.data.digest and set(data.arrays) != set(run.data.arrays):
+        raise ConfigError(
+            f"data.arrays = {', '.join(run.data.arrays)} in the run's config, but rows "
+            f"of the data here have {', '.join(data.arrays)}; give the run's data "
+            f"(--data.paths)"
+        )
+    return data
+
+
+def _corpus(run: RunConfig, copied: bool) -> Data:
+    """Return text or `.npy` tokens, in windows."""
+    corpus, length = load_checked_corpus(run.data, copied=copied), run.sequence_length
+    return Data(
+        train=Windows(corpus.train, length),
+        validation=ValidationWindows(corpus.validation, length),
+        digest=corpus.digest,
+        largest=corpus.largest,
+        bytes_per_token=1.0 if corpus.of_bytes else None,
+    )
+
+
+def _prepared(run: RunConfig) -> Data:
+    """Return the rows of prepared folders."""
+    found = open_folders(run)
+    return Data(
+        train=Together(found.train),
+        validation=Together(found.validation),
+        digest=found.digest,
+        largest=found.vocab_size - 1,
+        bytes_per_token=found.bytes_per_token,
+        mixed=found.train if found.weights else (),
+        weights=found.weights,
+    )
+
+
+def _own(run: RunConfig) -> Data:
+    """Return the data of `data.factory`; raise ConfigError if it makes none."""
+    where = f"data.factory = {run.data.factory!r}"
+    try:
+        data = load(run.data.factory)(run)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where} failed: {said(error)}") from error
+    if not isinstance(data, Data):
+        raise ConfigError(
+            f"{where} returned {type(data).__name__}; it must return a "
+            f"diloco_jax.data.loading.Data"
+        )
+    if run.data.digest not in ("", data.digest):
+        raise ConfigError(
+            f"data.digest = {run.data.digest} in the run's config, but the data of "
+            f"{where} has {data.digest} here; give the run's data"
+        )
+    for name, source in (("train", data.train), ("validation", data.validation)):
+        if not len(source):
+            raise ConfigError(f"{where}: {name} has no row; it needs one")
+    return data
+
+
+def require_vocabulary(data: Data, run: RunConfig) -> None:
+    """Raise ConfigError if the bundled model has no place for a token. The vocabulary
+    of a user's own model is not known here."""
+    model = run.model
+    if data.largest >= model.vocab_size and not model.factory:
+        raise ConfigError(
+            f"model.vocab_size = {model.vocab_size}, but the tokens go up to "
+            f"{data.largest}; set it to {data.largest + 1} or more"
+        )
+    require_tokenizer(tokenizer_of(run.data), model)

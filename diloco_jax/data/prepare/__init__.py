@@ -1,0 +1,1 @@
+"""`diloco data prepare`: files of text, JSON lines and Parquet become packed rows."""

@@ -1,0 +1,118 @@
+"""`diloco data prepare OUT SOURCES...`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from diloco_jax import machine
+from diloco_jax.config.fields import (
+    AT_LEAST_1,
+    BETWEEN,
+    NOT_NEGATIVE,
+    check_bounds,
+    positional,
+    setting,
+)
+from diloco_jax.errors import ConfigError
+from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.options import parse
+from diloco_jax.paths import absolute
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """The options of `diloco data prepare`."""
+
+    out: Path = positional(metavar="OUT", help="A folder that does not exist yet.")
+    sources: tuple[str, ...] = positional(
+        metavar="SOURCES",
+        help="Files, and folders of them: .parquet, .jsonl and .jsonl.gz; any other "
+        "file is text, and one document. None = the sources of the Python standard "
+        "library.",
+    )
+    tokenizer: str = setting(
+        "",
+        help="A tokenizer.json, a *.model of SentencePiece, or a folder that has one; "
+        "empty = every byte of the text is a token.",
+    )
+    sequence_length: int = setting(
+        1024, AT_LEAST_1, help="Tokens predicted of each row; the run's has to be it."
+    )
+    validation_fraction: float = setting(
+        0.02, BETWEEN, help="Share of the documents held out for validation."
+    )
+    text_field: str = setting(
+        "text", help="Field, or column, with the text of a document."
+    )
+    turn: str = setting(
+        "chatml",
+        help="How a turn of a chat is written: chatml, llama3, gemma3, or a text with "
+        "{role} and {content}.",
+    )
+    workers: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Processes; 0 = one for each core. Any number makes the same files.",
+    )
+
+
+def data_command(arguments: Sequence[str]) -> int:
+    """Run `diloco data prepare`, the only one of its kind."""
+    if arguments[:1] not in (["prepare"], ["-h"], ["--help"]):
+        said = f"; found {arguments[0]!r}" if arguments else ""
+        raise ConfigError(f"diloco data prepare OUT SOURCES... is what there is{said}")
+    (options,) = parse(
+        [PrepareOptions],
+        arguments[1:] if arguments[0] == "prepare" else arguments,
+        "diloco data prepare",
+        "Make packed rows of tokens out of text, JSON lines and Parquet, for "
+        "data.paths. What is interrupted goes on with the same command.",
+    )
+    check_bounds(options)
+    from rich.console import Console
+
+    from diloco_jax.data.prepare.examples import Reader
+    from diloco_jax.data.prepare.work import prepare
+    from diloco_jax.data.prepare.writing import Recipe
+    from diloco_jax.data.tokenizers.opening import open_tokenizer
+    from diloco_jax.observability.bar import bar
+
+    try:
+        reader = Reader(options.text_field, options.turn)
+    except ValueError as error:
+        raise ConfigError(f"--turn: {error}") from error
+    recipe = Recipe(
+        tokenizer=open_tokenizer(options.tokenizer, "--tokenizer"),
+        reader=reader,
+        sequence_length=options.sequence_length,
+        validation_fraction=options.validation_fraction,
+    )
+    began = time.monotonic()
+    with bar(Console(stderr=True), "preparing") as report:
+        made = prepare(
+            Path(absolute(str(options.out))),
+            options.sources,
+            recipe,
+            workers=options.workers or machine.cores(),
+            report=report,
+        )
+    for name, split in (("train", made.train), ("validation", made.validation)):
+        found = split.counts
+        filled = found.tokens / (found.rows * (made.sequence_length + 1))
+        print(
+            f"{name}: {found.documents:,} documents in {found.rows:,} rows, "
+            f"{found.predicted:,} predicted tokens of {found.text_bytes:,} bytes, rows "
+            f"filled to {filled:.1%}"
+            + (f", {found.left_out:,} left out" if found.left_out else ""),
+            file=sys.stderr,
+        )
+    print(
+        f"{options.out}: digest {made.digest}, tokenizer {made.tokenizer.digest}, in "
+        f"{time.monotonic() - began:.1f} s",
+        file=sys.stderr,
+    )
+    return EXIT_DONE

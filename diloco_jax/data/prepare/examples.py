@@ -1,0 +1,89 @@
+"""What a JSON object, or a row of a table, says: spans of text, learned or not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+TURNS = {
+    "chatml": "<|im_start|>{role}\n{content}<|im_end|>\n",
+    "llama3": "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>",
+    "gemma3": "<start_of_turn>{role}\n{content}<end_of_turn>\n",
+}
+"""Turns of a chat by the names of models that were trained on them."""
+ROLES = {"gemma3": {"assistant": "model"}}
+"""What such a model calls a role."""
+ASSISTANT = "assistant"
+
+
+class Passage(NamedTuple):
+    """A part of a document. `learned`: the prediction of its tokens counts."""
+
+    text: str
+    learned: bool
+
+
+class Example(NamedTuple):
+    """A document. `ends`: it is followed by the token that ends documents; the last
+    turn of a chat has an end of its own."""
+
+    spans: list[Passage]
+    ends: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Turns objects into documents.
+
+    An object has a text, or a prompt and a completion, or messages, each with a role
+    and a content. Of the latter two, what is answered alone is learned.
+    """
+
+    text_field: str = "text"
+    turn: str = "chatml"
+    """A name of `TURNS`, or a text with {role} and {content}."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if a turn has no place for role or content."""
+        for place in ("{role}", "{content}"):
+            if self._turn.count(place) != 1:
+                raise ValueError(
+                    f"the turn {self.turn!r} has {self._turn.count(place)} places "
+                    f"{place}, and needs one; or give one of {', '.join(TURNS)}"
+                )
+
+    @property
+    def _turn(self) -> str:
+        return TURNS.get(self.turn, self.turn)
+
+    def columns(self, known: list[str]) -> list[str]:
+        """Return those of a table's columns that are read."""
+        wanted = (self.text_field, "prompt", "completion", "messages")
+        return [name for name in known if name in wanted]
+
+    def read(self, found: Mapping[str, Any]) -> Example:
+        """Return the document of an object; raise ValueError if it is none of these."""
+        if isinstance(text := found.get(self.text_field), str):
+            return Example([Passage(text, True)])
+        prompt, completion = found.get("prompt"), found.get("completion")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return Example([Passage(prompt, False), Passage(completion, True)])
+        if isinstance(messages := found.get("messages"), list):
+            spoken = [span for message in messages for span in self._spoken(message)]
+            return Example(spoken, ends=False)
+        raise ValueError(
+            f"its fields are {', '.join(map(str, found)) or 'none'}; it needs "
+            f"{self.text_field!r}, or 'prompt' and 'completion', or 'messages'"
+        )
+
+    def _spoken(self, message: Any) -> list[Passage]:
+        role = message.get("role") if isinstance(message, dict) else None
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError("a message needs a role and a content, both text")
+        name = ROLES.get(self.turn, {}).get(role, role)
+        head, tail = self._turn.replace("{role}", name).split("{content}")
+        if role != ASSISTANT:
+            return [Passage(head + content + tail, False)]
+        return [Passage(head, False), Passage(content + tail, True)]

@@ -1,0 +1,224 @@
+"""The whole work: planned, done in parts by several processes, and finished.
+
+Until all parts are done they lie in `OUT.partial`, beside the plan. A command that is
+started again there goes on with the parts that are not done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from diloco_jax import files
+from diloco_jax.data.prepare.parts import (
+    PART_BYTES,
+    Part,
+    SourceFile,
+    find_sources,
+    make_parts,
+)
+from diloco_jax.data.prepare.workers import do_parts
+from diloco_jax.data.prepare.writing import PartDone, Recipe, done_path
+from diloco_jax.data.prepared.contents import (
+    FORMAT,
+    NAME,
+    Contents,
+    Counts,
+    Origin,
+    Split,
+    Tokens,
+)
+from diloco_jax.data.tokenizers.opening import kept_name
+from diloco_jax.errors import ConfigError
+from diloco_jax.paths import naming
+from diloco_jax.sealed import sync_folder
+
+PLAN = "plan.json"
+LOCK = "lock"
+Report = Callable[[float], None]
+"""Function that is told the share that is done."""
+
+
+class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides about every byte of the result."""
+
+    format: int
+    tokenizer: Tokens
+    sequence_length: int
+    validation_fraction: float
+    text_field: str
+    turn: str
+    part_bytes: int
+    sources: tuple[SourceFile, ...]
+
+
+def prepare(
+    out: Path,
+    paths: tuple[str, ...],
+    recipe: Recipe,
+    *,
+    workers: int,
+    report: Report = lambda share: None,
+    part_bytes: int = PART_BYTES,
+) -> Contents:
+    """Make a prepared folder of source files, and return its manifest.
+
+    Args:
+      out: the folder, which appears when it is whole.
+      paths: files and folders of text, JSON lines and Parquet.
+      recipe: how documents become rows.
+      workers: processes; they change nothing in the result.
+      report: see `Report`.
+      part_bytes: bytes of sources that become one file of rows.
+
+    Raises:
+      ConfigError: the folder is there; a source is missing or not what its name says;
+        another command is at it; or what it began had other options or sources.
+    """
+    if out.exists():
+        raise ConfigError(f"OUT: {out} exists; give the name of a new folder")
+    if not out.parent.is_dir():
+        raise ConfigError(f"OUT: there is no folder {out.parent}; make it first")
+    sources = find_sources(paths)
+    tokenizer = recipe.tokenizer
+    plan = WorkPlan(
+        format=FORMAT,
+        tokenizer=Tokens(
+            digest=tokenizer.digest,
+            vocab_size=tokenizer.vocab_size,
+            start=tokenizer.start,
+            end=tokenizer.end,
+            file=kept_name(tokenizer.files[0]) if tokenizer.files else "",
+        ),
+        sequence_length=recipe.sequence_length,
+        validation_fraction=recipe.validation_fraction,
+        text_field=recipe.reader.text_field,
+        turn=recipe.reader.turn,
+        part_bytes=part_bytes,
+        sources=tuple(sources),
+    )
+    scratch = out.with_name(f"{out.name}.partial")
+    (scratch / "parts").mkdir(parents=True, exist_ok=True)
+    with _alone(scratch):
+        _begin(scratch, plan)
+        parts = make_parts(sources, part_bytes)
+        do_parts(scratch, sources, parts, recipe, workers, report)
+        return _finish(scratch, out, plan, parts, recipe)
+
+
+@contextlib.contextmanager
+def _alone(scratch: Path) -> Iterator[None]:
+    """Let one command at a time work in a folder. Its end, however it comes, frees it.
+
+    Workers do not inherit the lock: they end with the command.
+    """
+    with (scratch / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"OUT: another command works in {scratch}; wait for it, or give "
+                f"another folder"
+            ) from error
+        yield
+
+
+def _begin(scratch: Path, plan: WorkPlan) -> None:
+    """Write the plan; raise ConfigError if what was begun there had another one."""
+    path = scratch / PLAN
+    if not any((scratch / "parts").glob("*.json")):
+        files.write_text(msgspec.json.encode(plan).decode(), path)
+        return
+    try:
+        begun = msgspec.json.decode(path.read_bytes(), type=WorkPlan)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"OUT: {path} cannot be read ({error}); delete {scratch} and begin again"
+        ) from error
+    for name in WorkPlan.__struct_fields__:
+        then, now = getattr(begun, name), getattr(plan, name)
+        if then != now:
+            if name == "sources":
+                then, now = _first_difference(then, now)
+            raise ConfigError(
+                f"OUT: the work in {scratch} began with {name} = {then}, now it is "
+                f"{now}; give what it began with, or delete {scratch} and begin again"
+            )
+
+
+def _first_difference(
+    then: Sequence[SourceFile], now: Sequence[SourceFile]
+) -> tuple[object, object]:
+    for before, after in zip(then, now, strict=False):
+        if before != after:
+            return before, after
+    return f"{len(then)} files", f"{len(now)} files"
+
+
+def _finish(
+    scratch: Path, out: Path, plan: WorkPlan, parts: Sequence[Part], recipe: Recipe
+) -> Contents:
+    """Write the manifest of the parts, leave out what was needed for the work alone,
+    and give the folder its name."""
+    done = [
+        msgspec.json.decode(done_path(scratch, n).read_bytes(), type=PartDone)
+        for n in range(len(parts))
+    ]
+    digests = [hashlib.sha256() for _ in plan.sources]
+    for part, result in zip(parts, done, strict=True):
+        for piece, digest in zip(part, result.digests, strict=True):
+            digests[piece.source].update(digest.encode())
+    prepared = Contents(
+        sequence_length=plan.sequence_length,
+        row_bytes=recipe.records.nbytes,
+        validation_fraction=plan.validation_fraction,
+        turn=plan.turn,
+        tokenizer=plan.tokenizer,
+        train=_together([result.train for result in done]),
+        validation=_together([result.validation for result in done]),
+        sources=tuple(
+            Origin(name=source.name, size=source.size, digest=digest.hexdigest()[:16])
+            for source, digest in zip(plan.sources, digests, strict=True)
+        ),
+    )
+    _require_both_sides(scratch, prepared)
+    for path in recipe.tokenizer.files:
+        with naming(scratch):
+            shutil.copyfile(path, scratch / kept_name(path))
+    manifest = msgspec.json.format(msgspec.json.encode(prepared), indent=1)
+    files.write_text(manifest.decode() + "\n", scratch / NAME)
+    for path in (scratch / PLAN, scratch / LOCK):
+        path.unlink()
+    shutil.rmtree(scratch / "parts")
+    for path in scratch.glob("*.tmp"):  # Of a command that was killed.
+        path.unlink(missing_ok=True)
+    sync_folder(scratch)
+    scratch.rename(out)
+    sync_folder(out.parent)
+    return prepared
+
+
+def _require_both_sides(scratch: Path, prepared: Contents) -> None:
+    """Raise ConfigError, and leave nothing, if a side has no row."""
+    train, validation = prepared.train.counts, prepared.validation.counts
+    if not train.rows or not validation.rows:
+        shutil.rmtree(scratch)
+        raise ConfigError(
+            f"--validation-fraction = {prepared.validation_fraction:g} puts "
+            f"{train.documents} documents with {train.rows} rows on the side to train "
+            f"on, {validation.documents} with {validation.rows} on that to validate "
+            f"on, and each needs one; give another fraction, or more documents"
+        )
+
+
+def _together(splits: Sequence[Split]) -> Split:
+    counts = sum((split.counts for split in splits), Counts())
+    return Split(
+        counts=counts, shards=tuple(shard for split in splits for shard in split.shards)
+    )

@@ -1,0 +1,182 @@
+"""One part of the work: documents in, one file of rows for each split out."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from diloco_jax import files
+from diloco_jax.data.corpus import is_validation
+from diloco_jax.data.prepare.examples import Passage, Reader
+from diloco_jax.data.prepare.packing import Tokenised, pack
+from diloco_jax.data.prepare.parts import Part, SourceFile, require_unchanged
+from diloco_jax.data.prepare.reading import Document, read
+from diloco_jax.data.prepared.contents import (
+    TRAIN,
+    VALIDATION,
+    Counts,
+    Shard,
+    Split,
+    shard_of,
+)
+from diloco_jax.data.prepared.records import RecordFormat
+from diloco_jax.data.tokenizers.tokenizer import Tokenizer
+from diloco_jax.paths import naming
+
+SUFFIX = ".arrayrecord"
+OPTIONS = "group_size:1"
+"""A record is read alone, since rows are drawn one by one."""
+AT_ONCE = 256
+"""Documents that a tokenizer gets together."""
+
+Advance = Callable[[int], None]
+"""Function that is told how many more bytes of a source are read."""
+
+
+class PartDone(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a part; its file says that the part is whole."""
+
+    train: Split
+    validation: Split
+    digests: tuple[str, ...]
+    """Digests of what was read from each of its slices."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How documents become rows, the same for every part."""
+
+    tokenizer: Tokenizer
+    reader: Reader
+    sequence_length: int
+    validation_fraction: float
+
+    @property
+    def records(self) -> RecordFormat:
+        """The format of the records."""
+        return RecordFormat(self.sequence_length, self.tokenizer.vocab_size)
+
+
+def done_path(folder: Path, number: int) -> Path:
+    """Return the place of what became of a part."""
+    return folder / "parts" / f"{number:05}.json"
+
+
+def write_part(
+    folder: Path,
+    number: int,
+    sources: Sequence[SourceFile],
+    part: Part,
+    recipe: Recipe,
+    advance: Advance,
+) -> PartDone:
+    """Make a part's files in a folder, whole or not at all, and note that it is done.
+
+    Raises ConfigError, naming file and place, for sources that cannot be read.
+    """
+    digests = [hashlib.sha256() for _ in part]
+    sides: dict[str, list[Tokenised]] = {TRAIN: [], VALIDATION: []}
+    counts = {TRAIN: Counts(), VALIDATION: Counts()}
+
+    def documents() -> Iterator[Document]:
+        for piece, digest in zip(part, digests, strict=True):
+            source = sources[piece.source]
+            require_unchanged(source)
+            for document in read(source, piece, recipe.reader):
+                advance(document.nbytes)
+                for span in document.example.spans:
+                    digest.update(span.text.encode())
+                digest.update(b"\0")
+                yield document
+
+    ahead = documents()
+    while some := list(itertools.islice(ahead, AT_ONCE)):
+        for document, tokenised in zip(some, _tokenised(some, recipe), strict=True):
+            held = is_validation(document.key, recipe.validation_fraction)
+            side = VALIDATION if held else TRAIN
+            spans = document.example.spans
+            learned = sum(len(span.text.encode()) for span in spans if span.learned)
+            counts[side] += Counts(
+                documents=1, left_out=int(not learned), text_bytes=learned
+            )
+            if learned:
+                sides[side].append(tokenised)
+    splits = {
+        side: _write(folder, f"{side}-{number:05}{SUFFIX}", found, recipe, counts[side])
+        for side, found in sides.items()
+    }
+    done = PartDone(
+        train=splits[TRAIN],
+        validation=splits[VALIDATION],
+        digests=tuple(digest.hexdigest()[:16] for digest in digests),
+    )
+    files.write_text(msgspec.json.encode(done).decode(), done_path(folder, number))
+    return done
+
+
+def _tokenised(some: Sequence[Document], recipe: Recipe) -> Iterator[Tokenised]:
+    """Yield the tokens of documents, with those that begin and end one."""
+    tokenizer = recipe.tokenizer
+    spans = [_joined(document.example.spans) for document in some]
+    texts = [span.text for joined in spans for span in joined]
+    encoded = iter(tokenizer.encode(texts))
+    for document, joined in zip(some, spans, strict=True):
+        tokens = [next(encoded) for _ in joined]
+        learned = [span.learned for span in joined]
+        start, end = tokenizer.start, tokenizer.end
+        if not start and end is not None and learned[:1] == [True]:
+            start = (end,)  # The first token, too, is predicted from something.
+        flags = [
+            np.full(len(part), flag) for part, flag in zip(tokens, learned, strict=True)
+        ]
+        tokens.insert(0, np.array(start, np.int32))
+        flags.insert(0, np.zeros(len(start), bool))
+        if document.example.ends and end is not None:
+            tokens.append(np.array([end], np.int32))
+            flags.append(np.array([any(learned[-1:])]))
+        yield Tokenised(np.concatenate(tokens), np.concatenate(flags).astype(bool))
+
+
+def _joined(spans: Sequence[Passage]) -> list[Passage]:
+    """Return neighbours of one kind as one span, as they are one text for a reader."""
+    return [
+        Passage("".join(span.text for span in group), learned)
+        for learned, group in itertools.groupby(spans, lambda span: span.learned)
+    ]
+
+
+def _write(
+    folder: Path, name: str, found: list[Tokenised], recipe: Recipe, counts: Counts
+) -> Split:
+    """Write the rows of one side; a side without any has no file."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    scratch = folder / f"{name}.{os.getpid()}.tmp"
+    records, rows, tokens, predicted = recipe.records, 0, 0, 0
+    writer = None
+    try:
+        with naming(scratch):
+            for row in pack(found, recipe.sequence_length):
+                writer = writer or ArrayRecordWriter(str(scratch), OPTIONS)
+                writer.write(records.encode([(p.tokens, p.learned) for p in row]))
+                rows += 1
+                tokens += sum(len(piece.tokens) for piece in row)
+                predicted += sum(int(piece.learned[1:].sum()) for piece in row)
+            if writer is None:
+                return Split(counts=counts, shards=())
+            writer.close()
+            with scratch.open("rb") as file:
+                os.fsync(file.fileno())
+        shard: Shard = shard_of(scratch, name, rows)
+        scratch.replace(folder / name)
+    finally:
+        scratch.unlink(missing_ok=True)
+    more = Counts(rows=rows, tokens=tokens, predicted=predicted)
+    return Split(counts=counts + more, shards=(shard,))

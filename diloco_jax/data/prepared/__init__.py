@@ -1,0 +1,1 @@
+"""Prepared folders: packed rows in ArrayRecord files, beside a manifest of them."""

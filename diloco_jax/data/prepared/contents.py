@@ -1,0 +1,187 @@
+"""The manifest of a prepared folder: what its files hold, and digests of them.
+
+Nobody reads the files for their digest: a start compares names and sizes, and a few
+chunks that are drawn anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from diloco_jax.data.prepared.records import RecordFormat
+from diloco_jax.errors import ConfigError
+
+NAME = "prepared.json"
+FORMAT = 1
+TRAIN, VALIDATION = "train", "validation"
+CHUNK_BYTES = 1 << 20
+SAMPLES = 16
+"""Chunks that a start compares."""
+ASKERS = 16
+"""Threads that ask for sizes, since a mounted bucket takes its time for each."""
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of rows."""
+
+    name: str
+    rows: int
+    size: int
+    chunks: tuple[str, ...]
+    """Digests of its chunks of `CHUNK_BYTES`, each of 16 hex digits."""
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a split has, added up. Tokens are positions without padding."""
+
+    documents: int = 0
+    rows: int = 0
+    tokens: int = 0
+    predicted: int = 0
+    """Predictions that count."""
+    text_bytes: int = 0
+    """Bytes of the text of which the predictions count."""
+    left_out: int = 0
+    """Documents in which no prediction counts."""
+
+    def __add__(self, other: Counts) -> Counts:
+        names = self.__struct_fields__
+        return Counts(**{n: getattr(self, n) + getattr(other, n) for n in names})
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows to train on, or to validate on."""
+
+    counts: Counts
+    shards: tuple[Shard, ...]
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokenizer that made the tokens."""
+
+    digest: str
+    vocab_size: int
+    start: tuple[int, ...]
+    end: int | None
+    file: str
+    """Its name in the folder; empty for bytes."""
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """A source file that rows were made of. `digest`: of its documents."""
+
+    name: str
+    size: int
+    digest: str
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """The manifest of a folder."""
+
+    format: int = FORMAT
+    sequence_length: int
+    """Tokens predicted of a row."""
+    row_bytes: int
+    """Length of a record before its compression."""
+    validation_fraction: float
+    turn: str
+    """How turns of a chat are written."""
+    tokenizer: Tokens
+    train: Split
+    validation: Split
+    sources: tuple[Origin, ...]
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits over all of it, and thereby over the contents of the files."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+
+    @property
+    def records(self) -> RecordFormat:
+        """The format of the records."""
+        return RecordFormat(self.sequence_length, self.tokenizer.vocab_size)
+
+
+def is_prepared(folder: str | Path) -> bool:
+    """Tell if a path is a folder that has such a manifest."""
+    return (Path(folder) / NAME).is_file()
+
+
+def read_manifest(folder: Path) -> Contents:
+    """Read a folder's manifest; raise ConfigError, naming it, if it cannot be read."""
+    path = folder / NAME
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Contents)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"data.paths: {path} cannot be read ({error}); copy it again, or make the "
+            f"folder with `diloco data prepare`"
+        ) from error
+    if found.format != FORMAT:
+        raise ConfigError(
+            f"data.paths: {path} has format {found.format}, this version reads format "
+            f"{FORMAT}; make the folder again with `diloco data prepare`"
+        )
+    return found
+
+
+def require_whole(
+    folder: Path,
+    prepared: Contents,
+    samples: int = SAMPLES,
+    draw: Callable[[range, int], list[int]] = random.sample,
+) -> None:
+    """Raise ConfigError, with both values, if files are not the manifest's: compare all
+    sizes, and `samples` chunks that are drawn."""
+    shards = (*prepared.train.shards, *prepared.validation.shards)
+
+    def size_of(shard: Shard) -> int | str:
+        try:
+            return (folder / shard.name).stat().st_size
+        except OSError as error:
+            return str(error.strerror)
+
+    with ThreadPoolExecutor(ASKERS) as pool:
+        for shard, size in zip(shards, pool.map(size_of, shards), strict=True):
+            if size != shard.size:
+                raise _differs(folder / shard.name, "size", size, shard.size)
+    places = [(shard, number) for shard in shards for number in range(_chunks(shard))]
+    for at in draw(range(len(places)), min(samples, len(places))):
+        shard, number = places[at]
+        with (folder / shard.name).open("rb") as file:
+            file.seek(number * CHUNK_BYTES)
+            found = chunk_digest(file.read(CHUNK_BYTES))
+        if found != shard.chunks[number]:
+            what = f"digest of bytes from {number * CHUNK_BYTES} on"
+            raise _differs(folder / shard.name, what, found, shard.chunks[number])
+
+
+def shard_of(path: Path, name: str, rows: int) -> Shard:
+    """Return the facts about a file of rows, which is read as a whole."""
+    chunks = []
+    with path.open("rb") as file:
+        while data := file.read(CHUNK_BYTES):
+            chunks.append(chunk_digest(data))
+    return Shard(name=name, rows=rows, size=path.stat().st_size, chunks=tuple(chunks))
+
+
+def chunk_digest(data: bytes) -> str:
+    """Return the digest of a chunk, 16 hex digits."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _chunks(shard: Shard) -> int:
+    return len(shard.chunks)
+
+
+def _differs(path: Path, what: str, here: object, then: object) -> ConfigError:
+    return ConfigError(
+        f"data.paths: {path} is not the file of {NAME}: {what} is {here} here, {then} "
+        f"there; copy the folder again, or make it with `diloco data prepare`"
+    )

@@ -1,0 +1,149 @@
+"""Prepared folders as the data of a run, alone or in a mixture."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from diloco_jax.config import ConfigError, DataConfig, RunConfig
+from diloco_jax.data.prepared.contents import (
+    NAME,
+    SAMPLES,
+    Contents,
+    is_prepared,
+    read_manifest,
+    require_whole,
+)
+from diloco_jax.data.prepared.source import PreparedRows
+from diloco_jax.data.shares import slots_of
+from diloco_jax.data.tokenizers.opening import open_tokenizer, require_digest
+
+
+class Folders(NamedTuple):
+    """Prepared folders, in the order of `data.paths`."""
+
+    train: tuple[PreparedRows, ...]
+    validation: tuple[PreparedRows, ...]
+    weights: tuple[float, ...]
+    """Shares of several folders; none for one."""
+    digest: str
+    vocab_size: int
+    bytes_per_token: float
+
+
+def are_prepared(data: DataConfig) -> bool:
+    """Tell if the data is prepared folders; raise ConfigError if some of it is."""
+    found = [path for path in data.paths if is_prepared(path)]
+    if found and len(found) < len(data.paths):
+        other = next(path for path in data.paths if path not in found)
+        raise ConfigError(
+            f"data.paths: {found[0]} is a prepared folder and {other} is none (it has "
+            f"no {NAME}); prepare both, or give one kind"
+        )
+    if data.weights and not found:
+        raise ConfigError(
+            f"data.weights = {data.weights}, but {', '.join(data.paths) or 'the text'} "
+            f"is no prepared folder; make some with `diloco data prepare`"
+        )
+    for path in data.paths:
+        if "://" in path:
+            raise ConfigError(
+                f"data.paths: {path} is a bucket, which the library of such files "
+                f"cannot read; mount it (gcsfuse, mount-s3) and give the folder"
+            )
+    return bool(found)
+
+
+def open_folders(run: RunConfig) -> Folders:
+    """Open the prepared folders of a run: read their manifests, compare sizes and a few
+    chunks of their files. Raise ConfigError if they are not the run's."""
+    data = run.data
+    paths = [Path(path) for path in data.paths]
+    found = [read_manifest(path) for path in paths]
+    for path, prepared in zip(paths, found, strict=True):
+        _require_length(path, prepared, run.sequence_length)
+        require_digest(
+            prepared.tokenizer.digest,
+            found[0].tokenizer.digest,
+            str(path),
+            f"that of {paths[0]}",
+        )
+    weights = _weights(data, [prepared.train.counts.rows for prepared in found])
+    digest = _digest(found, weights)
+    if data.digest and data.digest != digest:
+        raise ConfigError(
+            f"data.digest = {data.digest} in the run's config, but the data here "
+            f"({', '.join(data.paths)}) has {digest}; give the run's folders "
+            f"(--data.paths), in its order and with its data.weights"
+        )
+    for path, prepared in zip(paths, found, strict=True):
+        require_whole(path, prepared, max(1, SAMPLES // len(paths)))
+    counts = [prepared.validation.counts for prepared in found]
+    return Folders(
+        tuple(PreparedRows(p, f, f.train) for p, f in zip(paths, found, strict=True)),
+        tuple(
+            PreparedRows(p, f, f.validation) for p, f in zip(paths, found, strict=True)
+        ),
+        weights,
+        digest,
+        found[0].tokenizer.vocab_size,
+        sum(c.text_bytes for c in counts) / sum(c.predicted for c in counts),
+    )
+
+
+def tokenizer_of(data: DataConfig) -> str | None:
+    """Return the path of the data's tokenizer: `data.tokenizer`, or the file in a
+    prepared folder, "" where that one has bytes. None: nobody says.
+
+    Raises ConfigError, with both digests, if `data.tokenizer` is not that of a folder.
+    """
+    if not data.paths or not is_prepared(data.paths[0]):
+        return data.tokenizer or None
+    folder = Path(data.paths[0])
+    tokens = read_manifest(folder).tokenizer
+    if data.tokenizer:
+        given = open_tokenizer(data.tokenizer)
+        require_digest(tokens.digest, given.digest, str(folder), given.name)
+    return str(folder / tokens.file) if tokens.file else ""
+
+
+def _weights(data: DataConfig, rows: Sequence[int]) -> tuple[float, ...]:
+    """Return the shares of several folders, by their rows if none are given."""
+    weights = data.weights or tuple(map(float, rows))
+    if len(weights) != len(rows):
+        raise ConfigError(
+            f"data.weights has {len(weights)} numbers, data.paths {len(rows)} folders; "
+            f"give one number for each folder"
+        )
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ConfigError(
+            f"data.weights = {weights}; each has to be above 0, and finite"
+        )
+    try:
+        slots_of(weights)
+    except ValueError as error:
+        raise ConfigError(
+            f"data.weights: {error}; raise it, or leave its folder out"
+        ) from error
+    return weights if len(rows) > 1 else ()
+
+
+def _digest(found: Sequence[Contents], weights: Sequence[float]) -> str:
+    """Return the digest of one folder, or of several and their shares."""
+    if not weights:
+        return found[0].digest
+    parts = [prepared.digest for prepared in found]
+    return hashlib.sha256(f"{parts}:{slots_of(weights)}".encode()).hexdigest()[:16]
+
+
+def _require_length(path: Path, prepared: Contents, sequence_length: int) -> None:
+    if prepared.sequence_length != sequence_length:
+        raise ConfigError(
+            f"sequence_length = {sequence_length}, but the rows of {path} have "
+            f"{prepared.sequence_length} predicted tokens; set it to "
+            f"{prepared.sequence_length}, or prepare the data again with "
+            f"--sequence-length {sequence_length}"
+        )

@@ -1,0 +1,1 @@
+"""Tokenizers: text to tokens and back. `opening.py` finds the one of a path."""

@@ -1,0 +1,103 @@
+"""The tokenizer of a path, and what does not fit it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diloco_jax import run_files
+from diloco_jax.config import ModelConfig
+from diloco_jax.data.tokenizers.of_bytes import Bytes
+from diloco_jax.data.tokenizers.of_json import NAME as JSON
+from diloco_jax.data.tokenizers.of_json import JsonTokenizer
+from diloco_jax.data.tokenizers.of_pieces import NAME as PIECES
+from diloco_jax.data.tokenizers.of_pieces import SUFFIX, PiecesTokenizer
+from diloco_jax.data.tokenizers.tokenizer import Tokenizer
+from diloco_jax.errors import ConfigError
+
+
+def open_tokenizer(path: str | Path, field: str = "data.tokenizer") -> Tokenizer:
+    """Open a tokenizer.json, a *.model of SentencePiece, or a folder that has one; ""
+    is the tokenizer of bytes.
+
+    Raises ConfigError, naming `field`, if the path has none of these.
+    """
+    if not str(path):
+        return Bytes()
+    given = Path(path)
+    found = find_tokenizer(given) if given.is_dir() else given
+    if found is None or not found.is_file():
+        what = f"has neither {JSON} nor {PIECES}" if found is None else "is no file"
+        raise ConfigError(
+            f"{field}: {given} {what}; give a tokenizer.json, a {SUFFIX} of "
+            f"SentencePiece, or a folder that has one"
+        )
+    if found.suffix == ".json":
+        return JsonTokenizer(found)
+    if found.suffix == SUFFIX:
+        return PiecesTokenizer(found)
+    raise ConfigError(
+        f"{field}: {found} ends neither in .json nor in {SUFFIX}; give a "
+        f"tokenizer.json or a {SUFFIX} of SentencePiece"
+    )
+
+
+def find_tokenizer(folder: Path) -> Path | None:
+    """Return the tokenizer's file in a folder, None if it has none. Where there are
+    both kinds, tokenizer.json counts: it has the words that were added, too."""
+    found = (folder / name for name in (JSON, PIECES))
+    return next((path for path in found if path.is_file()), None)
+
+
+def kept_name(path: Path) -> str:
+    """Return the name under which a run keeps and exports a file of a tokenizer."""
+    return PIECES if path.suffix == SUFFIX else path.name
+
+
+def tokenizer_of_weights(weights: str) -> Path | None:
+    """Return the tokenizer's file in the folder that a run starts from, as
+    `model.weights` names it; None if there is none."""
+    kind, _, folder = weights.partition(":")
+    beside = Path(folder, "" if kind == "hf" else run_files.SOURCE)
+    return find_tokenizer(beside) if weights and beside.is_dir() else None
+
+
+def require_fitting(tokenizer: Tokenizer, model: ModelConfig) -> None:
+    """Raise ConfigError if the bundled model has no place for a token. The vocabulary
+    of a user's own model is not known here."""
+    if tokenizer.vocab_size > model.vocab_size and not model.factory:
+        raise ConfigError(
+            f"model.vocab_size = {model.vocab_size}, but the tokenizer "
+            f"{tokenizer.name} has {tokenizer.vocab_size} tokens; set it to "
+            f"{tokenizer.vocab_size} or more, or give the model's own tokenizer"
+        )
+
+
+def require_tokenizer(path: str | None, model: ModelConfig) -> None:
+    """Raise ConfigError if the data's tokenizer does not fit the model, or is another
+    one than that of the weights that the run starts from. None is not checked."""
+    if path is None:
+        return
+    tokenizer = open_tokenizer(path)
+    require_fitting(tokenizer, model)
+    theirs = tokenizer_of_weights(model.weights)
+    if theirs is not None:
+        require_digest(
+            tokenizer.digest,
+            open_tokenizer(theirs).digest,
+            path or "the data",
+            str(theirs),
+        )
+
+
+def require_digest(ours: str, theirs: str, data: str, name: str) -> None:
+    """Raise ConfigError, with both digests, if data was made with another tokenizer.
+
+    ours: digest of the tokenizer that the data was made with; data: names it. theirs
+    and name: digest and name of the one that it has to be.
+    """
+    if ours != theirs:
+        raise ConfigError(
+            f"data.tokenizer: {data} is of the tokenizer {ours}, but {name} is "
+            f"{theirs}; make the data again with `diloco data prepare OUT SOURCES "
+            f"--tokenizer {name}`"
+        )

@@ -1,0 +1,1 @@
+"""`diloco doctor`: what of this machine a run depends on."""

@@ -1,0 +1,78 @@
+"""What an island is told by its coordinator before it builds anything."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from diloco_jax.config import Config
+from diloco_jax.config.loading import from_builtins
+from diloco_jax.config.resolving import with_model_of
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.wire import principal
+from diloco_jax.wire.client import Client
+from diloco_jax.wire.errors import ConnectionLost, SecurityError
+from diloco_jax.wire.tls import TlsFiles
+
+logger = logging.getLogger(__name__)
+
+
+def ask_config(
+    address: str,
+    name: str,
+    *,
+    certificates: str,
+    insecure: bool,
+    deadlines: Deadlines,
+    patience_s: float = 0.0,
+) -> Config:
+    """Return the run's config, as the coordinator at HOST:PORT gives it to the island
+    of this name.
+
+    patience_s: seconds for which a coordinator that is not there is tried again.
+
+    Raises:
+      ConnectionLost: it is not there. SecurityError: it cannot be trusted.
+      ConfigError: it is of another version.
+    """
+    client = Client(
+        address,
+        tls=TlsFiles.load_given(certificates, principal.island(name)),
+        deadlines=deadlines,
+        bulk_channels=1,
+        insecure=insecure,
+    )
+    until, told = time.monotonic() + patience_s, False
+    try:
+        while True:
+            try:
+                return from_builtins(client.config(deadlines.connect_s), address)
+            except (ConnectionLost, SecurityError) as error:
+                # A coordinator that ends may look like one that cannot be trusted.
+                lasting = isinstance(error, SecurityError) and told
+                if lasting or time.monotonic() >= until:
+                    raise
+                if not told:
+                    logger.warning("%s; trying for %.0f s", error, patience_s)
+                told = True
+            time.sleep(deadlines.retry_max_s)
+    finally:
+        client.close()
+
+
+def with_model_of_run(config: Config, name: str, address: str) -> Config:
+    """Return the config with the model of the run, where that started from weights: the
+    coordinator alone has read their config.json. A config that names weights itself, or
+    a factory, is left as it is."""
+    if config.run.model.weights or config.run.model.factory:
+        return config
+    placement = config.placement
+    theirs = ask_config(
+        address,
+        name,
+        certificates=placement.certificates,
+        insecure=placement.insecure,
+        deadlines=placement.deadlines,
+        patience_s=placement.outage_budget_s,
+    )
+    return with_model_of(theirs.run, config)

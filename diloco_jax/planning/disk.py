@@ -1,0 +1,133 @@
+"""The coordinator's disk: what a run of expected course holds, and room for the worst.
+
+Each term follows from the code that writes: snapshots of fragments in turns
+(`coordinator/snapshots.py`), publishes since the oldest kept one
+(`coordinator/publishes.py`), lines that are never deleted (`observability/`), deltas
+that memory has no place for (`coordinator/inbox.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from diloco_jax.config import Placement
+from diloco_jax.coordinator import inbox
+from diloco_jax.coordinator.publishes import SPARED_BYTES
+from diloco_jax.coordinator.service import METRICS_EVERY_S
+from diloco_jax.coordinator.snapshots import BUSY_SHARE
+from diloco_jax.paths import is_bucket
+
+LINES_PER_MERGE = 1700
+"""Bytes of a merge's own lines on tape and in metrics, and of its points of curves."""
+LINES_PER_DELTA = 820
+"""Bytes on the tape of one island's part in a merge: its take, its adoption, the tokens
+of others, the contribution."""
+LINES_PER_REPORT = 850
+"""Bytes in metrics and curves of one report of an island."""
+REPORTS_EVERY_S = max(1.0, METRICS_EVERY_S)
+"""Seconds between two reports of an island that are written."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiskPlan:
+    """Bytes of the coordinator's disk, and bytes per second that are written.
+
+    `expected` is compared with what a run holds, at most, while nothing goes wrong;
+    `reserve` is what must have room besides."""
+
+    snapshots: int
+    """All kept snapshots of every fragment, and one that is being written."""
+    log: int
+    """Publishes since each fragment's oldest kept snapshot, on average: half a round
+    before the next snapshot."""
+    lines: int
+    """Tape, metrics and curves of the whole run, in all their files: none is deleted.
+    """
+    expected: int
+    """Sum of the fields above, without snapshots that go to a bucket."""
+    late_log: int
+    """Publishes of half a round more, when every next snapshot is just due, and of the
+    round that is under way."""
+    deltas: int
+    """Deltas that wait on the disk because the merge buffer is full, at most."""
+    spared: int
+    """Bytes that publishes and snapshots leave free; many more where deltas wait, which
+    leave room for two snapshots of everything."""
+    reserve: int
+    """Sum of the three fields above."""
+    bytes: int
+    """Bytes that must have room: `expected` and `reserve`."""
+    log_bytes_per_s: float
+    snapshot_bytes_per_s: float
+    round_seconds: float
+    """Seconds in which every fragment is written once: `placement.snapshot_every_s`, or
+    longer where the disk is slow.
+    """
+    in_bucket: bool
+    """True if snapshots go to a bucket, and count for its rate and not the disk's."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes per second that are written to the disk."""
+        snapshots = 0.0 if self.in_bucket else self.snapshot_bytes_per_s
+        return self.log_bytes_per_s + snapshots
+
+
+def plan_disk(
+    placement: Placement,
+    *,
+    params: int,
+    fragments: int,
+    islands: int,
+    state: int,
+    largest: int,
+    publish: int,
+    deltas: int,
+    cycles: float,
+    cycle_seconds: float,
+    bytes_per_s: float,
+) -> DiskPlan:
+    """Return the plan of the disk.
+
+    params, fragments: numbers of them. state, publish: bytes of all fragments, in a
+    snapshot and as one publish of each. largest: bytes of the largest fragment in a
+    snapshot. deltas: bytes for which memory has no place, at most. cycles: of the run.
+    bytes_per_s: that the disk writes.
+    """
+    in_bucket, kept = is_bucket(placement.checkpoints), placement.snapshots_kept
+    # Snapshots pause so that the disk has time for the rest.
+    shortest = 0.0 if in_bucket else BUSY_SHARE * state / bytes_per_s
+    round_s = max(placement.snapshot_every_s, shortest)
+    # A fragment without a new version is not written again.
+    rounds = max(round_s / cycle_seconds, 1.0)
+    log = math.ceil((kept - 0.5) * rounds * publish)
+    lines = _line_bytes(cycles * fragments, islands, cycles * cycle_seconds)
+    snapshots = kept * state + largest
+    expected = log + lines + (0 if in_bucket else snapshots)
+    late_log = math.ceil((0.5 * rounds + 1) * publish)
+    # A delta is put on the disk only where this stays free.
+    spared = max(SPARED_BYTES, inbox.SPARED_BYTES * params if deltas else 0)
+    reserve = late_log + deltas + spared
+    return DiskPlan(
+        snapshots=snapshots,
+        log=log,
+        lines=lines,
+        expected=expected,
+        late_log=late_log,
+        deltas=deltas,
+        spared=spared,
+        reserve=reserve,
+        bytes=expected + reserve,
+        log_bytes_per_s=publish / cycle_seconds,
+        snapshot_bytes_per_s=state / round_s,
+        round_seconds=round_s,
+        in_bucket=in_bucket,
+    )
+
+
+def _line_bytes(merges: float, islands: int, seconds: float) -> int:
+    """Return the bytes of all lines and points of a run."""
+    of_merges = merges * (LINES_PER_MERGE + islands * LINES_PER_DELTA)
+    of_reports = seconds / REPORTS_EVERY_S * islands * LINES_PER_REPORT
+    return math.ceil(of_merges + of_reports)

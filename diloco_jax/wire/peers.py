@@ -1,0 +1,124 @@
+"""Tell who calls, from the certificate of the connection."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+
+from diloco_jax.wire.errors import SecurityError
+from diloco_jax.wire.principal import Principal, of_uri
+
+logger = logging.getLogger(__name__)
+
+REVOKED = "revoked.txt"
+"""In the coordinator's folder: a serial number in hex per line, and what it was."""
+READ_AGAIN_S = 1.0
+MOST_KNOWN = 4096
+"""Certificates whose principals are remembered."""
+
+
+class Peers:
+    """The peers of a server. Any thread may ask."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: with the coordinator's certificates; its `revoked.txt` is read
+        again when it changes."""
+        self._path = folder / REVOKED
+        self._lock = threading.Lock()
+        self._known: dict[bytes, tuple[Principal, int]] = {}
+        """Principal and serial number by certificate."""
+        self._revoked: frozenset[int] = frozenset()
+        self._changed: int | None = None
+        self._looked = float("-inf")
+
+    def identify(self, context: Any) -> Principal:
+        """Return who makes a call. Raises SecurityError if the certificate names nobody
+        or is revoked."""
+        (pem,) = context.auth_context().get("x509_pem_cert", [b""])
+        with self._lock:
+            found = self._known.get(pem)
+            if found is None:
+                found = _read(pem)
+                if len(self._known) >= MOST_KNOWN:
+                    self._known.clear()
+                self._known[pem] = found
+            caller, serial = found
+            self._look()
+            revoked = serial in self._revoked
+        if revoked:
+            raise SecurityError(
+                f"the certificate of {caller}, serial number {serial:x}, is revoked; "
+                f"ask for another one (`diloco certs DIR --add`)"
+            )
+        return caller
+
+    def _look(self) -> None:
+        """Read the serial numbers again, if the file changed."""
+        now = time.monotonic()
+        if now < self._looked + READ_AGAIN_S:
+            return
+        self._looked = now
+        try:
+            changed = self._path.stat().st_mtime_ns
+            if changed != self._changed:
+                self._revoked = frozenset(serials(self._path.read_text()))
+                logger.info("%d certificates are revoked", len(self._revoked))
+        except FileNotFoundError:
+            changed, self._revoked = 0, frozenset()
+        except (OSError, ValueError) as error:
+            # Who was shut out stays so.
+            logger.error(
+                "%s cannot be read, and is left as it was: %s", self._path, error
+            )
+            return
+        self._changed = changed
+
+
+def serials(text: str) -> list[int]:
+    """Return the serial numbers in a `revoked.txt`. Raises ValueError, naming the line,
+    if one is no number."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        try:
+            found.append(int(words[0], 16))
+        except ValueError:
+            raise ValueError(f"line {number}: {words[0]!r} is no hex number") from None
+    return found
+
+
+def principal_of(certificate: x509.Certificate) -> Principal | None:
+    """Return who a certificate belongs to; None if it names nobody."""
+    try:
+        names = certificate.extensions.get_extension_for_class(
+            x509.SubjectAlternativeName
+        ).value
+    except x509.ExtensionNotFound:
+        return None
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    found = [principal for uri in uris if (principal := of_uri(uri))]
+    return found[0] if len(found) == 1 else None
+
+
+def _read(pem: bytes) -> tuple[Principal, int]:
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+    except ValueError as error:
+        raise SecurityError(
+            f"the peer's certificate cannot be read: {error}"
+        ) from error
+    principal = principal_of(certificate)
+    if principal is None:
+        subject = certificate.subject.rfc4514_string()
+        raise SecurityError(
+            f"the peer's certificate ({subject}) names no role and no island; make "
+            f"certificates with this version's `diloco certs`"
+        )
+    return principal, certificate.serial_number

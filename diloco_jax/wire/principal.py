@@ -1,0 +1,88 @@
+"""Principals: who a certificate belongs to, by role and, of islands, by name.
+
+A certificate carries it as a URI, `diloco:island:v6e`, and its files are named after
+it, `island.v6e.pem`. What an island says of itself is held to its certificate here, at
+every hello, upload and fetch; reports belong to a hello.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, get_args
+
+import msgspec
+
+from diloco_jax.protocol.values import ISLAND_NAME
+from diloco_jax.wire.errors import Refused
+
+SCHEME = "diloco"
+Role = Literal["coordinator", "island", "reader", "operator"]
+
+
+class Principal(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that has a key of its own."""
+
+    role: Role
+    name: str = ""
+    """An island's; empty for other roles."""
+
+    @property
+    def uri(self) -> str:
+        """The name in its certificate."""
+        return ":".join(filter(None, (SCHEME, self.role, self.name)))
+
+    @property
+    def stem(self) -> str:
+        """The name of its files, less .pem and .key."""
+        return ".".join(filter(None, (self.role, self.name)))
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.role, self.name)))
+
+
+COORDINATOR = Principal(role="coordinator")
+READER = Principal(role="reader")
+"""Whoever looks on: `diloco status`."""
+OPERATOR = Principal(role="operator")
+"""Whoever steers a run from outside."""
+
+
+def island(name: str) -> Principal:
+    """Return the principal that an island is."""
+    return Principal(role="island", name=name)
+
+
+def of_uri(uri: str) -> Principal | None:
+    """Return the principal that a URI names; None if it names none."""
+    scheme, role, *name = uri.split(":")
+    if scheme != SCHEME or role not in get_args(Role):
+        return None
+    return _of_parts(role, name)
+
+
+def of_stem(stem: str) -> Principal | None:
+    """Return the principal whose files have this name; None if there is none."""
+    role, *name = stem.split(".", 1)
+    return _of_parts(role, name) if role in get_args(Role) else None
+
+
+def _of_parts(role: str, name: list[str]) -> Principal | None:
+    if (role == "island") != bool(name) or len(name) > 1:
+        return None
+    if name and not re.search(ISLAND_NAME, name[0]):
+        return None
+    found: Principal = msgspec.convert({"role": role, "name": "".join(name)}, Principal)
+    return found
+
+
+def require_island(caller: Principal | None, name: str) -> None:
+    """Raise Refused unless the caller is the island of this name. None: the address is
+    served without TLS, and nobody has to prove anything."""
+    if caller is None or caller == island(name):
+        return
+    raise Refused(
+        "identity",
+        f"the call is of island {name!r}, and its certificate is that of {caller}; "
+        f"start island {name!r} with its own {island(name).stem}.pem and .key "
+        f"(`diloco certs DIR --add --islands {name}` makes them)",
+    )

@@ -1,0 +1,56 @@
+"""A coordinator with a config of more tokens than its run has."""
+
+import dataclasses
+
+import pytest
+
+from diloco_jax import workdir as workdirs
+from diloco_jax.config import Config, ConfigError, OuterConfig, RunConfig
+from diloco_jax.config.loading import read_config_json
+from diloco_jax.coordinator.going_on import extension
+from diloco_jax.protocol.coordinator.events import RunExtended
+from diloco_jax.protocol.coordinator.state import State
+
+OUTER = OuterConfig(optimizer="sgd", learning_rate=0.7, momentum=0.0)
+OVER = State(phase="done", progress_tokens=1010)
+
+
+def of_tokens(total_tokens: int) -> Config:
+    return Config(run=RunConfig(total_tokens=total_tokens, outer=OUTER))
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    workdirs.begin_run(of_tokens(1000), tmp_path)
+    return tmp_path
+
+
+def test_a_run_that_is_over_goes_on_and_its_config_says_so(workdir):
+    assert extension(of_tokens(2000), workdir, OVER) == RunExtended()
+    assert read_config_json(workdir / "config.json") == of_tokens(2000)
+    # As after a crash between the file and the record.
+    assert extension(of_tokens(2000), workdir, OVER) == RunExtended()
+
+
+def test_other_runs_are_not_extended(workdir):
+    before = (workdir / "config.json").read_bytes()
+    assert extension(of_tokens(1000), workdir, OVER) is None
+    assert extension(of_tokens(1000), workdir, State(progress_tokens=10)) is None
+    with pytest.raises(ConfigError, match=r"1010, but .* trained on 1010 tokens"):
+        extension(of_tokens(1010), workdir, OVER)
+    for phase in ("running", "flushing"):
+        with pytest.raises(ConfigError, match="is on its way to 1000: let it end"):
+            extension(of_tokens(2000), workdir, State(phase=phase))
+    assert (workdir / "config.json").read_bytes() == before
+
+
+def test_only_who_resumes_may_have_more_tokens(workdir):
+    facts = workdirs.read_facts(workdir)
+    assert workdirs.find_run(of_tokens(2000), workdir, extends=True) == facts
+    with pytest.raises(ConfigError, match="total_tokens: 1000 here, 2000 there"):
+        workdirs.find_run(of_tokens(2000), workdir)
+    with pytest.raises(ConfigError, match="total_tokens: 1000 here, 999 there"):
+        workdirs.find_run(of_tokens(999), workdir, extends=True)
+    other = dataclasses.replace(of_tokens(2000).run, seed=3)
+    with pytest.raises(ConfigError, match="seed: 0 here, 3 there"):
+        workdirs.find_run(Config(run=other), workdir, extends=True)

@@ -1,0 +1,523 @@
+"""Prepared folders: rows that give their documents back, whoever made them."""
+
+import gzip
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import make_tokenizers
+import msgspec
+import numpy as np
+import pyarrow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from diloco_jax import cli
+from diloco_jax.config import ConfigError
+from diloco_jax.data.corpus import is_validation
+from diloco_jax.data.prepare import parts as parts_module
+from diloco_jax.data.prepare.examples import Reader
+from diloco_jax.data.prepare.packing import Tokenised, pack
+from diloco_jax.data.prepare.parts import SourceKind, find_sources, make_parts
+from diloco_jax.data.prepare.reading import read
+from diloco_jax.data.prepare.work import prepare
+from diloco_jax.data.prepare.writing import Recipe
+from diloco_jax.data.prepared.contents import (
+    CHUNK_BYTES,
+    NAME,
+    read_manifest,
+    require_whole,
+)
+from diloco_jax.data.prepared.records import RecordFormat
+from diloco_jax.data.prepared.source import PreparedRows
+from diloco_jax.data.tokenizers.of_bytes import Bytes
+from diloco_jax.data.tokenizers.opening import open_tokenizer
+
+LENGTH = 32
+
+
+def recipe(tokenizer=None, length=LENGTH, fraction=0.25, **reader):
+    return Recipe(
+        tokenizer=tokenizer or Bytes(),
+        reader=Reader(**reader),
+        sequence_length=length,
+        validation_fraction=fraction,
+    )
+
+
+def made(tmp_path, how=None, out="out", **options):
+    """Prepare tmp_path/in; return the manifest and the rows of both splits."""
+    options = {"workers": 1, "part_bytes": 1 << 20, **options}
+    folder = tmp_path / out
+    prepared = prepare(folder, (str(tmp_path / "in"),), how or recipe(), **options)
+    splits = (prepared.train, prepared.validation)
+    return prepared, *(PreparedRows(folder, prepared, split) for split in splits)
+
+
+def documents_of(*sources):
+    """All segments' predicted tokens, as bytes; and checks every row's arrays."""
+    found = []
+    for source in sources:
+        for number in range(len(source)):
+            row = source[number]
+            tokens, segments, weights = (row[name] for name in source.fields)
+            assert (tokens.dtype, segments.dtype) == (np.int32, np.int32)
+            for field, shape in zip(source.fields.values(), row.values(), strict=True):
+                assert shape.shape == field.shape_of(len(weights))
+            change = np.diff(segments)
+            assert set(change[segments[1:] > 0]) <= {0, 1}
+            assert not weights[(change != 0) | (segments[1:] == 0)].any()
+            for segment in range(1, segments.max() + 1):
+                part = tokens[segments == segment]
+                learned = np.concatenate([[0], weights])[segments == segment] > 0
+                found.append((part, learned))
+    return found
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Files of text of many lengths, by name."""
+    (tmp_path / "in").mkdir()
+    sizes = [1, 2, 31, 32, 33, 64, 65, 66, 500, *range(3, 60)]
+    found = {
+        f"t{number:03}.txt": "".join(chr(65 + (number + i) % 58) for i in range(size))
+        for number, size in enumerate(sizes)
+    }
+    for name, text in found.items():
+        (tmp_path / "in" / name).write_text(text)
+    return found
+
+
+# ---- packing ---------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.booleans()), max_size=30),
+    st.integers(2, 20),
+)
+def test_every_learned_token_is_predicted_once(sizes, length):
+    counter = itertools.count()
+    documents = [
+        Tokenised(
+            np.array([next(counter) for _ in range(size)], np.int32),
+            np.full(size, learned),
+        )
+        for size, learned in sizes
+    ]
+    rows = list(pack(documents, length))
+    assert all(sum(len(p.tokens) for p in row) <= length + 1 for row in rows)
+    predicted = [
+        int(token)
+        for row in rows
+        for piece in row
+        for token, counts in zip(piece.tokens[1:], piece.learned[1:], strict=True)
+        if counts
+    ]
+    want = [int(t) for d in documents for t in d.tokens[1:] if d.learned[0]]
+    assert sorted(predicted) == want
+    smallest = [min(len(p.tokens) for p in row) for row in rows]
+    room = [length + 1 - sum(len(p.tokens) for p in row) for row in rows]
+    # No two rows could have been one: a piece lies in a row for want of another.
+    for (i, need), j in itertools.product(enumerate(smallest), range(len(rows))):
+        assert i == j or room[j] < need or length + 1 - room[i] > room[j]
+
+
+@given(st.data(), st.integers(1, 40), st.sampled_from([256, 65536, 65537, 1 << 20]))
+def test_a_record_gives_its_row_back(data, length, vocabulary):
+    sizes, left = [], length + 1
+    while left and (size := data.draw(st.integers(0, left))):
+        sizes.append(size)
+        left -= size
+    draw = np.random.default_rng(length)
+    parts = [
+        (draw.integers(0, vocabulary, size), draw.integers(0, 2, size) > 0)
+        for size in sizes
+    ]
+    form = RecordFormat(length, vocabulary)
+    record = form.encode(parts)
+    assert len(record) == form.nbytes
+    row = form.decode(record)
+    used = sum(sizes)
+    tokens = np.concatenate([np.zeros(0, int), *(t for t, _ in parts)])
+    np.testing.assert_array_equal(row["tokens"][:used], tokens)
+    segments = np.repeat(np.arange(len(sizes)) + 1, sizes)
+    np.testing.assert_array_equal(row["segments"][:used], segments)
+    assert not row["segments"][used:].any()
+    assert not row["tokens"][used:].any()
+    flags = [np.concatenate([[False], learned[1:]]) for _, learned in parts]
+    want = np.zeros(length + 1)
+    want[:used] = np.concatenate([np.zeros(0), *flags])
+    np.testing.assert_array_equal(row["weights"], want[1:])
+    with pytest.raises(ValueError, match=f"{len(record) - 1} bytes, {len(record)}"):
+        form.decode(record[:-1])
+
+
+# ---- text ------------------------------------------------------------------------
+
+
+def test_texts_come_back_on_their_side(texts, tmp_path):
+    prepared, train, validation = made(tmp_path)
+    for split, held in ((train, False), (validation, True)):
+        want = [t for name, t in texts.items() if is_validation(name, 0.25) == held]
+        assert want
+        found = b"".join(
+            bytes(part[1:].astype(np.uint8)) for part, _ in documents_of(split)
+        )
+        assert sorted(found) == sorted("".join(t + "\0" for t in want).encode())
+        short = [t for t in want if len(t) <= LENGTH - 1]
+        whole = {bytes(p.astype(np.uint8)) for p, _ in documents_of(split)}
+        assert {f"\0{t}\0".encode() for t in short} <= whole
+    counts = prepared.train.counts
+    sizes = [len(t) for name, t in texts.items() if not is_validation(name, 0.25)]
+    assert counts.documents == len(sizes)
+    assert counts.text_bytes == sum(sizes)
+    assert counts.predicted == sum(sizes) + len(sizes)
+    assert counts.rows == len(train)
+    assert counts.tokens > 0.9 * (LENGTH + 1) * counts.rows
+
+
+@pytest.mark.parametrize("kind", [*make_tokenizers.KINDS])
+def test_other_tokens_give_the_text_back(kind, tokenizers, tmp_path):
+    (tmp_path / "in").mkdir()
+    text = make_tokenizers.library_text(30_000)
+    halves = text[:15_000], text[15_000:]
+    for number, half in enumerate(halves):
+        (tmp_path / "in" / f"{number}.txt").write_text(half, newline="")
+    tokenizer = open_tokenizer(tokenizers[kind])
+    fraction = next(
+        f
+        for f in np.linspace(0.01, 0.99, 99)
+        if is_validation("0.txt", f) != is_validation("1.txt", f)
+    )
+    how = recipe(tokenizer, length=20_000, fraction=float(fraction))
+    prepared, train, validation = made(tmp_path, how)
+    found = set()
+    for part, learned in documents_of(train, validation):
+        assert (part[0], part[-1]) == (tokenizer.start[0], tokenizer.end)
+        assert learned[1:].all()
+        found.add(tokenizer.decode(part[1:-1]))
+    assert found == set(halves)
+    assert prepared.tokenizer.digest == tokenizer.digest
+    assert open_tokenizer(tmp_path / "out").digest == tokenizer.digest
+
+
+def test_a_long_text_is_cut_at_ends_of_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts_module, "DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr("diloco_jax.data.prepare.reading.DOCUMENT_BYTES", 1000)
+    (tmp_path / "in").mkdir()
+    lines = "".join(f"line {i} of ünïcode\n" for i in range(400)) + "ü" * 2500
+    (tmp_path / "in" / "long.txt").write_text(lines)
+    (tmp_path / "in" / "short.txt").write_text("short")
+    sources = find_sources((str(tmp_path / "in"),))
+    for part_bytes in (1000, 3000, 1 << 20):
+        found = [
+            document
+            for part in make_parts(sources, part_bytes)
+            for piece in part
+            for document in read(sources[piece.source], piece, Reader())
+        ]
+        texts = [d.example.spans[0].text for d in found]
+        assert "".join(texts) == lines + "short"
+        assert len(texts) == 1 + -(-len(lines.encode()) // 1000)
+        assert all(text.endswith("\n") for text in texts[:7])
+        assert len({d.key for d in found}) == len(found)
+        assert {"long.txt", "long.txt#1", "short.txt"} <= {d.key for d in found}
+
+
+# ---- JSON lines and tables -------------------------------------------------------
+
+CHAT = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "Four."},
+    {"role": "user", "content": "And 3 + 3?"},
+    {"role": "assistant", "content": "Six."},
+]
+OBJECTS = [
+    {"text": "Plain text.", "other": 1},
+    {"prompt": "Capital of France? ", "completion": "Paris"},
+    {"messages": CHAT},
+]
+
+
+def write_lines(path: Path, objects, opened=open):
+    with opened(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(found) + "\n" for found in objects)
+
+
+def learned_of(part, learned):
+    return bytes(part[learned].astype(np.uint8)).decode()
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet"])
+def test_answers_alone_are_learned(ending, tmp_path):
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / f"data.{ending}"
+    if ending == "parquet":
+        columns = {
+            name: [found.get(name) for found in OBJECTS * 9]
+            for name in ("text", "other", "prompt", "completion", "messages")
+        }
+        parquet.write_table(pyarrow.table(columns), path, row_group_size=5)
+    else:
+        write_lines(path, OBJECTS * 9, gzip.open if "gz" in ending else open)
+    prepared, *splits = made(tmp_path, recipe(length=200, fraction=0.2))
+    found = {
+        (bytes(part.astype(np.uint8)).decode(), learned_of(part, learned))
+        for part, learned in documents_of(*splits)
+    }
+    chat = (
+        "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"
+        "<|im_start|>assistant\nFour.<|im_end|>\n"
+        "<|im_start|>user\nAnd 3 + 3?<|im_end|>\n"
+        "<|im_start|>assistant\nSix.<|im_end|>\n"
+    )
+    assert found == {
+        ("\0Plain text.\0", "Plain text.\0"),
+        ("Capital of France? Paris\0", "Paris\0"),
+        (chat, "Four.<|im_end|>\nSix.<|im_end|>\n"),
+    }
+    counts = prepared.train.counts + prepared.validation.counts
+    assert counts.documents == 27
+    # Copies are on one side.
+    assert prepared.train.counts.documents % 9 == 0
+
+
+def test_turns_are_as_their_models_write_them():
+    def said(turn):
+        return Reader(turn=turn).read({"messages": CHAT[:2]})
+
+    gemma = said("gemma3")
+    assert "".join(span.text for span in gemma.spans) == (
+        "<start_of_turn>user\nWhat is 2 + 2?<end_of_turn>\n"
+        "<start_of_turn>model\nFour.<end_of_turn>\n"
+    )
+    assert not gemma.ends
+    llama = "".join(span.text for span in said("llama3").spans)
+    assert llama.startswith("<|start_header_id|>user<|end_header_id|>\n\nWhat is")
+    own = said("[{role}: {content}]")
+    assert "".join(s.text for s in own.spans if s.learned) == "Four.]"
+    with pytest.raises(ValueError, match=r"has 0 places \{role\}.*chatml"):
+        Reader(turn="{content}")
+
+
+@given(st.lists(st.integers(0, 90), max_size=40), st.integers(1, 5))
+def test_lines_are_read_once_wherever_parts_end(tmp_path_factory, sizes, limit):
+    folder = tmp_path_factory.mktemp("lines")
+    path = folder / "data.jsonl"
+    objects = [{"text": f"{n}:" + "x" * size} for n, size in enumerate(sizes)]
+    write_lines(path, [{"text": ""}, *objects])
+    (source,) = find_sources((str(path),))
+    assert source.kind is SourceKind.LINES
+    cuts = sorted({0, source.size, *(source.size * i // limit for i in range(limit))})
+    found = []
+    for start, stop in itertools.pairwise(cuts):
+        piece = parts_module.SourceSlice(0, start, stop, stop - start)
+        found += [d.example.spans[0].text for d in read(source, piece, Reader())]
+    assert found == ["", *(o["text"] for o in objects)]
+
+
+# ---- the same files, whoever makes them ------------------------------------------
+
+
+def content(folder: Path):
+    return {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def many(tmp_path, count=400):
+    (tmp_path / "in").mkdir(exist_ok=True)
+    for number in range(4):
+        objects = [
+            {"text": f"{number}/{i} " + "word " * (i % 50)} for i in range(count)
+        ]
+        write_lines(tmp_path / "in" / f"{number}.jsonl", objects)
+
+
+@pytest.mark.dist
+def test_any_number_of_workers_makes_the_same_files(tmp_path, tokenizers):
+    many(tmp_path)
+    how = recipe(open_tokenizer(tokenizers["json"]))
+    shares = []
+    one, *_ = made(tmp_path, how, "one", part_bytes=20_000, report=shares.append)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    two, *_ = made(tmp_path, how, "two", part_bytes=20_000, workers=2)
+    assert len(one.train.shards) > 8
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+    assert one.digest == two.digest
+
+
+@pytest.mark.dist
+def test_a_killed_command_goes_on_where_it_was(tmp_path):
+    many(tmp_path, 3000)
+    program = (
+        "import sys; from diloco_jax import cli; "
+        "from diloco_jax.data.prepare import work; "
+        "work.PART_BYTES = 1; work.prepare.__kwdefaults__['part_bytes'] = 60_000; "
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    source, out = str(tmp_path / "in"), tmp_path / "out"
+    line = ["data", "prepare", str(out), source, "--sequence-length", "64"]
+    command = [sys.executable, "-c", program, *line, "--workers", "2"]
+    process = subprocess.Popen(command)
+    parts = tmp_path / "out.partial" / "parts"
+    deadline = time.monotonic() + 60
+    while len(list(parts.glob("*.json"))) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    before = {path.name: path.stat().st_mtime_ns for path in parts.glob("*.json")}
+    torn = tmp_path / "out.partial" / "train-00099.arrayrecord.1.tmp"
+    torn.write_bytes(b"half")
+    kept = {
+        path.name: path.stat().st_ino
+        for path in (tmp_path / "out.partial").glob("*.arrayrecord")
+        if f"{path.name.split('-')[1].split('.')[0]}.json" in before
+    }
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0
+    assert not torn.exists()
+    for name, inode in kept.items():
+        assert (out / name).stat().st_ino == inode
+    again, whole = tmp_path / "again", content(out)
+    command[command.index(str(out))] = str(again)
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0
+    assert content(again) == whole
+    assert not list(out.rglob("*.tmp"))
+    assert not (out / "parts").exists()
+
+
+# ---- bad input -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "shown"),
+    [
+        ("a.txt", b"good\xff", r"a.txt is not text: .* not UTF-8 at offset 4"),
+        ("a.txt", b"go\0od", r"a NUL byte at offset 2"),
+        ("a.jsonl", b'{"text": "a"}\n{"text"\n', r"a.jsonl, offset 14: .*Expecting"),
+        ("a.jsonl", b"[1]\n", r"it is no object"),
+        ("a.jsonl", b'{"txt": "a"}\n', r"its fields are txt; it needs 'text'"),
+        ("a.jsonl", b'{"messages": [{"role": 1}]}', r"needs a role and a content"),
+        ("a.jsonl.gz", b"none", r"a.jsonl.gz cannot be read"),
+        ("a.parquet", b"none", r"a.parquet cannot be read as Parquet"),
+    ],
+)
+def test_what_cannot_be_read_is_named(name, data, shown, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=shown):
+        made(tmp_path)
+    assert not (tmp_path / "out").exists()
+    # Nothing is done yet, so that the mended source may go on there.
+    (tmp_path / "in" / name).unlink()
+    for number in range(40):
+        (tmp_path / "in" / f"{number}.txt").write_text("text")
+    made(tmp_path)
+
+
+def test_a_table_without_text_names_its_columns(tmp_path):
+    (tmp_path / "in").mkdir()
+    parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "in" / "a.parquet")
+    with pytest.raises(ConfigError, match=r"its columns are body\); give --text-field"):
+        made(tmp_path)
+    how = recipe(text_field="body", fraction=0.5)
+    with pytest.raises(ConfigError, match=r"fraction = 0.5 puts . documents"):
+        made(tmp_path, how)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_half_a_character_of_json_is_replaced(tmp_path):
+    (tmp_path / "in").mkdir()
+    lines = "".join(f'{{"text": "{n} \\ud800"}}\n' for n in range(40))
+    (tmp_path / "in" / "a.jsonl").write_text(lines)
+    _, train, validation = made(tmp_path)
+    assert len(documents_of(train, validation)) == 40
+
+
+def test_other_options_do_not_go_on(texts, tmp_path, monkeypatch):
+    with monkeypatch.context() as inside:
+        finish = "diloco_jax.data.prepare.work._finish"
+        inside.setattr(finish, lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            made(tmp_path)
+    with pytest.raises(ConfigError, match="sequence_length = 32, now it is 16; give"):
+        made(tmp_path, recipe(length=16))
+    path = tmp_path / "in" / "t003.txt"
+    path.write_text(path.read_text() + "more")
+    with pytest.raises(ConfigError, match=r"began with sources = .*t003.txt"):
+        made(tmp_path)
+    path.write_text("back"[:0])
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"began with sources"):
+        made(tmp_path)
+
+
+def test_a_source_that_changes_meanwhile_is_refused(texts, tmp_path, monkeypatch):
+    real = parts_module.make_parts
+
+    def late(*arguments):
+        found = real(*arguments)
+        os.utime(tmp_path / "in" / "t005.txt", (1, 1))
+        return found
+
+    monkeypatch.setattr("diloco_jax.data.prepare.work.make_parts", late)
+    with pytest.raises(ConfigError, match=r"t005.txt has changed since the work began"):
+        made(tmp_path)
+
+
+def test_a_folder_that_is_there_stays(texts, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    line = ["data", "prepare", str(tmp_path / "out"), str(tmp_path / "in")]
+    assert cli.main(line) == 2
+    assert "exists; give the name of a new folder" in capsys.readouterr().err
+    assert cli.main(["data", "mix"]) == 2
+    assert "found 'mix'" in capsys.readouterr().err
+    assert cli.main([*line[:2], str(tmp_path / "x"), *line[3:], "--turn", "a"]) == 2
+    assert "--turn: the turn 'a' has 0 places" in capsys.readouterr().err
+
+
+def test_files_are_those_of_the_manifest(texts, tmp_path):
+    prepared, *_ = made(tmp_path)
+    folder = tmp_path / "out"
+    require_whole(folder, read_manifest(folder))
+    assert read_manifest(folder).digest == prepared.digest
+    path = folder / prepared.train.shards[0].name
+    data = bytearray(path.read_bytes())
+    assert len(data) < CHUNK_BYTES
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"digest of bytes from 0 on is .* there"):
+        require_whole(folder, prepared)
+    path.write_bytes(data[:-1])
+    with pytest.raises(ConfigError, match=f"size is {len(data) - 1} here, {len(data)}"):
+        require_whole(folder, prepared)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"size is No such file or directory here"):
+        require_whole(folder, prepared)
+    newer = msgspec.structs.replace(prepared, format=99)
+    (folder / NAME).write_bytes(msgspec.json.encode(newer))
+    with pytest.raises(ConfigError, match="has format 99, this version reads format 1"):
+        read_manifest(folder)
+
+
+def test_rows_are_read_from_many_files(tmp_path, monkeypatch):
+    many(tmp_path, 100)
+    prepared, train, _ = made(tmp_path, part_bytes=2000)
+    assert len(prepared.train.shards) > 5
+    want = [train[number]["tokens"] for number in range(len(train))]
+    monkeypatch.setattr("diloco_jax.data.prepared.source.MOST_OPEN", 2)
+    few = PreparedRows(tmp_path / "out", prepared, prepared.train)
+    for number in np.random.default_rng(0).permutation(len(train)):
+        np.testing.assert_array_equal(few[int(number)]["tokens"], want[number])
+    assert len(few._open) == 2
+    with pytest.raises(IndexError, match=f"row {len(train)} of {len(train)}"):
+        train[len(train)]

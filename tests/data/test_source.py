@@ -1,0 +1,135 @@
+"""A model gets the arrays that it asks for, and no data that it would misread."""
+
+import numpy as np
+import pytest
+
+from diloco_jax.config import ConfigError, RunConfig
+from diloco_jax.data.loading import Data, require_vocabulary
+from diloco_jax.data.reader import BatchReader
+from diloco_jax.data.source import (
+    SEGMENTS,
+    TOKENS,
+    WEIGHTS,
+    Field,
+    RowRange,
+    fields_of_batch,
+)
+from diloco_jax.data.validation import ValidationBatches
+
+T = 4
+PLAIN = {"tokens": TOKENS}
+PICTURE = Field("uint8", None, (3, 3))
+MASKED = {**PLAIN, "segments": SEGMENTS._replace(optional=True)}
+
+
+class Rows:
+    """Rows that tell their number; `lacking`: an array that they turn out without."""
+
+    def __init__(self, fields, count=7, lacking=""):
+        self.fields, self._count, self._lacking = fields, count, lacking
+
+    def __len__(self):
+        return self._count
+
+    def __getitem__(self, row):
+        return {
+            name: np.full(field.shape_of(T), row, field.dtype)
+            for name, field in self.fields.items()
+            if name != self._lacking
+        }
+
+
+@pytest.mark.parametrize(
+    ("asked", "arrays", "found"),
+    [
+        (PLAIN, ["tokens"], ["tokens"]),
+        (PLAIN, ["tokens", "source"], ["tokens"]),
+        (PLAIN, ["tokens", "weights"], ["tokens", "weights"]),
+        (MASKED, ["tokens"], ["tokens"]),
+        (MASKED, ["tokens", "segments"], ["tokens", "segments"]),
+        ({**PLAIN, "segments": SEGMENTS}, ["tokens"], ["tokens", "segments"]),
+        ({**PLAIN, "weights": WEIGHTS}, ["tokens"], ["tokens", "weights"]),
+        ({**PLAIN, "image": PICTURE}, ["tokens", "image"], ["tokens", "image"]),
+    ],
+)
+def test_a_batch_has_what_both_sides_know(asked, arrays, found):
+    assert list(fields_of_batch(asked, arrays)) == found
+
+
+def test_packed_data_is_not_for_a_model_that_knows_no_documents():
+    with pytest.raises(ConfigError) as refused:
+        fields_of_batch({**PLAIN, "image": PICTURE}, ["tokens", "segments", "image"])
+    for said in ("data.arrays = image, segments, tokens", "its batch is image, tokens"):
+        assert said in str(refused.value)
+    assert "not packed" in str(refused.value)
+
+
+def test_what_a_model_needs_and_nobody_can_derive_is_asked_of_the_data():
+    with pytest.raises(ConfigError) as refused:
+        fields_of_batch({**PLAIN, "image": PICTURE}, ["tokens"])
+    for said in ("'image', uint8[3, 3]", "has tokens (data.arrays)", "data.paths"):
+        assert said in str(refused.value)
+
+
+def test_weights_and_segments_are_ones_where_the_data_lacks_them():
+    fields = {**PLAIN, "segments": SEGMENTS, "weights": WEIGHTS}
+    batch = BatchReader(Rows(PLAIN), fields, T).batch(np.array([5, 2]))
+    assert batch["tokens"].tolist() == [[5] * 5, [2] * 5]
+    assert batch["segments"].tolist() == [[1] * 5] * 2
+    assert batch["weights"].tolist() == [[1.0] * 4] * 2
+    assert {name: array.dtype.name for name, array in batch.items()} == {
+        "tokens": "int32",
+        "segments": "int32",
+        "weights": "float32",
+    }
+
+
+def test_arrays_of_another_shape_are_refused_with_both():
+    other = {**PLAIN, "image": PICTURE._replace(shape=(3, 4))}
+    with pytest.raises(ConfigError, match=r"uint8\[3, 4\] .*takes uint8\[3, 3\]"):
+        BatchReader(Rows(other), {**PLAIN, "image": PICTURE}, T)
+    longer = {"tokens": TOKENS._replace(beyond=2)}
+    with pytest.raises(ConfigError, match=r"int32\[T \+ 2\] .*takes int32\[T \+ 1\]"):
+        BatchReader(Rows(longer), PLAIN, T)
+    with pytest.raises(ConfigError, match="have nothing as 'image'"):
+        BatchReader(Rows(PLAIN), {**PLAIN, "image": PICTURE}, T)
+
+
+def test_a_row_that_is_not_as_its_source_says_is_an_error():
+    fields = {**PLAIN, "weights": WEIGHTS}
+    reader = BatchReader(Rows(fields, lacking="weights"), fields, T)
+    with pytest.raises(ValueError, match="row 3 has no 'weights'"):
+        reader.batch(np.array([3]))
+    rows = Rows(PLAIN)
+    reader = BatchReader(rows, PLAIN, T)
+    rows.fields = {"tokens": TOKENS._replace(beyond=3)}
+    with pytest.raises(
+        ValueError, match=r"\(7,\) as shape of 'tokens', .* says \(5,\)"
+    ):
+        reader.batch(np.array([3]))
+
+
+def test_rows_that_fill_up_a_validation_count_for_nothing():
+    rows = Rows({**PLAIN, "segments": SEGMENTS}, count=5)
+    batches = ValidationBatches(rows, 3, rows.fields, T)
+    assert len(batches) == 2
+    assert list(batches[0]) == ["tokens", "segments", "weights"]
+    assert batches[0]["weights"].tolist() == [[1.0] * 4] * 3
+    last = batches[1]
+    assert last["tokens"].tolist() == [[3] * 5, [4] * 5, [0] * 5]
+    assert last["segments"].tolist() == [[3] * 5, [4] * 5, [0] * 5]
+    assert last["weights"].tolist() == [[1.0] * 4, [1.0] * 4, [0.0] * 4]
+
+
+def test_data_knows_its_arrays_in_order():
+    rows = Rows({"weights": WEIGHTS, "tokens": TOKENS, "segments": SEGMENTS})
+    data = Data(
+        train=rows,
+        validation=RowRange(rows, 0, 2),
+        digest="",
+        largest=300,
+        bytes_per_token=None,
+    )
+    assert data.arrays == ("segments", "tokens", "weights")
+    with pytest.raises(ConfigError, match=r"vocab_size = 256, .* up to 300; .* 301"):
+        require_vocabulary(data, RunConfig())

@@ -1,0 +1,181 @@
+"""Tokenizers give the text back, and what does not fit together is refused by name."""
+
+import dataclasses
+import json
+import shutil
+
+import make_tokenizers
+import numpy as np
+import pytest
+import tiny
+
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    IslandConfig,
+    ModelConfig,
+    RunConfig,
+)
+from diloco_jax.config.resolving import resolve
+from diloco_jax.data.corpus import load_checked_corpus
+from diloco_jax.data.tokenizers.of_bytes import Bytes
+from diloco_jax.data.tokenizers.opening import (
+    open_tokenizer,
+    require_digest,
+    require_fitting,
+)
+
+KINDS = ("bytes", *make_tokenizers.KINDS)
+MEGABYTE = 1_000_000
+
+
+def opened(path):
+    return Bytes() if path.name == "" else open_tokenizer(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_megabyte_comes_back_as_it_was(kind, tokenizers):
+    text = make_tokenizers.library_text(MEGABYTE)
+    tokenizer = opened(tokenizers[kind])
+    (tokens,) = tokenizer.encode([text])
+    assert tokenizer.decode(tokens) == text
+    assert tokens.dtype == np.int32
+    assert 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size
+    if kind != "bytes":
+        assert len(tokens) < 0.7 * len(text.encode())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_texts_are_encoded_apart(kind, tokenizers):
+    tokenizer, texts = opened(tokenizers[kind]), ["one", "", "two words", "ü"]
+    together = tokenizer.encode(texts)
+    for text, tokens in zip(texts, together, strict=True):
+        np.testing.assert_array_equal(tokens, tokenizer.encode([text])[0])
+        assert tokenizer.decode(tokens) == text
+
+
+def test_start_and_end_are_those_of_the_files(tokenizers, tmp_path):
+    json_made = opened(tokenizers["json"])
+    assert (json_made.start, json_made.end) == ((0,), 1)
+    bare = make_tokenizers.make_json(tmp_path, start=False)
+    assert (open_tokenizer(bare).start, open_tokenizer(bare).end) == ((), 1)
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert open_tokenizer(bare).end is None
+    pieces = opened(tokenizers["pieces"])
+    assert (pieces.start, pieces.end) == ((1,), 2)
+    assert (Bytes().start, Bytes().end) == ((), 0)
+
+
+def test_a_tokenizer_is_found_in_its_folder(tokenizers, tmp_path):
+    shutil.copy(tokenizers["pieces"], tmp_path)
+    pieces = open_tokenizer(tmp_path)
+    assert pieces.digest == opened(tokenizers["pieces"]).digest
+    shutil.copy(tokenizers["json"], tmp_path)
+    both = open_tokenizer(tmp_path)
+    assert both.digest == opened(tokenizers["json"]).digest != pieces.digest
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "shown"),
+    [
+        ("", None, "neither tokenizer.json nor tokenizer.model"),
+        ("absent.json", None, "absent.json is no file"),
+        ("words.txt", "a", r"ends neither in .json nor in .model"),
+        ("tokenizer.json", "{}", "cannot be read as a tokenizer"),
+        ("tokenizer.model", "none", "cannot be read as a model of SentencePiece"),
+    ],
+)
+def test_what_is_no_tokenizer_is_named(name, content, shown, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=shown):
+        open_tokenizer(tmp_path / name)
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused(tokenizers):
+    tokenizer = opened(tokenizers["json"])
+    require_fitting(tokenizer, ModelConfig(vocab_size=tokenizer.vocab_size))
+    with pytest.raises(ConfigError, match=r"vocab_size = 511, but.* has 512 tokens"):
+        require_fitting(tokenizer, ModelConfig(vocab_size=511))
+    require_fitting(tokenizer, ModelConfig(vocab_size=1, factory="mine:model"))
+
+
+def test_another_tokenizer_is_refused_with_both_digests():
+    require_digest("aa", "aa", "data/", "mine.json")
+    with pytest.raises(
+        ConfigError, match=r"tokenizer aa, but mine.json is bb.*prepare"
+    ):
+        require_digest("aa", "bb", "data/", "mine.json")
+
+
+# ---- a run's data ----------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tokenizers, tmp_path):
+    """A run on tokens that the json tokenizer made."""
+    text = make_tokenizers.library_text(20_000)
+    (tokens,) = opened(tokenizers["json"]).encode([text])
+    np.save(tmp_path / "tokens.npy", tokens)
+    data = DataConfig(
+        paths=(str(tmp_path / "tokens.npy"),), tokenizer=str(tokenizers["json"])
+    )
+    model = dataclasses.replace(tiny.MODEL, vocab_size=512)
+    run = RunConfig(model=model, data=data, sequence_length=tiny.SEQUENCE_LENGTH)
+    return Config(run=run, islands={"a": IslandConfig()})
+
+
+def with_data(config, **changes):
+    data = dataclasses.replace(config.run.data, **changes)
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, data=data))
+
+
+def test_the_digest_of_the_data_tells_its_tokenizer(config, tokenizers):
+    resolved = resolve(config)
+    assert resolve(config).run.data.digest == resolved.run.data.digest
+    none = resolve(with_data(config, tokenizer="")).run.data.digest
+    other = with_data(config, tokenizer=str(tokenizers["pieces"]))
+    other = dataclasses.replace(
+        other,
+        run=dataclasses.replace(
+            other.run, model=dataclasses.replace(other.run.model, vocab_size=1024)
+        ),
+    )
+    digests = {resolved.run.data.digest, none, resolve(other).run.data.digest}
+    assert len(digests) == 3
+    digest = resolved.run.data.digest
+    with pytest.raises(ConfigError, match=f"data.digest = {digest} .* has.* {none}"):
+        load_checked_corpus(with_data(resolved, tokenizer="").run.data)
+
+
+def test_text_and_tokens_of_another_tokenizer_are_refused(config, tmp_path):
+    (tmp_path / "a.txt").write_text("text\n" * 99)
+    text = with_data(config, paths=(str(tmp_path / "a.txt"),))
+    with pytest.raises(ConfigError, match="every byte is a token; make its tokens"):
+        resolve(text)
+    np.save(tmp_path / "tokens.npy", np.arange(600))
+    with pytest.raises(ConfigError, match=r"has 512 tokens, but .* go up to 599"):
+        resolve(config)
+
+
+def test_weights_bring_their_own_tokenizer(config, tokenizers, tmp_path):
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    started = dataclasses.replace(
+        config,
+        run=dataclasses.replace(
+            config.run,
+            model=dataclasses.replace(config.run.model, weights=f"hf:{weights}"),
+        ),
+    )
+    resolve(started)
+    shutil.copy(tokenizers["json"], weights)
+    resolve(started)
+    there = json.loads(tokenizers["json"].read_text())
+    there["model"]["merges"].pop()
+    (weights / "tokenizer.json").write_text(json.dumps(there))
+    theirs = open_tokenizer(weights).digest
+    ours = opened(tokenizers["json"]).digest
+    with pytest.raises(ConfigError, match=f"tokenizer {ours}, but .* is {theirs}"):
+        resolve(started)

@@ -1,0 +1,234 @@
+"""The disk that is planned is what snapshots, publishes and lines take."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import pytest
+from etils import epath
+from msgspec import structs
+from plan_support import CONFIG
+
+from diloco_jax.checkpoint import whose
+from diloco_jax.config import OuterConfig, Placement
+from diloco_jax.coordinator import inbox, notes, service, snapshots
+from diloco_jax.coordinator.log import RecordLog
+from diloco_jax.coordinator.publishes import SPARED_BYTES, Publishes
+from diloco_jax.coordinator.saver import Saver
+from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.coordinator.store import Store
+from diloco_jax.models.build import build
+from diloco_jax.observability.metrics import Metrics
+from diloco_jax.observability.tape import Tape
+from diloco_jax.planning import disk
+from diloco_jax.planning.coordinator import payload_bytes, plan_coordinator
+from diloco_jax.planning.report import fragments_of
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.values import Contribution, Record, Version
+
+OUTER = OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9)
+RUN = dataclasses.replace(CONFIG.run, outer=OUTER)
+PLAN = fragments_of(CONFIG)
+FRAGMENTS = len(PLAN.fragments)
+DISK_BYTES_PER_S = 1e9
+
+
+def planned(placement, cycle_s, cycles=0.0, islands=2):
+    return plan_coordinator(
+        RUN, placement, PLAN, islands, cycle_s, 16, DISK_BYTES_PER_S, cycles=cycles
+    ).disk
+
+
+class Clocked:
+    """A coordinator's writing by a clock of its own: merges in turns, and snapshots as
+    they fall due."""
+
+    def __init__(self, folder, placement, monkeypatch):
+        self.now, self.folder = 0.0, folder
+        self.most = self.most_log = 0
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(snapshots, "time", clock)
+        policy = policy_config(RUN, placement, "r", PLAN.sizes)
+        self.snapshots = snapshots.Snapshots(
+            epath.Path(folder / "checkpoints"), placement, policy, whose(RUN, "r", PLAN)
+        )
+        model = build(RUN)
+        store = Store(RUN, PLAN, model.init(jax.random.key(0)), 60.0)
+        self.publishes = Publishes(folder / "publishes")
+        self.log = RecordLog(folder / "log")
+        self.saver = Saver(store, self.snapshots, self.publishes, self.log)
+        self.versions = [0] * FRAGMENTS
+        self.first = initial(policy)
+        self.snapshots.save_first(self.log.rotate(), self.first, store.arrays)
+        self.payloads = payload_bytes(RUN.sync.codec_down, PLAN)
+        remove = self.snapshots._remove
+
+        def look_and_remove(path):  # The new snapshot lies beside the old one.
+            self.look()
+            remove(path)
+
+        self.snapshots._remove = look_and_remove
+
+    @property
+    def state(self):
+        fragments = tuple(
+            structs.replace(fragment, version=Version(1, number))
+            for fragment, number in zip(
+                self.first.fragments, self.versions, strict=True
+            )
+        )
+        return structs.replace(self.first, fragments=fragments)
+
+    def merge(self, fragment):
+        self.versions[fragment] += 1
+        version = Version(1, self.versions[fragment])
+        payload = bytes(self.payloads[fragment])
+        self.publishes.write(fragment, version, payload, final=False)
+
+    def keep_house(self):
+        if self.snapshots.due(self.now):
+            self.saver.write_next(self.now, self.state)
+            assert self.snapshots.wait(lambda: 1e9)
+
+    def look(self):
+        self.most = max(self.most, size_of(self.folder))
+        self.most_log = max(self.most_log, size_of(self.folder / "publishes"))
+
+
+def size_of(folder):
+    files = folder.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+@pytest.mark.parametrize(
+    ("kept", "round_s", "cycle_s", "within"),
+    [
+        (2, 40.0, 10.0, 0.1),
+        (3, 31.0, 9.0, 0.1),
+        # Publishes are few here, and whole: one more or less counts.
+        (2, 15.0, 14.0, 0.4),
+        (2, 10.0, 24.0, 0.4),
+    ],
+)
+def test_a_run_of_expected_course_holds_what_was_expected(
+    kept, round_s, cycle_s, within, tmp_path, monkeypatch
+):
+    """The most that it holds is what was expected, and less than there is room for."""
+    placement = Placement(snapshots_kept=kept, snapshot_every_s=round_s)
+    run = Clocked(tmp_path, placement, monkeypatch)
+    step = cycle_s / FRAGMENTS / 4
+    for tick in range(round((2 + kept) * max(round_s, cycle_s) / step)):
+        run.now = tick * step
+        if tick % 4 == 0:
+            run.merge(tick // 4 % FRAGMENTS)
+        run.keep_house()
+        run.look()
+    run.log.close()
+    plan = planned(placement, cycle_s)
+    assert plan.lines == 0
+    assert run.most == pytest.approx(plan.expected, rel=0.05)
+    assert run.most_log == pytest.approx(plan.log, rel=within)
+    assert run.most < plan.bytes
+
+
+ISLAND = {"island": "v5p-a", "incarnation": 1}
+CONTRIBUTION = Contribution(
+    **ISLAND,
+    tick=51_000,
+    start=100_000,
+    end=100_096,
+    tokens=25_165_824,
+    base=Version(1, 1000),
+)
+MEASURES = {
+    "pairwise_cosine": 0.3353194659715229,
+    "cosine_to_last": 0.7892327355368601,
+    "length_ratio": 0.9998254292251044,
+    "step_ratio": 0.9999999869346607,
+}
+
+
+def lines_of_merge(islands):
+    """The lines on the tape that one merge leaves, with its islands' facts."""
+    common = {"fragment": 47, "version": Version(1, 1001)}
+    yield records.Tick(
+        tick=51_000, fragment=47, asked=("v5p-a",) * islands, final=False
+    )
+    for kind in ("took", "adopted", "progress"):
+        fact = Record(
+            seq=300_000,
+            kind=kind,
+            step=100_096,
+            fragment=47,
+            tick=51_000,
+            version=Version(1, 1001),
+            start=100_000,
+            value=250_000_000_000,
+        )
+        for _ in range(islands):
+            yield records.Fact(**ISLAND, record=fact)
+    yield records.Merged(
+        **common,
+        tick=51_000,
+        final=False,
+        contributions=(CONTRIBUTION,) * islands,
+        share=1.0,
+        verdicts={f"v5p-{i}": (51_000, "merged", "") for i in range(islands)},
+        digest="94abd4745a2f4f5c39dcecc84a61994e",
+        payload_bytes=250_000_000,
+    )
+    yield notes.Measured(**common, **MEASURES)
+    yield notes.Digested(**common, digest="bf" * 32)
+
+
+@pytest.mark.parametrize("islands", [2, 16])
+def test_lines_take_the_bytes_that_the_product_writes(islands, tmp_path):
+    tape, metrics = Tape(tmp_path / "tape.jsonl"), Metrics(tmp_path)
+    merges, reports = 40, 30
+    for _ in range(merges):
+        for line in lines_of_merge(islands):
+            tape.append(notes.dated(line))
+        metrics.append(
+            {
+                **{"kind": "merge", "time": 1795590681.0450268, "fragment": 47},
+                **{"version": 1001, "islands": ["v5p-a"] * islands},
+                **{"tokens": 25_165_824 * islands, "share": 1.0},
+                **{"norm": 0.035832011776876185, **MEASURES},
+                "seconds": 0.008956749000049058,
+            }
+        )
+    for _ in range(reports * islands):
+        metrics.append(
+            {
+                **{"kind": "island", "time": 1795590680.8126788, "island": "v5p-a"},
+                **{"phase": "training", "step": 100_096, "loss": 2.1481712758541107},
+                **{"eval_loss": None, "learning_rate": 0.0006012713003641744},
+                "median_step_seconds": 0.4033285509999587,
+                "stalled_seconds": 0.6065373460000956,
+                **{"skipped_steps": 0, "bytes_up": 10**13, "bytes_down": 10**13},
+            }
+        )
+    tape.close()
+    metrics.close()
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    written = sum(file.stat().st_size for file in files)
+    cycles, seconds = merges / FRAGMENTS, reports * disk.REPORTS_EVERY_S
+    plan = planned(Placement(), seconds / cycles, cycles, islands)
+    assert plan.lines == pytest.approx(written, rel=0.08)
+    assert disk.REPORTS_EVERY_S >= service.METRICS_EVERY_S
+
+
+def test_deltas_wait_on_the_disk_only_where_memory_is_full():
+    """Then the inbox leaves room for two snapshots of everything besides."""
+    up = sum(payload_bytes(RUN.sync.codec_up, PLAN))
+    most = 2 * 2 * up
+    roomy = planned(Placement(merge_buffer_bytes=most), 10.0)
+    assert (roomy.deltas, roomy.spared) == (0, SPARED_BYTES)
+    tight = planned(Placement(merge_buffer_bytes=most - 1000), 10.0)
+    assert tight.deltas == 1000
+    spared = inbox.SPARED_BYTES * PLAN.total
+    assert tight.spared == max(SPARED_BYTES, spared)
+    assert tight.expected == roomy.expected
+    assert tight.reserve == tight.late_log + 1000 + tight.spared
+    assert tight.bytes == tight.expected + tight.reserve

@@ -1,0 +1,215 @@
+"""Who a peer is, is what its certificate says: at hello, upload, fetch, and after."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+from pathlib import Path
+
+import pytest
+from wire_support import ISLAND, WAIT_S, fetch_request, hello, report, upload_start
+
+from diloco_jax.wire import certificates as authority
+from diloco_jax.wire import peers
+from diloco_jax.wire.errors import Refused, SecurityError, WireError
+from diloco_jax.wire.principal import (
+    COORDINATOR,
+    OPERATOR,
+    READER,
+    Principal,
+    island,
+    of_stem,
+    of_uri,
+    require_island,
+)
+from diloco_jax.wire.tls import TlsFiles
+
+OTHER = island("other")
+
+
+@pytest.fixture
+def copy(certificates, tmp_path) -> Path:
+    return Path(shutil.copytree(certificates, tmp_path / "copy"))
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """A server looks at its list of revoked certificates at every call."""
+    monkeypatch.setattr(peers, "READ_AGAIN_S", 0.0)
+
+
+@pytest.mark.parametrize("who", [COORDINATOR, READER, OPERATOR, island("v6e.b-1_x")])
+def test_names_of_files_and_in_certificates_lead_back(who):
+    assert of_uri(who.uri) == who
+    assert of_stem(who.stem) == who
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "diloco:island",
+        "diloco:island:",
+        "diloco:island:a:b",
+        "diloco:island:../a",
+        "diloco:reader:a",
+        "diloco:king",
+        "other:island:a",
+        "https://example.com",
+    ],
+)
+def test_other_uris_name_nobody(uri):
+    assert of_uri(uri) is None
+
+
+def test_only_the_island_itself_may_speak_for_it():
+    require_island(island("a"), "a")
+    require_island(None, "a")
+    for who in (island("b"), READER, OPERATOR, COORDINATOR):
+        with pytest.raises(Refused, match=rf"certificate is that of {who}.*island\.a"):
+            require_island(who, "a")
+
+
+def test_an_island_speaks_and_transfers_as_itself(serve, connect, handlers, tls):
+    _, address = serve(tls=tls["coordinator"])
+    client = connect(address, tls=tls["island"])
+    stream = client.open_control(hello())
+    stream.send(report(1))
+    client.transfers.upload(upload_start(8), b"12345678")
+    assert stream.alive
+
+
+@pytest.mark.parametrize("who", [OTHER, READER, OPERATOR, COORDINATOR])
+def test_nobody_speaks_for_another_island(
+    serve, connect, handlers, certificates, tls, who
+):
+    _, address = serve(tls=tls["coordinator"])
+    client = connect(address, tls=TlsFiles.load(certificates, who))
+    for call in (
+        lambda: client.open_control(hello()),
+        lambda: client.transfers.upload(upload_start(8), b"12345678"),
+        lambda: client.transfers.fetch(fetch_request(), max_bytes=1 << 20),
+    ):
+        with pytest.raises(Refused, match=f"certificate is that of {who}") as refused:
+            call()
+        assert refused.value.code == "identity"
+    assert handlers.events.empty()
+    assert client.status(WAIT_S)["islands"]
+
+
+def test_without_tls_nobody_proves_anything(serve, connect):
+    _, address = serve()
+    assert connect(address).open_control(hello("anybody")).welcome.run_id == "r"
+
+
+def test_a_certificate_that_names_nobody_gets_nothing(
+    serve, connect, tls, copy, monkeypatch
+):
+    """As those of versions before: signed by the authority, and no more."""
+    nobody = Principal(role="island", name="x")
+    monkeypatch.setattr(Principal, "uri", property(lambda who: "urn:something"))
+    authority.add(copy, [], 1, islands=["x"])
+    monkeypatch.undo()
+    with pytest.raises(
+        SecurityError, match=r"island\.x\.pem is the certificate of nob"
+    ):
+        TlsFiles.load(copy, nobody)
+    names = ("ca.pem", "island.x.pem", "island.x.key")
+    files = TlsFiles(copy, nobody, *((copy / name).read_bytes() for name in names))
+    _, address = serve(tls=tls["coordinator"])
+    client = connect(address, tls=files)
+    with pytest.raises(SecurityError, match="names no role and no island"):
+        client.open_control(hello("x"))
+    with pytest.raises(SecurityError, match="names no role and no island"):
+        client.status(WAIT_S)
+
+
+def test_a_file_under_another_name_is_refused_before_it_is_used(copy):
+    for suffix in ("pem", "key"):
+        shutil.copy(copy / f"island.other.{suffix}", copy / f"island.a.{suffix}")
+    with pytest.raises(SecurityError, match=r"of island other, .* island a"):
+        TlsFiles.load(copy, island("a"))
+
+
+def test_a_revoked_certificate_is_shut_out_while_the_server_runs(
+    serve, connect, copy, at_once
+):
+    """Its open session, too. Another certificate of the same island is let in."""
+    _, address = serve(tls=TlsFiles.load(copy, COORDINATOR))
+    client = connect(address, tls=TlsFiles.load(copy, island(ISLAND)))
+    stream = client.open_control(hello())
+    authority.revoke(copy, island(ISLAND))
+    for call in (
+        lambda: client.transfers.upload(upload_start(8), b"12345678"),
+        lambda: client.status(WAIT_S),
+    ):
+        with pytest.raises(SecurityError, match=r"of island a, .* is revoked"):
+            call()
+    stream.send(report(1))
+    with pytest.raises(WireError):
+        stream.receive(WAIT_S)
+    authority.add(copy, [], 1, islands=[ISLAND])
+    again = connect(address, tls=TlsFiles.load(copy, island(ISLAND)))
+    assert again.open_control(hello()).welcome.run_id == "r"
+
+
+def test_a_list_that_cannot_be_read_lets_nobody_back(
+    serve, connect, copy, at_once, caplog
+):
+    _, address = serve(tls=TlsFiles.load(copy, COORDINATOR))
+    files = TlsFiles.load(copy, island(ISLAND))
+    authority.revoke(copy, island(ISLAND))
+    with pytest.raises(SecurityError, match="revoked"):
+        connect(address, tls=files).status(WAIT_S)
+    (copy / peers.REVOKED).write_text("no number\n")
+    with pytest.raises(SecurityError, match="revoked"):
+        connect(address, tls=files).status(WAIT_S)
+    assert "'no' is no hex number" in caplog.text
+
+
+def test_serial_numbers_are_read_with_remarks_and_empty_lines():
+    assert peers.serials("1f # island a\n\n# nothing\n2A\n") == [0x1F, 0x2A]
+    with pytest.raises(ValueError, match="line 2: 'x'"):
+        peers.serials("1\nx\n")
+
+
+def test_renewed_certificates_serve_new_connections_without_a_restart(
+    serve, connect, copy
+):
+    """One that an island trusts because it knows both authorities."""
+    _, address = serve(tls=TlsFiles.load(copy, COORDINATOR))
+    island_files = TlsFiles.load(copy, island(ISLAND))
+    assert connect(address, tls=island_files).status(WAIT_S)
+    before = (copy / "ca.pem").read_bytes()
+    authority.make_certificates(copy, [], 1, islands=[ISLAND], replace=True)
+    both = (copy / "ca.pem").read_bytes() + before
+    (copy / "ca.pem").write_bytes(both)
+    renewed = TlsFiles.load(copy, island(ISLAND))
+    assert renewed.authority_pem == both
+    assert connect(address, tls=renewed).open_control(hello()).welcome.run_id == "r"
+    # The certificate from before is of an authority that still counts.
+    old = TlsFiles(
+        copy, island_files.who, both, island_files.certificate_pem, island_files.key_pem
+    )
+    assert connect(address, tls=old).status(WAIT_S)
+
+
+def test_files_that_are_not_fit_leave_a_server_as_it_was(serve, connect, copy, caplog):
+    _, address = serve(tls=TlsFiles.load(copy, COORDINATOR))
+    (copy / "coordinator.pem").write_text("garbled")
+    client = connect(address, tls=TlsFiles.load(copy, island(ISLAND)))
+    assert client.status(WAIT_S)
+    assert "stay as they were" in caplog.text
+
+
+def test_only_what_ends_soon_is_renewed(copy):
+    authority.add(copy, [], 100, islands=["lasting"])
+    before = {path.name: path.read_bytes() for path in copy.glob("*.pem")}
+    renewed = authority.renew(copy, 90, within_days=45)
+    assert renewed == [COORDINATOR, island(ISLAND), OTHER, OPERATOR, READER]
+    after = {path.name: path.read_bytes() for path in copy.glob("*.pem")}
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {f"{who.stem}.pem" for who in renewed}
+    assert authority.renew(copy, 90, within_days=45) == []
+    certificate = authority._certificate(copy, READER)
+    left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    assert left > datetime.timedelta(days=89)
