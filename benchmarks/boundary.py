@@ -41,7 +41,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.files import write_json
 
-LEAVES, WIDTH, FRAGMENTS = 300, 64, 24
+LEAVES, WIDTH, FRAGMENTS = 300, 16, 24
 STEP_S = 0.02
 WARM_STEPS = 2 * FRAGMENTS
 """Steps that are not counted: the first ones have nothing to adopt."""

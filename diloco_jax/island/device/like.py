@@ -91,8 +91,9 @@ class LikeLeaves:
 
     def smallest(self, params: Listed) -> jax.Array:
         """Return this host's first shard of the smallest parameter."""
-        shard: jax.Array = params.leaves[self._smallest].addressable_shards[0].data
-        return shard
+        leaf: jax.Array = params.leaves[self._smallest]
+        # A loop may hand over arrays of the host.
+        return leaf.addressable_shards[0].data if isinstance(leaf, jax.Array) else leaf
 
     def _flat(self, tree: Any, given: str) -> list[Any]:
         leaves, structure = jax.tree.flatten(tree)
