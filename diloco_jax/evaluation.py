@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
+from etils import epath
 
-from diloco_jax import checkpoint, sealed
+from diloco_jax import checkpoint, run_files, sealed
 from diloco_jax.config import Config, ConfigError, IslandConfig
-from diloco_jax.coordinator import snapshots
+from diloco_jax.coordinator import kept, snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece, from_pieces
 from diloco_jax.core.tiles import TileGrid
@@ -98,6 +100,48 @@ def newest_pieces(
         sealed.read(path, snapshots.flat(arrays))
         for piece, value in zip(of_fragment, arrays["theta"], strict=True):
             yield piece, TileGrid.of(piece.shape).from_tiles(value)
+
+
+def kept_pieces(
+    config: Config, workdir: Path, model: Model, cycle: int
+) -> Iterator[tuple[Piece, npt.NDArray[Any]]]:
+    """Yield the pieces of theta of a cycle that was kept in a workdir, a fragment at a
+    time.
+
+    Raises ConfigError, before the first one, if it is not kept there."""
+    plan = build_plan(config.run, model)
+    folder = kept_folder(workdir, cycle)
+    checkpoint.refuse_other_model(
+        epath.Path(folder), cycle, kept_facts(workdir, cycle), plan.digest()
+    )
+    store = Store(config.run, plan, None, pin_s=0.0)
+    for fragment, of_fragment in enumerate(plan.fragments):
+        theta = snapshots.empty({"theta": store.like(fragment)["theta"]})["theta"]
+        sealed.read(folder / kept.fragment_name(fragment), theta)
+        for piece, value in zip(of_fragment, theta, strict=True):
+            yield piece, TileGrid.of(piece.shape).from_tiles(value)
+
+
+def kept_folder(workdir: Path, cycle: int) -> Path:
+    """Return the folder of a kept cycle; raise ConfigError if it is not kept."""
+    folder = workdir / run_files.KEPT
+    if cycle not in (found := kept.numbers(folder)):
+        raise ConfigError(
+            f"--cycle {cycle}: {workdir} does not keep it; kept are "
+            f"{kept.describe(found)}. placement.export_every keeps cycles, and `diloco "
+            f"export HOST:PORT` keeps the present one of a run that goes on"
+        )
+    return kept.path_of(folder, cycle)
+
+
+def kept_facts(workdir: Path, cycle: int) -> Mapping[str, Any]:
+    """Return the facts of a kept cycle: its run and model, merges and tokens."""
+    path = kept_folder(workdir, cycle) / kept.FACTS
+    try:
+        facts: Mapping[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); copy it again") from error
+    return facts
 
 
 def newest_plan(

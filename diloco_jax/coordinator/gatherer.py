@@ -109,6 +109,7 @@ class Gatherer:
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """Take the offer of an island that connects."""
         door.check_hello(hello)
+        door.check_incarnation(hello, 0, time.time())
         if unknown := admission.unknown(self._config, hello.island):
             raise Refused("unknown_island", unknown)
         self._sessions.arrived(session)
@@ -166,6 +167,14 @@ class Gatherer:
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """Answer Busy: there is nothing to fetch yet."""
+        raise Busy(f"{NO_STATE}; come again")
+
+    def keep(self, cycle: int) -> dict[str, Any]:
+        """Answer Busy: there is nothing to keep yet."""
+        raise Busy(f"{NO_STATE}; come again")
+
+    def kept(self, cycle: int, name: str) -> memoryview:
+        """Answer Busy: nothing is kept."""
         raise Busy(f"{NO_STATE}; come again")
 
     def status(self) -> dict[str, Any]:

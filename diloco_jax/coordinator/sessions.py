@@ -39,8 +39,13 @@ class Sessions:
         self._serving: dict[str, Stream] = {}
 
     def arrived(self, session: Stream) -> None:
-        """Keep a stream that said hello."""
+        """Keep a stream that said hello. Raises Refused if another island's stream has
+        its session: each would get what the other is told."""
         with self._lock:
+            for streams in (self._waiting, self._serving):
+                other = streams.get(session.hello.session)
+                if other is not None and other.hello.island != session.hello.island:
+                    raise errors.Refused("session", taken(session.hello))
             self._waiting[session.hello.session] = session
 
     def tell(self, session: str, message: FromCoordinator) -> None:
@@ -106,3 +111,11 @@ class Sessions:
         with self._lock:
             found = (self._waiting.pop(name, None), self._serving.pop(name, None))
         return [stream for stream in found if stream is not None]
+
+
+def taken(hello: Hello) -> str:
+    """Return the message to an island whose session is another island's."""
+    return (
+        f"the session of island {hello.island!r} is that of another island; start it "
+        f"again, since each process draws a session of its own"
+    )

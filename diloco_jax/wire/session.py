@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from diloco_jax.protocol import messages
 from diloco_jax.wire import encoding, errors
 from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import Refused, RemoteProtocolError, WireError
+from diloco_jax.wire.pace import HELLO_BYTES, Pace
 from diloco_jax.wire.principal import Principal, require_island
 from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
 
@@ -52,14 +54,20 @@ class Session:
 
     hello: messages.Hello
     """The first message; set before `connect` is called."""
+    connected = False
+    """True once a handler has accepted the hello."""
 
-    def __init__(self, number: int, context: Any, identify: Identify) -> None:
+    def __init__(
+        self, number: int, context: Any, identify: Identify, pace: Pace | None = None
+    ) -> None:
         """identify: returns who the peer is, None without TLS; raises SecurityError
-        once its certificate is revoked."""
+        once its certificate is revoked. pace: the peer's, over all of its streams; None
+        = a pace of this stream alone."""
         self.id = number
         self._identify = identify
         self.peer: str = context.peer()
         self._context = context
+        self._pace = pace or Pace(self.peer)
         self._outbox = ByteQueue(OUTBOX_BYTES)
 
     def send(self, message: messages.FromCoordinator) -> None:
@@ -125,6 +133,31 @@ class Session:
         if error is not None:
             errors.abort(self._context, error)
 
+    def take(self, raw: bytes, handlers: ControlHandlers) -> None:
+        """Hand the peer's next message to the handlers; the first is its hello.
+
+        Raises RemoteProtocolError if it cannot be understood or is out of order,
+        Refused or SecurityError if the peer may not say it, and what a handler raises.
+        """
+        message = self._decode(raw)
+        who = self._identify()
+        if self.connected:
+            if isinstance(message, messages.Hello):
+                raise RemoteProtocolError(
+                    f"{self.peer} sent a second Hello; open a new stream for it"
+                )
+            handlers.receive(self, message)
+            return
+        if not isinstance(message, messages.Hello):
+            raise RemoteProtocolError(
+                f"first message from {self.peer} is {type(message).__name__}, "
+                f"expected Hello"
+            )
+        require_island(who, message.island)
+        self.hello = message
+        handlers.connect(message, self)
+        self.connected = True
+
     def _read(
         self,
         requests: Iterator[bytes],
@@ -132,7 +165,6 @@ class Session:
         watch: IdleWatch,
         deadlines: Deadlines,
     ) -> None:
-        connected = False
         silent = RemoteProtocolError(
             f"{self.peer} opened a control stream and sent no Hello within "
             f"{deadlines.connect_s:g} s"
@@ -142,24 +174,11 @@ class Session:
                 first = next(requests, None)
             if first is None:
                 return
-            hello = self._decode(first)
-            if not isinstance(hello, messages.Hello):
-                raise RemoteProtocolError(
-                    f"first message from {self.peer} is {type(hello).__name__}, "
-                    f"expected Hello"
-                )
-            require_island(self._identify(), hello.island)
-            self.hello = hello
-            handlers.connect(hello, self)
-            connected = True
+            self._keep_pace(max(len(first), HELLO_BYTES))
+            self.take(first, handlers)
             for raw in requests:
-                message = self._decode(raw)
-                self._identify()
-                if isinstance(message, messages.Hello):
-                    raise RemoteProtocolError(
-                        f"{self.peer} sent a second Hello; open a new stream for it"
-                    )
-                handlers.receive(self, message)
+                self._keep_pace(len(raw))
+                self.take(raw, handlers)
         except grpc.RpcError:
             logger.info("%s: the connection is gone", self)
         except Refused as refused:
@@ -173,8 +192,12 @@ class Session:
             self.fail(internal_error(error))
         finally:
             self.close()
-            if connected:
+            if self.connected:
                 handlers.disconnect(self)
+
+    def _keep_pace(self, nbytes: int) -> None:
+        if wait_s := self._pace.wait_s(nbytes):
+            time.sleep(wait_s)
 
     def _decode(self, raw: bytes) -> messages.FromIsland:
         if len(raw) > encoding.MAX_CONTROL_BYTES:

@@ -14,7 +14,13 @@ from typing import Any, cast
 
 import msgspec
 
-from diloco_jax.config import Placement, RunConfig, SyncConfig, shared_fields
+from diloco_jax.config import (
+    OuterConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+    shared_fields,
+)
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gatherer
@@ -37,7 +43,7 @@ from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.events import Timer
-from diloco_jax.protocol.coordinator.state import State, initial
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import encoding
 from diloco_jax.wire.encoding import decoded
@@ -49,7 +55,14 @@ PLAN = plan_fragments(SHAPES, {"w": ("embed", "mlp"), "v": ("embed", "mlp")}, 2)
 RUN = RunConfig(
     sequence_length=4,
     total_tokens=6000,
-    sync=SyncConfig(fragments=2, steps_per_cycle=4, overlap_steps=1),
+    outer=OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9),
+    sync=SyncConfig(
+        fragments=2,
+        steps_per_cycle=4,
+        overlap_steps=1,
+        codec_up="f32",
+        codec_down="f32",
+    ),
 )
 ADMITTED: dict[str, int | None] = {"a": 2, "b": 4, "c": None}
 CONFIG = policy_config(RUN, Placement(), "r", PLAN.sizes, ADMITTED)
@@ -112,38 +125,49 @@ class AtOnce:
 class Coordinator:
     """The real service and engine, without network and threads."""
 
-    def __init__(self, folder: Any) -> None:
+    def __init__(
+        self,
+        folder: Any,
+        *,
+        store: Any = None,
+        config: PolicyConfig = CONFIG,
+        state: State | None = None,
+        house_every: int = 1,
+    ) -> None:
+        self._config, self._every, self._turns = config, house_every, 0
         self.roster = Roster(folder / f"roster-{time.monotonic_ns()}")
         self.tape = Tape(folder / f"tape-{time.monotonic_ns()}.jsonl")
         self.sessions = Sessions()
-        inbox = Inbox(LAYOUTS, Rooms(1 << 20))
-        store: Any = Store()
+        self.inbox = Inbox(LAYOUTS, Rooms(1 << 20))
+        store = store or Store()
         log: Any = SimpleNamespace(append=lambda line: json.dumps(line))
         metrics = SimpleNamespace(append=lambda line: json.dumps(line, allow_nan=False))
         self.lead = Lead(
-            CONFIG,
-            initial(CONFIG),
+            config,
+            state or initial(config),
             store=store,
-            inbox=inbox,
+            inbox=self.inbox,
             publishes=Publishes(folder / f"publishes-{time.monotonic_ns()}"),
             log=log,
             tape=self.tape,
             metrics=cast(Metrics, metrics),
+            kept=cast(Any, None),
             sessions=self.sessions,
             faults=Faults(()),
             slow_s=math.inf,
             write_within_s=math.inf,
-            housekeeping=self.keep_house,
+            housekeeping=self.keep_house_now_and_then,
         )
         self.lead._holder._merger = cast(Any, AtOnce())
         self.handlers = Service(
             Likeness(RUN, PLAN),
             lead=self.lead,
             store=store,
-            inbox=inbox,
+            inbox=self.inbox,
             sessions=self.sessions,
             roster=self.roster,
             metrics=cast(Metrics, metrics),
+            kept=cast(Any, None),
             status=dict,
         )
 
@@ -151,15 +175,22 @@ class Coordinator:
     def state(self) -> State:
         return self.lead.state
 
+    def keep_house_now_and_then(self, lead: Lead) -> None:
+        self._turns += 1
+        if self._turns % self._every == 0:
+            self.keep_house(lead)
+
     def keep_house(self, lead: Lead) -> None:
         """Do the coordinator's regular work, the end's and a snapshot's; check that the
         books balance."""
         self.roster.save()
         shown = {"alerts": [], "now": 1e9}
-        status = summary.status(CONFIG, self.state, self.roster, seconds=1.0, **shown)
+        status = summary.status(
+            self._config, self.state, self.roster, seconds=1.0, **shown
+        )
         json.dumps(status, allow_nan=False)
         result = summary.summary(
-            CONFIG, self.state, self.roster, wall_seconds=1.0, **shown
+            self._config, self.state, self.roster, wall_seconds=1.0, **shown
         )
         json.dumps(result, allow_nan=False)
         msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=State)
@@ -238,7 +269,7 @@ class Peer:
             "island": self.name,
             "island_config": {"batch_size": sequences},
             "incarnation": self.incarnation(),
-            "session": "s",
+            "session": self.name,
             "environment": {"jax": "0", "devices": 1},
             "tokens_per_step": sequences * RUN.sequence_length,
             "sequences_per_step": sequences,
@@ -269,7 +300,7 @@ class Peer:
             "run_id": "r",
             "island": self.name,
             "incarnation": self.incarnation(),
-            "session": "s",
+            "session": self.name,
             "fragment": 0,
         }
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from msgspec.structs import asdict, replace
 
 from diloco_jax.protocol.coordinator import (
+    cycles,
     ending,
     leases,
     ledger,
@@ -15,6 +16,7 @@ from diloco_jax.protocol.coordinator import (
 )
 from diloco_jax.protocol.coordinator.machines import FRAGMENT, ISLAND, RUN
 from diloco_jax.protocol.coordinator.state import (
+    GRANTS_AT_ONCE,
     Island,
     PolicyConfig,
     State,
@@ -73,6 +75,8 @@ def recover(
             steps=steps,
             steps_at_tick=steps,
             records_through=0,
+            granted_at=0.0,  # By the clock of another process.
+            grants_left=GRANTS_AT_ONCE,
         )
         state = with_island(state, island)
         # An ended incarnation loses its steps in a merge that never became durable,
@@ -85,7 +89,8 @@ def recover(
             account = account.lose_tokens(missing, "coordinator")
             fragment = with_account(fragment, island.name, account)
             state = with_fragment(state, fragment)
-    state = schedule.after_crash(config, replace(state, reunion_until=0.0))
+    state = cycles.forgotten(replace(state, reunion_until=0.0))
+    state = schedule.after_crash(config, state)
     if state.phase in ("stopping", "flushing"):
         state = replace(
             state,

@@ -1,0 +1,396 @@
+"""A coordinator that is fed bytes: the wire's server, service, engine and a tiny store
+in one thread and in virtual time. What it is fed can be fed again to another one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import grpc
+import msgspec
+from door_support import ADMITTED, CONFIG, LAYOUTS, PLAN, RUN, Coordinator
+from msgspec.structs import replace
+
+from diloco_jax.config import ConfigError
+from diloco_jax.coordinator import gatherer as gathering_shell
+from diloco_jax.coordinator import lead as engine_thread
+from diloco_jax.coordinator import service as answers
+from diloco_jax.coordinator.gatherer import Gatherer
+from diloco_jax.coordinator.inbox import DELTAS_AT_ONCE
+from diloco_jax.coordinator.store import Store
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.protocol.coordinator.state import State, initial
+from diloco_jax.protocol.new_term import gathering
+from diloco_jax.wire import encoding, frames, principal
+from diloco_jax.wire.errors import WireError
+from diloco_jax.wire.server import Server
+from diloco_jax.wire.session import Session
+from diloco_jax.wire.threads import IdleWatch, QueueClosed
+
+CHECK_EVERY = 250
+"""Moves between two looks at books and memory."""
+SHRINK_S = 60.0
+START = 1.0e6
+UNIX = 1.8e9
+"""Unix seconds at the start."""
+MOST_STATE_BYTES = 64 << 10
+TAPE_BYTES_PER_BYTE = 8
+TAPE_BYTES_PER_MOVE = 4 << 10
+"""What one move may write beside what it says."""
+
+
+class Defect(AssertionError):  # noqa: N818
+    """The coordinator broke a promise."""
+
+
+class Move(NamedTuple):
+    """One thing that happens. `frames`: bytes of a message, or of an upload, the first
+    frame first. `fresh`: on a stream of its own."""
+
+    kind: str
+    who: str = ""
+    frames: tuple[bytes, ...] = ()
+    fresh: bool = False
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        said = []
+        for raw in self.frames[:1]:
+            with contextlib.suppress(Exception):
+                fields = msgspec.msgpack.decode(raw)
+                if isinstance(fields, dict) and isinstance(fields.get("run"), dict):
+                    fields["run"] = ...
+                said.append(repr(fields))
+                continue
+            said.append(repr(raw[:200]))
+        chunks = f", {len(self.frames) - 1} chunks" if len(self.frames) > 1 else ""
+        waited = f" {self.seconds:g} s" if self.seconds else ""
+        return f"{self.kind} {self.who}{waited} {' '.join(said)}{chunks}".rstrip()
+
+
+class Scenario(NamedTuple):
+    """What a world begins with. secure: callers have certificates."""
+
+    secure: bool
+    gathers: bool
+    total_tokens: int
+
+
+class Ended(Exception):  # noqa: N818
+    """A call ended with a status."""
+
+
+class Context:
+    """Stands in for gRPC's."""
+
+    def __init__(self, who: str) -> None:
+        self.who = who
+
+    def peer(self) -> str:
+        return f"peer {self.who}"
+
+    def cancel(self) -> None:
+        """The stream ends."""
+
+    def set_trailing_metadata(self, pairs: Any) -> None:
+        """It says which refusal."""
+
+    def abort(self, code: grpc.StatusCode, details: str) -> None:
+        if code is grpc.StatusCode.INTERNAL:
+            raise Defect(f"a call failed: {details}")
+        raise Ended(code, details)
+
+
+class World:
+    """One coordinator, or one that gathers first, and the streams of its peers."""
+
+    def __init__(self, scenario: Scenario, store: Store, folder: Path) -> None:
+        self.scenario, self.store, self._folder = scenario, store, folder
+        self.now, self.moves, self.given_up = START, 0, ""
+        self.streams: dict[str, Session] = {}
+        self.heard: dict[str, list[Any]] = {}
+        self._numbers, self._said_bytes = 0, 0
+        self._config = replace(CONFIG, total_tokens=scenario.total_tokens)
+        self._watch = IdleWatch("fuzz")
+        self._server: Any = None
+        self.coordinator: Coordinator | None = None
+        self.gatherer: Gatherer | None = None
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[World]:
+        """Begin, and check all at the end."""
+        clock = SimpleNamespace(
+            monotonic=lambda: self.now,
+            time=lambda: UNIX + self.now - START,
+            monotonic_ns=time.monotonic_ns,
+        )
+        modules = (engine_thread, answers, gathering_shell)
+        before = [module.time for module in modules]
+        logging.disable(logging.ERROR)
+        for module in modules:
+            module.time = cast(Any, clock)
+        try:
+            if self.scenario.gathers:
+                self.gatherer = Gatherer(
+                    RUN, self._config, PLAN, frozenset(ADMITTED) - {"c"}
+                )
+                self._serve(self.gatherer)
+            else:
+                self._lead(initial(self._config))
+            yield self
+            self.check()
+        finally:
+            logging.disable(logging.NOTSET)
+            for module, own in zip(modules, before, strict=True):
+                module.time = own
+            if self.coordinator is not None:
+                self.coordinator.tape.close()
+            self._watch.close(1.0)
+
+    @property
+    def state(self) -> State:
+        return self.coordinator.state if self.coordinator else initial(self._config)
+
+    @property
+    def over(self) -> bool:
+        """True if nothing is left to serve: no new term came of the gathering."""
+        return bool(self.given_up)
+
+    def do(self, move: Move) -> None:
+        """Make a move; raises what no peer may cause."""
+        self.moves += 1
+        self.now += 0.01 + move.seconds
+        self._said_bytes += sum(map(len, move.frames))
+        with contextlib.suppress(Ended):
+            if move.kind == "say":
+                self._say(move)
+            elif move.kind == "cut":
+                self.cut(move.who)
+            elif move.kind == "upload":
+                self._server._upload(iter(move.frames), Context(move.who))
+            elif move.kind == "fetch":
+                answer = self._server._fetch(move.frames[0], Context(move.who))
+                encoding.fetch_start(next(answer))
+                for frame in answer:
+                    assert len(frame) <= frames.MAX_MESSAGE_BYTES
+            elif move.kind == "ask":
+                self._server._status(b"", Context(move.who))
+        self._run()
+        if self.moves % CHECK_EVERY == 0:
+            self.check()
+
+    def cut(self, who: str) -> None:
+        """A peer's stream ends."""
+        stream = self.streams.pop(who, None)
+        if stream is not None:
+            self._listen(who, stream)
+            stream.close()
+            if stream.connected:
+                self._handlers.disconnect(stream)
+
+    def check(self) -> None:
+        """Raise Defect if books, memory or disk are not as they should be."""
+        if self.coordinator is None:
+            assert self.gatherer is not None
+            json.dumps(self.gatherer.status(), allow_nan=False)
+            waiting = self.gatherer._sessions
+            inbox, most = self.gatherer._inbox, 2 * sum(x.total_bytes for x in LAYOUTS)
+            require(len(self.gatherer._arriving) <= 2 * len(LAYOUTS) * len(ADMITTED))
+        else:
+            made = self.coordinator
+            made.keep_house(made.lead)
+            require(set(made.state.islands) <= set(ADMITTED), "strangers are members")
+            state_bytes = len(msgspec.msgpack.encode(made.state))
+            require(state_bytes <= MOST_STATE_BYTES, f"state of {state_bytes} bytes")
+            tape = made.tape.path.stat().st_size
+            most = TAPE_BYTES_PER_BYTE * self._said_bytes
+            most += TAPE_BYTES_PER_MOVE * self.moves
+            require(tape <= most, f"tape of {tape} bytes, expected {most}")
+            require(set(made.roster.members) <= set(ADMITTED), "strangers are measured")
+            require(len(made.lead.journal.ignored_messages) <= 100, "kinds of ignored")
+            waiting, inbox = made.sessions, made.inbox
+            most = DELTAS_AT_ONCE * len(ADMITTED) * sum(x.total_bytes for x in LAYOUTS)
+        require(inbox.memory_bytes <= most, f"inbox has {inbox.memory_bytes} bytes")
+        served = len(waiting._waiting) + len(waiting._serving)
+        require(served <= len(self.streams), f"{served} sessions are kept")
+
+    # ---- inside ----------------------------------------------------------------
+
+    @property
+    def _handlers(self) -> Any:
+        return self._server._handlers
+
+    def _serve(self, handlers: Any) -> None:
+        self._server = Server(
+            "127.0.0.1:0",
+            handlers,
+            tls=None,
+            deadlines=Deadlines(60.0),
+            max_islands=len(ADMITTED),
+            max_hosts=len(ADMITTED),
+            bulk_channels=2,
+        )
+        self._server._watch = self._watch
+        if self.scenario.secure:
+            known = SimpleNamespace(identify=lambda call: principal.island(call.who))
+            self._server._peers = known
+
+    def _lead(self, state: State) -> None:
+        made = Coordinator(
+            self._folder,
+            store=self.store,
+            config=self._config,
+            state=state,
+            house_every=CHECK_EVERY,
+        )
+
+        def fail(peer: Any, error: BaseException) -> None:
+            raise Defect(f"no decision upon what {peer} said") from error
+
+        made.lead._put_out = cast(Any, fail)
+        self.coordinator = made
+        self._serve(made.handlers)
+
+    def _say(self, move: Move) -> None:
+        who = move.who
+        if move.fresh or who not in self.streams:
+            self.cut(who)
+            self._numbers += 1
+            identify = (
+                (lambda: principal.island(who))
+                if self.scenario.secure
+                else lambda: None
+            )
+            self.streams[who] = Session(self._numbers, Context(who), identify)
+        stream = self.streams[who]
+        try:
+            stream.take(move.frames[0], self._handlers)
+        except WireError:
+            self.cut(who)
+
+    def _run(self) -> None:
+        """Let the engine decide until nothing is left to decide at this time."""
+        if self.coordinator is None:
+            self._gather()
+            return
+        lead = self.coordinator.lead
+        while not lead._queue.empty() or self._due(lead):
+            lead._turn()
+            if lead._failure is not None:
+                raise Defect("an effect failed") from lead._failure
+        for who, stream in list(self.streams.items()):
+            self._listen(who, stream)
+
+    def _due(self, thread: Any) -> bool:
+        due = thread._next_deadline(thread.state, thread._now)
+        return due is not None and due <= self.now
+
+    def _gather(self) -> None:
+        assert self.gatherer is not None
+        thread = self.gatherer._thread
+        while not (thread._queue.empty() and not self._due(thread)):
+            thread._turn()
+            if thread._stopping or thread._failure is not None:
+                break
+        for who, stream in list(self.streams.items()):
+            self._listen(who, stream)
+        if thread._failure is not None:
+            require(isinstance(thread._failure, ConfigError), "gathering broke")
+            self.given_up = str(thread._failure)
+        elif self.gatherer._opened is not None:
+            opened = self.gatherer._opened
+            for name in list(self.streams):
+                self.cut(name)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    thread._queue.get_nowait()
+            first = gathering.first_state(self._config, opened)
+            for fragment, version in enumerate(opened.versions):
+                arrays = self.store.arrays(fragment)
+                self.store.load(fragment, arrays, version)
+            self._lead(first)
+
+    def _listen(self, who: str, stream: Session) -> None:
+        """Decode what a peer is told."""
+        heard = self.heard.setdefault(who, [])
+        del heard[:-100]
+        while True:
+            try:
+                raw = stream._outbox.get(0.0)
+            except QueueClosed:
+                if self.streams.get(who) is stream:
+                    del self.streams[who]
+                    if stream.connected:
+                        self._handlers.disconnect(stream)
+                    self._run()
+                return
+            if raw is None:
+                return
+            heard.append(encoding.from_coordinator(raw))
+
+
+def require(holds: bool, what: str = "") -> None:
+    if not holds:
+        raise Defect(what)
+
+
+def shrink(moves: Sequence[Move], fails: Callable[[list[Move]], bool]) -> list[Move]:
+    """Leave out what is not needed for the same failure, for as long as `SHRINK_S`; the
+    last move is the failing one. fails: tells if these moves fail likewise."""
+    kept, size = list(moves), max(len(moves) // 2, 1)
+    until = time.monotonic() + SHRINK_S
+    while size:
+        stop = len(kept) - 1
+        while stop > 0 and time.monotonic() < until:
+            begin = max(stop - size, 0)
+            shorter = kept[:begin] + kept[stop:]
+            if fails(shorter):
+                kept = shorter
+            stop = begin
+        size //= 2
+    return [*kept[:-1], _simpler(kept, fails, until)]
+
+
+def _simpler(
+    moves: list[Move], fails: Callable[[list[Move]], bool], until: float
+) -> Move:
+    """Leave out the fields of the last message that are not needed."""
+    last = moves[-1]
+    with contextlib.suppress(Exception):
+        fields = msgspec.msgpack.decode(last.frames[0])
+        for path in [p for p in paths(fields) if len(p) == 1 or p[0] != "run"]:
+            if time.monotonic() > until:
+                break
+            less = without(fields, path)
+            raw = (msgspec.msgpack.encode(less), *last.frames[1:])
+            if fails([*moves[:-1], last._replace(frames=raw)]):
+                fields, last = less, last._replace(frames=raw)
+    return last
+
+
+def paths(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all values inside a decoded message, the inner ones last."""
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    for key, inner in items:
+        yield (*before, key)
+        yield from paths(inner, (*before, key))
+
+
+def without(value: Any, path: tuple[Any, ...]) -> Any:
+    copy = msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+    parent = copy
+    for key in path[:-1]:
+        parent = parent[key]
+    del parent[path[-1]]
+    return copy
