@@ -91,9 +91,11 @@ class LikeLeaves:
 
     def smallest(self, params: Listed) -> jax.Array:
         """Return this host's first shard of the smallest parameter."""
-        leaf: jax.Array = params.leaves[self._smallest]
+        leaf = params.leaves[self._smallest]
         # A loop may hand over arrays of the host.
-        return leaf.addressable_shards[0].data if isinstance(leaf, jax.Array) else leaf
+        shards = leaf.addressable_shards if isinstance(leaf, jax.Array) else ()
+        first: jax.Array = shards[0].data if shards else leaf
+        return first
 
     def _flat(self, tree: Any, given: str) -> list[Any]:
         leaves, structure = jax.tree.flatten(tree)
