@@ -99,6 +99,21 @@ class Placement:
     snapshots_kept: int = setting(
         2, AT_LEAST_1, group=CHECKPOINTS, help="Newest snapshots that are kept."
     )
+    export_every: int = setting(
+        0,
+        NOT_NEGATIVE,
+        group=CHECKPOINTS,
+        help="Cycles between two whose parameters are kept in the workdir, for diloco "
+        "export --cycle; 0 = none is, unless somebody exports the running run. Keeping "
+        "one takes up to 4 bytes per parameter of the coordinator's memory, and as "
+        "many on its disk.",
+    )
+    exports_kept: int = setting(
+        2,
+        AT_LEAST_1,
+        group=CHECKPOINTS,
+        help="Newest kept cycles that stay in the workdir.",
+    )
     checkpoint_every_s: float = setting(
         600.0,
         SECONDS,

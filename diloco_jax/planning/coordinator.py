@@ -51,6 +51,9 @@ class CoordinatorPlan:
     """State of the merge rule, and the measured tiles of the last merged deltas."""
     snapshots: int
     """Fragments that a snapshot still holds after merges replaced them."""
+    kept_cycle: int
+    """Fragments of a kept cycle that merges replace before they are on disk: all of
+    them if the disk is slow; 0 without `placement.export_every`."""
     merging: int
     """Spare buffers of the merges under way, and the memory of the rule."""
     publishes: int
@@ -142,6 +145,7 @@ def plan_coordinator(
             for kind, count in kinds.items()
         ),
         "snapshots": SNAPSHOT_COPIES * held,
+        "kept_cycle": params if placement.export_every else 0,
         "merging": at_once * (held + rule_bytes),
         "publishes": sum(down),
         "joins": min(islands * FETCHES_PER_JOIN * 4 * largest, 2 * params),

@@ -16,7 +16,7 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.evaluation import newest_pieces
+from diloco_jax.evaluation import kept_folder, kept_pieces, newest_pieces
 from diloco_jax.models.build import build
 from diloco_jax.sealed import sync_folder
 from diloco_jax.weights import families, files, names
@@ -33,11 +33,13 @@ def export(
     workdir: Path,
     target: Path,
     *,
+    cycle: int | None = None,
     dtype: str = "float32",
     shard_bytes: int = files.SHARD_BYTES,
     report: Report = lambda share: None,
 ) -> int:
-    """Write the newest snapshot's parameters to a new folder; return their number.
+    """Write a run's parameters to a new folder; return their number. cycle: a kept one;
+    None = those of the newest snapshot.
 
     The folder appears when all of it is on disk. Raises ConfigError if it exists, the
     workdir has no snapshot, or no family of `families` is like the model.
@@ -45,10 +47,9 @@ def export(
     model = config.run.model
     written = families.write(model, config.run.sequence_length)
     gains = families.read(written, CONFIG).norm_gain != model.norm_gain
-    if target.exists():
-        raise ConfigError(f"{target} exists; give the name of a new folder")
-    if not target.parent.is_dir():
-        raise ConfigError(f"there is no folder {target.parent}; make it first")
+    require_target(target)
+    if cycle is not None:
+        kept_folder(workdir, cycle)
     built = build(config.run)
     scratch = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     scratch.mkdir()
@@ -63,12 +64,18 @@ def export(
         views = names.views(model, arrays)
         norms = {tensor.path for tensor in tensors if tensor.is_norm}
         done, total = 0, sum(array.size for array in arrays.values())
-        for piece, value in newest_pieces(config, workdir, built):
+        pieces = (
+            newest_pieces(config, workdir, built)
+            if cycle is None
+            else kept_pieces(config, workdir, built, cycle)
+        )
+        for piece, value in pieces:
             values = 1 + value if gains and piece.path in norms else value
             fill(views, piece, values)
             done += value.size
             report(done / total)
-        source = workdir / run_files.SOURCE
+        beside = workdir if cycle is None else kept_folder(workdir, cycle)
+        source = beside / run_files.SOURCE
         for name in BESIDE:
             if (source / name).is_file():
                 shutil.copyfile(source / name, scratch / name)
@@ -82,6 +89,14 @@ def export(
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     return total
+
+
+def require_target(target: Path) -> None:
+    """Raise ConfigError unless a new folder of that name can be made."""
+    if target.exists():
+        raise ConfigError(f"{target} exists; give the name of a new folder")
+    if not target.parent.is_dir():
+        raise ConfigError(f"there is no folder {target.parent}; make it first")
 
 
 def _config_json(written: dict[str, Any], source: Path, dtype: str) -> str:
