@@ -115,8 +115,8 @@ coordinator's end in docs/results/wire.md."""
 
 NATIVE = msgspec.structs.replace(
     CONSTANTS,
-    merge_core_seconds={"f32": 1.3, "bf16": 1.3, "int8": 1.5, "int4": 1.8},
-    delta_core_seconds={"f32": 0.52, "bf16": 0.33, "int8": 0.23, "int4": 0.30},
+    merge_core_seconds={"f32": 0.9, "bf16": 1.1, "int8": 1.1, "int4": 1.3},
+    delta_core_seconds={"f32": 0.50, "bf16": 0.33, "int8": 0.24, "int4": 0.28},
     merge_route="native",
     merges_from="constant: `python benchmarks/merging.py`, 2 cores, AMD EPYC, "
     "2026-11-25",
