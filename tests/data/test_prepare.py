@@ -423,6 +423,16 @@ def test_what_cannot_be_read_is_named(name, data, shown, tmp_path):
     made(tmp_path)
 
 
+def test_an_option_that_fits_no_document_is_refused_before_the_work(
+    texts, tmp_path, monkeypatch
+):
+    write_lines(tmp_path / "in" / "z.jsonl", [{"body": "text"}] * 9)
+    work = "diloco_jax.data.prepare.work.do_parts"
+    monkeypatch.setattr(work, lambda *arguments: pytest.fail("the work began"))
+    with pytest.raises(ConfigError, match=r"z.jsonl, offset 0: .*fields are body"):
+        made(tmp_path)
+
+
 def test_a_table_without_text_names_its_columns(tmp_path):
     (tmp_path / "in").mkdir()
     parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "in" / "a.parquet")
