@@ -8,13 +8,16 @@ from diloco_jax.config import RunConfig, differences, shared_fields
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.models.plan import other_model
 from diloco_jax.protocol import messages
-from diloco_jax.wire.errors import RemoteProtocolError
+from diloco_jax.wire.errors import Refused, RemoteProtocolError
 
 HIGHEST_TERM = 2**20
 HIGHEST_NUMBER = 2**48
 SHORTEST_MEDIAN_S = 1e-9
 """Shortest median of a step in seconds; the speed of a shorter step would not be
 finite."""
+INCARNATIONS_AHEAD = 86_400
+"""Incarnations beyond the present unix second that are believed. Launchers count from
+1, or in unix seconds and attempts, by clocks that are less than a day fast."""
 OF_NO_FRAGMENT = ("granted", "progress", "restored")
 
 
@@ -28,6 +31,21 @@ def check_hello(hello: messages.Hello) -> None:
                 f"island {hello.island!r} has version ({term}, {number}), the highest "
                 f"are ({HIGHEST_TERM}, {HIGHEST_NUMBER}); start it again"
             )
+
+
+def check_incarnation(hello: messages.Hello, last: int, unix: float) -> None:
+    """Raise Refused if an incarnation is no plausible number of an attempt: it would
+    shut out all later ones. last: the island's last one; unix: the present time in
+    seconds."""
+    most = max(last + 1, int(unix) + INCARNATIONS_AHEAD)
+    if hello.incarnation > most:
+        raise Refused(
+            "incarnation",
+            f"incarnation {hello.incarnation} of island {hello.island!r} is too high: "
+            f"its last one is {last}, the unix time {int(unix)} at the coordinator, "
+            f"and the limit {most}; start it with --incarnation {last + 1}, or set the "
+            f"clock that is wrong",
+        )
 
 
 def check_report(

@@ -109,6 +109,7 @@ class Gatherer:
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """Take the offer of an island that connects."""
         door.check_hello(hello)
+        door.check_incarnation(hello, 0, time.time())
         if unknown := admission.unknown(self._config, hello.island):
             raise Refused("unknown_island", unknown)
         self._sessions.arrived(session)

@@ -75,6 +75,9 @@ class Service:
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """Accept a control stream that said hello."""
         door.check_hello(hello)
+        known = self._lead.state.islands.get(hello.island)
+        last = known.incarnation if known is not None else 0
+        door.check_incarnation(hello, last, time.time())
         if lines := self._likeness.differences(hello):
             raise Refused(
                 "config",

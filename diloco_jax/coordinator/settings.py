@@ -56,16 +56,21 @@ def admitted_hosts(config: Config) -> int:
 def require_room(config: Config, plan: FragmentPlan) -> None:
     """Raise ConfigError if there is no room for one fragment's deltas from all islands:
     the merge at the end of a run takes all of them."""
-    codec = get_codec(config.run.sync.codec_up)
-    largest = max(PayloadLayout.of(codec, p).total_bytes for p in plan.fragments)
-    needed = largest * len(config.islands)
+    needed, islands = room_needed(config, plan), len(config.islands)
     if config.placement.merge_buffer_bytes < needed:
         raise ConfigError(
             f"placement.merge_buffer_bytes = {config.placement.merge_buffer_bytes}, "
-            f"but deltas of the largest fragment have {largest} bytes each "
-            f"(sync.codec_up = {codec.name!r}), and there are {len(config.islands)} "
+            f"but deltas of the largest fragment have {needed // islands} bytes each "
+            f"(sync.codec_up = {config.run.sync.codec_up!r}), and there are {islands} "
             f"islands; give at least {needed}, or more sync.fragments"
         )
+
+
+def room_needed(config: Config, plan: FragmentPlan) -> int:
+    """Return the bytes of the largest fragment's deltas from all islands."""
+    codec = get_codec(config.run.sync.codec_up)
+    largest = max(PayloadLayout.of(codec, p).total_bytes for p in plan.fragments)
+    return largest * len(config.islands)
 
 
 def outer_settings(run: RunConfig) -> OuterSettings:

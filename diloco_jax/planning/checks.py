@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from diloco_jax.config import Config
+from diloco_jax.coordinator.settings import room_needed
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.planning.changes import Change, shown
 from diloco_jax.planning.changes import changed as changed_config
@@ -168,6 +169,7 @@ def _checks(terms: Terms) -> list[Check]:
         _egress(terms, needs),
         _join(terms, needs),
         _memory(terms, needs),
+        _buffer(terms),
         _cores(terms, needs),
         _disk_bytes(terms, needs),
         _disk_speed(terms, needs),
@@ -255,6 +257,20 @@ def _memory(terms: Terms, needs: Needs) -> Check:
         f"the coordinator needs {needed / GB:.0f} GB of memory and {machine.name} has "
         f"{machine.memory / GB:.0f}, of which {MOST_MEMORY:.0%} may be used",
         lambda: _machines(needs),
+    )
+
+
+def _buffer(terms: Terms) -> Check:
+    """The coordinator does not begin with less (`coordinator/settings.py`)."""
+    needed = room_needed(terms.config, terms.fragments)
+    has = terms.config.placement.merge_buffer_bytes
+    return Check(
+        "merge buffer",
+        needed,
+        has,
+        f"deltas of the largest fragment from {len(terms.config.islands)} islands take "
+        f"{needed / GB:.3g} GB and placement.merge_buffer_bytes is {has / GB:.3g} GB",
+        lambda: iter(({"placement.merge_buffer_bytes": needed},)),
     )
 
 
@@ -349,8 +365,8 @@ def _restart(terms: Terms, needs: Needs) -> Check:
         "restart",
         needs.restart_seconds,
         has,
-        f"a restart of the coordinator takes {needs.restart_seconds:.0f} s and islands "
-        f"have data for {has:.0f} (placement.outage_budget_s = "
+        f"a restart of the coordinator takes {math.ceil(needs.restart_seconds)} s and "
+        f"islands have data for {math.floor(has)} (placement.outage_budget_s = "
         f"{terms.config.placement.outage_budget_s:g}, and more by the size of the "
         f"state)",
         changes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any, cast
 
 import msgspec
@@ -216,14 +217,14 @@ def test_a_gatherer_that_fails_on_an_event_ends_that_session_only(
         peer.hello({"term": 1, "run_id": "r", "versions": [(1, 1), (1, 2)]})
         made.run()
     monkeypatch.setattr(made.thread.engine, "_decide", fail)
-    known = made.thread.state.known
+    known = made.thread.state.heard
     if kind is Said:
         report = peer.decode("Report", peer.report())
         made.handlers.receive(cast(Any, peer.stream), report)
     else:
         peer.say("Hello" if kind is Offered else "Cut", {})
     made.run()
-    assert made.thread.state.known == known
+    assert made.thread.state.heard == known
     assert "a bug" in caplog.text
     assert peer.stream is not None
     refused = [error.code for error in peer.stream.refused]
@@ -244,6 +245,22 @@ def test_a_session_of_another_island_is_refused(folder: Any) -> None:
         with pytest.raises(Refused, match="island 'b' is that of another island"):
             Peer("b", made).hello({"session": "a"})  # It is away, and may return.
         Peer("a", made).hello({})
+
+
+def test_a_name_is_never_used_up_by_a_high_incarnation(folder: Any) -> None:
+    now = int(time.time())
+    made = Coordinator(folder)
+    with contextlib.closing(made.tape):
+        peer = Peer("a", made)
+        for high in (2**48, now + 100_000):
+            with pytest.raises(Refused, match=f"{high} of island 'a' is too high: its"):
+                peer.hello({"incarnation": high})
+        for plausible in (3, now, now + 80_000, now + 80_001):
+            peer.hello({"incarnation": plausible, "session": f"{plausible}"})
+            made.run()
+            assert made.state.islands["a"].incarnation == plausible
+    with pytest.raises(Refused, match="start it with --incarnation 1"):
+        Peer("a", Gathering()).hello({"incarnation": 2**48})
 
 
 def test_a_gatherer_does_not_wait_for_strangers() -> None:

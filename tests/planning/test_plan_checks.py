@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,12 @@ REFUSED = [
         50.0,
         "n2-highmem-4 sends 10 at most",
     ),
+    (
+        "merge buffer",
+        {"placement.merge_buffer_bytes": 10**8},
+        5.0,
+        "from 2 islands take 0.279 GB and placement.merge_buffer_bytes is 0.1 GB",
+    ),
     ("places", {"placement.bulk_channels": 64}, 5.0, "has places for 4096"),
 ]
 """(check, settings with which it refuses, Gbit/s of a link, part of its text)"""
@@ -89,7 +96,7 @@ REFUSED = [
 
 def test_every_check_has_a_case_in_which_it_refuses(mixed):
     assert [check.name for check in checks._checks(mixed)] == [
-        *("link", "egress", "join", "memory", "cores"),
+        *("link", "egress", "join", "memory", "merge buffer", "cores"),
         *("disk bytes", "disk speed", "restart", "places"),
     ]
     assert {name for name, *_ in REFUSED} == {c.name for c in checks._checks(mixed)}
@@ -156,6 +163,17 @@ def test_following_every_change_ends_in_a_run():
             return
         terms = changed(terms, next(r.change for r in found if r.change))
     pytest.fail(f"still refused: {[r.text for r in found]}")
+
+
+def test_what_is_short_by_little_is_not_told_as_equal(mixed):
+    slow = changed(mixed, {"placement.snapshot_every_s": 1200.0})
+    needed = needs_of(slow).restart_seconds
+    short = changed(slow, {"placement.outage_budget_s": needed - 0.01})
+    (found,) = refusals(short)
+    takes, has = map(
+        int, re.findall(r"takes (\d+) s and islands have data for (\d+)", found.text)[0]
+    )
+    assert takes == has + 1 == found.change["placement.outage_budget_s"]
 
 
 def test_a_change_is_the_smallest_one(mixed):

@@ -159,7 +159,7 @@ def _report(
         state, found = _record(config, state, island, record, now)
         effects += found
     if state.phase == "running":
-        state, grants = leases.top_up(config, state, event.island)
+        state, grants = leases.top_up(config, state, event.island, now)
         effects += grants
     tokens = max(state.progress_tokens, ledger.progress_tokens(config, state))
     if tokens > state.progress_tokens:

@@ -14,6 +14,7 @@ from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
 from diloco_jax.protocol.coordinator.state import (
     FIRST_LEASE_STEPS,
+    GRANTS_AT_ONCE,
     SHORTEST_STEP_S,
     Island,
     Lease,
@@ -24,9 +25,20 @@ from diloco_jax.protocol.coordinator.state import (
 from diloco_jax.protocol.messages import Granted
 from diloco_jax.protocol.values import Span
 
+RATE_MARGIN = 4
+"""Steps per second that are believed, as a multiple of what the island's step time
+allows."""
+UNKNOWN_STEP_S = 0.01
+"""Step time of an island that has not told its own, as far as its rate is bounded."""
 
-def top_up(config: PolicyConfig, state: State, name: str) -> tuple[State, list[Effect]]:
-    """Grant until the island holds data for at least `outage_budget_s` at its speed."""
+
+def top_up(
+    config: PolicyConfig, state: State, name: str, now: float
+) -> tuple[State, list[Effect]]:
+    """Grant until the island holds data for at least `outage_budget_s` at its speed.
+
+    An island that uses data much faster than its step time allows waits for more: the
+    steps that it claims are bounded by what it holds."""
     island = state.islands[name]
     # One durable record serves an outage budget's worth of steps.
     most = largest_grant(config, island.step_seconds, island.sequences_per_step)
@@ -36,6 +48,14 @@ def top_up(config: PolicyConfig, state: State, name: str) -> tuple[State, list[E
     if held >= wanted:
         return state, effects
     missing = most - held
+    step_s = max(island.step_seconds or UNKNOWN_STEP_S, SHORTEST_STEP_S)
+    used_since = RATE_MARGIN * (now - island.granted_at) / step_s
+    grants_left = island.grants_left + used_since * island.sequences_per_step / most
+    grants_left = min(grants_left, GRANTS_AT_ONCE) - missing / most
+    if grants_left < 0:
+        return state, effects
+    island = replace(island, granted_at=now, grants_left=grants_left)
+    state = with_island(state, island)
     while missing > 0:
         span, state = _draw(state, missing)
         missing -= span.stop - span.start

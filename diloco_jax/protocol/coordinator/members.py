@@ -249,7 +249,7 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         Forget(island=event.island, before=event.incarnation, kept=tuple(_kept(state))),
         _welcome(config, state, event, resumed=False),
     ]
-    state, grants = leases.top_up(config, state, event.island)
+    state, grants = leases.top_up(config, state, event.island, now)
     return state, effects + grants
 
 

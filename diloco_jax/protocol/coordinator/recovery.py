@@ -16,6 +16,7 @@ from diloco_jax.protocol.coordinator import (
 )
 from diloco_jax.protocol.coordinator.machines import FRAGMENT, ISLAND, RUN
 from diloco_jax.protocol.coordinator.state import (
+    GRANTS_AT_ONCE,
     Island,
     PolicyConfig,
     State,
@@ -74,6 +75,8 @@ def recover(
             steps=steps,
             steps_at_tick=steps,
             records_through=0,
+            granted_at=0.0,  # By the clock of another process.
+            grants_left=GRANTS_AT_ONCE,
         )
         state = with_island(state, island)
         # An ended incarnation loses its steps in a merge that never became durable,

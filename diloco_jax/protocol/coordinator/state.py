@@ -24,6 +24,8 @@ from diloco_jax.protocol.values import (
 
 FIRST_LEASE_STEPS = 64
 """Steps for which data is granted before an island's speed is known."""
+GRANTS_AT_ONCE = 4.0
+"""Largest grants that an island may be given in a moment."""
 
 
 MISSED_MERGES = 10
@@ -203,6 +205,10 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     leases: tuple[Lease, ...] = ()
     """Grants of steps from the last merged one on; merges keep them few."""
     sequences_granted: int = 0
+    granted_at: float = 0.0
+    """Time of the last grant."""
+    grants_left: float = GRANTS_AT_ONCE
+    """Largest grants that the island might be given after it; see `leases.top_up`."""
 
     @property
     def computed_tokens(self) -> int:

@@ -24,7 +24,9 @@ from diloco_jax.protocol.coordinator.state import (
     initial,
     with_fragment,
 )
-from diloco_jax.protocol.messages import AnchorRequest, Hello, Welcome
+from diloco_jax.protocol.messages import AnchorRequest, Hello, Refused, Welcome
+from diloco_jax.protocol.new_term import belief
+from diloco_jax.protocol.new_term.belief import Known
 from diloco_jax.protocol.new_term.events import (
     AnchorArrived,
     Discard,
@@ -68,22 +70,17 @@ class Offering(msgspec.Struct, frozen=True, kw_only=True):
     connected: bool = True
 
 
-class Known(NamedTuple):
-    """The highest values that any island heard of. Islands without anchors count: a
-    joining island may be the only one that heard of a term or got data in it."""
-
-    term: int = 0
-    tokens: int = 0
-    next_position: int = 0
-
-
 class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     """State of the gathering. names: the islands of the config."""
 
     names: frozenset[str]
     deadline: float
     phase: Literal["waiting", "fetching", "over"] = "waiting"
-    known: Known = msgspec.field(default_factory=Known)
+    heard: Mapping[str, Known] = msgspec.field(default_factory=dict)
+    """The highest values that each island heard of. Islands without anchors count: a
+    joining island may be the only one that heard of a term or got data in it."""
+    limits: Known | None = None
+    """The highest values that are believed, once there is no more waiting."""
     members: Mapping[str, Offering] = msgspec.field(default_factory=dict)
     asked: Mapping[int, AwaitedAnchor] = msgspec.field(default_factory=dict)
     failed: frozenset[tuple[str, int]] = frozenset()
@@ -106,16 +103,11 @@ def step(config: PolicyConfig, state: Gathering, event: Event, now: float) -> St
         case Offered():
             state, effects = _offered(config, state, event, now)
         case Said():
-            state = _heard(config, state, event, now, connected=True)
+            state = _alive(config, state, event, now, connected=True)
         case Disconnected():
-            state = _heard(config, state, event, now, connected=False)
+            state = _alive(config, state, event, now, connected=False)
         case AnchorArrived():
-            asked = state.asked.get(event.fragment)
-            current = state.members[event.island].offer.incarnation
-            if asked and (asked.island, current) == (event.island, event.incarnation):
-                got = Got(event.island, event.version)
-                state = replace(state, got={**state.got, event.fragment: got})
-                state = _unasked(state, event.fragment)
+            state, effects = _arrived(state, event)
     if state.phase == "waiting":
         state, found = _wait(config, state, now)
         effects += found
@@ -166,7 +158,11 @@ def _offered(
             f"coordinator with that run's config.json, or that island elsewhere",
         )
     if not differences:
-        state = replace(state, known=_higher(state.known, offer))
+        claims = belief.of_offer(offer)
+        if wrong := belief.too_high(claims, state.limits):
+            return state, [_disbelieve(offer, wrong)]
+        heard = state.heard.get(offer.island, Known()).higher(claims)
+        state = replace(state, heard={**state.heard, offer.island: heard})
     member = state.members.get(offer.island)
     why = ""
     if len(offer.versions) != config.fragments:
@@ -203,7 +199,7 @@ def _offered(
     return replace(state, members=members), effects
 
 
-def _heard(
+def _alive(
     config: PolicyConfig,
     state: Gathering,
     event: Said | Disconnected,
@@ -218,6 +214,21 @@ def _heard(
     return replace(state, members={**state.members, event.island: member})
 
 
+def _arrived(state: Gathering, event: AnchorArrived) -> Step:
+    asked = state.asked.get(event.fragment)
+    member = state.members.get(event.island)
+    if asked is None or member is None or asked.island != event.island:
+        return state, []
+    if member.offer.incarnation != event.incarnation:
+        return state, []
+    offered = member.offer.versions[event.fragment]
+    if not belief.may_have_become(offered, event.version):
+        return _fail(state, event.fragment)
+    got = Got(event.island, event.version)
+    state = replace(state, got={**state.got, event.fragment: got})
+    return _unasked(state, event.fragment), []
+
+
 def _wait(config: PolicyConfig, state: Gathering, now: float) -> Step:
     here = {n for n, m in state.members.items() if m.connected and _may_come(m, now)}
     if not state.names <= here and now < state.deadline:
@@ -228,7 +239,32 @@ def _wait(config: PolicyConfig, state: Gathering, now: float) -> Step:
             f"no island offered its anchors within "
             f"{LEASES_AWAITED * config.lease_s:g} s",
         )
-    return replace(state, phase="fetching"), []
+    held = [state.heard[name] for name in state.members]
+    limits = belief.limits(held, config.total_tokens)
+    wrong = {n: belief.too_high(known, limits) for n, known in state.heard.items()}
+    effects: list[Effect] = [
+        _disbelieve(member.offer, wrong[name])
+        for name, member in state.members.items()
+        if wrong[name]
+    ]
+    return replace(
+        state,
+        phase="fetching",
+        limits=limits,
+        heard={n: known for n, known in state.heard.items() if not wrong[n]},
+        members={n: member for n, member in state.members.items() if not wrong[n]},
+    ), effects
+
+
+def _disbelieve(offer: Hello, wrong: str) -> Tell:
+    return Tell(
+        session=offer.session,
+        message=Refused(
+            code="claims",
+            message=f"island {offer.island!r} is not believed as a new term begins: "
+            f"{wrong}; start it again with incarnation {offer.incarnation + 1}",
+        ),
+    )
 
 
 def _fetch(config: PolicyConfig, state: Gathering, now: float) -> Step:
@@ -237,12 +273,8 @@ def _fetch(config: PolicyConfig, state: Gathering, now: float) -> Step:
         member = state.members[asked.island]
         if now < asked.until and _may_come(member, now):
             continue
-        incarnation = member.offer.incarnation
-        effects.append(
-            Discard(island=asked.island, incarnation=incarnation, fragment=fragment)
-        )
-        failed = state.failed | {(asked.island, fragment)}
-        state = _unasked(replace(state, failed=failed), fragment)
+        state, found = _fail(state, fragment)
+        effects += found
     busy = {asked.island for asked in state.asked.values()}
     for fragment in range(config.fragments):
         if fragment in state.got or fragment in state.asked:
@@ -277,10 +309,21 @@ def _fetch(config: PolicyConfig, state: Gathering, now: float) -> Step:
     return state, effects
 
 
+def _fail(state: Gathering, fragment: int) -> Step:
+    """Ask the island no more for a fragment that did not come from it."""
+    island = state.asked[fragment].island
+    incarnation = state.members[island].offer.incarnation
+    discard = Discard(island=island, incarnation=incarnation, fragment=fragment)
+    state = replace(state, failed=state.failed | {(island, fragment)})
+    return _unasked(state, fragment), [discard]
+
+
 def _open(config: PolicyConfig, state: Gathering) -> Open:
     offers = [member.offer for member in state.members.values()]
     got = [state.got[fragment] for fragment in range(config.fragments)]
-    known = state.known
+    known = Known()
+    for heard in state.heard.values():
+        known = known.higher(heard)
     term = 1 + known.term
     largest = max(
         leases.largest_grant(config, o.step_seconds, o.sequences_per_step)
@@ -296,15 +339,6 @@ def _open(config: PolicyConfig, state: Gathering) -> Open:
         replaced=tuple(version for _, version in got),
         tokens=known.tokens,
         next_position=known.next_position + unheard,
-    )
-
-
-def _higher(known: Known, offer: Hello) -> Known:
-    terms = (offer.term, *(version.term for version in offer.versions))
-    return Known(
-        term=max(known.term, *terms),
-        tokens=max(known.tokens, offer.tokens),
-        next_position=max(known.next_position, offer.next_position),
     )
 
 

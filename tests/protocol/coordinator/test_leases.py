@@ -35,6 +35,7 @@ def test_an_island_always_holds_an_outage_budget_of_data() -> None:
     d = Driver(outage_budget_s=30.0)
     d.hello("a", sequences_per_step=2)
     for steps in range(0, 4000, 7):
+        d.now += 0.7
         d.report("a", steps, step_seconds=0.1)
         island = d.state.islands["a"]
         steps_held = island.sequences_granted / 2 - island.steps
@@ -44,6 +45,30 @@ def test_an_island_always_holds_an_outage_budget_of_data() -> None:
     assert [g.offset for g in grants] == [
         sum(g.span.stop - g.span.start for g in grants[:i]) for i in range(len(grants))
     ]
+
+
+def test_data_is_leased_no_faster_than_the_step_time_allows() -> None:
+    """A counter that runs away, or a liar, must not end the run at once."""
+    d = Driver(outage_budget_s=30.0)
+    d.hello("a", sequences_per_step=2)
+    d.report("a", 1, step_seconds=0.1)
+    for _ in range(50):  # All that it holds, at once, again and again.
+        d.now += 0.01
+        d.report("a", d.state.islands["a"].sequences_granted // 2, step_seconds=0.1)
+    assert d.state.islands["a"].steps < 4000
+    began = d.now
+    for _ in range(400):
+        d.now += 1.0
+        d.report("a", d.state.islands["a"].sequences_granted // 2, step_seconds=0.1)
+    made = d.state.islands["a"].steps
+    assert made < 4000 + 4 * (d.now - began) / 0.1
+    d.now += 1000.0
+    d.report("a", made, step_seconds=0.1)  # Honest again.
+    for _ in range(1000):
+        d.now += 0.7
+        made += 7
+        d.report("a", made, step_seconds=0.1)
+        assert d.state.islands["a"].sequences_granted >= 2 * (made + 300)
 
 
 def test_no_position_is_granted_to_two_islands() -> None:

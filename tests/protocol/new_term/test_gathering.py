@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import pytest
 from kit import make_config
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell, Timer
 from diloco_jax.protocol.coordinator.leases import largest_grant
-from diloco_jax.protocol.messages import AnchorRequest, Hello, Report, Welcome
+from diloco_jax.protocol.messages import AnchorRequest, Hello, Refused, Report, Welcome
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.new_term.events import (
     AnchorArrived,
@@ -329,3 +330,58 @@ def test_who_lost_its_connection_is_not_asked_before_it_is_back() -> None:
         g.hear(name)
     g.offer("a", 2, 1)
     assert ("a", 0) in asked(g.effects)
+
+
+def tell_refused(effects: Sequence[Effect]) -> list[tuple[str, str]]:
+    return [
+        (tell.session, tell.message.message)
+        for tell in of(effects, Tell)
+        if isinstance(tell.message, Refused)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lie", "claim"),
+    [
+        ({"term": 2**20}, "term = 1048576, and at most 18"),
+        ({"tokens": 10**9}, "tokens = 1000000000, and at most"),
+        ({"next_position": 2**40}, "next_position = 1099511627776, and at most"),
+        ({"versions": (Version(1, 2**47), Version(1, 7))}, "merges = 14073748835"),
+        ({"versions": (Version(2**19, 5), Version(1, 7))}, "term = 524288, and at"),
+    ],
+)
+def test_one_of_three_that_claims_far_more_is_not_believed(
+    lie: dict[str, Any], claim: str
+) -> None:
+    g = Gatherer("abc")
+    g.offer("a", 5, 7, tokens=300, next_position=40)
+    g.offer("b", 5, 7, **lie)
+    ((session, message),) = tell_refused(effects := g.offer("c", 6, 6, tokens=310))
+    assert session == "b1"
+    assert claim in message
+    assert "start it again with incarnation 2" in message
+    assert asked(effects) == [("c", 0), ("a", 1)]
+    ((session, _),) = tell_refused(g.offer("b", 5, 7, **lie))  # Nor later.
+    g.arrive("c", 0, 6)
+    (opened,) = of(g.arrive("a", 1, 7), Open)
+    assert opened.versions == (Version(2, 6), Version(2, 7))
+    assert (opened.tokens, opened.sources) == (310, ("c", "a"))
+    assert opened.next_position < 2**20
+
+
+def test_an_island_that_was_alone_for_long_is_believed() -> None:
+    g = Gatherer("abc")
+    g.offer("a", 50, 50, tokens=CONFIG.total_tokens // 4)
+    g.offer("b", 90, 90, tokens=CONFIG.total_tokens // 2, term=5, next_position=2**20)
+    effects = g.offer("c", 50, 50, tokens=CONFIG.total_tokens // 4)
+    assert not tell_refused(effects)
+    assert asked(effects) == [("b", 0)]
+
+
+def test_an_anchor_arrives_at_about_the_version_that_was_offered() -> None:
+    g = Gatherer("ab")
+    g.offer("a", 5, 7)
+    assert asked(g.offer("b", 5, 6)) == [("a", 0)]
+    effects = g.arrive("a", 0, 2**40)
+    assert of(effects, Discard)
+    assert asked(effects) == [("b", 0), ("a", 1)]
