@@ -37,14 +37,17 @@ class Speaker:
     """Tokens that end a text."""
 
 
-def open_speaker(source: Path, dtype: str = "float32") -> Speaker:
-    """Open a run's workdir or a folder of weights.
+def open_speaker(
+    source: Path, dtype: str = "float32", cycle: int | None = None
+) -> Speaker:
+    """Open a run's workdir, with its newest parameters or those of a kept cycle, or a
+    folder of weights.
 
     Raises ConfigError if it is neither, or has no tokenizer that fits its model.
     """
     if workdirs.holds_run(source):
         model = workdirs.read_config(source).run.model
-        params, beside = load_params(source), source / run_files.SOURCE
+        params, beside = load_params(source, cycle), source / run_files.SOURCE
         spells_bytes = not model.weights or model.vocab_size == VOCAB_SIZE
     else:
         found = read_json(source / CONFIG)
